@@ -1,0 +1,62 @@
+# make demo    fine-tune a small model inside a budget and compare it with plain PyTorch (ARGS="--steps 5" and such)
+# make test    the test suite (make test TORCH=2.11.0 tries another torch; ARGS="-k sizes" and such)
+# make lint    style and format; make types: type check of the installed package
+#
+# Each makes the virtual environment that it needs, and renews it when what it is made from has changed.
+# PYTHON=python3.12 names the interpreter that a new environment is made with.
+
+PYTHON ?= python3
+TORCH ?=
+ARGS ?=
+
+VENV := .venv$(if $(TORCH),-$(TORCH))
+TYPES_VENV := .venv-types
+PIP_INSTALL = -m pip --disable-pip-version-check install -qq
+
+.PHONY: help demo test lint types
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+demo: $(VENV)/installed
+	@$(VENV)/bin/python -m offmate.cli demo $(ARGS)
+
+test: $(VENV)/installed
+	@$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(VENV)/installed
+	@$(VENV)/bin/python -m ruff check .
+	@$(VENV)/bin/python -m ruff format --check .
+
+# Type checkers cannot follow an editable install of folders that are imported under another name, so the package
+# itself is installed, and checked from a folder where `offmate` is not also the source folder. build/ goes before and
+# after: a module deleted here would live on in it and be installed again.
+types: $(TYPES_VENV)/installed
+	@rm -rf build
+	@$(TYPES_VENV)/bin/python $(PIP_INSTALL) --no-deps --force-reinstall .
+	@rm -rf build
+	@cd $(TYPES_VENV) && bin/python -m mypy --config-file ../pyproject.toml -p offmate
+
+# $(call make_venv,FOLDER): a new, empty environment, unless FOLDER is one whose interpreter still works.
+define make_venv
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo 'offmate needs Python 3.11 or later; $(PYTHON) is '"$$($(PYTHON) --version 2>&1)"'.' >&2; \
+	  echo 'Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)' >&2; exit 1; }
+	@$(1)/bin/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(1) || { \
+	  echo 'No virtual environment could be made; on Debian, Ubuntu and WSL2: sudo apt install python3-venv' >&2; \
+	  exit 1; }
+	@echo 'Setting up $(1): the first time this fetches torch and takes a few minutes ...'
+	@sed 's/^torch==.*/torch==$(or $(TORCH),$(shell sed -n 's/^torch==//p' constraints.txt))/' \
+	  constraints.txt > $(1)/constraints.txt
+endef
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(call make_venv,$(VENV))
+	@$(VENV)/bin/python $(PIP_INSTALL) -c $(VENV)/constraints.txt -e ".[hf,dev]"
+	@touch $@
+
+$(TYPES_VENV)/installed: pyproject.toml constraints.txt
+	$(call make_venv,$(TYPES_VENV))
+	@$(TYPES_VENV)/bin/python $(PIP_INSTALL) -c $(TYPES_VENV)/constraints.txt ".[hf,dev]"
+	@touch $@

@@ -1,0 +1,154 @@
+"""What offmate costs when nothing has to move: its step beside plain PyTorch's, at an ample budget.
+
+`python -m benchmarks.overhead [--steps N] [--json FILE]` trains two copies of the demo model in one process, a step of
+one and a step of the other in turn, and compares the medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import offmate
+from offmate.demo import (
+    BATCH,
+    TOKENS,
+    Batch,
+    demo_batches,
+    demo_model,
+    demo_optimizer,
+    reference_peak_bytes,
+    train_step,
+)
+from offmate.sizes import format_bytes
+
+WARM_UP_STEPS = 2
+AMPLE_FACTOR = 2
+
+
+def main() -> None:
+    """Run the benchmark and print its table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="measured steps of each (default: 20)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every number to FILE")
+    arguments = parser.parse_args()
+    if arguments.steps < 1:
+        parser.error(f"--steps is {arguments.steps}; at least 1 is needed")
+    result = {"machine": machine(), **measure(arguments.steps)}
+    _show(result)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "torch_threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
+
+
+def measure(n_steps: int) -> dict[str, Any]:
+    """Seconds of alternating steps, in order, and the ratio of their medians.
+
+    Parameters
+    ----------
+    n_steps: measured steps of each, after WARM_UP_STEPS unmeasured ones.
+
+    Returns: `step_s`, `reference_step_s` (medians), `ratio`, the single times, losses equal or not, budget and peaks
+    in bytes, predicted seconds.
+    """
+    batches = demo_batches(WARM_UP_STEPS + n_steps)
+    peak_bytes = reference_peak_bytes("emulated")
+    budget_bytes = AMPLE_FACTOR * peak_bytes
+    reference = demo_model()
+    reference_optimizer = demo_optimizer(reference)
+    ours = demo_model()
+    optimizer = demo_optimizer(ours)
+    plan = offmate.plan(ours, budget_bytes, optimizer=optimizer, device="emulated", example_inputs=batches[0])
+    ours = offmate.compile(ours, budget_bytes, optimizer=optimizer, device="emulated", plan=plan)
+
+    def our_step(batch: Batch) -> float:
+        loss = train_step(ours, optimizer, batch)
+        # Updates may run on into the next forward; here they must not run into the other's step.
+        ours.offmate.sync()
+        return loss
+
+    steps = {"offmate": our_step, "reference": lambda batch: train_step(reference, reference_optimizer, batch)}
+    return _alternate(steps, batches) | {
+        "budget_bytes": budget_bytes,
+        "peak_bytes": ours.offmate.peak_bytes,
+        "reference_peak_bytes": peak_bytes,
+        "predicted_step_s": plan.predicted_step_s,
+    }
+
+
+def _alternate(steps: dict[str, Callable[[Batch], float]], batches: list[Batch]) -> dict[str, Any]:
+    """Run both on every batch in turn; the times after the warm-up, their medians, and whether all losses agree."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    losses: dict[str, list[float]] = {name: [] for name in steps}
+    for index, batch in enumerate(batches):
+        # Who goes first alternates, so that neither always finds the caches as the other left them.
+        for name in sorted(steps, reverse=index % 2 == 1):
+            start_s = time.perf_counter()
+            losses[name].append(steps[name](batch))
+            seconds[name].append(time.perf_counter() - start_s)
+    measured = {name: times[WARM_UP_STEPS:] for name, times in seconds.items()}
+    step_s, reference_step_s = (statistics.median(measured[name]) for name in ("offmate", "reference"))
+    return {
+        "step_s": step_s,
+        "reference_step_s": reference_step_s,
+        "ratio": step_s / reference_step_s,
+        "steps_s": measured["offmate"],
+        "reference_steps_s": measured["reference"],
+        "identical": losses["offmate"] == losses["reference"],
+    }
+
+
+def _show(result: dict[str, Any]) -> None:
+    where = result["machine"]
+    table = Table(title=f"{where['cpu']}, {where['cores']} cores, {where['torch_threads']} threads, {where['torch']}")
+    for header in ("", "median s per step", "fastest", "slowest", "device memory, peak"):
+        table.add_column(header, justify="right" if header else "left")
+    for name, prefix in (("plain PyTorch", "reference_"), ("offmate", "")):
+        times = result[f"{prefix}steps_s"]
+        table.add_row(
+            name,
+            f"{result[f'{prefix}step_s']:.3f}",
+            f"{min(times):.3f}",
+            f"{max(times):.3f}",
+            format_bytes(result[f"{prefix}peak_bytes"]),
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    losses = "identical" if result["identical"] else "DIFFERENT"
+    console.print(
+        f"Ratio {result['ratio']:.3f} at {BATCH} × {TOKENS} tokens and a budget of "
+        f"{format_bytes(result['budget_bytes'])}; losses {losses}."
+    )
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+if __name__ == "__main__":
+    main()

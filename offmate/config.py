@@ -1,0 +1,92 @@
+"""The settings that few people need to touch, in one frozen place."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+# An option frontier always contains keep-all, recompute-all and offload-with-cheap-recompute.
+_LEAST_OPTIONS = 3
+_LEAST_TURN_AROUND_STEPS = 2
+_SOLVERS = ("highs", "cbc", None)
+
+
+def default_cache_dir() -> str:
+    """The cache's folder: `OFFMATE_CACHE_DIR`, else `offmate` in `XDG_CACHE_HOME`, else in `~/.cache`."""
+    own = os.environ.get("OFFMATE_CACHE_DIR")
+    if own:
+        return str(Path(own).expanduser())
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification says that a relative path there is invalid and to be ignored.
+    folder = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    return str(folder / "offmate")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of planning and running, all with good defaults.
+
+    Parameters
+    ----------
+    solver_time_limit_s: seconds after which the search for a faster plan ends; the best one found is used.
+    solver_gap: the search also ends when the plan is proven within this fraction of the fastest.
+    options_per_block: the most ways to run a block (keep, recompute, offload) that the planner chooses from.
+    outputs: names of the model outputs that are returned, the others are None; "all" returns every one.
+    cache_dir: folder of cached plans and profiles, None caches nothing.
+    solver: "highs" or "cbc"; None takes HiGHS where it is installed, else CBC.
+    turn_around_steps: steps without compute between the last backward and the next forward, for the updates
+        of the first blocks.
+
+    Raises: TypeError, ValueError naming the field, its value and what it may be.
+    """
+
+    solver_time_limit_s: float = 60.0
+    solver_gap: float = 0.01
+    options_per_block: int = 8
+    outputs: Literal["all"] | tuple[str, ...] = "all"
+    cache_dir: str | None = field(default_factory=default_cache_dir)
+    solver: Literal["highs", "cbc"] | None = None
+    turn_around_steps: int = 3
+
+    def __post_init__(self) -> None:
+        _check_number("solver_time_limit_s", self.solver_time_limit_s)
+        _require(
+            self.solver_time_limit_s > 0,
+            "solver_time_limit_s",
+            self.solver_time_limit_s,
+            "more than 0 seconds",
+        )
+        _check_number("solver_gap", self.solver_gap)
+        _require(0 <= self.solver_gap < 1, "solver_gap", self.solver_gap, "from 0 up to 1, such as 0.01 for 1 %")
+        _check_count("options_per_block", self.options_per_block, _LEAST_OPTIONS)
+        _check_count("turn_around_steps", self.turn_around_steps, _LEAST_TURN_AROUND_STEPS)
+        _require(self.solver in _SOLVERS, "solver", self.solver, "'highs', 'cbc' or None")
+        _check_outputs(self.outputs)
+        if self.cache_dir is not None and (not isinstance(self.cache_dir, str) or not self.cache_dir):
+            raise TypeError(f"cache_dir is {self.cache_dir!r}; it must be the path of a folder as text, or None")
+
+
+def _require(holds: bool, name: str, value: object, expected: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} is {value!r}; it must be {expected}")
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is {value!r}; it must be a number")
+    _require(math.isfinite(value), name, value, "a finite number")
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; it must be a whole number")
+    _require(value >= least, name, value, f"at least {least}")
+
+
+def _check_outputs(outputs: object) -> None:
+    names = isinstance(outputs, tuple) and all(isinstance(name, str) and name for name in outputs)
+    if outputs != "all" and not (names and outputs):
+        raise TypeError(f'outputs is {outputs!r}; it must be "all" or a tuple of names, such as ("loss", "logits")')

@@ -1,0 +1,58 @@
+"""Every error that offmate raises on purpose. Each says what happened, the values, and what to try."""
+
+from __future__ import annotations
+
+
+class OffmateError(RuntimeError):
+    """The root of all errors below; `except OffmateError` catches whatever offmate refuses to do."""
+
+
+class InfeasibleBudget(OffmateError):
+    """No plan keeps the budgets; raised before training, never during it.
+
+    Parameters
+    ----------
+    message: what does not fit, the values, and ways out.
+    budget_bytes: the device budget that was asked for.
+    least_budget_bytes: the smallest device budget that works, None if none does (too little host memory).
+    block: name of the block that binds at the least budget, None if no block does.
+    step: the step of the iteration that binds, None if no step does.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        budget_bytes: int,
+        least_budget_bytes: int | None = None,
+        block: str | None = None,
+        step: int | None = None,
+    ) -> None:
+        # All values go into `args`, so that the error survives pickling on its way out of another process.
+        super().__init__(message, budget_bytes, least_budget_bytes, block, step)
+        self.budget_bytes = budget_bytes
+        self.least_budget_bytes = least_budget_bytes
+        self.block = block
+        self.step = step
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class CaptureError(OffmateError):
+    """The model cannot be captured as a graph; names the construct and what to try."""
+
+
+class ProtocolError(OffmateError):
+    """The training loop did something that the plan cannot follow; nothing has been computed wrongly."""
+
+
+class PlanFileError(OffmateError):
+    """A saved plan cannot be read, or is of another model, batch, device or version."""
+
+
+class DeviceError(OffmateError):
+    """The device is absent, cannot do what is asked, or failed; parameters and states are of one update."""
+
+
+class BudgetExceeded(DeviceError):
+    """The device's ledger would pass its limit; the allocation was refused and the budget kept."""

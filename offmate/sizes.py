@@ -1,0 +1,103 @@
+"""Sizes in bytes, read from what people write and written as people read them."""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+
+_EXAMPLES = '"12GiB", "12GB", "500 MiB", "1.5GiB" or a whole number of bytes'
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([A-Za-z]*)")
+_PREFIXES = "KMGTP"
+_UNIT_BYTES = {"": 1, "B": 1}
+_UNIT_BYTES |= {f"{prefix}B": 1000**power for power, prefix in enumerate(_PREFIXES, start=1)}
+_UNIT_BYTES |= {f"{prefix}IB": 1024**power for power, prefix in enumerate(_PREFIXES, start=1)}
+
+
+def parse_bytes(value: int | str) -> int:
+    """The number of bytes that a size means, fractions of a byte rounded down.
+
+    Parameters
+    ----------
+    value: bytes as an integer, or text: a number and a unit, KiB MiB GiB TiB PiB (powers of 1024),
+        kB MB GB TB PB (powers of 1000), B or none (bytes).
+
+    Returns: bytes, at least 1.
+
+    Raises: TypeError for anything but an integer or text (a float is not a number of bytes), ValueError for
+    text that is no size, an unknown unit, bits (a lower-case b), and a size that is not positive.
+    """
+    if isinstance(value, str):
+        return _positive(_parse_text(value), value)
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{value!r} is not a size: it is a {type(value).__name__}; write {_EXAMPLES}")
+    return _positive(value.__index__(), value)
+
+
+def format_bytes(size_bytes: int) -> str:
+    """The size in binary units to three significant digits, such as "1.5 GiB", rounded to the nearest.
+
+    Parameters
+    ----------
+    size_bytes: bytes; negative ones (differences) keep their sign.
+    """
+    magnitude = abs(size_bytes)
+    unit, name = _binary_unit(magnitude)
+    digits = _decimals(magnitude, unit)
+    # Rounding may reach the next unit: 1023.99 MiB is 1 GiB.
+    if unit > 1 and name != "PiB" and round(magnitude / unit, digits) >= 1024:
+        unit, name = _binary_unit(unit * 1024)
+        digits = 2
+    text = f"{magnitude / unit:.{digits}f}"
+    return f"{'-' if size_bytes < 0 else ''}{_without_zeros(text)} {name}"
+
+
+def format_least_bytes(size_bytes: int) -> str:
+    """The size in binary units, rounded up, so that what is printed suffices when it is typed as a budget.
+
+    Parameters
+    ----------
+    size_bytes: bytes, not negative.
+    """
+    unit, name = _binary_unit(size_bytes)
+    digits = _decimals(size_bytes, unit)
+    scaled = math.ceil(Fraction(size_bytes, unit) * 10**digits)
+    return f"{_without_zeros(f'{scaled / 10**digits:.{digits}f}')} {name}"
+
+
+def _parse_text(text: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write {_EXAMPLES}")
+    number, unit = match.groups()
+    if unit.endswith("b"):
+        raise ValueError(f"{text!r} is a size in bits: a lower-case b; write a capital B: {_EXAMPLES}")
+    if unit.upper() not in _UNIT_BYTES:
+        raise ValueError(f"{text!r} has the unknown unit {unit!r}; write {_EXAMPLES}")
+    return int(Fraction(number) * _UNIT_BYTES[unit.upper()])
+
+
+def _positive(size_bytes: int, value: int | str) -> int:
+    if size_bytes <= 0:
+        raise ValueError(f"{value!r} is not a size: it is less than one byte; write {_EXAMPLES}")
+    return size_bytes
+
+
+def _binary_unit(size_bytes: int) -> tuple[int, str]:
+    """The largest binary unit that the size reaches, in bytes, and its name."""
+    for power in range(len(_PREFIXES), 0, -1):
+        if size_bytes >= 1024**power:
+            return 1024**power, f"{_PREFIXES[power - 1]}iB"
+    return 1, "B"
+
+
+def _decimals(size_bytes: int, unit_bytes: int) -> int:
+    """Digits after the point that make three significant ones; whole bytes have none."""
+    if unit_bytes == 1:
+        return 0
+    whole_digits = len(str(size_bytes // unit_bytes))
+    return max(0, 3 - whole_digits)
+
+
+def _without_zeros(text: str) -> str:
+    return text.rstrip("0").rstrip(".") if "." in text else text

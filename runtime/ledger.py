@@ -1,0 +1,57 @@
+"""The ledger of a device's bytes: every change in one total order, on the executor's thread, against a hard limit."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+
+class LimitExceeded(RuntimeError):
+    """The device would hold more than its budget."""
+
+
+class Ledger:
+    """Counts the bytes on a device by what they are.
+
+    State: `level_bytes` now, `peak_bytes` since the last reset, `by_kind` now. Changed by the executor alone.
+
+    Parameters
+    ----------
+    limit_bytes: the budget; going above it raises LimitExceeded.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.level_bytes = 0
+        self.peak_bytes = 0
+        self.by_kind: Counter[str] = Counter()
+
+    def add(self, kind: str, amount_bytes: int) -> None:
+        """`amount_bytes` of kind `kind` (the prefix of an item's name) came to the device."""
+        self.by_kind[kind] += amount_bytes
+        self.made(amount_bytes)
+
+    def remove(self, kind: str, amount_bytes: int) -> None:
+        """`amount_bytes` of kind `kind` left the device."""
+        self.by_kind[kind] -= amount_bytes
+        self.freed(amount_bytes)
+
+    def made(self, amount_bytes: int, workspace_bytes: int = 0) -> None:
+        """An operator made `amount_bytes` and held `workspace_bytes` more while it ran."""
+        self.level_bytes += amount_bytes
+        reached = self.level_bytes + workspace_bytes
+        if reached > self.peak_bytes:
+            self.peak_bytes = reached
+            if reached > self.limit_bytes:
+                self._refuse(reached)
+
+    def freed(self, amount_bytes: int) -> None:
+        """`amount_bytes` were let go."""
+        self.level_bytes -= amount_bytes
+
+    def reset_peak(self) -> None:
+        """Start the peak anew from what is held now."""
+        self.peak_bytes = self.level_bytes
+
+    def _refuse(self, reached: int) -> None:
+        held = ", ".join(f"{kind} {amount}" for kind, amount in self.by_kind.most_common() if amount)
+        raise LimitExceeded(f"{reached} bytes would be held, the budget is {self.limit_bytes}; held by kind: {held}")

@@ -1,0 +1,115 @@
+"""A program: the operators of one block's forward or backward in order, with what each makes and lets go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .ledger import Ledger
+
+
+def as_layout(tensor: torch.Tensor, size: list[int], stride: list[int]) -> torch.Tensor:
+    """A copy of `tensor` in storage of its own with the given strides."""
+    return torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in an instruction's arguments that a register fills."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One operator.
+
+    Parameters
+    ----------
+    target: the operator. args, kwargs: its arguments, registers as Slots.
+    outs: (position in the result, register) of what is read later; position 0 for a result that is no tuple.
+    tupled: whether the result is a tuple.
+    makes: (position, storage, bytes) of every storage that the operator allocates, bytes as profiled.
+    workspace_bytes: what its kernel holds beyond its results while it runs.
+    clears: registers that nobody reads afterwards. ends: storages that die afterwards.
+    """
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outs: tuple[tuple[int, int], ...]
+    tupled: bool
+    makes: tuple[tuple[int, int, int], ...]
+    workspace_bytes: int
+    clears: tuple[int, ...]
+    ends: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Instructions over registers.
+
+    Parameters
+    ----------
+    n_registers: how many registers a run needs.
+    instructions: in order.
+    given: storages that are there before the run and that it may let go, by storage number -> bytes as profiled.
+    rise_bytes: the most that the bytes held lie above their level at the start.
+    net_bytes: by how much the level has changed at the end.
+    """
+
+    n_registers: int
+    instructions: tuple[Instruction, ...]
+    given: dict[int, int]
+    rise_bytes: int
+    net_bytes: int
+
+
+def run(program: Program, registers: list[Any], ledger: Ledger, given: dict[int, int]) -> dict[int, int]:
+    """Execute a program, telling the ledger of every storage made and let go.
+
+    Parameters
+    ----------
+    registers: filled with the program's inputs; results are left in it.
+    given: bytes of the storages that the run may let go, by storage number; they are in the ledger already.
+
+    Returns: bytes by storage number of what is still alive at the end, `given` included.
+    """
+    live = dict(given)
+    for step in program.instructions:
+        result = step.target(*_fill(step.args, registers), **_fill_map(step.kwargs, registers))
+        for position, register in step.outs:
+            registers[register] = result[position] if step.tupled else result
+        made = 0
+        for position, storage, _ in step.makes:
+            element = result[position] if step.tupled else result
+            live[storage] = nbytes = element.untyped_storage().nbytes()
+            made += nbytes
+        ledger.made(made, step.workspace_bytes)
+        result = element = None
+        for register in step.clears:
+            registers[register] = None
+        if step.ends:
+            ledger.freed(sum(live.pop(storage) for storage in step.ends))
+    return live
+
+
+def _fill(args: Any, registers: list[Any]) -> Any:
+    filled = []
+    for a in args:
+        if isinstance(a, Slot):
+            filled.append(registers[a.index])
+        elif isinstance(a, (list, tuple)):
+            filled.append(type(a)(_fill(a, registers)))
+        else:
+            filled.append(a)
+    return filled
+
+
+def _fill_map(kwargs: dict[str, Any], registers: list[Any]) -> dict[str, Any]:
+    if not kwargs:
+        return kwargs
+    return dict(zip(kwargs, _fill(kwargs.values(), registers)))

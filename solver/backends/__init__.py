@@ -1,0 +1,42 @@
+"""One file per solver; the only place where solver libraries are imported."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from ..linear import LinearModel
+    from .answer import RawAnswer
+
+INSTALL = {"highs": "pip install 'pulp<4' highspy", "cbc": "pip install 'pulp<4'"}
+
+
+class BackendError(ImportError):
+    """A solver that is unknown or not installed; the message names what to install."""
+
+
+class Backend(Protocol):
+    """Minimises a linear model."""
+
+    def solve(self, model: LinearModel, time_limit_s: float, gap: float) -> RawAnswer:
+        """The best point found in `time_limit_s` seconds, or within the relative `gap` of the bound."""
+        ...
+
+
+def get(name: str) -> Backend:
+    """The backend called `name`: "highs" or "cbc"; raises BackendError naming what to install."""
+    if name not in INSTALL:
+        raise BackendError(f"no solver is called {name!r}; there are {', '.join(sorted(INSTALL))}")
+    try:
+        return import_module(f".{name}", __name__)  # type: ignore[return-value]
+    except ImportError as error:
+        raise BackendError(f"the solver {name} is not installed ({error}); try: {INSTALL[name]}") from error
+
+
+def default() -> Backend:
+    """HiGHS, or CBC where HiGHS is not installed; raises BackendError if there is neither."""
+    try:
+        return get("highs")
+    except BackendError:
+        return get("cbc")

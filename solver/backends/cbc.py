@@ -1,0 +1,59 @@
+"""CBC, as pulp brings it along."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import pulp
+
+from ..linear import LinearModel
+from ..solution import Status
+from .answer import RawAnswer, to_pulp
+
+INFINITE = float("inf")
+
+
+def solve(model: LinearModel, time_limit_s: float, gap: float) -> RawAnswer:
+    """Minimise the model with CBC.
+
+    Parameters
+    ----------
+    time_limit_s: limit on the search. gap: relative gap at which the search may end.
+
+    Returns: the same answer every time, unless the time limit ends the search. The bound is read from CBC's log, where
+    a search that ended early prints it; a search that ended by itself has the objective as its bound.
+    """
+    started = time.perf_counter()
+    problem, variables = to_pulp(model)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        log = Path(folder) / "cbc.log"
+        solver = pulp.PULP_CBC_CMD(
+            msg=False, gapRel=gap, timeLimit=time_limit_s, logPath=str(log), options=["randomCbcSeed 1"]
+        )
+        solver.tmpDir = folder
+        problem.solve(solver)
+        text = log.read_text()
+    spent_s = time.perf_counter() - started
+    if problem.status == pulp.LpStatusInfeasible:
+        return RawAnswer(Status.INFEASIBLE, (), INFINITE, INFINITE, spent_s)
+    bound = _printed_bound(text)
+    if problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        return RawAnswer(Status.NO_ANSWER, (), INFINITE, -INFINITE if bound is None else bound, spent_s)
+    values = tuple(float(v.varValue) for v in variables)
+    objective = sum(c * v for c, v in zip(model.costs, values))
+    stopped = "Stopped on time" in text
+    if bound is None:
+        bound = -INFINITE if stopped else objective
+    return RawAnswer(
+        Status.TIME_LIMIT if stopped else Status.OPTIMAL, values, objective, min(bound, objective), spent_s
+    )
+
+
+def _printed_bound(log: str) -> float | None:
+    found = re.findall(r"^Lower bound:\s*(\S+)", log, re.MULTILINE)
+    return float(found[-1]) if found else None

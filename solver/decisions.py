@@ -1,0 +1,106 @@
+"""What is decided for every whole tensor, and the bytes on the device that follow from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .problem import Group, TensorSize
+
+
+@dataclass(frozen=True)
+class TensorGap:
+    """A stay away between two uses: the tensor is released at the end of step `after` and comes in in step `back`.
+
+    Parameters
+    ----------
+    after, before: the steps of the two uses; `before` may be the smaller one, the stay then wraps round.
+    back: the step in which it comes in, None if it stays on the device.
+    """
+
+    after: int
+    before: int
+    back: int | None
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """Where one parameter tensor goes, by step; None where it does not move.
+
+    Parameters
+    ----------
+    name, group: the tensor and its parameter group.
+    cpu: updated on the host. Its compute copy is then released at the end of the step of its last gradient.
+    grad_out: its gradient goes out (CPU part).
+    cpu_update: its update starts on the host (CPU part; None if the user's own code updates).
+    back: it comes in before its first use (CPU part, or device part that was dropped).
+    out: its new values go to the host (device part).
+    drop: it is released at the end of the step (device part).
+    gaps: all other gaps between its uses, in order.
+    state_out, state_in: its optimizer state leaves and returns (device part).
+    """
+
+    name: str
+    group: str
+    cpu: bool = False
+    grad_out: int | None = None
+    cpu_update: int | None = None
+    back: int | None = None
+    out: int | None = None
+    drop: int | None = None
+    gaps: tuple[TensorGap, ...] = ()
+    state_out: int | None = None
+    state_in: int | None = None
+
+    @property
+    def hosted(self) -> bool:
+        """Whether the host holds a copy of its values."""
+        return self.cpu or self.out is not None or any(gap.back is not None for gap in self.gaps)
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """A solution in whole tensors.
+
+    Parameters
+    ----------
+    tensors: one plan per tensor, groups and tensors in the problem's order.
+    options, early: option index per block, and whether its offload may take one step longer on either side.
+    offloaded_values: interface values that leave between their last forward and first backward use.
+    """
+
+    tensors: tuple[TensorPlan, ...]
+    options: tuple[int, ...]
+    early: tuple[bool, ...]
+    offloaded_values: frozenset[str]
+
+
+def cycle(first: int, last: int, n_steps: int) -> list[int]:
+    """The steps from `first` to `last` in cyclic order, both included; empty if `last` comes right before."""
+    return [(first + k) % n_steps for k in range((last - first + 1) % n_steps)]
+
+
+def tensor_bytes(group: Group, tensor: TensorSize, plan: TensorPlan, n_steps: int) -> list[int]:
+    """Bytes of one tensor's compute copy, state and pending gradient in each step, as the program counts them.
+
+    The gradient is counted from the step after the last one that adds to it; before that it is held in any case.
+    """
+    away: set[int] = set()
+    for gap in plan.gaps:
+        if gap.back is not None:
+            away.update(cycle((gap.after + 1) % n_steps, (gap.back - 1) % n_steps, n_steps))
+    state_away: set[int] = set()
+    pending: set[int] = set()
+    if group.trainable:
+        last = group.grad_steps[-1]
+        left = last if plan.cpu else plan.drop
+        if left is not None and plan.back is not None:
+            away.update(cycle((left + 1) % n_steps, (plan.back - 1) % n_steps, n_steps))
+        if plan.state_out is not None and plan.state_in is not None:
+            state_away.update(cycle((plan.state_out + 1) % n_steps, (plan.state_in - 1) % n_steps, n_steps))
+        if plan.grad_out is not None and plan.grad_out != last:
+            pending.update(cycle((last + 1) % n_steps, plan.grad_out, n_steps))
+    state = 0 if plan.cpu else tensor.state_bytes
+    return [
+        tensor.param_bytes * (t not in away) + state * (t not in state_away) + tensor.grad_bytes * (t in pending)
+        for t in range(n_steps)
+    ]

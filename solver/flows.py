@@ -1,0 +1,245 @@
+"""Columns and rows of one parameter group; the symbols are those of model.py's legend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .account import Account
+from .linear import ONE, Builder, Flow, Terms, add, flow, follows
+from .problem import Group, Problem
+
+WHOLE: Terms = {ONE: 1.0}
+NONE: Terms = {}
+
+
+@dataclass(frozen=True)
+class Span:
+    """A group's cycle: the steps between its last gradient (or use) and its first use, and the other gaps.
+
+    Parameters
+    ----------
+    first, end: f_w; g_w (of a frozen group its last use).
+    idle: g_w .. f_w - 1 in cyclic order, g_w included.
+    points: steps in which the whole compute copy is there, ascending: uses and g_w.
+    """
+
+    first: int
+    end: int
+    idle: tuple[int, ...]
+    points: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Away:
+    """One of the other gaps: `part` is dropped at the end of step `after` and comes back before step `before`."""
+
+    after: int
+    before: int
+    part: Terms
+    back: Flow
+
+
+@dataclass(frozen=True)
+class GroupColumns:
+    """The expressions of one group; a flow is None where the group has none."""
+
+    cpu_part: Terms
+    grad_out: Flow | None = None
+    cpu_update: Flow | None = None
+    cpu_back: Flow | None = None
+    out_drop: Flow | None = None
+    out_keep: Flow | None = None
+    back: Flow | None = None
+    state_out: Flow | None = None
+    state_in: Flow | None = None
+    away: tuple[Away, ...] = ()
+
+
+def around(first: int, last: int, n_steps: int) -> tuple[int, ...]:
+    """Steps from `first` to `last`, both included, going round the cycle; never empty."""
+    return tuple((first + i) % n_steps for i in range((last - first) % n_steps + 1))
+
+
+def span_of(problem: Problem, group: Group) -> Span:
+    """Where the group's gaps lie."""
+    points = tuple(sorted({*group.uses, *group.grad_steps[-1:]}))
+    first, end = points[0], points[-1]
+    return Span(first, end, around(end, first - 1, problem.n_steps), points)
+
+
+DENSE = [10**9]
+GROW = [3]
+
+
+def offsets(n: int) -> list[int]:
+    result, k = [], 0
+    while k < n:
+        result.append(k)
+        k += 1 if k < DENSE[0] else max(1, k // GROW[0])
+    return result
+
+
+def leaving_steps(span: tuple[int, ...], skip_last: int) -> tuple[int, ...]:
+    """Steps of a gap in which something may leave: it must be away for at least one step."""
+    return tuple(span[k] for k in offsets(len(span) - skip_last))
+
+
+def coming_steps(span: tuple[int, ...], skip_first: int) -> tuple[int, ...]:
+    """Steps of a gap in which something may come in."""
+    return tuple(reversed([span[-1 - k] for k in offsets(len(span) - skip_first)]))
+
+
+def between_steps(span: tuple[int, ...]) -> tuple[int, ...]:
+    n = len(span)
+    places = {k for k in offsets(n) if k < n / 2} | {n - 1 - k for k in offsets(n) if k < n / 2}
+    if OPT[0] == 0:
+        places = set(offsets(n)) | {n - 1}
+    if OPT[0] == 2:
+        places = set(range(n))
+    return tuple(span[k] for k in sorted(places))
+
+
+OPT = [0]
+
+def add_group(problem: Problem, group: Group, builder: Builder, account: Account) -> GroupColumns:
+    """The columns and rows of `group`, counted in `account`."""
+    span = span_of(problem, group)
+    for step in span.points:
+        account.hold(step, group.param_bytes, WHOLE)
+    if not group.trainable:
+        return _frozen(problem, group, span, builder, account)
+    if problem.update == "external":
+        return _external(problem, group, span, builder, account)
+    return _planned(problem, group, span, builder, account)
+
+
+def _frozen(problem: Problem, group: Group, span: Span, builder: Builder, account: Account) -> GroupColumns:
+    hosted = builder.column(f"h[{group.name}]")
+    account.keep_on_host(group.param_bytes, hosted)
+    gaps = [*_pairs(span), (span.end, span.first)]
+    return GroupColumns(NONE, away=_others(group, gaps, hosted, problem.n_steps, builder, account))
+
+
+def _external(problem: Problem, group: Group, span: Span, builder: Builder, account: Account) -> GroupColumns:
+    """All of it is updated by the user's code, between the first turn-around step and the second."""
+    name, barrier = group.name, problem.first_turn_around
+    leaves = around(span.end, barrier, problem.n_steps)
+    comes = span.idle[span.idle.index(barrier) + 1 :]
+    grad_out = flow(builder, f"GradOut[{name}]", span.idle, leaves, WHOLE)
+    back = flow(builder, f"ParInC[{name}]", span.idle, comes, WHOLE)
+    _count_cpu_part(group, span, WHOLE, grad_out, back, account)
+    account.keep_on_host(group.param_bytes, WHOLE)
+    away = _others(group, _pairs(span), WHOLE, problem.n_steps, builder, account)
+    return GroupColumns(WHOLE, grad_out=grad_out, cpu_back=back, away=away)
+
+
+def _planned(problem: Problem, group: Group, span: Span, builder: Builder, account: Account) -> GroupColumns:
+    """A CPU part and a device part, each with flows of its own."""
+    name, idle = group.name, span.idle
+    x = builder.column(f"x[{name}]")
+    grad_out = flow(builder, f"GradOut[{name}]", idle, leaving_steps(idle, 2), x)
+    update = flow(builder, f"Opt[{name}]", idle, between_steps(idle[1:-1]), x)
+    cpu_back = flow(builder, f"ParInC[{name}]", idle, coming_steps(idle, 2), x)
+    follows(builder, f"Opt after GradOut[{name}]", update, grad_out)
+    follows(builder, f"ParInC after Opt[{name}]", cpu_back, update)
+    for step, part in update.each():
+        account.spend_cpu(step, group.cpu_update_s, part)
+    _count_cpu_part(group, span, x, grad_out, cpu_back, account)
+
+    dropped, kept = builder.column(f"D[{name}]"), builder.column(f"K[{name}]")
+    out_drop = flow(builder, f"Drop[{name}]", idle, leaving_steps(idle, 2), dropped)
+    out_keep = flow(builder, f"Keep[{name}]", idle, leaving_steps(idle, 0), kept)
+    back = flow(builder, f"ParIn[{name}]", idle, coming_steps(idle, 2), dropped)
+    follows(builder, f"ParIn after Drop[{name}]", back, out_drop)
+    hosted = add((1.0, x), (1.0, dropped), (1.0, kept))
+    builder.at_most_zero(f"host copy[{name}]", add((1.0, hosted), (-1.0, WHOLE)))
+    account.keep_on_host(group.param_bytes, hosted)
+    rest = add((1.0, WHOLE), (-1.0, x))
+    account.compute_in(span.end, group.device_update_s, rest)
+    for gone in (out_drop, out_keep):
+        _leave(group.param_bytes, span.end, gone, account)
+    _come(group.param_bytes, back, account)
+    for step in idle[1:]:
+        there = add((1.0, rest), (-1.0, out_drop.before(step)), (1.0, back.upto(step)))
+        account.hold(step, group.param_bytes, there)
+
+    state_out, state_in = _states(problem, group, span, x, builder, account)
+    away = _others(group, _pairs(span), hosted, problem.n_steps, builder, account)
+    return GroupColumns(x, grad_out, update, cpu_back, out_drop, out_keep, back, state_out, state_in, away)
+
+
+def _count_cpu_part(group: Group, span: Span, x: Terms, grad_out: Flow, cpu_back: Flow, account: Account) -> None:
+    """The CPU part's gradient until it is out, its new parameters from when they come in; its copies and host bytes."""
+    _leave(group.grad_bytes, span.end, grad_out, account)
+    _come(group.param_bytes, cpu_back, account)
+    for step in span.idle[1:]:
+        account.hold(step, group.grad_bytes, add((1.0, x), (-1.0, grad_out.before(step))))
+        account.hold(step, group.param_bytes, cpu_back.upto(step))
+    account.keep_on_host(group.grad_bytes + group.state_bytes, x)
+
+
+def _states(
+    problem: Problem, group: Group, span: Span, x: Terms, builder: Builder, account: Account
+) -> tuple[Flow | None, Flow | None]:
+    """The device part's optimizer states: out after the update, in before the next one."""
+    if not group.state_bytes:
+        return None, None
+    name, cycle = group.name, around(span.end, span.end - 1, problem.n_steps)
+    rest = add((1.0, WHOLE), (-1.0, x))
+    total = builder.column(f"S[{name}]")
+    gone = flow(builder, f"OutO[{name}]", cycle, leaving_steps(cycle, 2), total)
+    back = flow(builder, f"InO[{name}]", cycle, coming_steps(cycle, 2), total)
+    follows(builder, f"InO after OutO[{name}]", back, gone)
+    builder.at_most_zero(f"states[{name}]", add((1.0, total), (-1.0, rest)))
+    account.keep_on_host(group.state_bytes, total)
+    _leave(group.state_bytes, span.end, gone, account)
+    _come(group.state_bytes, back, account)
+    account.hold(span.end, group.state_bytes, rest)
+    for step in cycle[1:]:
+        account.hold(step, group.state_bytes, add((1.0, rest), (-1.0, gone.before(step)), (1.0, back.upto(step))))
+    return gone, back
+
+
+def _pairs(span: Span) -> list[tuple[int, int]]:
+    """The gaps inside the iteration."""
+    return list(zip(span.points, span.points[1:]))
+
+
+def _others(
+    group: Group,
+    gaps: list[tuple[int, int]],
+    hosted: Terms,
+    n_steps: int,
+    builder: Builder,
+    account: Account,
+) -> tuple[Away, ...]:
+    """Every gap but a trainable group's idle one: what has a host copy may be dropped and comes back in time."""
+    result = []
+    for after, before in gaps:
+        between = around(after, before - 1, n_steps)[1:]
+        if len(between) < 2:  # what leaves would be back in the same step
+            for step in between:
+                account.hold(step, group.param_bytes, WHOLE)
+            continue
+        label = f"{group.name},{after}"
+        part = builder.column(f"d[{label}]")
+        builder.at_most_zero(f"d[{label}]", add((1.0, part), (-1.0, hosted)))
+        back = flow(builder, f"Back[{label}]", between, coming_steps(between, 1), part)
+        _come(group.param_bytes, back, account)
+        for step in between:
+            account.hold(step, group.param_bytes, add((1.0, WHOLE), (-1.0, part), (1.0, back.upto(step))))
+        result.append(Away(after, before, part, back))
+    return tuple(result)
+
+
+def _leave(amount_bytes: float, made: int, gone: Flow, account: Account) -> None:
+    for step, part in gone.each():
+        if step == made:
+            account.move_serially("out", step, amount_bytes, part)
+        else:
+            account.move("out", step, amount_bytes, part)
+
+
+def _come(amount_bytes: float, back: Flow, account: Account) -> None:
+    for step, part in back.each():
+        account.move("in", step, amount_bytes, part)

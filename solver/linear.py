@@ -1,0 +1,145 @@
+"""A mixed-integer linear program as plain data, and what builds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+Terms = dict[int, float]
+"""A linear expression: coefficient by column; the key ONE holds the constant."""
+
+ONE = -1
+
+
+@dataclass(frozen=True)
+class Row:
+    """Sum of coefficient * column <= bound, or == bound if `equal`."""
+
+    name: str
+    columns: tuple[int, ...]
+    coefficients: tuple[float, ...]
+    bound: float
+    equal: bool = False
+
+
+@dataclass(frozen=True)
+class LinearModel:
+    """Minimise the sum of costs * columns over columns in [0, upper] under the rows.
+
+    Parameters
+    ----------
+    names, upper, integer, costs: one entry per column; `upper` may be infinite.
+    """
+
+    names: tuple[str, ...]
+    upper: tuple[float, ...]
+    integer: tuple[bool, ...]
+    costs: tuple[float, ...]
+    rows: tuple[Row, ...]
+
+
+@dataclass
+class Builder:
+    """Collects columns and rows; `freeze` gives the model. The only mutable thing of a program."""
+
+    names: list[str] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    integer: list[bool] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+
+    def column(self, name: str, upper: float = 1.0, *, integer: bool = False) -> Terms:
+        """A new column, as an expression."""
+        self.names.append(name)
+        self.upper.append(upper)
+        self.integer.append(integer)
+        return {len(self.names) - 1: 1.0}
+
+    def at_most_zero(self, name: str, terms: Mapping[int, float], *, equal: bool = False) -> None:
+        """State terms <= 0 (or == 0); an expression without columns that holds adds no row."""
+        kept = {c: a for c, a in terms.items() if c != ONE and a}
+        bound = -terms.get(ONE, 0.0)
+        if not kept and not equal and bound >= 0:
+            return
+        self.rows.append(Row(name, tuple(kept), tuple(kept.values()), bound, equal))
+
+    def freeze(self, objective: Mapping[int, float]) -> LinearModel:
+        """The model that minimises `objective`."""
+        costs = tuple(objective.get(c, 0.0) for c in range(len(self.names)))
+        return LinearModel(tuple(self.names), tuple(self.upper), tuple(self.integer), costs, tuple(self.rows))
+
+
+def add(*parts: tuple[float, Mapping[int, float]]) -> Terms:
+    """The sum of factor * expression."""
+    total: Terms = {}
+    for factor, terms in parts:
+        accumulate(total, factor, terms)
+    return total
+
+
+def accumulate(total: Terms, factor: float, terms: Mapping[int, float]) -> None:
+    """Add factor * terms to `total` in place."""
+    if factor:
+        for column, coefficient in terms.items():
+            total[column] = total.get(column, 0.0) + factor * coefficient
+
+
+def evaluate(terms: Mapping[int, float], values: tuple[float, ...]) -> float:
+    """The expression's value at the columns' values."""
+    return sum(a * (1.0 if c == ONE else values[c]) for c, a in terms.items())
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A fraction that moves over some steps of a span, held as sums up to each step, so that rows stay sparse.
+
+    Parameters
+    ----------
+    span: all steps of the span in their cyclic order.
+    steps: those of them in which it may move.
+    sums: what has moved up to the end of each step of the span, an expression by step.
+    total: what moves in all.
+    """
+
+    span: tuple[int, ...]
+    steps: tuple[int, ...]
+    sums: dict[int, Terms]
+    total: Terms
+
+    def upto(self, step: int) -> Terms:
+        """What has moved when `step` ends; before the span nothing, after it all."""
+        return self.sums[step]
+
+    def before(self, step: int) -> Terms:
+        """What has moved when `step` begins, a step of the span."""
+        place = self.span.index(step)
+        return self.sums[self.span[place - 1]] if place else {}
+
+    def each(self) -> Iterable[tuple[int, Terms]]:
+        """What moves in each step in which it may."""
+        last: Terms = {}
+        for step in self.steps:
+            yield step, add((1.0, self.sums[step]), (-1.0, last))
+            last = self.sums[step]
+
+
+def flow(builder: Builder, name: str, span: tuple[int, ...], steps: tuple[int, ...], total: Terms) -> Flow:
+    """A flow of `total` over `span`, moving in `steps` (ascending along the span, not empty)."""
+    may = set(steps)
+    sums: dict[int, Terms] = {}
+    last: Terms = {}
+    for step in span:
+        if step in may:
+            now = total if step == steps[-1] else builder.column(f"{name}[{step}]")
+            if last:
+                builder.at_most_zero(f"{name} rises[{step}]", add((1.0, last), (-1.0, now)))
+            last = now
+        sums[step] = last
+    return Flow(span, steps, sums, total)
+
+
+def follows(builder: Builder, name: str, later: Flow, earlier: Flow) -> None:
+    """State that what `later` has moved at a step's end, `earlier` had moved before that step."""
+    for step in later.steps:
+        ready = earlier.before(step)
+        if ready != later.total:
+            builder.at_most_zero(f"{name}[{step}]", add((1.0, later.upto(step)), (-1.0, ready)))

@@ -1,0 +1,192 @@
+"""The integer program: where everything lives, when it moves, who updates it, what is recomputed.
+
+OffMate (section 4.1), restated. Steps t are cyclic. Flows are fractions of a group w; each is held as the sum of what
+has moved up to a step (see Flow), written `Flow.upto(t)`, and `Flow.before(t)` for the steps before t.
+
+| symbol | here | meaning | range, unit | rule |
+| --- | --- | --- | --- | --- |
+| p_w, r_w, q_w | param_bytes, grad_bytes, state_bytes | compute copy, gradient, optimizer state | bytes | |
+| f_w, g_w | `Span.first`, `Span.end` | first use, step of the last gradient | step | idle gap: g_w .. f_w - 1 |
+| x_w | `cpu_part` | part updated on the host; the rest is updated on the device in g_w | [0, 1] | |
+| GradOut | `grad_out` | CPU part's gradient leaves | idle gap | sum = x |
+| Opt | `cpu_update` | CPU part is updated on the host | idle gap after g_w | upto(t) <= GradOut.before(t) |
+| ParInC | `cpu_back` | CPU part's new parameters come in | idle gap after g_w | upto(t) <= Opt.before(t) |
+| ParOut, Drop | `out_drop`, `out_keep` | device part's new parameters leave: released at the step's end, or kept while the host copy serves later gaps | idle gap | totals D, K; D + K = v <= 1 - x |
+| ParIn | `back` | what was dropped comes back | idle gap | upto(t) <= Drop.before(t), sum = D |
+| d, Back | `Away` | dropped after a use and back before the next, in the other gaps | those gaps | d <= x + v; frozen: d <= h, h the part with a host copy |
+| OutO, InO | `state_out`, `state_in` | device part's states | g_w round to g_w - 1 | upto(t) <= OutO.before(t), equal sums <= 1 - x |
+| Comp | `options` | block i runs with option o, its copies overlapped (early) or serial | {0, 1} | sum over o = 1 |
+| Z_v | `leaving` | interface value v leaves between its last forward and its first backward use | {0, 1} | |
+| Time | `time` | seconds of step t | s | >= each resource's seconds |
+| In, Out | `link_in`, `link_out` | seconds of copies alone in step t | s | |
+| M | `least` | the budget, where the program asks for the least | bytes | |
+
+Bytes and seconds are scaled only here: a budget counts 1000, and so do the seconds that no plan can avoid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Literal
+
+from .account import Account
+from .chain import Choices, Leaving, add_blocks, add_values
+from .flows import GroupColumns, add_group
+from .linear import ONE, Builder, LinearModel, Terms, accumulate, add
+from .problem import Problem, held_bytes
+
+Goal = Literal["time", "device", "host"]
+
+SCALE = 1000.0
+TRAFFIC_WEIGHT = 1e-4  # all bytes that could move weigh this part of the unavoidable seconds: it only breaks ties
+SPREAD_WEIGHT = 1e-6  # the mean of the steps' bytes against the least budget, so that only steps that bind are full
+
+
+@dataclass(frozen=True)
+class Program:
+    """A linear model and what its columns mean.
+
+    Parameters
+    ----------
+    memory: device bytes by step; host: host bytes. Unscaled, as the rows count them.
+    device_rows: everything that the device budget bounds: (step, bytes).
+    time: seconds of each step, in units of `time_unit_s`; empty unless the goal is time.
+    traffic_slack_s: the most that the tie-breaking term can add to the objective.
+    """
+
+    model: LinearModel
+    groups: dict[str, GroupColumns]
+    choices: tuple[Choices, ...]
+    leaving: tuple[Leaving, ...]
+    memory: tuple[Terms, ...]
+    device_rows: tuple[tuple[int, Terms], ...]
+    host: Terms
+    time: tuple[Terms, ...]
+    time_unit_s: float
+    traffic_slack_s: float
+
+
+def state_program(problem: Problem, goal: Goal = "time") -> Program:
+    """The program of `problem`.
+
+    Parameters
+    ----------
+    goal: least seconds within both budgets; or the least device budget with the host budget as given; or the least
+        host budget with an endless device.
+
+    Source: OffMate, section 4.1, with the two-part flows of the legend above.
+    """
+    builder, account = Builder(), Account.of(problem.n_steps)
+    choices = add_blocks(problem, builder, account)
+    leaving = add_values(problem, builder, account)
+    groups = {g.name: add_group(problem, g, builder, account) for g in problem.groups}
+    _hold_the_rest(problem, choices, account)
+    unit_s = _unavoidable_s(problem) / SCALE or 1.0
+    time: tuple[Terms, ...] = ()
+    if goal == "time":
+        time = _time_rows(problem, builder, account, unit_s)
+        traffic_bytes = _most(account.traffic, builder)
+        weight = TRAFFIC_WEIGHT * SCALE / traffic_bytes if traffic_bytes else 0.0
+        objective = add(*((1.0, t) for t in time), (weight, account.traffic))
+    else:
+        objective = builder.column("M", inf)
+    least_unit = _budget_rows(problem, builder, account, goal, objective)
+    if goal == "device":
+        spread = SPREAD_WEIGHT / problem.n_steps / least_unit
+        objective = add((1.0, objective), *((spread, m) for m in account.memory))
+    objective.pop(ONE, None)
+    return Program(
+        model=builder.freeze(objective),
+        groups=groups,
+        choices=choices,
+        leaving=leaving,
+        memory=tuple(account.memory),
+        device_rows=(*enumerate(account.memory), (0, account.start), (problem.n_blocks, account.user)),
+        host=account.host,
+        time=time,
+        time_unit_s=unit_s,
+        traffic_slack_s=TRAFFIC_WEIGHT * SCALE * unit_s,
+    )
+
+
+def _hold_the_rest(problem: Problem, choices: tuple[Choices, ...], account: Account) -> None:
+    """Held bytes, the two rows for code outside the blocks, and then the blocks' own peaks."""
+    n = problem.n_blocks
+    shared_bytes = sum(s.bytes for s in problem.shared)
+    handed_in = sum(o.grad_bytes for o in problem.outputs if problem.backward_step(o.made) > n)
+    for step, held in enumerate(held_bytes(problem)):
+        account.hold(step, held, {ONE: 1.0})
+    account.start = add((1.0, account.memory[0]), (problem.start_peak_bytes - shared_bytes, {ONE: 1.0}))
+    account.user = add((1.0, account.memory[n]), (problem.user_bytes - handed_in, {ONE: 1.0}))
+    for i, block in enumerate(choices):
+        for (o, _), column in block.columns.items():
+            option = problem.blocks[i].options[o]
+            account.hold(i, option.forward_peak_bytes, column)
+            account.hold(problem.backward_step(i), option.backward_peak_bytes, column)
+            if i == n - 1:  # the user's code runs between this block's forward and its backward
+                accumulate(account.user, option.saved_bytes, column)
+
+
+def _budget_rows(problem: Problem, builder: Builder, account: Account, goal: Goal, least: Terms) -> float:
+    """Memory <= device budget in every step, host <= host budget; returns the bytes of one unit of `least`."""
+    rows = {f"memory[{t}]": terms for t, terms in enumerate(account.memory)}
+    rows |= {"memory[start]": account.start, "memory[user]": account.user}
+    unit = problem.device_budget_bytes / SCALE or 1.0
+    if goal == "device":
+        unit = _most_at_once(account) / SCALE or 1.0
+    host_unit = problem.host_budget_bytes / SCALE or 1.0
+    if goal == "host":
+        unit = host_unit = max(_most(account.host, builder), 1.0) / SCALE
+        builder.at_most_zero("host", add((1 / unit, account.host), (-1.0, least)))
+        return unit
+    device = least if goal == "device" else {ONE: problem.device_budget_bytes / unit}
+    for name, terms in rows.items():
+        builder.at_most_zero(name, add((1 / unit, terms), (-1.0, device)))
+    host = {ONE: problem.host_budget_bytes / host_unit}
+    builder.at_most_zero("host", add((1 / host_unit, account.host), (-1.0, host)))
+    return unit
+
+
+def _time_rows(problem: Problem, builder: Builder, account: Account, unit_s: float) -> tuple[Terms, ...]:
+    """Time of every step, at least the seconds of each resource, in units of `unit_s`."""
+    rates, times = problem.rates, []
+    accumulate(account.compute[0], problem.start_s, {ONE: 1.0})
+    for t in range(problem.n_steps):
+        time, link_in, link_out = (builder.column(f"{name}[{t}]", inf) for name in ("Time", "In", "Out"))
+        in_units, out_units = 1 / (rates.in_bytes_per_s * unit_s), 1 / (rates.out_bytes_per_s * unit_s)
+        for name, link, units, moved in (
+            ("in", link_in, in_units, account.link_in[t]),
+            ("out", link_out, out_units, account.link_out[t]),
+        ):
+            builder.at_most_zero(f"link {name}[{t}]", add((units, moved), (-1.0, link)))
+            builder.at_most_zero(f"{name}[{t}]", add((1.0, link), (-1.0, time)))
+        in_share = rates.in_bytes_per_s / rates.both_bytes_per_s
+        out_share = rates.out_bytes_per_s / rates.both_bytes_per_s
+        both = add((in_share, link_in), (out_share, link_out))
+        if in_share + out_share > 1:
+            builder.at_most_zero(f"both[{t}]", add((1.0, both), (-1.0, time)))
+        compute, cpu = add((1 / unit_s, account.compute[t])), add((1 / unit_s, account.cpu[t]))
+        serial = add((in_units, account.serial_in[t]), (out_units, account.serial_out[t]))
+        builder.at_most_zero(f"compute[{t}]", add((1.0, compute), (1.0, serial), (-1.0, time)))
+        managed = {ONE: rates.manage_s / unit_s}
+        builder.at_most_zero(f"cpu[{t}]", add((1.0, cpu), (1.0, managed), (-1.0, time)))
+        if rates.shared_cores:
+            builder.at_most_zero(f"cores[{t}]", add((1.0, compute), (1.0, cpu), (1.0, both), (-1.0, time)))
+        times.append(time)
+    return tuple(times)
+
+
+def _unavoidable_s(problem: Problem) -> float:
+    """Seconds that no plan avoids: each block's cheapest option and the code before the first block."""
+    computes = (min(o.forward_s + o.backward_s for o in b.options) for b in problem.blocks)
+    return sum(computes) + problem.start_s
+
+
+def _most(terms: Terms, builder: Builder) -> float:
+    """The most that an expression can be, by its columns' own bounds."""
+    return sum(max(0.0, a) * (1.0 if c == ONE else builder.upper[c]) for c, a in terms.items())
+
+
+def _most_at_once(account: Account) -> float:
+    return max(sum(abs(a) for a in terms.values()) for terms in (*account.memory, account.start, account.user))

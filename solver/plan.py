@@ -1,0 +1,69 @@
+"""From a problem to a valid schedule: solve, round, build, improve, validate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .emit import build_schedule
+from .improve import improve
+from .problem import Problem
+from .rounding import round_solution
+from .schedule import Schedule
+from .simulate import Simulation, memory_highs, simulate
+from .solution import Solution
+from .solve import solve
+from .validate import validate
+
+_TRIES = 5
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What planning found.
+
+    Parameters
+    ----------
+    solution: the program's last answer; its status says why there is no schedule, if there is none.
+    schedule, simulation: the schedule, valid for the problem's budgets, and its dry run; None if there is none.
+    rounding_loss_s: simulated seconds above the fractional plan's, negative if the simulator finds more overlap.
+    """
+
+    solution: Solution
+    schedule: Schedule | None
+    simulation: Simulation | None
+    rounding_loss_s: float
+
+
+def plan(problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.01, backend: str | None = None) -> Planned:
+    """Find a schedule for a problem.
+
+    Whole tensors can need more of the host than fractions do: the program is then solved again with less of it.
+
+    Parameters
+    ----------
+    time_limit_s, gap, backend: as in `solve`; the limit is for each solve.
+
+    Returns: the schedule, or none with the status of the solve that failed.
+    Raises: BackendError if the backend is not installed.
+    Source: OffMate, section 4.2.
+    """
+    tried = problem
+    solution = solve(problem, time_limit_s=time_limit_s, gap=gap, backend=backend)
+    for _ in range(_TRIES):
+        if not solution.options:
+            break
+        schedule = build_schedule(problem, round_solution(tried, solution))
+        device = max(memory_highs(schedule)) - problem.device_budget_bytes
+        host = schedule.host_bytes - problem.host_budget_bytes
+        if device <= 0 and host <= 0:
+            schedule = improve(schedule)
+            validate(schedule)
+            simulation = simulate(schedule)
+            return Planned(solution, schedule, simulation, simulation.step_s - sum(solution.step_s))
+        tried = replace(
+            tried,
+            device_budget_bytes=max(0, tried.device_budget_bytes - max(0, device)),
+            host_budget_bytes=max(0, tried.host_budget_bytes - max(0, host)),
+        )
+        solution = solve(tried, time_limit_s=time_limit_s, gap=gap, backend=backend)
+    return Planned(solution, None, None, 0.0)

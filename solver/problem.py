@@ -1,0 +1,296 @@
+"""Everything the solver needs, as plain numbers: bytes, seconds, budgets.
+
+Steps are numbered 0..T-1 and cyclic: forwards of blocks 0..L-1, backwards of blocks L-1..0, then
+`turn_around_steps` steps without compute. Block i runs forward in step i and backward in step 2L-1-i.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+
+class ProblemError(ValueError):
+    """A problem that contradicts itself: the message names the row and the value."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run a block: for each value its forward makes for its backward, keep, recompute or offload.
+
+    Parameters
+    ----------
+    name: a word for tables, such as "keep" or "recompute".
+    saved_bytes: bytes kept on the device between the block's forward and its backward.
+    offloaded_bytes: bytes that leave after the forward and are back before the backward.
+    forward_s, backward_s: compute seconds; recomputation is part of the backward.
+    forward_peak_bytes: the most that the forward holds at one time of what it makes itself (saved, offloaded,
+        interfaces, outputs, temporaries); parameters, its inputs and shared values are not counted.
+    backward_peak_bytes: the most that the backward holds at one time: saved, brought back, gradients that come in,
+        gradients it makes, recomputed, temporaries; parameters, input values, shared values and gradient
+        accumulators that exist already are not counted.
+    """
+
+    name: str
+    saved_bytes: int
+    offloaded_bytes: int
+    forward_s: float
+    backward_s: float
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of the chain and the options it can run with; blocks of one class share their options."""
+
+    name: str
+    options: tuple[Option, ...]
+
+
+@dataclass(frozen=True)
+class TensorSize:
+    """One parameter tensor: bytes of its compute copy, its gradient and its optimizer state (0 if frozen)."""
+
+    name: str
+    param_bytes: int
+    grad_bytes: int = 0
+    state_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Group:
+    """A parameter group w: the tensors read by exactly the same steps, wholly trainable or wholly frozen.
+
+    Parameters
+    ----------
+    uses: steps whose compute reads the parameters, ascending (forwards and backwards).
+    grad_steps: backward steps that make a part of the gradient, ascending; empty if frozen. The last one is g_w.
+    cpu_update_s, device_update_s: seconds to update the whole group on the host and on the device.
+    """
+
+    name: str
+    tensors: tuple[TensorSize, ...]
+    uses: tuple[int, ...]
+    grad_steps: tuple[int, ...] = ()
+    cpu_update_s: float = 0.0
+    device_update_s: float = 0.0
+
+    @property
+    def trainable(self) -> bool:
+        return bool(self.grad_steps)
+
+    @cached_property
+    def param_bytes(self) -> int:
+        return sum(t.param_bytes for t in self.tensors)
+
+    @cached_property
+    def grad_bytes(self) -> int:
+        return sum(t.grad_bytes for t in self.tensors)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        return sum(t.state_bytes for t in self.tensors)
+
+
+@dataclass(frozen=True)
+class Value:
+    """An interface activation: made by one block, read by later ones, held until its last use.
+
+    Parameters
+    ----------
+    made: forward step that makes it. During that step it is part of the block's forward peak.
+    uses: later steps (forwards and backwards) whose compute reads it, ascending, `made` not among them.
+    grad_bytes: bytes of its gradient, 0 if it has none.
+    grad_steps: backward steps of the blocks that add to its gradient, ascending. The first makes it (part of that
+        step's backward peak), later ones add in place; it is consumed in the backward of the block that made the
+        value (and is part of that step's backward peak).
+    """
+
+    name: str
+    bytes: int
+    made: int
+    uses: tuple[int, ...]
+    grad_bytes: int = 0
+    grad_steps: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A value that depends on no parameter (batch, mask, rotary table): there from the first step to `last_step`."""
+
+    name: str
+    bytes: int
+    last_step: int
+
+
+@dataclass(frozen=True)
+class Output:
+    """A model output: held from the forward step `made` until the next iteration's last forward step has ended.
+
+    grad_bytes: bytes of the gradient that the user's backward hands in (0 if it has none); there from the first
+    backward step to the backward of the block that made the output, where it is part of the peak.
+    """
+
+    name: str
+    bytes: int
+    made: int
+    grad_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Link rates in bytes per second, and seconds of management per step.
+
+    Parameters
+    ----------
+    both_bytes_per_s: total rate when both directions are busy.
+    manage_s: H, seconds of the CPU per step for the management of everything else.
+    shared_cores: compute, copies and CPU updates share the same cores (the emulated device): their sum bounds a step.
+    """
+
+    in_bytes_per_s: float
+    out_bytes_per_s: float
+    both_bytes_per_s: float
+    manage_s: float = 0.0
+    shared_cores: bool = False
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One training iteration to be planned.
+
+    Parameters
+    ----------
+    update: "planned" if the program decides where updates run; "external" if the user's own code updates the host
+        parameters between the first turn-around step and the second, from gradients on the host (no states here).
+    user_bytes: what the user's code holds on the device between the last forward and the first backward, the
+        gradients of outputs that it hands in among it.
+    start_s, start_peak_bytes: seconds and peak of what runs before the first block (the batch comes in, shared values
+        are computed); the peak counts the shared values themselves.
+    turn_around_steps: R, steps without compute after the last backward.
+    """
+
+    blocks: tuple[Block, ...]
+    groups: tuple[Group, ...]
+    values: tuple[Value, ...]
+    shared: tuple[Shared, ...]
+    outputs: tuple[Output, ...]
+    rates: Rates
+    device_budget_bytes: int
+    host_budget_bytes: int
+    update: Literal["planned", "external"] = "planned"
+    user_bytes: int = 0
+    start_s: float = 0.0
+    start_peak_bytes: int = 0
+    turn_around_steps: int = 3
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def n_blocks(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def n_steps(self) -> int:
+        return 2 * len(self.blocks) + self.turn_around_steps
+
+    @property
+    def first_turn_around(self) -> int:
+        return 2 * len(self.blocks)
+
+    def backward_step(self, block: int) -> int:
+        """The step in which `block` (0-based) runs backward."""
+        return 2 * len(self.blocks) - 1 - block
+
+    def block_of(self, step: int) -> int | None:
+        """The block that computes in `step`, or None in a turn-around step."""
+        if step < self.n_blocks:
+            return step
+        return 2 * self.n_blocks - 1 - step if step < 2 * self.n_blocks else None
+
+
+def held_bytes(problem: Problem) -> list[int]:
+    """Bytes on the device in each step that no decision changes.
+
+    Shared values, outputs (of this iteration and, until the forwards have ended, of the last one), gradients of
+    outputs, and gradient accumulators between the steps that make and consume them. What a step's own peak already
+    contains is left out for that step.
+
+    Returns: one integer per step, in bytes.
+    """
+    held = [0] * problem.n_steps
+    n = problem.n_blocks
+
+    def add(first: int, last: int, amount: int) -> None:
+        for step in range(first, last + 1):
+            held[step] += amount
+
+    for shared in problem.shared:
+        add(0, shared.last_step, shared.bytes)
+    for out in problem.outputs:
+        add(out.made + 1, problem.n_steps - 1, out.bytes)
+        add(0, n - 1, out.bytes)
+        add(n, problem.backward_step(out.made) - 1, out.grad_bytes)
+    for value in problem.values:
+        if value.grad_steps:
+            add(value.grad_steps[0] + 1, problem.backward_step(value.made) - 1, value.grad_bytes)
+    for group in problem.groups:
+        if len(group.grad_steps) > 1:
+            add(group.grad_steps[0] + 1, group.grad_steps[-1], group.grad_bytes)
+    return held
+
+
+def check(problem: Problem) -> None:
+    """Raise ProblemError, naming the row, if the problem contradicts itself."""
+    n, total = len(problem.blocks), problem.n_steps
+    _require(n > 0, "a problem needs at least one block")
+    _require(problem.turn_around_steps >= 2, f"turn_around_steps is {problem.turn_around_steps}; at least 2 are needed")
+    for block in problem.blocks:
+        _require(bool(block.options), f"block {block.name} has no options")
+        for option in block.options:
+            _numbers(f"block {block.name}, option {option.name}", option)
+    for group in problem.groups:
+        row = f"group {group.name}"
+        _numbers(row, group)
+        _require(bool(group.tensors), f"{row} has no tensors")
+        _require(bool(group.uses), f"{row} is used by no step")
+        _steps(row, "uses", group.uses, 0, 2 * n - 1)
+        _steps(row, "grad_steps", group.grad_steps, n, 2 * n - 1)
+        for tensor in group.tensors:
+            _numbers(f"{row}, tensor {tensor.name}", tensor)
+    for value in problem.values:
+        row = f"value {value.name}"
+        _numbers(row, value)
+        _require(bool(value.uses), f"{row} is read by no step")
+        _require(0 <= value.made < n, f"{row}: made in step {value.made}, forwards are 0..{n - 1}")
+        _steps(row, "uses", value.uses, value.made + 1, 2 * n - 1)
+        _steps(row, "grad_steps", value.grad_steps, n, problem.backward_step(value.made) - 1)
+    for output in problem.outputs:
+        _numbers(f"output {output.name}", output)
+        _require(0 <= output.made < n, f"output {output.name}: made in step {output.made}, forwards are 0..{n - 1}")
+    for shared in problem.shared:
+        _numbers(f"shared value {shared.name}", shared)
+        _require(0 <= shared.last_step < total, f"shared value {shared.name}: last step {shared.last_step}")
+    _numbers("rates", problem.rates)
+    for name in ("in_bytes_per_s", "out_bytes_per_s", "both_bytes_per_s"):
+        _require(getattr(problem.rates, name) > 0, f"rates: {name} must be above 0")
+    _numbers("problem", problem)
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ProblemError(message)
+
+
+def _numbers(row: str, record: object) -> None:
+    for name, value in vars(record).items():
+        if isinstance(value, (int, float)) and not (0 <= value < float("inf")):
+            raise ProblemError(f"{row}: {name} is {value}; it must be finite and not negative")
+
+
+def _steps(row: str, name: str, steps: tuple[int, ...], low: int, high: int) -> None:
+    _require(list(steps) == sorted(set(steps)), f"{row}: {name} {steps} must ascend without repeats")
+    _require(all(low <= s <= high for s in steps), f"{row}: {name} {steps} must lie in {low}..{high}")

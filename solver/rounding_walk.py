@@ -1,0 +1,153 @@
+"""The walk of Algorithm 1, and the bytes that it may use: the fractions' own and what other groups spare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from math import ceil, floor
+
+from .decisions import TensorPlan, tensor_bytes
+from .knapsack import select
+from .problem import Group, Problem
+from .solution import GroupFlow
+
+NOISE = 1e-6  # fractions this close are one: solvers answer to about 1e-7
+
+
+def at_least(fraction: float, size_bytes: int) -> int:
+    """The bytes that a fraction asks for, rounded up but for noise."""
+    return max(0, ceil((fraction - NOISE) * size_bytes))
+
+
+class Curve:
+    """A flow by step as a running sum over positions, counted in cyclic order from its first step."""
+
+    def __init__(self, problem: Problem, first: int, flow: Mapping[int, float]) -> None:
+        n = problem.n_steps
+        self._sums = list(accumulate(flow.get((first + k) % n, 0.0) for k in range(n)))
+
+    def up_to(self, position: int) -> float:
+        """The flow's sum over positions 0..position; 0 below 0, the total beyond the end."""
+        return self._sums[min(position, len(self._sums) - 1)] if position >= 0 else 0.0
+
+
+class Allowance:
+    """Device bytes that one group may use in each step: its fractions', and `spare` from the groups before it.
+
+    The three methods `use_*` add to `spare` what whole tensors leave of the fractions' bytes; nothing else changes it.
+
+    Parameters
+    ----------
+    spare: bytes by step that earlier groups' whole tensors use less than their fractions.
+    """
+
+    def __init__(self, problem: Problem, group: Group, flow: GroupFlow, spare: Sequence[float]) -> None:
+        self.spare = list(spare)
+        self._group = group
+        self._params = [float(group.param_bytes)] * problem.n_steps
+        self._states = [0.0] * problem.n_steps
+        self._grads = [0.0] * problem.n_steps
+        n = problem.n_steps
+        for gap in flow.gaps:
+            back = Curve(problem, gap.after, gap.back)
+            for k in range(1, (gap.before - gap.after) % n or n):
+                self._params[(gap.after + k) % n] *= 1 - gap.dropped + back.up_to(k)
+        if group.trainable:
+            self._add_idle_gap(problem, group, flow)
+
+    def _add_idle_gap(self, problem: Problem, group: Group, flow: GroupFlow) -> None:
+        n, last, x = problem.n_steps, group.grad_steps[-1], flow.cpu_part
+        flows = (flow.cpu_back, flow.drop, flow.back, flow.state_out, flow.state_in, flow.grad_out)
+        came, drop, back, out, into, grad_out = (Curve(problem, last, f) for f in flows)
+        for k in range(n):
+            step = (last + k) % n
+            self._states[step] = group.state_bytes * (1 - x - out.up_to(k - 1) + into.up_to(k))
+            if 1 <= k < (group.uses[0] - last) % n:
+                self._params[step] *= 1 - x + came.up_to(k) - drop.up_to(k - 1) + back.up_to(k)
+                self._grads[step] = group.grad_bytes * (x - grad_out.up_to(k - 1))
+
+    def absent_params(self, step: int) -> int:
+        """Bytes of parameters that must be absent in a step."""
+        whole = self._group.param_bytes
+        return max(0, ceil(whole * (1 - NOISE) - self._params[step] - self.spare[step]))
+
+    def states(self, step: int) -> int:
+        """Bytes of states that may be there in a step."""
+        return floor(self._states[step] + self._group.state_bytes * NOISE + self.spare[step])
+
+    def grads(self, step: int) -> int:
+        """Bytes of gradients that may be pending in a step."""
+        return floor(self._grads[step] + self._group.grad_bytes * NOISE + self.spare[step])
+
+    def use_params(self, plans: Sequence[TensorPlan]) -> None:
+        """Account for the parameters of whole tensors."""
+        self._use(self._params, plans, "param_bytes")
+
+    def use_states(self, plans: Sequence[TensorPlan]) -> None:
+        """Account for the states of whole tensors."""
+        self._use(self._states, plans, "state_bytes")
+
+    def use_grads(self, plans: Sequence[TensorPlan]) -> None:
+        """Account for the pending gradients of whole tensors."""
+        self._use(self._grads, plans, "grad_bytes")
+
+    def _use(self, fractional: list[float], plans: Sequence[TensorPlan], kind: str) -> None:
+        others = {"param_bytes": 0, "state_bytes": 0, "grad_bytes": 0}
+        others.pop(kind)
+        for tensor, plan in zip(self._group.tensors, plans):
+            rows = tensor_bytes(self._group, replace(tensor, **others), plan, len(fractional))
+            self.spare = [spare - used for spare, used in zip(self.spare, rows)]
+        self.spare = [spare + allowed for spare, allowed in zip(self.spare, fractional)]
+
+
+def envelope(need: Sequence[int]) -> list[int]:
+    """The least curve above `need` that first never falls and then never rises.
+
+    A whole tensor leaves once and returns once; where the fractions dip in between, it stays away.
+    """
+    rise = list(accumulate(need, max))
+    fall = list(accumulate(reversed(need), max))[::-1]
+    return [min(pair) for pair in zip(rise, fall)]
+
+
+def walk(
+    sizes: Mapping[str, int],
+    need: Sequence[int],
+    absent: Iterable[str],
+    may_drop: Callable[[int], Iterable[str]],
+    may_return: Callable[[int, Collection[str]], Iterable[str]],
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Let whole tensors leave and return so that at least `need` bytes are absent in every position.
+
+    Parameters
+    ----------
+    sizes: bytes per tensor.
+    need: bytes absent in positions 1, 2, ... (an envelope); after the last position everything is there.
+    absent: tensors that left at the end of position 0 in any case.
+    may_drop: the tensors that can be released at the end of the position before k.
+    may_return: the tensors that can come in in position k, given those that have; in the last one all must.
+
+    Returns: position at whose end each tensor was dropped (but those of `absent`), and position of each return.
+    Source: OffMate, appendix B, Algorithm 1.
+    """
+    away, peak = set(absent), need.index(max(need)) + 1 if need else 0
+    dropped: dict[str, int] = {}
+    back: dict[str, int] = {}
+    for k, least in enumerate(need, 1):
+        short = least - sum(sizes[name] for name in away)
+        if short > 0:
+            rest = {name: sizes[name] for name in may_drop(k) if name not in away and name not in back}
+            leaving = select(rest, min(short, sum(rest.values())))
+            dropped.update(dict.fromkeys(leaving, k - 1))
+            away |= leaving
+        if k < peak or not away:
+            continue
+        returning = set(away)
+        if k < len(need):
+            spare = sum(sizes[name] for name in away) - least
+            coming = {name: sizes[name] for name in may_return(k, back) if name in away}
+            returning = coming.keys() - select(coming, sum(coming.values()) - spare)
+        back.update(dict.fromkeys(sorted(returning), k))
+        away = away - returning
+    return dropped, back

@@ -1,0 +1,166 @@
+"""The dry run of a schedule: exact bytes at every action, and seconds over compute, copies in and out, and CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .machine import Job, Machine, Resource
+from .schedule import Action, Kind, Schedule
+
+_ITERATIONS = 3  # by the third what one iteration leaves to the next has settled
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one resource did for one action; seconds from the start of the iteration.
+
+    An event of an iteration may end after it: tails run on into the next one.
+    """
+
+    action: Action
+    resource: Resource
+    start_s: float
+    end_s: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One steady iteration.
+
+    Parameters
+    ----------
+    step_s: seconds of the iteration.
+    peak_bytes, peak_action: the most bytes on the device, and the first action that reaches it.
+    timeline: what every resource did, in the order of the actions.
+    stall_s: seconds in which the executor waited, by the resource that it waited for.
+    memory: per action its index and the most bytes on the device while it is carried out.
+    """
+
+    step_s: float
+    peak_bytes: int
+    peak_action: Action
+    timeline: tuple[Event, ...]
+    stall_s: dict[str, float]
+    memory: tuple[tuple[int, int], ...]
+
+
+def memory_highs(schedule: Schedule) -> list[int]:
+    """The most bytes on the device during each action: its level, and for a compute its rise on top."""
+    sizes = schedule.item_bytes
+    level = sum(sizes[item] for item in schedule.resident)
+    highs = []
+    for action in schedule.actions:
+        high = level
+        if action.kind is Kind.PREFETCH:
+            high = level = level + sizes[action.name]
+        elif action.kind is Kind.FREE:
+            level -= sizes[action.name]
+        elif action.kind is Kind.COMPUTE:
+            spec = schedule.computes[action.name]
+            high = level + spec.rise_bytes
+            level += sum(sizes[item] for item in spec.makes) - sum(sizes[item] for item in spec.drops)
+        highs.append(high)
+    return highs
+
+
+def simulate(schedule: Schedule) -> Simulation:
+    """Run a schedule dry until it is steady.
+
+    The executor takes actions in order. Computes and device updates block it, and wait for the copies of what they
+    read; frees block it until the item's copies are done; everything else is queued on its resource.
+
+    Parameters
+    ----------
+    schedule: a valid schedule; see `validate`.
+
+    Returns: the last of a few iterations.
+    """
+    executor = _Executor(schedule)
+    start = 0.0
+    for _ in range(_ITERATIONS):
+        start = executor.machine.now
+        executor.iterate()
+    end, stalls = executor.machine.now, dict(executor.machine.stall_s)
+    jobs = executor.jobs
+    executor.machine.wait([job for _, job in jobs])
+    highs = memory_highs(schedule)
+    peak = max(highs)
+    return Simulation(
+        step_s=end - start,
+        peak_bytes=peak,
+        peak_action=schedule.actions[highs.index(peak)],
+        timeline=tuple(
+            Event(action, job.resource, job.start_s - start, job.end_s - start, job.bytes) for action, job in jobs
+        ),
+        stall_s={resource.value: seconds for resource, seconds in stalls.items()},
+        memory=tuple(enumerate(highs)),
+    )
+
+
+class _Executor:
+    """Takes actions in order; what it changes is the machine's queues and the last copies of every item."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.machine = Machine(schedule.rates)
+        self.copy_in: dict[str, Job] = {}
+        self.copy_out: dict[str, Job] = {}
+        self.update: dict[str, Job] = {}  # the latest host update of a tensor
+        self.jobs: list[tuple[Action, Job]] = []
+
+    def iterate(self) -> None:
+        """One iteration; `jobs` and the machine's stalls are then those of this iteration."""
+        self.jobs = []
+        self.machine.stall_s = dict.fromkeys(Resource, 0.0)
+        manage_s, step = self.schedule.rates.manage_s, None
+        for action in self.schedule.actions:
+            if action.step != step and manage_s > 0:
+                self.machine.submit(Resource.CPU, manage_s)
+            step = action.step
+            self._take(action)
+
+    def _take(self, action: Action) -> None:
+        name = action.name
+        if action.kind is Kind.COMPUTE:
+            spec = self.schedule.computes[name]
+            self._run(action, spec.seconds, _those(self.copy_in, spec.needs))
+        elif action.kind is Kind.UPDATE_DEVICE:
+            # It writes over what an earlier copy to the host may still read.
+            items = (f"p:{name}", f"g:{name}", f"s:{name}")
+            copies = _those(self.copy_in, items) + _those(self.copy_out, items)
+            self._run(action, self.schedule.update_device_s[name], copies)
+        elif action.kind is Kind.FREE:
+            self.machine.wait(_those(self.copy_in, (name,)) + _those(self.copy_out, (name,)))
+        elif action.kind is Kind.UPDATE_CPU:
+            waits = _those(self.copy_out, (f"g:{name}",))
+            self.update[name] = self._queue(action, Resource.CPU, self.schedule.update_cpu_s[name], 0, waits)
+        else:
+            self._copy(action)
+
+    def _run(self, action: Action, seconds: float, copies: list[Job]) -> None:
+        self.machine.wait(copies)
+        self.jobs.append((action, self.machine.run(seconds)))
+
+    def _copy(self, action: Action) -> None:
+        item, rates = action.name, self.schedule.rates
+        size = self.schedule.item_bytes[item]
+        if action.kind is Kind.OFFLOAD:
+            waits = _those(self.copy_in, (item,))
+            self.copy_out[item] = self._queue(action, Resource.OUT, size / rates.out_bytes_per_s, size, waits)
+            return
+        waits = _those(self.copy_out, (item,))
+        if item.startswith("p:"):
+            waits += _those(self.update, (item[2:],))
+        self.copy_in[item] = self._queue(action, Resource.IN, size / rates.in_bytes_per_s, size, waits)
+
+    def _queue(self, action: Action, resource: Resource, seconds: float, size: int, waits: list[Job]) -> Job:
+        job = self.machine.submit(resource, seconds, size, waits)
+        self.jobs.append((action, job))
+        return job
+
+
+def _those(jobs: dict[str, Job], names: Iterable[str]) -> list[Job]:
+    """The jobs under `names` that are not done."""
+    return [jobs[name] for name in names if name in jobs and not jobs[name].done]

@@ -1,0 +1,110 @@
+"""Solves a problem, and finds the least budgets with which one can be solved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, inf
+from typing import Literal
+
+from .backends import default, get
+from .backends.answer import RawAnswer
+from .linear import evaluate
+from .model import Goal, Program, state_program
+from .problem import Problem
+from .readback import read_solution
+from .solution import Solution, Status
+
+ALIGN_BYTES = 256
+MARGIN = 1e-6  # relative; covers the solvers' tolerance on a row
+
+
+@dataclass(frozen=True)
+class LeastBudget:
+    """The smallest budget with which a problem has a plan, stalls allowed.
+
+    Parameters
+    ----------
+    bytes: the device budget; the host budget if no device budget would do.
+    step: the step that binds, None for the host.
+    block: name of the block that computes in that step, "turn-around" or "host".
+    resource: which budget `bytes` is of.
+    """
+
+    bytes: int
+    step: int | None
+    block: str
+    resource: Literal["device", "host"]
+
+
+class NoAnswer(RuntimeError):
+    """The time limit ended the search before a budget was found."""
+
+
+def solve(problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.01, backend: str | None = None) -> Solution:
+    """The fastest plan in fractions.
+
+    Parameters
+    ----------
+    time_limit_s: seconds for the search. gap: relative gap to the bound at which it may end.
+    backend: "highs" or "cbc"; by default the first that is installed.
+
+    Returns: a solution; `status` says whether there is one. Infinite seconds if there is none.
+    Raises: BackendError if the backend is not installed.
+    Source: OffMate, section 4.1.
+    """
+    program, answer = _minimise(problem, "time", time_limit_s, gap, backend)
+    if answer.values:
+        return read_solution(program, answer)
+    bound_s = max(0.0, answer.lower_bound * program.time_unit_s - program.traffic_slack_s)
+    return Solution(answer.status, inf, bound_s, 0.0 if answer.status is Status.INFEASIBLE else inf, answer.solve_s)
+
+
+def least_budget(
+    problem: Problem, *, time_limit_s: float = 60.0, gap: float = 1e-4, backend: str | None = None
+) -> LeastBudget:
+    """The smallest device budget with which `problem` has a plan, its host budget as given, however slow.
+
+    Parameters
+    ----------
+    time_limit_s: seconds for the search. gap: relative gap to the bound at which it may end.
+
+    Returns: bytes with which the problem is feasible, rounded up; the host's need if that alone is what binds.
+    Raises: NoAnswer if the time limit was too short.
+    """
+    program, answer = _minimise(problem, "device", time_limit_s, gap, backend)
+    if answer.status is Status.INFEASIBLE:
+        needed = least_host(problem, time_limit_s=time_limit_s, gap=gap, backend=backend)
+        return LeastBudget(needed, None, "host", "host")
+    rows = [(evaluate(terms, _point(answer)), step) for step, terms in program.device_rows]
+    most, step = max(rows, key=lambda row: row[0])
+    block = problem.block_of(step)
+    name = "turn-around" if block is None else problem.blocks[block].name
+    return LeastBudget(_round_up(most), step, name, "device")
+
+
+def least_host(problem: Problem, *, time_limit_s: float = 60.0, gap: float = 1e-4, backend: str | None = None) -> int:
+    """The smallest host budget in bytes with which `problem` has a plan on an endless device.
+
+    Raises: NoAnswer if the time limit was too short.
+    """
+    program, answer = _minimise(problem, "host", time_limit_s, gap, backend)
+    return _round_up(evaluate(program.host, _point(answer)))
+
+
+def _minimise(
+    problem: Problem, goal: Goal, time_limit_s: float, gap: float, backend: str | None
+) -> tuple[Program, RawAnswer]:
+    program = state_program(problem, goal)
+    solver = get(backend) if backend else default()
+    return program, solver.solve(program.model, time_limit_s, gap)
+
+
+def _point(answer: RawAnswer) -> tuple[float, ...]:
+    if not answer.values:
+        raise NoAnswer(f"no budget was found: {answer.status.value}")
+    return answer.values
+
+
+def _round_up(amount_bytes: float) -> int:
+    """A multiple of ALIGN_BYTES that the solvers' tolerance cannot push below what is needed."""
+    return ceil(amount_bytes * (1 + MARGIN) / ALIGN_BYTES) * ALIGN_BYTES

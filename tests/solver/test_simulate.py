@@ -1,0 +1,110 @@
+"""Timelines and bytes worked out by hand."""
+
+from dataclasses import replace
+
+import pytest
+from offmate.solver.improve import improve
+from offmate.solver.machine import Machine, Resource
+from offmate.solver.problem import Rates
+from offmate.solver.simulate import memory_highs, simulate
+from offmate.solver.validate import validate
+
+from .tiny_schedule import FORWARD, after, tiny_schedule, without
+
+
+def spans(simulation):
+    return {str(e.action)[2:]: (round(e.start_s, 6), round(e.end_s, 6)) for e in simulation.timeline}
+
+
+def test_the_tiny_timeline():
+    # w's update (3 s) runs on into the next forward, whose first compute waits for it and for the copy (1 s). The
+    # frees wait for a:0 (3 s), the state (4 s) and the gradient (1 s); the state's way in is hidden but for 3 s.
+    simulation = simulate(tiny_schedule())
+    assert spans(simulation) == {
+        "prefetch p:w": (3, 4), "compute start": (0, 0), "compute F0": (4, 5), "offload a:0": (5, 8),
+        "compute F1": (8, 10), "compute user": (10, 10), "prefetch a:0": (10, 13), "prefetch s:u": (13, 17),
+        "compute B1": (10, 14), "update-device u": (17, 17.5), "offload s:u": (17.5, 21.5),
+        "compute B0": (21.5, 23.5), "offload g:w": (23.5, 24.5), "update-cpu w": (24.5, 27.5),
+    }  # fmt: skip
+    assert simulation.step_s == pytest.approx(24.5)
+    assert simulation.stall_s == pytest.approx({"compute": 0, "copy in": 4, "copy out": 8, "cpu": 3})
+
+
+def test_the_tiny_bytes():
+    simulation = simulate(tiny_schedule())
+    levels = [high for _, high in simulation.memory]
+    assert levels == [34, 36, 76, 74, 74, 54, 54, 50, 46, 76, 116, 144, 134, 134, 114, 114, 84, 46, 46, 36, 26, 24]
+    assert (simulation.peak_bytes, str(simulation.peak_action)) == (144, "2 compute B1")
+
+
+def test_late_frees_hide_copies_out():
+    # With room for it all, nothing waits for copies out but the end of the iteration.
+    improved = improve(tiny_schedule())
+    validate(improved)
+    simulation = simulate(improved)
+    assert simulation.peak_bytes <= 200
+    assert simulation.step_s < 24.5 - 3
+    work = 1 + 2 + 4 + 2 + 0.5
+    assert simulation.step_s >= work
+
+
+def test_improving_stays_within_a_tight_budget():
+    tight = tiny_schedule(device_budget_bytes=144)
+    improved = improve(tight)
+    validate(improved)
+    assert max(memory_highs(improved)) <= 144
+    assert simulate(improved).step_s <= simulate(tight).step_s
+
+
+def test_copies_overlap_compute():
+    hidden = tiny_schedule(
+        forward=after(without(FORWARD, "0 free a:0"), "1 compute F1", "1 free a:0"), device_budget_bytes=500
+    )
+    assert simulate(hidden).step_s < simulate(tiny_schedule()).step_s
+
+
+def test_a_compute_does_not_wait_for_copies_out():
+    # v:h goes out while F1 reads it and comes back for B0's sake.
+    forward = after(without(FORWARD, "1 free v:h"), "0 free a:0", "1 offload v:h")
+    forward = after(forward, "1 free old:y", "1 free v:h")
+    sent = tiny_schedule(forward=forward)
+    validate(sent)
+    times = spans(simulate(sent))
+    assert times["offload v:h"] == (8, 8.8)
+    assert times["compute F1"] == (8, 10)
+
+
+def test_both_links_share_their_total_rate():
+    machine = Machine(Rates(10.0, 5.0, 7.5))
+    into, out = machine.submit(Resource.IN, 1.0), machine.submit(Resource.OUT, 2.0)
+    machine.wait([into, out])
+    # Both at half their rate until the one in is done (2 s); what is left out then runs at its own rate.
+    assert (into.end_s, out.end_s) == pytest.approx((2.0, 3.0))
+
+
+def test_shared_cores_are_divided():
+    machine = Machine(Rates(10.0, 10.0, 20.0, shared_cores=True))
+    update = machine.submit(Resource.CPU, 2.0)
+    compute = machine.run(1.0)
+    machine.wait([update])
+    assert (compute.end_s, update.end_s) == pytest.approx((2.0, 3.0))
+    assert machine.stall_s[Resource.CPU] == pytest.approx(1.0)
+
+
+def test_a_queue_keeps_its_order():
+    machine = Machine(Rates(10.0, 10.0, 20.0))
+    update = machine.submit(Resource.CPU, 3.0)
+    first = machine.submit(Resource.IN, 1.0, waits=[update])
+    second = machine.submit(Resource.IN, 1.0)
+    machine.wait([second])
+    assert (first.start_s, first.end_s, second.end_s) == pytest.approx((3.0, 4.0, 5.0))
+    assert machine.stall_s[Resource.CPU] == pytest.approx(3.0)
+    assert machine.stall_s[Resource.IN] == pytest.approx(2.0)
+
+
+def test_management_delays_updates():
+    base = tiny_schedule()
+    managed = replace(base, rates=replace(base.rates, manage_s=0.5))
+    validate(managed)
+    # Two steps' management lies between the gradient's arrival and the end of the update.
+    assert simulate(managed).step_s > simulate(base).step_s
