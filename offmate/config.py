@@ -35,6 +35,8 @@ class Config:
     solver_gap: the search also ends when the plan is proven within this fraction of the fastest.
     options_per_block: the most ways to run a block (keep, recompute, offload) that the planner chooses from.
     outputs: names of the model outputs that are returned, the others are None; "all" returns every one.
+    gradients_into: names of the outputs into which backward() hands a gradient; "auto" takes a scalar output (the loss)
+        where there is one, else every output that can have a gradient.
     cache_dir: folder of cached plans and profiles, None caches nothing.
     solver: "highs" or "cbc"; None takes HiGHS where it is installed, else CBC.
     turn_around_steps: steps without compute between the last backward and the next forward, for the updates
@@ -47,6 +49,7 @@ class Config:
     solver_gap: float = 0.01
     options_per_block: int = 8
     outputs: Literal["all"] | tuple[str, ...] = "all"
+    gradients_into: Literal["auto"] | tuple[str, ...] = "auto"
     cache_dir: str | None = field(default_factory=default_cache_dir)
     solver: Literal["highs", "cbc"] | None = None
     turn_around_steps: int = 3

@@ -124,12 +124,13 @@ def _signature(node: fx.Node, storages: dict[int, int]) -> str:
     return ";".join(parts)
 
 
-def trace(spec: BlockSpec) -> Joint:
+def trace(spec: BlockSpec, own_results: bool = True) -> Joint:
     """Trace one block's forward and backward.
 
     Parameters
     ----------
     spec: the block; its nodes' fake values are read from `meta["fake"]`.
+    own_results: whether results that are views of what the block was given get storage of their own.
 
     Returns: the functional joint graph, split into forward and backward.
     """
@@ -139,7 +140,7 @@ def trace(spec: BlockSpec) -> Joint:
         if node.op == "get_attr":
             node.meta["constant"] = getattr(module, node.target)
     _drop_aliases(module.graph)
-    return _split(module.graph, run)
+    return _split(module.graph, run, own_results)
 
 
 class _Run:
@@ -265,7 +266,7 @@ def _drop_aliases(graph: fx.Graph) -> None:
     graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or is_random(n))
 
 
-def _split(graph: fx.Graph, run: _Run) -> Joint:
+def _split(graph: fx.Graph, run: _Run, own_results: bool) -> Joint:
     spec = run.spec
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     output = next(n for n in graph.nodes if n.op == "output")
@@ -280,7 +281,9 @@ def _split(graph: fx.Graph, run: _Run) -> Joint:
     tangents = tuple(placeholders[position : position + len(spec.tangents)])
     rest = iter(placeholders[position + len(spec.tangents) :])
     accumulators = tuple(next(rest) if e.accumulates is not None else None for e in spec.externals)
-    results = _own_storages(graph, output, returned[:n_results], placeholders)
+    results = returned[:n_results]
+    if own_results:
+        results = _own_storages(graph, output, results, placeholders)
     grads: list[fx.Node | None] = [None] * len(spec.externals)
     for index, node in zip(run.grads_of, returned[n_results : n_results + n_grads]):
         grads[index] = node
@@ -344,9 +347,9 @@ def _settle_gradients(
         like = external.node.meta["fake"]
         exact = value.untyped_storage().nbytes() == value.numel() * value.element_size()
         stride = dense_stride(value)
-        settled = not (set(storages_of(node)) & taken)
+        settled = exact and not (set(storages_of(node)) & taken)
         if external.kind == "param" and external.final:
-            settled = settled and exact and value.stride() == like.stride()
+            settled = settled and value.stride() == like.stride()
             stride = dense_stride(like)
         if not settled:
             grads[index] = node = _copy_before(graph, before, node, stride)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from .capture import is_random
 from .joint import Joint, storages_of
@@ -210,12 +211,25 @@ class ClassGraph:
         for node, i in last_read.items():
             if node not in keep_nodes and node.op != "get_attr":
                 clears.setdefault(i, []).append(self.register[node])
-        assert all(n in position for n in picked)
         instructions = tuple(
             self._instruction(n, picked.get(n), clears.get(i, []), ends.get(i, [])) for i, n in enumerate(running)
         )
         rise, net = _rise(instructions, self.bytes)
-        return Program(len(self.register), instructions, {s: self.bytes[s] for s in given}, rise, net)
+        seconds = sum(self.costs.get(n.name, NodeCost()).seconds for n in running)
+        return Program(len(self.register), instructions, {s: self.bytes[s] for s in given}, rise, net, seconds)
+
+    def start_program(self, let_go: frozenset[int]) -> Program:
+        """The program of a graph without backward, ending the storages in `let_go` after their last reader."""
+        kept = frozenset(self.number.values()) - let_go
+        made = frozenset(s for n in self.joint.forward for s in self.made_by(n))
+        return self._program(
+            list(self.joint.forward), let_go, (kept - made) | self.results, frozenset(), set(self.joint.results)
+        )
+
+    def read_registers(self, program: Program) -> frozenset[int]:
+        """Registers that a program's instructions read."""
+        slots = (leaf for i in program.instructions for leaf in pytree.tree_leaves((i.args, i.kwargs)))
+        return frozenset(slot.index for slot in slots if isinstance(slot, Slot))
 
     def _instruction(
         self, node: fx.Node, picked: list[fx.Node] | None, clears: list[int], ends: list[int]

@@ -59,6 +59,7 @@ class Program:
     given: storages that are there before the run and that it may let go, by storage number -> bytes as profiled.
     rise_bytes: the most that the bytes held lie above their level at the start.
     net_bytes: by how much the level has changed at the end.
+    seconds: the operators' measured seconds, added up.
     """
 
     n_registers: int
@@ -66,6 +67,7 @@ class Program:
     given: dict[int, int]
     rise_bytes: int
     net_bytes: int
+    seconds: float
 
 
 def run(program: Program, registers: list[Any], ledger: Ledger, given: dict[int, int]) -> dict[int, int]:

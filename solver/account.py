@@ -27,7 +27,11 @@ class Account:
     @staticmethod
     def of(n_steps: int) -> Account:
         """An empty account."""
-        return Account(*([{} for _ in range(n_steps)] for _ in range(7)))
+
+        def steps() -> list[Terms]:
+            return [{} for _ in range(n_steps)]
+
+        return Account(steps(), steps(), steps(), steps(), steps(), steps(), steps())
 
     def hold(self, step: int, amount_bytes: float, terms: Terms) -> None:
         """Count amount * terms on the device in `step`."""

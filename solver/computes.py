@@ -1,10 +1,12 @@
-"""Items and compute specifications: what each forward and backward reads, makes and releases."""
+"""Items and compute specifications: what each forward and backward reads, makes and releases, and what rests."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from .decisions import Decisions
 from .problem import Option, Problem, Value
-from .schedule import ComputeSpec
+from .schedule import Action, ComputeSpec, Kind
 
 
 def value_uses(problem: Problem, value: Value) -> tuple[int, int]:
@@ -115,3 +117,23 @@ def _backward_spec(problem: Problem, block: int, option: Option, sizes: dict[str
         dropped,
         option.backward_peak_bytes - sum(sizes[name] for name in dropped),
     )
+
+
+def resident_items(
+    actions: Iterable[Action], computes: dict[str, ComputeSpec], sizes: dict[str, int]
+) -> tuple[str, ...]:
+    """What an iteration starts with: the items whose first mention does not bring them or make them."""
+    brought: dict[str, bool] = {}
+    for action in actions:
+        if action.kind is Kind.COMPUTE:
+            spec = computes[action.name]
+            for item in spec.needs + spec.drops:
+                brought.setdefault(item, False)
+            for item in spec.makes:
+                brought.setdefault(item, True)
+        elif action.kind is Kind.UPDATE_DEVICE:
+            for kind in "pgs":
+                brought.setdefault(f"{kind}:{action.name}", False)
+        elif action.kind is not Kind.UPDATE_CPU:
+            brought.setdefault(action.name, action.kind is Kind.PREFETCH)
+    return tuple(sorted(item for item, by_action in brought.items() if not by_action and item in sizes))

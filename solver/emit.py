@@ -5,10 +5,10 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
-from .computes import compute_specs, item_sizes, value_uses
+from .computes import compute_specs, item_sizes, resident_items, value_uses
 from .decisions import Decisions, TensorPlan
 from .problem import Group, Problem, TensorSize
-from .schedule import Action, ComputeSpec, Kind, Schedule
+from .schedule import Action, Kind, Schedule
 
 
 class _Slot(IntEnum):
@@ -92,7 +92,7 @@ def build_schedule(problem: Problem, decisions: Decisions) -> Schedule:
     return Schedule(
         options=decisions.options,
         item_bytes=sizes,
-        resident=_resident(actions, computes, sizes),
+        resident=resident_items(actions, computes, sizes),
         computes=computes,
         update_cpu_s=update_cpu_s,
         update_device_s=update_device_s,
@@ -185,24 +185,6 @@ def _parts(
         return tuple(entry.action for entry in entries if first <= entry.step < end)
 
     return steps(barrier, problem.n_steps) + steps(0, n), steps(n, 2 * n), steps(2 * n, barrier)
-
-
-def _resident(actions: tuple[Action, ...], computes: dict[str, ComputeSpec], sizes: dict[str, int]) -> tuple[str, ...]:
-    """What an iteration starts with: the items whose first mention does not bring them or make them."""
-    brought: dict[str, bool] = {}
-    for action in actions:
-        if action.kind is Kind.COMPUTE:
-            spec = computes[action.name]
-            for item in spec.needs + spec.drops:
-                brought.setdefault(item, False)
-            for item in spec.makes:
-                brought.setdefault(item, True)
-        elif action.kind is Kind.UPDATE_DEVICE:
-            for kind in "pgs":
-                brought.setdefault(f"{kind}:{action.name}", False)
-        elif action.kind is not Kind.UPDATE_CPU:
-            brought.setdefault(action.name, action.kind is Kind.PREFETCH)
-    return tuple(sorted(item for item, by_action in brought.items() if not by_action and item in sizes))
 
 
 def _update_seconds(problem: Problem, plans: dict[str, TensorPlan]) -> tuple[dict[str, float], dict[str, float]]:

@@ -10,6 +10,7 @@ from .problem import Group, Problem
 
 WHOLE: Terms = {ONE: 1.0}
 NONE: Terms = {}
+EVERY = 6
 
 
 @dataclass(frozen=True)
@@ -67,39 +68,36 @@ def span_of(problem: Problem, group: Group) -> Span:
     return Span(first, end, around(end, first - 1, problem.n_steps), points)
 
 
-DENSE = [10**9]
-GROW = [3]
+def sparse_offsets(n: int) -> list[int]:
+    """Offsets below `n`: the first EVERY all, then ever further apart.
 
-
-def offsets(n: int) -> list[int]:
-    result, k = [], 0
+    A copy is best made soon after a step or shortly before one. Further off any one of several neighbouring steps will
+    do: each group has steps of its own, so together they still use them all. Measured on chains of 18 and 34 blocks:
+    within 0.6 % of the time with every step allowed, in a tenth of the search time.
+    """
+    offsets, k = [], 0
     while k < n:
-        result.append(k)
-        k += 1 if k < DENSE[0] else max(1, k // GROW[0])
-    return result
+        offsets.append(k)
+        k += 1 if k < EVERY else k // 2
+    return offsets
 
 
-def leaving_steps(span: tuple[int, ...], skip_last: int) -> tuple[int, ...]:
-    """Steps of a gap in which something may leave: it must be away for at least one step."""
-    return tuple(span[k] for k in offsets(len(span) - skip_last))
+def leaving_steps(span: tuple[int, ...], skip_last: int = 0) -> tuple[int, ...]:
+    """Steps of a gap in which something may leave, close together at its start."""
+    return tuple(span[k] for k in sparse_offsets(len(span) - skip_last))
 
 
-def coming_steps(span: tuple[int, ...], skip_first: int) -> tuple[int, ...]:
-    """Steps of a gap in which something may come in."""
-    return tuple(reversed([span[-1 - k] for k in offsets(len(span) - skip_first)]))
+def coming_steps(span: tuple[int, ...], skip_first: int = 0) -> tuple[int, ...]:
+    """Steps of a gap in which something may come in, close together at its end."""
+    return tuple(span[-1 - k] for k in reversed(sparse_offsets(len(span) - skip_first)))
 
 
-def between_steps(span: tuple[int, ...]) -> tuple[int, ...]:
-    n = len(span)
-    places = {k for k in offsets(n) if k < n / 2} | {n - 1 - k for k in offsets(n) if k < n / 2}
-    if OPT[0] == 0:
-        places = set(offsets(n)) | {n - 1}
-    if OPT[0] == 2:
-        places = set(range(n))
+def updating_steps(span: tuple[int, ...]) -> tuple[int, ...]:
+    """Steps of a gap in which the host may update, close together at both ends."""
+    half = sparse_offsets((len(span) + 1) // 2)
+    places = {*half, *(len(span) - 1 - k for k in half)}
     return tuple(span[k] for k in sorted(places))
 
-
-OPT = [0]
 
 def add_group(problem: Problem, group: Group, builder: Builder, account: Account) -> GroupColumns:
     """The columns and rows of `group`, counted in `account`."""
@@ -123,8 +121,8 @@ def _frozen(problem: Problem, group: Group, span: Span, builder: Builder, accoun
 def _external(problem: Problem, group: Group, span: Span, builder: Builder, account: Account) -> GroupColumns:
     """All of it is updated by the user's code, between the first turn-around step and the second."""
     name, barrier = group.name, problem.first_turn_around
-    leaves = around(span.end, barrier, problem.n_steps)
-    comes = span.idle[span.idle.index(barrier) + 1 :]
+    leaves = leaving_steps(around(span.end, barrier, problem.n_steps))
+    comes = coming_steps(span.idle[span.idle.index(barrier) + 1 :])
     grad_out = flow(builder, f"GradOut[{name}]", span.idle, leaves, WHOLE)
     back = flow(builder, f"ParInC[{name}]", span.idle, comes, WHOLE)
     _count_cpu_part(group, span, WHOLE, grad_out, back, account)
@@ -138,7 +136,7 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     name, idle = group.name, span.idle
     x = builder.column(f"x[{name}]")
     grad_out = flow(builder, f"GradOut[{name}]", idle, leaving_steps(idle, 2), x)
-    update = flow(builder, f"Opt[{name}]", idle, between_steps(idle[1:-1]), x)
+    update = flow(builder, f"Opt[{name}]", idle, updating_steps(idle[1:-1]), x)
     cpu_back = flow(builder, f"ParInC[{name}]", idle, coming_steps(idle, 2), x)
     follows(builder, f"Opt after GradOut[{name}]", update, grad_out)
     follows(builder, f"ParInC after Opt[{name}]", cpu_back, update)
@@ -148,7 +146,7 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
 
     dropped, kept = builder.column(f"D[{name}]"), builder.column(f"K[{name}]")
     out_drop = flow(builder, f"Drop[{name}]", idle, leaving_steps(idle, 2), dropped)
-    out_keep = flow(builder, f"Keep[{name}]", idle, leaving_steps(idle, 0), kept)
+    out_keep = flow(builder, f"Keep[{name}]", idle, leaving_steps(idle), kept)
     back = flow(builder, f"ParIn[{name}]", idle, coming_steps(idle, 2), dropped)
     follows(builder, f"ParIn after Drop[{name}]", back, out_drop)
     hosted = add((1.0, x), (1.0, dropped), (1.0, kept))

@@ -1,36 +1,39 @@
-"""Local improvement of a schedule: frees that would block come later, prefetches come earlier, where memory allows."""
+"""Local improvement of a schedule: updates and prefetches start earlier, frees that would block come later."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from .computes import resident_items
 from .schedule import Action, Kind, Schedule
 from .simulate import memory_highs, simulate
 
-_AHEAD = (2, 6)  # computes by which a copy may be ready earlier than needed: little memory, or more slack
+_AHEAD = 2  # computes by which a copy is to be ready earlier than needed
 
 
 def improve(schedule: Schedule) -> Schedule:
     """A schedule that is at least as fast in the simulator and stays within the device budget at every action.
 
-    Frees of items on their way out move to just before the first action that needs their bytes; prefetches move up,
-    in their order and not before the host's copy is valid, so that they are done about two computes before they are
-    needed, the time the link needs for what is behind them included.
+    Host updates start as soon as their gradient is on its way. Prefetches move up, in their order and not before the
+    host's copy is valid, so that they are done about two computes before they are needed, the time the link needs for
+    what is behind them included. Frees of items on their way out move to just before the first action that needs
+    their bytes. All three may cross the end of the iteration, unless the user's own code updates there.
 
     Parameters
     ----------
     schedule: a valid schedule.
 
     Returns: the fastest of a few variants, the given one among them.
-    Source: OffMate, section 4.2, goes without this; it is the design's local improvement after rounding.
     """
+    base = _early_updates(schedule)
+    late, hoisted = _late_frees(base), _hoisted(base)
+    variants = (base, late, hoisted, _late_frees(hoisted), _hoisted(late))
     best, best_s = schedule, simulate(schedule).step_s
-    variants = [schedule, *(_hoist(schedule, ahead) for ahead in _AHEAD)]
-    for variant in [*variants[1:], *(_late_frees(v) for v in variants)]:
+    for variant in variants:
         seconds = simulate(variant).step_s
         if seconds < best_s * (1 - 1e-9):
             best, best_s = variant, seconds
@@ -51,11 +54,13 @@ def _placed(schedule: Schedule) -> list[_Placed]:
 
 
 def _rebuilt(schedule: Schedule, placed: Iterable[_Placed]) -> Schedule:
+    """The schedule with these actions; the order within each part is theirs."""
     parts: tuple[list[Action], ...] = ([], [], [])
     for entry in placed:
         parts[entry.part].append(entry.action)
     forward, backward, turn_around = (tuple(part) for part in parts)
-    return replace(schedule, forward=forward, backward=backward, turn_around=turn_around)
+    resident = resident_items([*forward, *backward, *turn_around], schedule.computes, schedule.item_bytes)
+    return replace(schedule, forward=forward, backward=backward, turn_around=turn_around, resident=resident)
 
 
 def _behind(moved: _Placed, neighbour: _Placed) -> _Placed:
@@ -63,21 +68,66 @@ def _behind(moved: _Placed, neighbour: _Placed) -> _Placed:
     return _Placed(replace(moved.action, step=neighbour.action.step), neighbour.part)
 
 
+def _has_barrier(schedule: Schedule) -> bool:
+    """Whether the user's own code updates between iterations, so that nothing may cross their border."""
+    updated = schedule.update_cpu_s or schedule.update_device_s
+    return not updated and any(item.startswith("g:") for item in schedule.item_bytes)
+
+
+def _moved(actions: list[_Placed], places: dict[int, int]) -> Iterable[_Placed]:
+    """The actions with those at the keys of `places` moved up to just before the index given there."""
+    before: dict[int, list[int]] = {}
+    for i, place in sorted(places.items()):
+        before.setdefault(place, []).append(i)
+    for i, entry in enumerate(actions):
+        for j in before.get(i, ()):
+            yield actions[j] if i == j else _behind(actions[j], actions[max(i - 1, 0)])
+        if i not in places:
+            yield entry
+
+
+def _early_updates(schedule: Schedule) -> Schedule:
+    """Host updates, in their order, right after the copies of their gradients have been queued."""
+    cut = len(schedule.forward)
+    actions = _placed(schedule)
+    actions = actions[cut:] + actions[:cut]  # from the first backward on: gradient, update, use
+    sent: dict[str, int] = {}
+    places: dict[int, int] = {}
+    earliest = 0
+    for i, entry in enumerate(actions):
+        action = entry.action
+        if action.kind is Kind.OFFLOAD:
+            sent[action.name] = i
+        elif action.kind is Kind.UPDATE_CPU:
+            earliest = places[i] = max(earliest, sent.get(f"g:{action.name}", i - 1) + 1)
+    return _rebuilt(schedule, _moved(actions, places))
+
+
 def _late_frees(schedule: Schedule) -> Schedule:
     """Hold back frees of items on their way out until an action needs the bytes; the oldest go first."""
+    if not _has_barrier(schedule):
+        _, held = _hold_back(schedule, ())
+        done, still_held = _hold_back(schedule, held)
+        if [late.action for late in held] == [late.action for late in still_held]:
+            return _rebuilt(schedule, done)
+    done, held = _hold_back(schedule, ())
+    return _rebuilt(schedule, [*done, *(_behind(late, done[-1]) for late in held)])
+
+
+def _hold_back(schedule: Schedule, held_before: Sequence[_Placed]) -> tuple[list[_Placed], list[_Placed]]:
+    """One iteration with frees held back, given those held when it starts, and those held when it ends."""
     budget, sizes = schedule.device_budget_bytes, schedule.item_bytes
-    actions = _placed(schedule)
-    highs = memory_highs(schedule)
     done: list[_Placed] = []
-    held: deque[_Placed] = deque()
-    extra, leaving = 0, set()
-    for entry, high in zip(actions, highs):
+    held = deque(held_before)
+    extra = sum(sizes[late.action.name] for late in held)
+    leaving: set[str] = set()
+    for entry, high in zip(_placed(schedule), memory_highs(schedule)):
         action = entry.action
         again = _brings(schedule, action)
         while held and (high + extra > budget or any(late.action.name in again for late in held)):
             late = held.popleft()
             extra -= sizes[late.action.name]
-            done.append(_behind(late, done[-1]))
+            done.append(_behind(late, done[-1] if done else entry))
         if action.kind is Kind.OFFLOAD:
             leaving.add(action.name)
         if action.kind is Kind.FREE and action.name in leaving:
@@ -86,8 +136,7 @@ def _late_frees(schedule: Schedule) -> Schedule:
             extra += sizes[action.name]
         else:
             done.append(entry)
-    done.extend(_behind(late, done[-1]) for late in held)
-    return _rebuilt(schedule, done)
+    return done, list(held)
 
 
 def _brings(schedule: Schedule, action: Action) -> tuple[str, ...]:
@@ -97,47 +146,42 @@ def _brings(schedule: Schedule, action: Action) -> tuple[str, ...]:
     return (action.name,) if action.kind is Kind.PREFETCH else ()
 
 
-def _hoist(schedule: Schedule, ahead: int) -> Schedule:
-    """Move prefetches up so that they are done `ahead` computes before they are needed, where they fit."""
-    actions = _placed(schedule)
-    highs = memory_highs(schedule)
+def _hoisted(schedule: Schedule) -> Schedule:
+    return _hoist(_hoist(schedule, rotated=False), rotated=True)
+
+
+def _hoist(schedule: Schedule, *, rotated: bool) -> Schedule:
+    """Move prefetches up so that they are done two computes before they are needed, where they fit.
+
+    Seen from the first forward on nothing moves into the iteration before; `rotated` sees it from the first backward.
+    """
+    if rotated and _has_barrier(schedule):
+        return schedule
+    cut = len(schedule.forward) if rotated else 0
+    actions, highs = _placed(schedule), memory_highs(schedule)
+    actions, highs = actions[cut:] + actions[:cut], highs[cut:] + highs[:cut]
+    plain = [entry.action for entry in actions]
     room = [schedule.device_budget_bytes - high for high in highs]
-    goals, floors = _goals(schedule, ahead), _floors(schedule)
-    before: dict[int, list[_Placed]] = {}
-    earliest = 0
-    for i, entry in enumerate(actions):
-        if entry.action.kind is not Kind.PREFETCH:
+    goals, floors = _goals(schedule, plain), _floors(plain)
+    places: dict[int, int] = {}
+    earliest = int(rotated)  # behind the user's code, which comes first in the backward part
+    for i, action in enumerate(plain):
+        if action.kind is not Kind.PREFETCH:
             continue
-        size = schedule.item_bytes[entry.action.name]
+        size = schedule.item_bytes[action.name]
         place, end = i, max(goals[i], floors[i], earliest)
         while place > end and room[place - 1] >= size:
             place -= 1
             room[place] -= size
-        earliest = place
-        before.setdefault(place, []).append(entry if place == i else _at(actions, place, entry))
-    return _rebuilt(schedule, _merged(actions, before))
+        earliest = places[i] = place
+    return _rebuilt(schedule, _moved(actions, places))
 
 
-def _at(actions: list[_Placed], place: int, entry: _Placed) -> _Placed:
-    return (
-        _behind(entry, actions[place - 1])
-        if place
-        else _Placed(replace(entry.action, step=actions[0].action.step), actions[0].part)
-    )
-
-
-def _merged(actions: list[_Placed], before: dict[int, list[_Placed]]) -> Iterable[_Placed]:
-    for i, entry in enumerate(actions):
-        yield from before.get(i, ())
-        if entry.action.kind is not Kind.PREFETCH:
-            yield entry
-
-
-def _floors(schedule: Schedule) -> dict[int, int]:
+def _floors(actions: list[Action]) -> dict[int, int]:
     """By prefetch, the first index at which its item is gone from the device and valid on the host."""
     floors: dict[int, int] = {}
     touched: dict[str, int] = {}
-    for i, action in enumerate(schedule.actions):
+    for i, action in enumerate(actions):
         if action.kind is Kind.PREFETCH:
             floors[i] = touched.get(action.name, -1) + 1
         elif action.kind is Kind.UPDATE_CPU:
@@ -147,11 +191,9 @@ def _floors(schedule: Schedule) -> dict[int, int]:
     return floors
 
 
-def _goals(schedule: Schedule, ahead: int) -> dict[int, int]:
+def _goals(schedule: Schedule, actions: list[Action]) -> dict[int, int]:
     """By prefetch, the index at which it should start, by the clock of computes alone."""
-    actions = schedule.actions
-    spans = [_seconds(schedule, action) for action in actions]
-    clock = [0.0, *accumulate(spans)]
+    clock = [0.0, *accumulate(_seconds(schedule, action) for action in actions)]
     computes = [i for i, action in enumerate(actions) if action.kind is Kind.COMPUTE]
     needed: dict[str, int] = {}
     goals: dict[int, int] = {}
@@ -166,7 +208,7 @@ def _goals(schedule: Schedule, ahead: int) -> dict[int, int]:
             due_s = clock[needed.pop(action.name, len(actions))]
             start_s = min(due_s, start_s) - schedule.item_bytes[action.name] / schedule.rates.in_bytes_per_s
             running = bisect_right(computes, bisect_right(clock, start_s) - 1) - 1
-            goals[i] = computes[running - ahead] if running >= ahead else 0
+            goals[i] = computes[running - _AHEAD] if running >= _AHEAD else 0
     return goals
 
 

@@ -106,7 +106,7 @@ class Flow:
     total: Terms
 
     def upto(self, step: int) -> Terms:
-        """What has moved when `step` ends; before the span nothing, after it all."""
+        """What has moved when `step` ends, a step of the span."""
         return self.sums[step]
 
     def before(self, step: int) -> Terms:

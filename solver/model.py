@@ -5,22 +5,26 @@ has moved up to a step (see Flow), written `Flow.upto(t)`, and `Flow.before(t)` 
 
 | symbol | here | meaning | range, unit | rule |
 | --- | --- | --- | --- | --- |
-| p_w, r_w, q_w | param_bytes, grad_bytes, state_bytes | compute copy, gradient, optimizer state | bytes | |
-| f_w, g_w | `Span.first`, `Span.end` | first use, step of the last gradient | step | idle gap: g_w .. f_w - 1 |
-| x_w | `cpu_part` | part updated on the host; the rest is updated on the device in g_w | [0, 1] | |
-| GradOut | `grad_out` | CPU part's gradient leaves | idle gap | sum = x |
-| Opt | `cpu_update` | CPU part is updated on the host | idle gap after g_w | upto(t) <= GradOut.before(t) |
-| ParInC | `cpu_back` | CPU part's new parameters come in | idle gap after g_w | upto(t) <= Opt.before(t) |
-| ParOut, Drop | `out_drop`, `out_keep` | device part's new parameters leave: released at the step's end, or kept while the host copy serves later gaps | idle gap | totals D, K; D + K = v <= 1 - x |
-| ParIn | `back` | what was dropped comes back | idle gap | upto(t) <= Drop.before(t), sum = D |
-| d, Back | `Away` | dropped after a use and back before the next, in the other gaps | those gaps | d <= x + v; frozen: d <= h, h the part with a host copy |
-| OutO, InO | `state_out`, `state_in` | device part's states | g_w round to g_w - 1 | upto(t) <= OutO.before(t), equal sums <= 1 - x |
-| Comp | `options` | block i runs with option o, its copies overlapped (early) or serial | {0, 1} | sum over o = 1 |
-| Z_v | `leaving` | interface value v leaves between its last forward and its first backward use | {0, 1} | |
-| Time | `time` | seconds of step t | s | >= each resource's seconds |
-| In, Out | `link_in`, `link_out` | seconds of copies alone in step t | s | |
-| M | `least` | the budget, where the program asks for the least | bytes | |
+| p, r, q | param_, grad_, state_bytes | compute copy, gradient, optimizer state | bytes | |
+| f, g | Span.first, Span.end | first use, step of the last gradient | step | idle gap: g .. f - 1 |
+| x | cpu_part | updated on the host; the rest on the device, in g | [0, 1] | |
+| GradOut | grad_out | CPU part's gradient leaves | idle gap | sum = x |
+| Opt | cpu_update | CPU part is updated | after g | upto(t) <= GradOut.before(t), sum = x |
+| ParInC | cpu_back | CPU part's new parameters come in | after g | upto(t) <= Opt.before(t), sum = x |
+| ParOut | out_drop, out_keep | device part's new parameters leave | idle gap | sum = v = D + K <= 1 - x |
+| Drop | out_drop | of these, released when they have left | idle gap | sum = D |
+| ParIn | back | device part comes back | idle gap | upto(t) <= Drop.before(t), sum = D |
+| d, Back | Away | dropped after a use, back before the next | other gaps | d <= x + v |
+| h | hosted | frozen group: the part with a host copy | [0, 1] | d <= h |
+| OutO, InO | state_out, state_in | device part's states | g round to g - 1 | InO.upto(t) <= OutO.before(t) |
+| S | total of both | of the device part's states, what leaves | [0, 1] | S <= 1 - x |
+| Comp | choices | block runs with an option, early or late | {0, 1} | sum = 1 |
+| Z | leaving | interface value leaves between forwards and backwards | {0, 1} | |
+| Time | time | seconds of a step | s | >= each resource's seconds |
+| In, Out | link_in, link_out | seconds of its copies alone | s | |
+| M | least | the budget, where the program asks for the least | bytes | |
 
+That ParOut has two parts costs nothing: whatever is released may be taken to have left as early as anything did.
 Bytes and seconds are scaled only here: a budget counts 1000, and so do the seconds that no plan can avoid.
 """
 

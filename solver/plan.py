@@ -10,11 +10,11 @@ from .problem import Problem
 from .rounding import round_solution
 from .schedule import Schedule
 from .simulate import Simulation, memory_highs, simulate
-from .solution import Solution
+from .solution import Solution, Status
 from .solve import solve
 from .validate import validate
 
-_TRIES = 5
+_TRIES = 8
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def plan(problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.01, bac
     """
     tried = problem
     solution = solve(problem, time_limit_s=time_limit_s, gap=gap, backend=backend)
-    for _ in range(_TRIES):
+    for attempt in range(1, _TRIES + 1):
         if not solution.options:
             break
         schedule = build_schedule(problem, round_solution(tried, solution))
@@ -62,8 +62,10 @@ def plan(problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.01, bac
             return Planned(solution, schedule, simulation, simulation.step_s - sum(solution.step_s))
         tried = replace(
             tried,
-            device_budget_bytes=max(0, tried.device_budget_bytes - max(0, device)),
-            host_budget_bytes=max(0, tried.host_budget_bytes - max(0, host)),
+            device_budget_bytes=max(0, tried.device_budget_bytes - attempt * max(0, device)),
+            host_budget_bytes=max(0, tried.host_budget_bytes - attempt * max(0, host)),
         )
         solution = solve(tried, time_limit_s=time_limit_s, gap=gap, backend=backend)
+    if solution.options:  # fractions fit, whole tensors do not
+        solution = replace(solution, status=Status.INFEASIBLE)
     return Planned(solution, None, None, 0.0)

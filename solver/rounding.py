@@ -99,6 +99,10 @@ def _idle_gap(
     last = group.grad_steps[-1]
     n = (group.uses[0] - last) % problem.n_steps
     host_part = _host_part(problem, group, flow, allowance, excess_s)
+    part = sum(sizes[name] for name in host_part) / max(group.param_bytes, 1)
+    if group.cpu_update_s > 0:
+        excess = part - flow.cpu_part
+        allowance.choose_host_part(excess, excess + excess_s / group.cpu_update_s)
     steps = [_step(problem, last, k) for k in range(1, n)]
     need = envelope([allowance.absent_params(step) for step in steps])
     outs = _outs(problem, group, flow, host_part, need, most_in_gaps)
@@ -110,16 +114,13 @@ def _idle_gap(
         _Returns(problem, group, flow, host_part),
     )
 
-    def step(positions: dict[str, int], name: str) -> int | None:
-        return _step(problem, last, positions[name]) if name in positions else None
-
     return [
         replace(
             plan,
             cpu=plan.name in host_part,
-            out=step(outs, plan.name),
-            drop=step(dropped, plan.name),
-            back=step(back, plan.name),
+            out=_step_of(problem, last, outs, plan.name),
+            drop=_step_of(problem, last, dropped, plan.name),
+            back=_step_of(problem, last, back, plan.name),
         )
         for plan in plans
     ]
@@ -135,8 +136,7 @@ def _host_part(
     if problem.update == "external":
         return frozenset(tensor.name for tensor in group.tensors)
     less = max(0.0, excess_s) / group.cpu_update_s if group.cpu_update_s > 0 else 0.0
-    room = max(0.0, min(allowance.spare)) / max(group.param_bytes + group.state_bytes, 1)
-    fraction = flow.cpu_part - min(less, room)
+    fraction = flow.cpu_part - min(less, allowance.room())
     sizes = {tensor.name: tensor.param_bytes for tensor in group.tensors}
     part = select(sizes, at_least(fraction, group.param_bytes))
     states = {tensor.name: tensor.state_bytes for tensor in group.tensors}
@@ -213,13 +213,7 @@ def _gap(
     leaving = select(may_leave, min(need[0] if need else 0, sum(may_leave.values())))
     _, back = walk(may_leave, need, leaving, lambda _: (), lambda _k, _r: may_leave)
     return [
-        replace(
-            plan,
-            gaps=(
-                *plan.gaps,
-                TensorGap(after, before, _step(problem, after, back[plan.name]) if plan.name in back else None),
-            ),
-        )
+        replace(plan, gaps=(*plan.gaps, TensorGap(after, before, _step_of(problem, after, back, plan.name))))
         for plan in plans
     ]
 
@@ -235,14 +229,16 @@ def _states(problem: Problem, group: Group, allowance: Allowance, plans: list[Te
     return [
         replace(
             plan,
-            state_out=_step(problem, last, out[plan.name]),
-            state_in=_step(problem, last, into[plan.name]),
+            state_out=_step_of(problem, last, out, plan.name),
+            state_in=_step_of(problem, last, into, plan.name),
         )
-        if plan.name in out
-        else plan
         for plan in plans
     ]
 
 
 def _step(problem: Problem, first: int, position: int) -> int:
     return (first + position) % problem.n_steps
+
+
+def _step_of(problem: Problem, first: int, positions: dict[str, int], name: str) -> int | None:
+    return _step(problem, first, positions[name]) if name in positions else None

@@ -9,9 +9,10 @@ from math import ceil, floor
 
 from .decisions import TensorPlan, tensor_bytes
 from .knapsack import select
-from .problem import Group, Problem
+from .problem import Group, Problem, TensorSize
 from .solution import GroupFlow
 
+_STEPS_TO_LEAVE = 4  # what is updated on the device gets this long to leave while computes hide it
 NOISE = 1e-6  # fractions this close are one: solvers answer to about 1e-7
 
 
@@ -36,6 +37,7 @@ class Allowance:
     """Device bytes that one group may use in each step: its fractions', and `spare` from the groups before it.
 
     The three methods `use_*` add to `spare` what whole tensors leave of the fractions' bytes; nothing else changes it.
+    `choose_host_part` sets aside what later groups need in order to update more on the device.
 
     Parameters
     ----------
@@ -45,6 +47,9 @@ class Allowance:
     def __init__(self, problem: Problem, group: Group, flow: GroupFlow, spare: Sequence[float]) -> None:
         self.spare = list(spare)
         self._group = group
+        self._last = group.grad_steps[-1] if group.trainable else 0
+        self._idle = [(group.grad_steps[-1] + k) % problem.n_steps for k in range(1, _idle_steps(problem, group))]
+        self._excess = self._reserve = 0.0
         self._params = [float(group.param_bytes)] * problem.n_steps
         self._states = [0.0] * problem.n_steps
         self._grads = [0.0] * problem.n_steps
@@ -63,22 +68,47 @@ class Allowance:
         for k in range(n):
             step = (last + k) % n
             self._states[step] = group.state_bytes * (1 - x - out.up_to(k - 1) + into.up_to(k))
-            if 1 <= k < (group.uses[0] - last) % n:
+            if step in self._idle:
                 self._params[step] *= 1 - x + came.up_to(k) - drop.up_to(k - 1) + back.up_to(k)
                 self._grads[step] = group.grad_bytes * (x - grad_out.up_to(k - 1))
+
+    def room(self) -> float:
+        """The fraction of the group that can be updated on the device on top, by what is spare around its update."""
+        size = self._group.param_bytes + self._group.state_bytes
+        # The states must be there right before the update, too: they come back in the step before it.
+        around = (self.spare[(self._last + k) % len(self.spare)] for k in range(-1, _STEPS_TO_LEAVE))
+        return max(0.0, min(around) / max(size, 1))
+
+    def choose_host_part(self, excess: float, total: float) -> None:
+        """Set aside what the excess on the host takes on the device.
+
+        Parameters
+        ----------
+        excess: fraction of this group updated on the host beyond its fractions, negative if less is.
+        total: the excess of all groups so far, in groups of this size.
+        """
+        self._excess = excess
+        self._reserve = max(0.0, total) * (self._group.param_bytes + self._group.state_bytes)
 
     def absent_params(self, step: int) -> int:
         """Bytes of parameters that must be absent in a step."""
         whole = self._group.param_bytes
-        return max(0, ceil(whole * (1 - NOISE) - self._params[step] - self.spare[step]))
+        own = whole if step in self._idle else 0
+        need = ceil(whole * (1 - NOISE) - self._params[step] - self._usable(step, own))
+        return min(max(0, need), whole)
 
     def states(self, step: int) -> int:
         """Bytes of states that may be there in a step."""
-        return floor(self._states[step] + self._group.state_bytes * NOISE + self.spare[step])
+        whole = self._group.state_bytes
+        return max(0, floor(self._states[step] + whole * NOISE + self._usable(step, whole)))
 
     def grads(self, step: int) -> int:
         """Bytes of gradients that may be pending in a step."""
         return floor(self._grads[step] + self._group.grad_bytes * NOISE + self.spare[step])
+
+    def _usable(self, step: int, whole: int) -> float:
+        # At most what this group's own excess frees is kept for others; what it lacks on the host it may use.
+        return min(self.spare[step], max(-self._excess * whole, self.spare[step] - self._reserve))
 
     def use_params(self, plans: Sequence[TensorPlan]) -> None:
         """Account for the parameters of whole tensors."""
@@ -93,12 +123,15 @@ class Allowance:
         self._use(self._grads, plans, "grad_bytes")
 
     def _use(self, fractional: list[float], plans: Sequence[TensorPlan], kind: str) -> None:
-        others = {"param_bytes": 0, "state_bytes": 0, "grad_bytes": 0}
-        others.pop(kind)
         for tensor, plan in zip(self._group.tensors, plans):
-            rows = tensor_bytes(self._group, replace(tensor, **others), plan, len(fractional))
+            alone = replace(TensorSize(tensor.name, 0), **{kind: getattr(tensor, kind)})
+            rows = tensor_bytes(self._group, alone, plan, len(fractional))
             self.spare = [spare - used for spare, used in zip(self.spare, rows)]
         self.spare = [spare + allowed for spare, allowed in zip(self.spare, fractional)]
+
+
+def _idle_steps(problem: Problem, group: Group) -> int:
+    return (group.uses[0] - group.grad_steps[-1]) % problem.n_steps if group.trainable else 0
 
 
 def envelope(need: Sequence[int]) -> list[int]:

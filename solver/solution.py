@@ -73,7 +73,8 @@ class Solution:
     offloaded_values: names of the interface values that leave between their last forward and first backward use.
     step_s: predicted seconds per step.
     memory_bytes: device bytes per step as the program counts them.
-    lower_bound_s: no plan of this problem is faster. gap: (objective - bound) / objective.
+    lower_bound_s: no plan whose copies and host updates keep to the program's steps (see flows.py) is faster.
+    gap: (objective - bound) / objective.
     """
 
     status: Status

@@ -29,7 +29,7 @@ def get(name: str) -> Backend:
     if name not in INSTALL:
         raise BackendError(f"no solver is called {name!r}; there are {', '.join(sorted(INSTALL))}")
     try:
-        return import_module(f".{name}", __name__)  # type: ignore[return-value]
+        return import_module(f".{name}", __name__)
     except ImportError as error:
         raise BackendError(f"the solver {name} is not installed ({error}); try: {INSTALL[name]}") from error
 

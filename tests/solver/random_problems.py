@@ -55,9 +55,7 @@ def random_problem(
         values=values,
         shared=shared,
         outputs=outputs,
-        rates=Rates(
-            rate, rate * rng.choice([0.8, 1.0]), rate * rng.choice([1.2, 2.0]), rng.choice([0.0, 1e-4])
-        ),
+        rates=Rates(rate, rate * rng.choice([0.8, 1.0]), rate * rng.choice([1.2, 2.0]), rng.choice([0.0, 1e-4])),
         device_budget_bytes=1_000_000,
         host_budget_bytes=1_000_000,
         update=update,
@@ -102,9 +100,7 @@ def _groups(rng: random.Random, n: int, tensors: int, update: str, tied: bool) -
     rest = []
     for i in range(n):
         backward = 2 * n - 1 - i
-        rest.append(
-            _group(rng, f"block{i}", tensors, (i, backward), () if i in frozen else (backward,), update)
-        )
+        rest.append(_group(rng, f"block{i}", tensors, (i, backward), () if i in frozen else (backward,), update))
     return (embedding, *rest)
 
 
@@ -136,9 +132,7 @@ def _block(
 ) -> Block:
     backward = 2 * n - 1 - i
     made = sum(v.bytes for v in values if v.made == i) + sum(o.bytes for o in outputs if o.made == i)
-    arrives = sum(v.grad_bytes for v in values if v.made == i) + sum(
-        o.grad_bytes for o in outputs if o.made == i
-    )
+    arrives = sum(v.grad_bytes for v in values if v.made == i) + sum(o.grad_bytes for o in outputs if o.made == i)
     leaves = sum(v.grad_bytes for v in values if v.grad_steps[:1] == (backward,))
     leaves += sum(g.grad_bytes for g in groups if g.grad_steps[:1] == (backward,))
     forward_s, most = rng.choice([1e-3, 4e-3, 9e-3]), _bytes(rng, 4, 40)

@@ -106,8 +106,12 @@ problems = st.builds(
     lambda seed, blocks, tensors, update, tied: random_problem(
         random.Random(seed), n_blocks=blocks, tensors=tensors, update=update, tied=tied
     ),
-    st.integers(0, 10**6), st.integers(2, 4), st.integers(1, 4), st.sampled_from(["planned", "external"]), st.booleans(),
-)  # fmt: skip
+    st.integers(0, 10**6),
+    st.integers(2, 4),
+    st.integers(1, 4),
+    st.sampled_from(["planned", "external"]),
+    st.booleans(),
+)
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,0 +1,80 @@
+"""Measuring bytes that the host's allocator hands out while something runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+_MARK = "offmate::"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """libkineto writes two lines to stderr for every session unless told otherwise."""
+    before = os.environ.get("KINETO_LOG_LEVEL")
+    os.environ["KINETO_LOG_LEVEL"] = "99"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["KINETO_LOG_LEVEL"]
+        else:
+            os.environ["KINETO_LOG_LEVEL"] = before
+
+
+class AllocationLog:
+    """Allocations and frees on the host, in order, by the named stretches in which they happened.
+
+    Use as a context manager around the work; name stretches with `stretch`.
+    """
+
+    def __enter__(self) -> AllocationLog:
+        with _quiet():
+            self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with _quiet():
+            self._profile.__exit__(*error)
+        events = self._profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+        self._changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+        self._stretches = sorted(
+            (e.start_ns(), e.start_ns() + e.duration_ns(), e.name()) for e in events if e.name().startswith(_MARK)
+        )
+
+    @staticmethod
+    def stretch(name: str, work: Callable[[], object]) -> object:
+        """Run `work` as a named stretch and return what it returns."""
+        with record_function(_MARK + name):
+            return work()
+
+    def peak_bytes(self) -> int:
+        """The most by which all allocations lay above their level at the start."""
+        return _peak(nbytes for _, nbytes in self._changes)[0]
+
+    def workspace_bytes(self) -> dict[str, int]:
+        """Per stretch, the most that was held beyond what was still held at its end."""
+        found: dict[str, int] = {}
+        changes = iter(self._changes)
+        change = next(changes, None)
+        for start, end, name in self._stretches:
+            inside = []
+            while change is not None and change[0] <= end:
+                if change[0] >= start:
+                    inside.append(change[1])
+                change = next(changes, None)
+            peak, net = _peak(inside)
+            found[name[len(_MARK) :]] = max(0, peak - net)
+        return found
+
+
+def _peak(changes: object) -> tuple[int, int]:
+    level = peak = 0
+    for nbytes in changes:  # type: ignore[attr-defined]
+        level += nbytes
+        peak = max(peak, level)
+    return peak, level

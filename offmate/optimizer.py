@@ -1,0 +1,215 @@
+"""The user's optimizer, one tensor at a time, by its own torch implementation."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import statistics
+import time
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .errors import OffmateError, ProtocolError
+from .runtime.executor import is_bulk
+
+log = logging.getLogger("offmate")
+
+_TIMED_ELEMENTS = 2**22
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class UpdateCost:
+    """What updating a parameter takes: bytes of state that can move, bytes of scalar state, seconds."""
+
+    state_bytes: int
+    scalar_bytes: int
+    seconds: float
+
+
+class Updater:
+    """Runs the optimizer's step on single tensors, with the hyperparameters of one moment.
+
+    State: `groups`, the hyperparameters per parameter as of the last `snapshot`.
+
+    Parameters
+    ----------
+    optimizer: the instance that the user built.
+    names: canonical name of every parameter that it holds.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> None:
+        self.optimizer = optimizer
+        self.names = names
+        self.base = next(c for c in type(optimizer).__mro__ if not c.__name__.startswith("Offmate"))
+        self.fuse = self._fuses()
+        self.groups: dict[str, dict[str, Any]] = {}
+        self.snapshot()
+
+    def _fuses(self) -> bool:
+        """Whether the fused implementation is to be used: the user said nothing, and it exists for these tensors."""
+        groups = self.optimizer.param_groups
+        if any("fused" not in g or g["fused"] is not None or g.get("foreach") is not None for g in groups):
+            return False
+        if any(g.get("differentiable") for g in groups):
+            return False
+        try:
+            probe = torch.zeros(2, dtype=groups[0]["params"][0].dtype)
+            self._step({**_hyper(groups[0]), "fused": True}, probe, torch.zeros_like(probe), {})
+        except Exception:
+            return False
+        log.info("the optimizer runs fused, since neither fused nor foreach was given")
+        return True
+
+    def snapshot(self) -> None:
+        """Take the hyperparameters as they are now."""
+        self.groups = {}
+        for group in self.optimizer.param_groups:
+            hyper = copy.copy(_hyper(group))
+            if self.fuse:
+                hyper["fused"] = True
+            for param in group["params"]:
+                self.groups[self.names[param]] = hyper
+
+    def check_unchanged(self) -> None:
+        """Raise ProtocolError if hyperparameters have changed since the snapshot."""
+        for group in self.optimizer.param_groups:
+            now = _hyper(group)
+            for param in group["params"][:1]:
+                then = self.groups[self.names[param]]
+                changed = [k for k in now if k != "fused" and not _alike(now[k], then.get(k))]
+                if changed:
+                    key = changed[0]
+                    raise ProtocolError(
+                        f"{key} changed from {then.get(key)} to {now[key]} between backward() and optimizer.step(); "
+                        "updates have begun during the backward with the old value. Change it after optimizer.step(), "
+                        "as schedulers do"
+                    )
+
+    def __call__(self, name: str, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
+        """Update `param` in place."""
+        self._step(self.groups[name], param, grad, state)
+
+    def _step(self, hyper: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
+        single = object.__new__(self.base)
+        single.__dict__.update(self.optimizer.__dict__)
+        single.__dict__.pop("step", None)
+        single.__dict__["_optimizer_step_pre_hooks"] = OrderedDict()
+        single.__dict__["_optimizer_step_post_hooks"] = OrderedDict()
+        leaf = torch.nn.Parameter(param.data)
+        leaf.grad = grad
+        single.param_groups = [{**hyper, "params": [leaf]}]
+        single.state = defaultdict(dict, {leaf: state})
+        self.base.step(single)
+        # Some optimizers replace the dictionary instead of filling it.
+        if single.state[leaf] is not state:
+            state.update(single.state[leaf])
+
+    def cost(self, like: torch.Tensor, hyper: dict[str, Any]) -> UpdateCost:
+        """Bytes of state and seconds for a tensor, by updating a stand-in of its shape.
+
+        Parameters
+        ----------
+        like: shape and dtype; no data are read. hyper: the group's hyperparameters.
+        """
+        state: dict[str, Any] = {}
+        param, grad = torch.zeros(like.shape, dtype=like.dtype), torch.zeros(like.shape, dtype=like.dtype)
+        taken = []
+        for _ in range(_REPEATS if like.numel() <= _TIMED_ELEMENTS else 2):
+            start = time.perf_counter()
+            self._step(hyper, param, grad, state)
+            taken.append(time.perf_counter() - start)
+        tensors = [v for v in state.values() if isinstance(v, torch.Tensor)]
+        return UpdateCost(
+            state_bytes=sum(t.untyped_storage().nbytes() for t in tensors if is_bulk(t)),
+            scalar_bytes=sum(t.untyped_storage().nbytes() for t in tensors if not is_bulk(t)),
+            seconds=statistics.median(taken[1:]),
+        )
+
+
+def _hyper(group: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k != "params"}
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return bool(torch.equal(torch.as_tensor(a), torch.as_tensor(b)))
+    return bool(a == b)
+
+
+def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
+    """Canonical name of every parameter of an optimizer.
+
+    Raises: OffmateError if a parameter is not the model's, or the model is trained by none of them.
+    """
+    names = {param: name for name, param in model.named_parameters()}
+    found: dict[torch.Tensor, str] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if param not in names:
+                raise OffmateError(
+                    f"parameter group {index} of the optimizer holds a tensor of shape {tuple(param.shape)} that is not "
+                    "a parameter of the model; build the optimizer from model.parameters() after every change to the "
+                    "model, and compile the model that it was built from"
+                )
+            found[param] = names[param]
+    return found
+
+
+class PlannedOptimizer:
+    """What an optimizer becomes when its updates are planned: same instance, same state, steps taken by the plan.
+
+    Mixed into the optimizer's own class; `_offmate` is the session that runs its updates.
+    """
+
+    _offmate: Any
+
+    def step(self, closure: Any = None) -> None:
+        """Declare the planned updates done; those still under way finish before their parameter is read."""
+        if closure is not None:
+            raise ProtocolError(
+                "optimizer.step(closure) would run the model again in the middle of an update; call the model and "
+                "backward() yourself, then optimizer.step()"
+            )
+        self._opt_called = True
+        self._offmate.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Gradients are consumed by the plan; nothing is left to clear."""
+        self._offmate.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state, current, as plain PyTorch gives it."""
+        self._offmate.sync()
+        return super().state_dict()  # type: ignore[misc]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state saved with or without offmate."""
+        self._offmate.bring_home()
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+        self._offmate.adopt_states()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the plan covers the groups that there were at compile time."""
+        raise ProtocolError(
+            "a parameter group was added after offmate.compile; add all groups first, then compile the model"
+        )
+
+
+def take_over(optimizer: torch.optim.Optimizer, session: Any) -> None:
+    """Turn the optimizer, in place, into one whose updates the session runs."""
+    base = type(optimizer)
+    optimizer.__class__ = type(f"Offmate{base.__name__}", (PlannedOptimizer, base), {})
+    optimizer._offmate = session  # type: ignore[attr-defined]
+    # A scheduler made earlier has put its own wrapper of the old step on the instance.
+    wrapped = optimizer.__dict__.pop("step", None)
+    if wrapped is not None:
+
+        def step(*args: Any, **kwargs: Any) -> None:
+            return PlannedOptimizer.step(optimizer, *args, **kwargs)  # type: ignore[arg-type]
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        optimizer.step = step  # type: ignore[method-assign]

@@ -1,0 +1,226 @@
+"""What a user holds: the schedule, its prediction, and how it was found."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from .errors import PlanFileError
+from .sizes import format_bytes
+from .solver.schedule import Kind, Schedule
+from .solver.simulate import Simulation, simulate
+from .solver.text import from_dict, to_dict
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class BlockRow:
+    """One block of a plan's table: what its option keeps, moves and recomputes, and where its parameters live.
+
+    Parameters
+    ----------
+    kept_bytes, offloaded_bytes: of what its forward makes for its backward.
+    recomputed: how many operators its backward runs again.
+    params_bytes: of the parameters first used here. params_resident_bytes: those that never leave the device.
+    cpu_update_bytes: those that the host updates.
+    """
+
+    name: str
+    class_id: str
+    option: str
+    kept_bytes: int
+    offloaded_bytes: int
+    recomputed: int
+    params_bytes: int
+    params_resident_bytes: int
+    cpu_update_bytes: int
+
+
+@dataclass(frozen=True)
+class StoredOption:
+    """A class's option as it is saved: which storages stay and which leave; programs follow from it."""
+
+    name: str
+    kept: tuple[int, ...]
+    offloaded: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredClass:
+    """A class's options and the workspace of its kernels by node name, in bytes; seconds by node name."""
+
+    options: tuple[StoredOption, ...]
+    workspace_bytes: dict[str, int]
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule for one training iteration inside the budgets, with its prediction.
+
+    Parameters
+    ----------
+    fingerprint: of the model's graph, shapes, budgets, optimizer, device and versions that it is for.
+    schedule: what the runtime replays.
+    classes: how programs are rebuilt from the model, by class key.
+    budget_bytes: the device budget that was asked for. fixed_bytes: part of it that no decision changes.
+    least_budget_bytes: the smallest device budget that works.
+    lower_bound_s: no plan of the same problem is faster. gap: of the program's answer to it.
+    status: how the search ended, with advice.
+    user_bytes: reserved for what the user's code holds between the model's return and backward().
+    plan_s: seconds that planning took. from_cache: whether it was read from disk.
+    """
+
+    fingerprint: str
+    schedule: Schedule
+    classes: dict[str, StoredClass]
+    blocks: tuple[BlockRow, ...]
+    budget_bytes: int
+    fixed_bytes: int
+    least_budget_bytes: int
+    lower_bound_s: float
+    gap: float
+    status: str
+    user_bytes: int
+    plan_s: float
+    from_cache: bool = field(default=False, compare=False)
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The dry run of the schedule."""
+        return simulate(self.schedule)
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """The most that will be on the device."""
+        return self.simulation.peak_bytes + self.fixed_bytes
+
+    @property
+    def predicted_step_s(self) -> float:
+        """Seconds of one iteration in the steady state."""
+        return self.simulation.step_s
+
+    @property
+    def host_bytes(self) -> int:
+        """What the plan holds in host memory."""
+        return self.schedule.host_bytes
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes per iteration that go to the device and to the host."""
+        sizes = self.schedule.item_bytes
+        into = sum(sizes[a.name] for a in self.schedule.actions if a.kind is Kind.PREFETCH)
+        out = sum(sizes[a.name] for a in self.schedule.actions if a.kind is Kind.OFFLOAD)
+        return into, out
+
+    def explain(self) -> str:
+        """The plan in words: budget, peak, time, what moves and what is recomputed."""
+        into, out = self.moved_bytes
+        updates = sum(r.cpu_update_bytes for r in self.blocks), sum(r.params_bytes for r in self.blocks)
+        recomputing = [r for r in self.blocks if r.recomputed]
+        compute_s = sum(c.seconds for c in self.schedule.computes.values())
+        lines = [
+            f"budget {format_bytes(self.budget_bytes)}, predicted peak {format_bytes(self.predicted_peak_bytes)}, "
+            f"least budget that works {format_bytes(self.least_budget_bytes)}",
+            f"one step {self.predicted_step_s:.3g} s predicted, {compute_s:.3g} s of it compute; "
+            f"no plan is faster than {self.lower_bound_s:.3g} s ({self.status})",
+            f"per step {format_bytes(into)} come in and {format_bytes(out)} go out; "
+            f"{format_bytes(self.host_bytes)} of host memory",
+            f"the host updates {format_bytes(updates[0])} of {format_bytes(updates[1])} of parameters; "
+            f"{len(recomputing)} of {len(self.blocks)} blocks recompute",
+        ]
+        if self.user_bytes:
+            lines.append(f"{format_bytes(self.user_bytes)} are reserved for your code between forward and backward")
+        return "\n".join(lines)
+
+    def table(self) -> Table:
+        """One row per block, neighbours that are alike in one row."""
+        table = Table(title="Plan", title_justify="left")
+        for name, justify in (
+            ("blocks", "right"), ("class", "left"), ("option", "left"), ("kept", "right"), ("offloaded", "right"),
+            ("recomputed ops", "right"), ("parameters", "right"), ("never leave", "right"), ("updated on CPU", "right"),
+        ):  # fmt: skip
+            table.add_column(name, justify=justify)  # type: ignore[arg-type]
+        for row in self.blocks:
+            cells = (row.kept_bytes, row.offloaded_bytes)
+            params = (row.params_bytes, row.params_resident_bytes, row.cpu_update_bytes)
+            table.add_row(
+                row.name,
+                row.class_id,
+                row.option,
+                *(format_bytes(c) if c else "-" for c in cells),
+                str(row.recomputed) if row.recomputed else "-",
+                *(format_bytes(c) if c else "-" for c in params),
+            )
+        return table
+
+    def __str__(self) -> str:
+        return self.explain()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON, whole or not at all."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=target.parent, suffix=".tmp", delete=False) as file:
+            json.dump(_to_json(self), file)
+        os.replace(file.name, target)
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan that `Plan.save` wrote.
+
+    Raises: PlanFileError if the file is no plan, damaged, or of another version.
+    """
+    try:
+        data = json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise PlanFileError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise PlanFileError(f"{path}: not a plan file: {error}") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise PlanFileError(f"{path}: plan format {found}; this version reads format {FORMAT}. Plan again")
+    try:
+        return _from_json(data)
+    except (KeyError, TypeError, ValueError) as error:
+        raise PlanFileError(f"{path}: a damaged plan file: {error!r}. Plan again") from error
+
+
+def _to_json(plan: Plan) -> dict[str, Any]:
+    plain = ("fingerprint", "budget_bytes", "fixed_bytes", "least_budget_bytes", "lower_bound_s", "gap", "status")
+    return {
+        "format": FORMAT,
+        **{name: getattr(plan, name) for name in (*plain, "user_bytes", "plan_s")},
+        "schedule": to_dict(plan.schedule),
+        "blocks": [vars(row) for row in plan.blocks],
+        "classes": {
+            key: {
+                "options": [[o.name, list(o.kept), list(o.offloaded)] for o in stored.options],
+                "workspace_bytes": stored.workspace_bytes,
+                "seconds": stored.seconds,
+            }
+            for key, stored in plan.classes.items()
+        },
+    }
+
+
+def _from_json(data: dict[str, Any]) -> Plan:
+    classes = {
+        key: StoredClass(
+            tuple(StoredOption(n, tuple(k), tuple(o)) for n, k, o in stored["options"]),
+            stored["workspace_bytes"],
+            stored["seconds"],
+        )
+        for key, stored in data["classes"].items()
+    }
+    rest = {k: v for k, v in data.items() if k not in ("format", "schedule", "blocks", "classes")}
+    blocks = tuple(BlockRow(**row) for row in data["blocks"])
+    return Plan(schedule=from_dict(data["schedule"]), classes=classes, blocks=blocks, **rest)

@@ -1,0 +1,188 @@
+"""Seconds and bytes of every operator of every block class, link rates and update speeds, measured on real data."""
+
+from __future__ import annotations
+
+import operator
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from .blocks import TracedBlock
+from .errors import CaptureError
+from .joint import Joint
+from .measure import AllocationLog
+from .programs import ClassGraph, NodeCost
+from .runtime.program import run
+from .runtime.ledger import Ledger
+
+_REPEATS = 3
+_COPY_BYTES = 16 * 2**20
+_UNLIMITED = 2**62
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """Copy rates between host and device in bytes per second; `both` is the sum of both directions at once."""
+
+    in_bytes_per_s: float
+    out_bytes_per_s: float
+    both_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured.
+
+    Parameters
+    ----------
+    costs: per class key, per node name of the class's joint graph.
+    rates: of the links.
+    """
+
+    costs: dict[str, dict[str, NodeCost]]
+    rates: LinkRates
+
+
+def profile_classes(
+    blocks: tuple[TracedBlock, ...],
+    read: Callable[[fx.Node], torch.Tensor],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, dict[str, NodeCost]]:
+    """Run the chain forward once, block by block, and measure every class at its first block.
+
+    Only the interfaces and one block's tensors are held at a time.
+
+    Parameters
+    ----------
+    read: gives the real tensor behind a parameter, a buffer or a shared value of the flat graph.
+    progress: told how many of how many blocks are done.
+
+    Returns: per class key the cost of every node.
+    """
+    values: dict[fx.Node, torch.Tensor] = {}
+    last_reader = {e.node: i for i, block in enumerate(blocks) for e in block.spec.externals}
+    costs: dict[str, dict[str, NodeCost]] = {}
+    written: dict[fx.Node, torch.Tensor] = {}
+
+    def fetch(node: fx.Node) -> torch.Tensor:
+        if node in values:
+            return values[node]
+        return written[node] if node in written else read(node)
+
+    for index, block in enumerate(blocks):
+        inputs = [fetch(e.node) for e in block.spec.externals]
+        if block.key not in costs:
+            costs[block.key] = _measure(block.joint, inputs)
+        results, writes = _run_forward(block.joint, inputs)
+        values |= dict(zip(block.spec.results, results))
+        written |= {block.spec.externals[i].node: tensor for i, tensor in writes.items()}
+        for node in [n for n in values if last_reader.get(n, -1) <= index]:
+            del values[node]
+        progress(index + 1, len(blocks))
+    return costs
+
+
+def _run_forward(joint: Joint, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
+    graph = ClassGraph(joint)
+    program = graph.programs(frozenset(graph.number.values()) - graph.resting).forward
+    registers: list[Any] = [None] * program.n_registers
+    for tensor, leaves in zip(inputs, joint.leaves):
+        for leaf in leaves:
+            registers[graph.register[leaf]] = tensor
+    run(program, registers, Ledger(_UNLIMITED), {})
+    writes = {i: registers[graph.register[n]] for i, n in joint.writes.items()}
+    return [registers[graph.register[r]] for r in joint.results], writes
+
+
+def _measure(joint: Joint, inputs: list[torch.Tensor]) -> dict[str, NodeCost]:
+    """Time every node of a joint graph, and take the workspace of its kernel from the allocator."""
+    env: dict[fx.Node, Any] = {n: n.meta["constant"] for n in joint.graph.nodes if n.op == "get_attr"}
+    for tensor, leaves in zip(inputs, joint.leaves):
+        env |= dict.fromkeys(leaves, tensor)
+    for node in [*joint.tangents, *joint.accumulators]:
+        if node is not None:
+            env[node] = _like(node.meta["val"])
+    calls = {}
+    order = [*joint.forward, *joint.backward]
+    with AllocationLog() as log:
+        for node in order:
+            work = calls[node] = _call(node, env)
+            env[node] = log.stretch(node.name, work)
+    workspace = log.workspace_bytes()
+    _check_layouts(order, env)
+    return {n.name: NodeCost(_seconds(calls[n], n), workspace.get(n.name, 0)) for n in order}
+
+
+def _like(value: torch.Tensor) -> torch.Tensor:
+    tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    return tensor.fill_(1e-3) if value.dtype.is_floating_point else tensor.zero_()
+
+
+def _call(node: fx.Node, env: dict[fx.Node, Any]) -> Callable[[], Any]:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+    target: Any = node.target
+    return lambda: target(*args, **kwargs)
+
+
+def _seconds(work: Callable[[], Any], node: fx.Node) -> float:
+    if node.target is operator.getitem:
+        return 0.0
+    taken = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def _check_layouts(order: list[fx.Node], env: dict[fx.Node, Any]) -> None:
+    """What kernels return must be laid out as their fake versions promised, or the plan would be wrong."""
+    for node in order:
+        real, fake = env[node], node.meta["val"]
+        pairs = zip(real, fake) if isinstance(fake, (tuple, list)) else [(real, fake)]
+        for got, expected in pairs:
+            if not isinstance(expected, torch.Tensor):
+                continue
+            sizes = (got.untyped_storage().nbytes(), expected.untyped_storage().nbytes())
+            if got.stride() != expected.stride() or sizes[0] != sizes[1]:
+                raise CaptureError(
+                    f"{node.format_node()} returned strides {got.stride()} in {sizes[0]} bytes where its fake kernel "
+                    f"promised {expected.stride()} in {sizes[1]}; a plan would count other bytes than are used. "
+                    "Please report the operator"
+                )
+
+
+def measure_link(device: Any) -> LinkRates:
+    """Time copies in, out and both at once.
+
+    Parameters
+    ----------
+    device: a runtime device.
+
+    Returns: rates in bytes per second.
+    """
+    host = torch.zeros(_COPY_BYTES, dtype=torch.uint8)
+    inside, back = device.empty_like(host), device.empty_host_like(host)
+
+    def timed(*starts: Callable[[], Any]) -> float:
+        taken = []
+        for _ in range(_REPEATS + 1):
+            start = time.perf_counter()
+            for event in [s() for s in starts]:
+                event.wait()
+            taken.append(time.perf_counter() - start)
+        return statistics.median(taken[1:])
+
+    def bring() -> Any:
+        return device.copy_in(inside, host, ())
+
+    def send() -> Any:
+        return device.copy_out(back, inside, ())
+
+    alone_in, alone_out, both = timed(bring), timed(send), timed(bring, send)
+    return LinkRates(_COPY_BYTES / alone_in, _COPY_BYTES / alone_out, 2 * _COPY_BYTES / both)

@@ -1,0 +1,59 @@
+"""What a device must offer so that the executor can replay a schedule on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from .ledger import Ledger
+
+
+class Event(Protocol):
+    """The completion of one copy or update. A buffer and its event travel together."""
+
+    def wait(self) -> None:
+        """Return when it has happened; raise what made it fail."""
+        ...
+
+    def done(self) -> bool:
+        """Whether it has happened."""
+        ...
+
+
+class Device(Protocol):
+    """A compute device with memory of its own and two copy engines.
+
+    `ledger` counts its bytes. Copies start after the events they are given and run beside compute.
+    """
+
+    ledger: Ledger
+
+    def empty_like(self, host: torch.Tensor) -> torch.Tensor:
+        """Device memory for a tensor of this shape, strides and dtype."""
+        ...
+
+    def empty_host_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Host memory from which and to which copies run beside compute."""
+        ...
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...]) -> Event:
+        """Start a copy host -> device."""
+        ...
+
+    def copy_out(self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...]) -> Event:
+        """Start a copy device -> host."""
+        ...
+
+    def update_on_host(self, work: Callable[[], None], after: tuple[Event, ...]) -> Event:
+        """Start an optimizer update on a worker thread of the host."""
+        ...
+
+    def drain(self) -> None:
+        """Wait for everything under way, failed or not."""
+        ...
+
+    def close(self) -> None:
+        """Stop the device's threads."""
+        ...

@@ -1,0 +1,126 @@
+"""The CPU plays the device: a ledger with a hard limit, copies and updates on their own threads, optional link rates.
+
+Same executor, same schedule, same events as on a real device; only the memory is the host's own.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from .device import Event
+from .ledger import Ledger
+
+
+class ThreadEvent:
+    """The completion of a job on a thread."""
+
+    def __init__(self) -> None:
+        self._happened = threading.Event()
+        self._error: BaseException | None = None
+
+    def wait(self) -> None:
+        self._happened.wait()
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        return self._happened.is_set()
+
+    def settle(self, error: BaseException | None = None) -> None:
+        """It has happened, or `error` has kept it from happening."""
+        self._error = error
+        self._happened.set()
+
+
+class _Lane:
+    """One thread that does its jobs in order."""
+
+    def __init__(self, name: str, n_threads: int) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], tuple[Event, ...], ThreadEvent] | None] = (
+            queue.SimpleQueue()
+        )
+        self._n_threads = n_threads
+        self._last: ThreadEvent | None = None
+        self._thread = threading.Thread(target=self._run, name=f"offmate-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], None], after: tuple[Event, ...]) -> ThreadEvent:
+        event = self._last = ThreadEvent()
+        self._jobs.put((work, after, event))
+        return event
+
+    def _run(self) -> None:
+        # Kernels on the training thread depend on its number of threads; this sets only this thread's own.
+        torch.set_num_threads(self._n_threads)
+        while (job := self._jobs.get()) is not None:
+            work, after, event = job
+            try:
+                for earlier in after:
+                    earlier.wait()
+                with torch.no_grad():
+                    work()
+            except BaseException as error:
+                event.settle(error)
+            else:
+                event.settle()
+            del job, work, after, event
+
+    def drain(self) -> None:
+        if self._last is not None:
+            self._last._happened.wait()
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join(timeout=10)
+
+
+class EmulatedDevice:
+    """A device that is the CPU itself.
+
+    Parameters
+    ----------
+    limit_bytes: the budget that its ledger keeps.
+    link_bytes_per_s: rate of each copy direction; None copies as fast as the memory allows.
+    """
+
+    def __init__(self, limit_bytes: int, link_bytes_per_s: float | None = None) -> None:
+        self.ledger = Ledger(limit_bytes)
+        self._link_bytes_per_s = link_bytes_per_s
+        self._in = _Lane("copy-in", 1)
+        self._out = _Lane("copy-out", 1)
+        self._update = _Lane("update", 1)
+
+    def empty_like(self, host: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype)
+
+    def empty_host_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...]) -> Event:
+        return self._in.submit(lambda: self._copy(target, source), after)
+
+    def copy_out(self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...]) -> Event:
+        return self._out.submit(lambda: self._copy(target, source), after)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        start = time.perf_counter()
+        target.copy_(source)
+        if self._link_bytes_per_s is not None:
+            due = start + source.numel() * source.element_size() / self._link_bytes_per_s
+            time.sleep(max(0.0, due - time.perf_counter()))
+
+    def update_on_host(self, work: Callable[[], None], after: tuple[Event, ...]) -> Event:
+        return self._update.submit(work, after)
+
+    def drain(self) -> None:
+        for lane in (self._in, self._update, self._out, self._in):
+            lane.drain()
+
+    def close(self) -> None:
+        for lane in (self._in, self._out, self._update):
+            lane.close()

@@ -1,0 +1,86 @@
+"""Which storages of a block to keep or offload: exact, with CP-SAT."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import BackendError
+
+if TYPE_CHECKING:
+    from ..options import BlockGraph
+
+RESOLUTION = 10**6  # the dearest plan in integer units of cost
+CHILD = Path(__file__).with_name("cpsat_child.py")
+
+
+class CpSat:
+    """Answers questions about one block graph from a process of its own, which lives as long as the `with` block.
+
+    Parameters
+    ----------
+    graph: the block class. Every answer: the storages to keep and those to offload.
+    """
+
+    def __init__(self, graph: BlockGraph) -> None:
+        self.graph = graph
+
+    def __enter__(self) -> CpSat:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        command = [sys.executable, "-P", str(CHILD)]  # -P: the folder's own modules must hide no others
+        self._child = subprocess.Popen(command, text=True, env=environment, **pipes)  # type: ignore[call-overload]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._child.communicate()
+
+    def least_kept(self) -> tuple[frozenset[int], frozenset[int]]:
+        """The fewest bytes kept with which all else can be recomputed; nothing is offloaded."""
+        return self._ask(None, None)
+
+    def fastest(
+        self, keep_at_most_bytes: int, offload_s_per_byte: float | None
+    ) -> tuple[frozenset[int], frozenset[int]]:
+        """The fewest seconds of recomputation and of copies.
+
+        Parameters
+        ----------
+        keep_at_most_bytes: limit on what is kept.
+        offload_s_per_byte: price of a byte that leaves and returns; None if nothing may leave.
+        """
+        return self._ask(keep_at_most_bytes, offload_s_per_byte)
+
+    def _ask(
+        self, keep_at_most_bytes: int | None, offload_s_per_byte: float | None
+    ) -> tuple[frozenset[int], frozenset[int]]:
+        question = _question(self.graph, offload_s_per_byte) | {"keep_at_most_bytes": keep_at_most_bytes}
+        try:
+            print(json.dumps(question), file=self._child.stdin, flush=True)
+            line = self._child.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            words = self._child.communicate()[1].strip().splitlines()
+            raise BackendError(f"CP-SAT ended: {words[-1] if words else 'no message'}; try: pip install ortools")
+        found = json.loads(line)
+        return frozenset(found["keep"]), frozenset(found["offload"])
+
+
+def _question(graph: BlockGraph, offload_s_per_byte: float | None) -> dict[str, Any]:
+    """The graph as plain numbers: own storages by index, and costs in integer units."""
+    sizes = [(j, graph.storages[j].bytes) for j in sorted(graph.maker)]
+    ops = [(a, op) for a, op in enumerate(graph.ops) if op.recomputable]
+    copies_s = [] if offload_s_per_byte is None else [(j, size * offload_s_per_byte) for j, size in sizes]
+    unit_s = (sum(op.seconds for _, op in ops) + sum(s for _, s in copies_s)) / RESOLUTION or 1.0
+    return {
+        "sizes": sizes,
+        "maker": sorted(graph.maker.items()),
+        "saved": sorted(graph.own(graph.saved)),
+        "again": [(a, round(op.seconds / unit_s), sorted(graph.own(op.reads))) for a, op in ops],
+        "offload_costs": [(j, round(seconds / unit_s)) for j, seconds in copies_s],
+    }

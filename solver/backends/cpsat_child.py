@@ -1,0 +1,56 @@
+"""CP-SAT in a process of its own: one question as a line of JSON on stdin, one answer as a line on stdout.
+
+ortools and highspy each bring a libhighs.so.1, and a process can hold only one of them: whichever is imported second
+fails. So this file runs by itself and imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from ortools.sat.python import cp_model
+
+EFFORT = 0.1  # CP-SAT's own measure of work, so that the answer does not depend on the machine's speed
+
+
+def answer(question: dict[str, Any]) -> dict[str, list[int]]:
+    """Which storages to keep and which to offload; the question's fields are those of cpsat.CpSat."""
+    model = cp_model.CpModel()
+    sizes, maker = dict(question["sizes"]), dict(question["maker"])
+    keep = {j: model.new_bool_var(f"keep{j}") for j in sizes}
+    leave = {j: model.new_bool_var(f"offload{j}") for j, _ in question["offload_costs"]}
+    again = {a: model.new_bool_var(f"again{a}") for a, _, _ in question["again"]}
+
+    def ways(j: int) -> list[cp_model.IntVar]:
+        return [keep[j], *([leave[j]] if j in leave else []), *([again[maker[j]]] if maker[j] in again else [])]
+
+    for j in question["saved"]:
+        model.add_bool_or(ways(j))
+    for a, _, reads in question["again"]:
+        for j in reads:
+            model.add_bool_or([*ways(j), ~again[a]])
+    kept_bytes = sum(sizes[j] * column for j, column in keep.items())
+    if question["keep_at_most_bytes"] is None:
+        model.minimize(kept_bytes)
+    else:
+        model.add(kept_bytes <= question["keep_at_most_bytes"])
+        copies = sum(cost * leave[j] for j, cost in question["offload_costs"])
+        model.minimize(sum(cost * again[a] for a, cost, _ in question["again"]) + copies)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 0
+    solver.parameters.max_deterministic_time = EFFORT
+    status = solver.solve(model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        raise RuntimeError(f"CP-SAT found no choice: {solver.status_name(status)}")
+    return {
+        "keep": [j for j, column in keep.items() if solver.value(column)],
+        "offload": [j for j, column in leave.items() if solver.value(column)],
+    }
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), flush=True)
