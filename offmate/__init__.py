@@ -1,3 +1,68 @@
 """Train any exportable PyTorch model inside a device-memory budget, with the same numbers."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .api import compile, plan
+    from .config import Config
+    from .errors import (
+        BudgetExceeded,
+        CaptureError,
+        DeviceError,
+        InfeasibleBudget,
+        OffmateError,
+        PlanFileError,
+        ProtocolError,
+    )
+    from .plan import Plan, load_plan
+
 __version__ = "0.1.0"
+
+_HOME = {
+    "compile": "api",
+    "plan": "api",
+    "Config": "config",
+    "Plan": "plan",
+    "load_plan": "plan",
+    **dict.fromkeys(
+        (
+            "BudgetExceeded",
+            "CaptureError",
+            "DeviceError",
+            "InfeasibleBudget",
+            "OffmateError",
+            "PlanFileError",
+            "ProtocolError",
+        ),
+        "errors",
+    ),
+}
+_SUBMODULES = ("solver", "runtime")
+
+__all__ = [
+    "BudgetExceeded",
+    "CaptureError",
+    "Config",
+    "DeviceError",
+    "InfeasibleBudget",
+    "OffmateError",
+    "Plan",
+    "PlanFileError",
+    "ProtocolError",
+    "__version__",
+    "compile",
+    "load_plan",
+    "plan",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load on first use: `import offmate.solver` needs no torch."""
+    if name in _HOME:
+        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    if name in _SUBMODULES:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

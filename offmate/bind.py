@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from .blocks import TracedBlock
 from .capture import Captured
 from .joint import External
 from .lower import BlockClass, ClassOption, Lowered, Prelude
-from .blocks import TracedBlock
 from .programs import ClassGraph
 from .runtime.binding import Binding, BlockBinding, Port, StartBinding
 from .runtime.program import Program

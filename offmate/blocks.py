@@ -67,7 +67,7 @@ def trace_blocks(
 
 
 class _Layout:
-    """Who reads what across blocks; `gradients` (strides by node) grows as blocks are traced from the last to the first."""
+    """Who reads what across blocks; `gradients` (strides by node) grows while blocks are traced from last to first."""
 
     def __init__(
         self, captured: Captured, chain: Chain, trainable: frozenset[str], differentiated: frozenset[str]

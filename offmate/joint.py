@@ -292,7 +292,7 @@ def _split(graph: fx.Graph, run: _Run, own_results: bool) -> Joint:
     for index in writes:
         if spec.externals[index].kind != "buffer":
             raise CaptureError(f"the model writes into {spec.externals[index].node.name}; only buffers may be written")
-    needed = {n for n in [*results, *writes.values()]} | {n for n in graph.nodes if is_random(n)}
+    needed = {*results, *writes.values()} | {n for n in graph.nodes if is_random(n)}
     for node in reversed(graph.nodes):
         if node in needed:
             needed |= set(node.all_input_nodes)

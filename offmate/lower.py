@@ -13,11 +13,19 @@ from .blocks import TracedBlock
 from .capture import Captured
 from .joint import BlockSpec, External, Joint, trace
 from .partition import Chain
-from .profile import LinkRates
 from .programs import ClassGraph, NodeCost, Programs
 from .runtime.program import Program
 from .solver.options import BlockGraph, Op, Storage, choices
 from .solver.problem import Block, Group, Option, Output, Problem, Rates, Shared, TensorSize, Value
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """Copy rates between host and device in bytes per second; `both` is the sum of both directions at once."""
+
+    in_bytes_per_s: float
+    out_bytes_per_s: float
+    both_bytes_per_s: float
 
 
 @dataclass(frozen=True)
@@ -28,11 +36,6 @@ class ClassOption:
     programs: Programs
     kept: frozenset[int]
     offloaded: frozenset[int]
-
-    @property
-    def recomputes(self) -> int:
-        """How many operators the backward runs again."""
-        return len(self.programs.backward.instructions)
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,12 @@ def option_numbers(option: ClassOption, incoming_bytes: int) -> Option:
     )
 
 
-def lower_prelude(captured: Captured, chain: Chain, blocks: tuple[TracedBlock, ...]) -> Prelude:
+def lower_prelude(
+    captured: Captured,
+    chain: Chain,
+    blocks: tuple[TracedBlock, ...],
+    costs: dict[str, NodeCost] | None = None,
+) -> Prelude:
     """Trace what depends on no parameter, and find which storages outlive it."""
     outputs = {o for o in captured.outputs if isinstance(o, str)}
     wanted = {e.node for b in blocks for e in b.spec.externals if e.kind == "shared"}
@@ -178,7 +186,7 @@ def lower_prelude(captured: Captured, chain: Chain, blocks: tuple[TracedBlock, .
     if not chain.prelude:
         return Prelude(spec, None, None, item, item_bytes, batch_bytes)
     joint = trace(spec, own_results=False)
-    graph = ClassGraph(joint)
+    graph = ClassGraph(joint, costs)
     roots = {s: e.node for e, leaves in zip(externals, joint.leaves) for s in graph.storages(leaves[0])}
     owner: dict[int, str] = {}
     for node, result in zip(results, joint.results):

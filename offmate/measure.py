@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -52,9 +52,11 @@ class AllocationLog:
         with record_function(_MARK + name):
             return work()
 
-    def peak_bytes(self) -> int:
-        """The most by which all allocations lay above their level at the start."""
-        return _peak(nbytes for _, nbytes in self._changes)[0]
+    def peak_bytes(self, until: str | None = None) -> int:
+        """The most by which all allocations lay above their level at the start, up to the stretch named `until`."""
+        ends = [start for start, _, name in self._stretches if name == f"{_MARK}{until}"]
+        last = min(ends, default=None)
+        return _peak(nbytes for at, nbytes in self._changes if last is None or at <= last)[0]
 
     def workspace_bytes(self) -> dict[str, int]:
         """Per stretch, the most that was held beyond what was still held at its end."""
@@ -72,9 +74,9 @@ class AllocationLog:
         return found
 
 
-def _peak(changes: object) -> tuple[int, int]:
+def _peak(changes: Iterable[int]) -> tuple[int, int]:
     level = peak = 0
-    for nbytes in changes:  # type: ignore[attr-defined]
+    for nbytes in changes:
         level += nbytes
         peak = max(peak, level)
     return peak, level

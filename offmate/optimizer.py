@@ -151,9 +151,9 @@ def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
         for param in group["params"]:
             if param not in names:
                 raise OffmateError(
-                    f"parameter group {index} of the optimizer holds a tensor of shape {tuple(param.shape)} that is not "
-                    "a parameter of the model; build the optimizer from model.parameters() after every change to the "
-                    "model, and compile the model that it was built from"
+                    f"parameter group {index} of the optimizer holds a tensor of shape {tuple(param.shape)} that is "
+                    "not a parameter of the model; build the optimizer from model.parameters() after every change to "
+                    "the model, and compile the model that it was built from"
                 )
             found[param] = names[param]
     return found

@@ -55,11 +55,10 @@ class StoredOption:
 
 @dataclass(frozen=True)
 class StoredClass:
-    """A class's options and the workspace of its kernels by node name, in bytes; seconds by node name."""
+    """A class's options, and the workspace of its kernels by node name, in bytes."""
 
     options: tuple[StoredOption, ...]
     workspace_bytes: dict[str, int]
-    seconds: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -205,7 +204,6 @@ def _to_json(plan: Plan) -> dict[str, Any]:
             key: {
                 "options": [[o.name, list(o.kept), list(o.offloaded)] for o in stored.options],
                 "workspace_bytes": stored.workspace_bytes,
-                "seconds": stored.seconds,
             }
             for key, stored in plan.classes.items()
         },
@@ -217,7 +215,6 @@ def _from_json(data: dict[str, Any]) -> Plan:
         key: StoredClass(
             tuple(StoredOption(n, tuple(k), tuple(o)) for n, k, o in stored["options"]),
             stored["workspace_bytes"],
-            stored["seconds"],
         )
         for key, stored in data["classes"].items()
     }

@@ -6,7 +6,6 @@ import operator
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,37 +14,15 @@ from torch import fx
 from .blocks import TracedBlock
 from .errors import CaptureError
 from .joint import Joint
+from .lower import LinkRates, Prelude
 from .measure import AllocationLog
 from .programs import ClassGraph, NodeCost
-from .runtime.program import run
 from .runtime.ledger import Ledger
+from .runtime.program import run
 
 _REPEATS = 3
 _COPY_BYTES = 16 * 2**20
 _UNLIMITED = 2**62
-
-
-@dataclass(frozen=True)
-class LinkRates:
-    """Copy rates between host and device in bytes per second; `both` is the sum of both directions at once."""
-
-    in_bytes_per_s: float
-    out_bytes_per_s: float
-    both_bytes_per_s: float
-
-
-@dataclass(frozen=True)
-class Profile:
-    """What was measured.
-
-    Parameters
-    ----------
-    costs: per class key, per node name of the class's joint graph.
-    rates: of the links.
-    """
-
-    costs: dict[str, dict[str, NodeCost]]
-    rates: LinkRates
 
 
 def profile_classes(
@@ -85,6 +62,24 @@ def profile_classes(
             del values[node]
         progress(index + 1, len(blocks))
     return costs
+
+
+def profile_prelude(
+    prelude: Prelude, tensors: dict[str, torch.Tensor]
+) -> tuple[dict[fx.Node, torch.Tensor], dict[str, NodeCost]]:
+    """Compute the shared values and measure what computing them takes.
+
+    Parameters
+    ----------
+    tensors: batch, buffers and constants by placeholder name.
+
+    Returns: the shared values by node of the flat graph, and the cost of every node of the prelude's graph.
+    """
+    if prelude.graph is None:
+        return {}, {}
+    inputs = [tensors[e.node.name] for e in prelude.spec.externals]
+    results, _ = _run_forward(prelude.graph.joint, inputs)
+    return dict(zip(prelude.spec.results, results)), _measure(prelude.graph.joint, inputs)
 
 
 def _run_forward(joint: Joint, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:

@@ -33,12 +33,14 @@ class Programs:
     ----------
     saved: storages that the forward leaves for the backward, by storage number -> registers that view it.
     saved_bytes: their bytes. Which of them stay on the device and which leave is not the programs' concern.
+    recomputed: how many operators of the forward the backward runs again, views not counted.
     """
 
     forward: Program
     backward: Program
     saved: dict[int, tuple[int, ...]]
     saved_bytes: dict[int, int]
+    recomputed: int
 
 
 class ClassGraph:
@@ -133,6 +135,7 @@ class ClassGraph:
             backward=backward,
             saved={s: tuple(r) for s, r in views.items()},
             saved_bytes={s: self.bytes[s] for s in views},
+            recomputed=sum(bool(self.made_by(n)) for n in set(order) & set(self.joint.forward)),
         )
 
     def _whole_operators(self, recomputed: frozenset[int]) -> frozenset[int]:
@@ -189,7 +192,6 @@ class ClassGraph:
         untracked: storages of which another copy is there already; if an operator makes them again, nobody reads them.
         """
         running = [n for n in order if n.target is not operator.getitem]
-        position = {n: i for i, n in enumerate(running)}
         picked: dict[fx.Node, list[fx.Node]] = {}
         for node in order:
             if node.target is operator.getitem:
@@ -197,8 +199,8 @@ class ClassGraph:
         last_use = dict.fromkeys(given, -1)
         last_read: dict[fx.Node, int] = {}
         for i, node in enumerate(running):
-            last_use |= {s: i for s in self.made_by(node)}
-            last_read |= {n: i for n in [node, *picked.get(node, ())]}
+            last_use |= dict.fromkeys(self.made_by(node), i)
+            last_read |= dict.fromkeys([node, *picked.get(node, ())], i)
         for i, node in enumerate(running):
             for source in node.all_input_nodes:
                 last_read[source] = i

@@ -107,6 +107,7 @@ class Executor:
         self.outputs: dict[str, torch.Tensor] = {}
         self.newer: set[str] = set()
         self.written: dict[str, Event] = {}
+        self.pending: set[str] = set()
         self.host_grads: dict[str, torch.Tensor] = getattr(self, "host_grads", {})
         self.host_copies: dict[str, dict[str, torch.Tensor]] = getattr(self, "host_copies", {})
         self._metas: dict[str, dict[str, torch.Tensor]] = {}
@@ -118,8 +119,9 @@ class Executor:
         ledger = self.device.ledger
         ledger.add("b", self.fixed_bytes)
         for item in self.schedule.resident:
-            if item.startswith("old:"):
-                ledger.add("old", self.schedule.item_bytes[item])
+            if item.startswith(("old:", "g:")):
+                # What the last iteration would have left; in the first one it is only counted.
+                ledger.add(item.split(":")[0], self.schedule.item_bytes[item])
             elif item.startswith("p:") and item[2:] in self.homeless:
                 ledger.add("p", self.schedule.item_bytes[item])
                 self.params[item[2:]] = Buffer({"": self.host.params[item[2:]]})
@@ -168,6 +170,55 @@ class Executor:
                     self._compute(action.name)
                 else:
                     self._handlers[action.kind](action.name)
+
+    # -- the truth ------------------------------------------------------------------------------------------------
+
+    def take_host_grads(self) -> dict[str, torch.Tensor]:
+        """Hand over the gradients that have arrived on the host."""
+        grads, self.host_grads = self.host_grads, {}
+        return grads
+
+    def sync(self) -> None:
+        """Wait for everything under way, and copy to the host what only the device has."""
+        if self.update is not None:
+            # Updates that the schedule starts during the next forward are done now; it will find them done.
+            for name in sorted(self.pending):
+                if name not in self.grad_leaving:
+                    self._send_gradient(name)
+                self._update_cpu(name)
+        for event in [*self.written.values(), *self.grad_leaving.values()]:
+            event.wait()
+        self._rescue()
+
+    def _rescue(self) -> None:
+        """Copy what the device has newer than the host; nothing may be under way."""
+        with torch.no_grad():
+            for name in self.newer & self.params.keys():
+                own = self.host.params[name]
+                if name not in self.homeless:
+                    own.copy_(self.params[name].tensors[""])
+                for key, tensor in self.states[name].tensors.items() if name in self.states else ():
+                    target = self.host.states[name].get(key)
+                    if isinstance(target, torch.Tensor) and target is not tensor:
+                        target.copy_(tensor)
+
+    def unload(self) -> None:
+        """Take everything off the device; afterwards the host holds the truth."""
+        self.sync()
+        for buffer in [*self.params.values(), *self.states.values()]:
+            buffer.settle()
+        self.device.ledger.remove("all", self.device.ledger.level_bytes)
+        self._clear()
+        self.loaded = False
+
+    def abandon(self) -> None:
+        """After a failure: let what is under way end, save what only the device has, take everything off it."""
+        self.device.drain()
+        self._rescue()
+        self.device.ledger.remove("all", self.device.ledger.level_bytes)
+        self._clear()
+        self.host_grads.clear()
+        self.loaded = False
 
     # -- compute ------------------------------------------------------------------------------------------------
 
@@ -242,6 +293,8 @@ class Executor:
         run(block.backward, registers, self.device.ledger, given)
         for port in block.grads:
             self.grads[port.name] = registers[port.register]
+            if port.name.startswith("param:"):
+                self.pending.add(port.name[6:])
 
     def _registers(self, block: BlockBinding, n_registers: int) -> list[Any]:
         registers: list[Any] = [None] * n_registers
@@ -321,12 +374,16 @@ class Executor:
         elif kind == "s":
             self._send(self.states[name], self._host_state(name), item)
         elif kind == "g":
-            grad = self.grads[f"param:{name}"]
-            if name not in self.host_grads:
-                self.host_grads[name] = self.device.empty_host_like(grad)
-            self.grad_leaving[name] = self.device.copy_out(self.host_grads[name], grad, ())
+            if name in self.pending:
+                self._send_gradient(name)
         else:
             self._put_away(item, kind, name)
+
+    def _send_gradient(self, name: str) -> None:
+        grad = self.grads[f"param:{name}"]
+        if name not in self.host_grads:
+            self.host_grads[name] = self.device.empty_host_like(grad)
+        self.grad_leaving[name] = self.device.copy_out(self.host_grads[name], grad, ())
 
     def _send(self, buffer: Buffer, targets: dict[str, torch.Tensor], key: str) -> None:
         after = () if buffer.arrived is None else (buffer.arrived,)
@@ -370,7 +427,7 @@ class Executor:
         elif kind == "g":
             if name in self.grad_leaving:
                 self.grad_leaving[name].wait()
-            self.grads.pop(f"param:{name}")
+            self.grads.pop(f"param:{name}", None)
         elif kind == "d":
             self.grads.pop(f"value:{name}")
         elif kind == "x":
@@ -392,8 +449,11 @@ class Executor:
     # -- updates ------------------------------------------------------------------------------------------------
 
     def _update_cpu(self, name: str) -> None:
+        if name not in self.pending:
+            return
+        self.pending.remove(name)
+        assert self.update is not None
         update, host, grad = self.update, self.host, self.host_grads[name]
-        assert update is not None
         after = (self.grad_leaving.pop(name),)
 
         def work() -> None:
@@ -405,12 +465,11 @@ class Executor:
     def _update_device(self, name: str) -> None:
         assert self.update is not None
         param, grad = self._arrived(self.params[name]), self.grads[f"param:{name}"]
-        buffer = self.states[name]
-        if buffer.arrived is not None:
-            buffer.arrived.wait()
-            buffer.arrived = None
+        buffer = self.states.setdefault(name, Buffer({}))
+        buffer.settle()
         host = self.host.states.setdefault(name, {})
         state: dict[str, object] = {**host, **buffer.tensors}
+        self.pending.discard(name)
         self.newer.add(name)
         self.update(name, param, grad, state)
         self.host.updates[name] = self.host.updates.get(name, 0) + 1

@@ -1,0 +1,160 @@
+"""`offmate.compile` and `offmate.plan`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, TypeVar
+
+import torch
+
+from . import facade
+from . import optimizer as optimizers
+from .checks import check_model
+from .config import Config
+from .errors import OffmateError
+from .host_memory import default_host_budget_bytes
+from .optimizer import Updater, parameter_names
+from .plan import Plan
+from .planner import Request, make_plan
+from .progress import planning_progress
+from .session import Session
+from .sizes import parse_bytes
+
+log = logging.getLogger("offmate")
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+def compile(
+    model: Model,
+    gpu_budget: int | str = "auto",
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    max_grad_norm: float | None = None,
+    accumulation_steps: int = 1,
+    device: str | torch.device | None = None,
+    cpu_budget: int | str | None = None,
+    plan: Plan | None = None,
+    config: Config | None = None,
+) -> Model:
+    """Make a model train inside a device-memory budget, with the same numbers as before.
+
+    The loop around it does not change. Capture, profiling and solving happen at the first batch, or ahead with
+    `offmate.plan`.
+
+    Parameters
+    ----------
+    model: any module that torch.export can capture; it is changed in place and stays an instance of its class.
+    gpu_budget: device bytes, as an integer or text such as "12GiB"; "auto" takes what is free, less a margin.
+    optimizer: the instance that the loop steps; its updates become part of the plan. Without one, gradients land in
+        `.grad` on the host.
+    max_grad_norm, accumulation_steps: not supported yet; anything but None and 1 is refused.
+    device: "cuda", "cuda:1" or "emulated".
+    cpu_budget: host bytes; None or "auto" takes what is available to this process, less a margin.
+    plan: one that `offmate.plan` or `offmate.load_plan` returned.
+    config: settings of planning.
+
+    Returns: the same object. Raises: OffmateError naming what cannot work, the values, and what to try.
+    Source: OffMate, section 1 (the one-line interface).
+    """
+    config = config or Config()
+    _refuse_for_now(max_grad_norm, accumulation_steps)
+    check_model(model)
+    request = _request(gpu_budget, cpu_budget, device, config, plan)
+    names = parameter_names(model, optimizer) if optimizer is not None else {}
+    if optimizer is not None:
+        _check_coverage(model, names)
+    session = Session(model, request, optimizer, names, plan, planning_progress)
+    facade.take_over(model, session)
+    if optimizer is not None:
+        optimizers.take_over(optimizer, session)
+    return model
+
+
+def plan(
+    model: torch.nn.Module,
+    gpu_budget: int | str = "auto",
+    *,
+    example_inputs: dict[str, Any] | tuple[Any, ...],
+    optimizer: torch.optim.Optimizer | None = None,
+    max_grad_norm: float | None = None,
+    accumulation_steps: int = 1,
+    device: str | torch.device | None = None,
+    cpu_budget: int | str | None = None,
+    config: Config | None = None,
+) -> Plan:
+    """Plan a model's training iteration without changing the model.
+
+    Parameters
+    ----------
+    example_inputs: one batch, as keyword arguments (dict) or positional ones (tuple). The others: as in `compile`.
+
+    Returns: the plan, to look at, save, or hand to `compile`. Raises: as `compile`, and InfeasibleBudget.
+    """
+    config = config or Config()
+    _refuse_for_now(max_grad_norm, accumulation_steps)
+    check_model(model)
+    request = _request(gpu_budget, cpu_budget, device, config, None)
+    updater = None
+    if optimizer is not None:
+        names = parameter_names(model, optimizer)
+        _check_coverage(model, names)
+        updater = Updater(optimizer, names)
+    args = example_inputs if isinstance(example_inputs, tuple) else ()
+    kwargs = example_inputs if isinstance(example_inputs, dict) else {}
+    if getattr(getattr(model, "config", None), "use_cache", False):
+        kwargs = {**kwargs, "use_cache": False}
+    training = model.training
+    model.train()
+    try:
+        with planning_progress() as say, torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            return make_plan(model, args, kwargs, request, updater, say).plan
+    finally:
+        model.train(training)
+
+
+def _refuse_for_now(max_grad_norm: float | None, accumulation_steps: int) -> None:
+    if max_grad_norm is not None:
+        raise OffmateError(
+            f"max_grad_norm={max_grad_norm} is not supported yet; compile without optimizer= and call "
+            "torch.nn.utils.clip_grad_norm_ before your own optimizer.step()"
+        )
+    if accumulation_steps != 1:
+        raise OffmateError(
+            f"accumulation_steps={accumulation_steps} is not supported yet; compile without optimizer=, then several "
+            "backward() calls add up in .grad as usual"
+        )
+
+
+def _check_coverage(model: torch.nn.Module, names: dict[torch.Tensor, str]) -> None:
+    missing = [n for n, p in model.named_parameters() if p.requires_grad and p not in names]
+    if missing:
+        raise OffmateError(
+            f"{len(missing)} parameters require a gradient but the optimizer does not hold them ({missing[0]}, ...); "
+            "freeze them with requires_grad_(False) or add them to the optimizer"
+        )
+
+
+def _request(
+    gpu_budget: int | str, cpu_budget: int | str | None, device: Any, config: Config, plan: Plan | None
+) -> Request:
+    kind = _device_kind(device)
+    automatic = cpu_budget in (None, "auto")
+    host = default_host_budget_bytes() if automatic else parse_bytes(cpu_budget)  # type: ignore[arg-type]
+    if plan is not None and gpu_budget == "auto":
+        budget = plan.budget_bytes
+    else:
+        budget = default_host_budget_bytes() // 2 if gpu_budget == "auto" else parse_bytes(gpu_budget)
+    return Request(budget, host, kind, config, automatic_host=automatic)
+
+
+def _device_kind(device: str | torch.device | None) -> str:
+    if device is None:
+        log.info("device: emulated (the CPU plays the device)")
+        return "emulated"
+    name = str(device)
+    if name == "emulated":
+        return name
+    if name.startswith("cuda"):
+        raise OffmateError(f"device={name!r}: the CUDA runtime is not built yet; use device='emulated'")
+    raise OffmateError(f"device={name!r} is not known; use 'emulated'")
