@@ -256,7 +256,7 @@ def _search(
     if found.schedule is None:
         raise _infeasible(lowered, request, fixed)
     say("least budget", 0.0)
-    least = least_budget(problem, time_limit_s=limit_s, backend=config.solver)
+    least = least_budget(problem, time_limit_s=config.solver_time_limit_s, backend=config.solver)
     plan = Plan(
         fingerprint=fingerprint,
         schedule=found.schedule,
