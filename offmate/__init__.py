@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         PlanFileError,
         ProtocolError,
     )
-    from .plan import Plan, load_plan
+    from .plans import Plan, load_plan
 
 __version__ = "0.1.0"
 
@@ -25,8 +25,8 @@ _HOME = {
     "compile": "api",
     "plan": "api",
     "Config": "config",
-    "Plan": "plan",
-    "load_plan": "plan",
+    "Plan": "plans",
+    "load_plan": "plans",
     **dict.fromkeys(
         (
             "BudgetExceeded",

@@ -14,8 +14,8 @@ from .config import Config
 from .errors import OffmateError
 from .host_memory import default_host_budget_bytes
 from .optimizer import Updater, parameter_names
-from .plan import Plan
 from .planner import Request, make_plan
+from .plans import Plan
 from .progress import planning_progress
 from .session import Session
 from .sizes import parse_bytes

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
@@ -75,19 +76,25 @@ class Captured:
     warnings: tuple[str, ...] = field(default=())
 
 
-def capture(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+def capture(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    real: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+) -> Captured:
     """Export the model's forward for this batch and flatten it.
 
     Parameters
     ----------
     model: in the mode (train or eval) in which it will run.
-    args, kwargs: one real batch; only shapes, dtypes, Python values and the decisions of rule 1 are taken from it.
+    args, kwargs: one batch; only shapes, dtypes, Python values and the decisions of rule 1 are taken from it.
+    real: the batch to take those decisions on, where `args` and `kwargs` are fake.
 
     Returns: the flat graph. Raises: CaptureError naming the construct that does not export.
     """
     args, kwargs = pytree.tree_map(_distinct, (args, kwargs))
     with _rng_untouched(), _checkpointing_off(model), _autograd_functions_noted() as functions:
-        taken = decisions.record(model, args, kwargs)
+        taken = decisions.record(model, *(real or (args, kwargs)))
         with decisions.hold(taken):
             program = _export(model, args, kwargs)
     notes = tuple(
@@ -126,7 +133,9 @@ def capture(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _distinct(leaf: Any) -> Any:
     """Export merges two inputs that are one tensor; the next batch may hold two."""
-    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+    if isinstance(leaf, FakeTensor) or not isinstance(leaf, torch.Tensor):
+        return leaf
+    return leaf.detach().clone()
 
 
 def _export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

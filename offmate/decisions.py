@@ -98,7 +98,10 @@ def _listen(module: Any, model: torch.nn.Module, args: Any, kwargs: Any) -> list
         return wrapper
 
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    state = {name: fake_mode.from_tensor(tensor) for name, tensor in model.named_parameters()}
+    state = {
+        name: tensor if isinstance(tensor, FakeTensor) else fake_mode.from_tensor(tensor)
+        for name, tensor in model.named_parameters()
+    }
     with contextlib.ExitStack() as stack:
         for name in _DECIDERS:
             if hasattr(module, name):

@@ -9,12 +9,15 @@ import torch
 
 from .bind import bind
 from .errors import InfeasibleBudget
+from .figures import measure
 from .lower import BlockClass, ClassOption, LinkRates, Lowering, lower_prelude
-from .plan import Plan
-from .planner import Prepared, Progress, Request, fixed_bytes, measure, trace_model
+from .planner import Prepared, Request, fixed_bytes
+from .plans import Plan
 from .programs import ClassGraph
+from .progress import Progress
 from .sizes import format_bytes, format_least_bytes
 from .solver.stream import stream_schedule
+from .traced import trace_model
 
 
 def make_stream(

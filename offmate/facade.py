@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .errors import ProtocolError
-from .plan import Plan
+from .plans import Plan
 
 
 class Handle:

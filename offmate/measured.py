@@ -12,7 +12,7 @@ from typing import Any
 
 from .lower import LinkRates
 from .optimizer import UpdateCost
-from .plan import StoredOption
+from .plans import StoredOption
 from .programs import NodeCost
 
 log = logging.getLogger("offmate")

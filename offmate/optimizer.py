@@ -23,11 +23,12 @@ _REPEATS = 3
 
 @dataclass(frozen=True)
 class UpdateCost:
-    """What updating a parameter takes: bytes of state that can move, bytes of scalar state, seconds."""
+    """What updating a parameter takes: bytes of state that can move, bytes of scalar state, seconds on each side."""
 
     state_bytes: int
     scalar_bytes: int
-    seconds: float
+    cpu_update_s: float
+    device_update_s: float
 
 
 class Updater:
@@ -58,7 +59,7 @@ class Updater:
             return False
         try:
             probe = torch.zeros(2, dtype=groups[0]["params"][0].dtype)
-            self._step({**_hyper(groups[0]), "fused": True}, probe, torch.zeros_like(probe), {})
+            self.step_one({**_hyper(groups[0]), "fused": True}, probe, torch.zeros_like(probe), {})
         except Exception:
             return False
         log.info("the optimizer runs fused, since neither fused nor foreach was given")
@@ -91,9 +92,10 @@ class Updater:
 
     def __call__(self, name: str, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
         """Update `param` in place."""
-        self._step(self.groups[name], param, grad, state)
+        self.step_one(self.groups[name], param, grad, state)
 
-    def _step(self, hyper: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
+    def step_one(self, hyper: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
+        """Update one tensor in place with given hyperparameters; `state` is filled at the first update."""
         single = object.__new__(self.base)
         single.__dict__.update(self.optimizer.__dict__)
         single.__dict__.pop("step", None)
@@ -120,13 +122,15 @@ class Updater:
         taken = []
         for _ in range(_REPEATS if like.numel() <= _TIMED_ELEMENTS else 2):
             start = time.perf_counter()
-            self._step(hyper, param, grad, state)
+            self.step_one(hyper, param, grad, state)
             taken.append(time.perf_counter() - start)
         tensors = [v for v in state.values() if isinstance(v, torch.Tensor)]
         return UpdateCost(
             state_bytes=sum(t.untyped_storage().nbytes() for t in tensors if is_bulk(t)),
             scalar_bytes=sum(t.untyped_storage().nbytes() for t in tensors if not is_bulk(t)),
-            seconds=statistics.median(taken[1:]),
+            # A worker has one thread where the training thread has all.
+            cpu_update_s=torch.get_num_threads() * statistics.median(taken[1:]),
+            device_update_s=statistics.median(taken[1:]),
         )
 
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import rich.progress
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
-from .planner import Progress as Say
+Progress = Callable[[str, float], None]
+"""Told the phase of planning and how much of it is done, from 0 to 1."""
 
 
 @contextlib.contextmanager
-def planning_progress() -> Iterator[Say]:
+def planning_progress() -> Iterator[Progress]:
     """A progress bar on stderr with the phase of planning; nothing where stderr is no terminal."""
     if not sys.stderr.isatty():
         yield lambda phase, share: None
         return
     columns = (TextColumn("planning: {task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with rich.progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=1.0)
         yield lambda phase, share: bar.update(task, description=phase, completed=share)

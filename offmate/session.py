@@ -18,8 +18,9 @@ from .errors import BudgetExceeded, OffmateError, ProtocolError
 from .evaluate import make_stream
 from .measure import AllocationLog
 from .optimizer import Updater
-from .plan import Plan
-from .planner import Prepared, Progress, Request, make_plan
+from .planner import Prepared, Request, make_plan
+from .plans import Plan
+from .progress import Progress
 from .runtime.binding import HostState
 from .runtime.emulated import EmulatedDevice
 from .runtime.executor import Executor

@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -76,7 +77,9 @@ class _Lane:
 
     def close(self) -> None:
         self._jobs.put(None)
-        self._thread.join(timeout=10)
+        # A job may have held the last reference to the device.
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=10)
 
 
 class EmulatedDevice:
@@ -94,6 +97,9 @@ class EmulatedDevice:
         self._in = _Lane("copy-in", 1)
         self._out = _Lane("copy-out", 1)
         self._update = _Lane("update", 1)
+        # A thread that is still inside a kernel when the interpreter goes away aborts the process, so whoever forgets
+        # to close the device has it done when nothing refers to it any more, at the latest at exit.
+        self._close = weakref.finalize(self, _close_lanes, (self._in, self._out, self._update))
 
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype)
@@ -122,5 +128,9 @@ class EmulatedDevice:
             lane.drain()
 
     def close(self) -> None:
-        for lane in (self._in, self._out, self._update):
-            lane.close()
+        self._close()
+
+
+def _close_lanes(lanes: tuple[_Lane, ...]) -> None:
+    for lane in lanes:
+        lane.close()

@@ -1,0 +1,79 @@
+"""A model without memory: fake CPU tensors in place of its parameters, so that it can be captured and counted.
+
+Fake CPU rather than meta tensors, because on meta attention traces to its plain formula (S x S matrices kept); on the
+CPU it stays one node that keeps its output and a log-sum-exp per row, as a card's fused kernel does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+
+@contextlib.contextmanager
+def faked(model: torch.nn.Module) -> Iterator[FakeTensorMode]:
+    """Replace the model's parameters and buffers, for the body, by fake CPU tensors of the same shapes and dtypes.
+
+    A tied parameter stays tied. Returns: the mode that the fake tensors belong to.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes: dict[int, torch.Tensor] = {}
+    kept: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            with mode:
+                empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            if isinstance(tensor, torch.nn.Parameter):
+                empty = torch.nn.Parameter(empty, tensor.requires_grad)
+            fakes[id(tensor)] = empty
+        return fakes[id(tensor)]
+
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            kept += [(table, name, tensor) for name, tensor in table.items() if tensor is not None]
+    try:
+        for table, name, tensor in kept:
+            table[name] = fake(tensor)
+        yield mode
+    finally:
+        for table, name, tensor in kept:
+            table[name] = tensor
+
+
+def fake_batch(mode: FakeTensorMode, batch: Any) -> Any:
+    """A batch's tensors as fake CPU tensors of their own.
+
+    Parameters
+    ----------
+    batch: tensors on any device, meta included, in any structure.
+    """
+
+    def fake(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        with mode:
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
+
+    return pytree.tree_map(fake, batch)
+
+
+def stand_in(batch: Any) -> Any:
+    """A real batch to decide on where the given one has no data: nothing padded, nothing packed."""
+
+    def real(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.device.type != "meta":
+            return leaf
+        return torch.ones(leaf.shape, dtype=leaf.dtype)
+
+    return pytree.tree_map(real, batch)
+
+
+def is_without_memory(model: torch.nn.Module) -> bool:
+    """Whether some of the model's parameters have no data."""
+    return any(p.device.type == "meta" for p in model.parameters())

@@ -1,0 +1,131 @@
+"""The figures that a plan rests on: measured on this machine, or worked out for one that is not here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .analytic import Machine, node_costs
+from .lower import LinkRates, class_options, lower_prelude
+from .measured import Measured
+from .optimizer import UpdateCost, Updater
+from .plans import StoredOption
+from .profile import measure_link, profile_classes, profile_prelude
+from .programs import NodeCost
+from .progress import Progress
+from .runtime.emulated import EmulatedDevice
+from .states import state_bytes
+from .traced import Traced
+
+_UNLIMITED_BYTES = 2**62
+
+
+def measure_all(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    traced: Traced,
+    max_options: int,
+    updater: Updater | None,
+    say: Progress,
+) -> Measured:
+    """Time classes, links and updates, and solve the options of every class.
+
+    Parameters
+    ----------
+    model: plain, with its weights. args, kwargs: one real batch.
+    max_options: per class.
+    """
+    say("profile", 0.0)
+    rates, costs = measure(model, args, kwargs, traced, say)
+    options = _options(traced, costs, rates, max_options, say)
+    return Measured(rates, costs, _update_costs(model, updater), options)
+
+
+def work_out(
+    model: torch.nn.Module,
+    traced: Traced,
+    machine: Machine,
+    max_options: int,
+    updater: Updater | None,
+    say: Progress,
+) -> Measured:
+    """The same figures for a machine that is not here, from its rates; nothing is run.
+
+    Parameters
+    ----------
+    model: parameters may be without data. machine: its rates. max_options: per class.
+    """
+    costs = {b.key: node_costs(b.joint, machine) for b in traced.blocks}
+    prelude = lower_prelude(traced.captured, traced.chain, traced.blocks)
+    if prelude.graph is not None:
+        costs[""] = node_costs(prelude.graph.joint, machine)
+    rates = LinkRates(machine.in_bytes_per_s, machine.out_bytes_per_s, machine.both_bytes_per_s)
+    updates = {}
+    for name, param in model.named_parameters() if updater is not None else ():
+        if param.requires_grad and updater is not None:
+            bulk, scalars = state_bytes(updater, param, updater.groups[name])
+            size = param.numel() * param.element_size()
+            seconds = size / machine.cpu_update_bytes_per_s, size / machine.device_update_bytes_per_s
+            updates[name] = UpdateCost(bulk, scalars, *seconds)
+    return Measured(rates, costs, updates, _options(traced, costs, rates, max_options, say))
+
+
+def _options(
+    traced: Traced, costs: dict[str, dict[str, NodeCost]], rates: LinkRates, max_options: int, say: Progress
+) -> dict[str, tuple[StoredOption, ...]]:
+    joints = {b.key: b.joint for b in traced.blocks}
+    last = traced.blocks[-1].key
+    options = {}
+    for done, (key, joint) in enumerate(joints.items()):
+        say("options", done / len(joints))
+        found = class_options(joint, costs[key], rates.out_bytes_per_s, max_options, key == last)
+        options[key] = tuple(
+            StoredOption(o.name, tuple(sorted(o.kept)), tuple(sorted(o.offloaded))) for o in found.options
+        )
+    return options
+
+
+def measure(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], traced: Traced, say: Progress
+) -> tuple[LinkRates, dict[str, dict[str, NodeCost]]]:
+    """Time every class on real data, and the links."""
+    params = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    captured = traced.captured
+    tensors = {n: params[name] for n, name in captured.params.items()}
+    tensors |= {n: buffers[name] for n, name in captured.buffers.items()}
+    tensors |= captured.constants
+    leaves = pytree.tree_leaves((args, kwargs))
+    tensors |= {name: leaf for name, leaf in zip(captured.inputs, leaves) if name is not None}
+    prelude = lower_prelude(captured, traced.chain, traced.blocks)
+    with torch.no_grad(), torch._C._DisableAutocast(), torch.random.fork_rng(devices=[]):
+        shared, prelude_costs = profile_prelude(prelude, tensors)
+        nodes = {n.name: n for n in captured.graph.nodes}
+        given = {nodes[name]: tensor for name, tensor in tensors.items()} | shared
+        costs = profile_classes(traced.blocks, given.__getitem__, lambda done, total: say("profile", done / total))
+    device = EmulatedDevice(_UNLIMITED_BYTES)
+    try:
+        rates = measure_link(device)
+    finally:
+        device.close()
+    return rates, costs | {"": prelude_costs}
+
+
+def _update_costs(model: torch.nn.Module, updater: Updater | None) -> dict[str, UpdateCost]:
+    """What updating each trainable parameter takes, measured once per shape and group."""
+    if updater is None:
+        return {}
+    measured: dict[tuple[Any, ...], UpdateCost] = {}
+    found = {}
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        hyper = updater.groups[name]
+        key = (tuple(param.shape), param.dtype, id(hyper))
+        if key not in measured:
+            measured[key] = updater.cost(param, hyper)
+        found[name] = measured[key]
+    return found
