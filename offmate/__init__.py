@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         ProtocolError,
     )
     from .plans import Plan, load_plan
+    from .reports.plots import plot_sweep
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ _HOME = {
     "Config": "config",
     "Plan": "plans",
     "load_plan": "plans",
+    "plot_sweep": "reports.plots",
     **dict.fromkeys(
         (
             "BudgetExceeded",
@@ -56,6 +58,7 @@ __all__ = [
     "compile",
     "load_plan",
     "plan",
+    "plot_sweep",
 ]
 
 

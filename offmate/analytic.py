@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from .hardware import Hardware
 from .joint import Joint, storages_of
 from .programs import NodeCost
 
 _aten = torch.ops.aten
 
 
-class Machine(Protocol):
-    """What of a machine a prediction depends on; every rate as it is reached in practice.
-
-    matrix_flops_per_s: of large products, by dtype name ("float32", "bfloat16", ...).
-    memory_bytes_per_s: device memory traffic. launch_s: seconds that a kernel takes at least.
-    in_bytes_per_s, out_bytes_per_s, both_bytes_per_s: of the link, each way alone and both together.
-    cpu_update_bytes_per_s, device_update_bytes_per_s: bytes of parameters that Adam updates per second.
-    """
-
-    name: str
-    matrix_flops_per_s: dict[str, float]
-    memory_bytes_per_s: float
-    launch_s: float
-    in_bytes_per_s: float
-    out_bytes_per_s: float
-    both_bytes_per_s: float
-    cpu_update_bytes_per_s: float
-    device_update_bytes_per_s: float
-
-
-def node_costs(joint: Joint, machine: Machine) -> dict[str, NodeCost]:
+def node_costs(joint: Joint, machine: Hardware) -> dict[str, NodeCost]:
     """The cost of every operator of a class, without running it.
 
     Returns: by node name; views cost nothing. Workspaces are taken as none.
@@ -44,15 +25,14 @@ def node_costs(joint: Joint, machine: Machine) -> dict[str, NodeCost]:
     return {n.name: NodeCost(_seconds(n, machine), 0) for n in (*joint.forward, *joint.backward)}
 
 
-def _seconds(node: fx.Node, machine: Machine) -> float:
+def _seconds(node: fx.Node, machine: Hardware) -> float:
     if node.target is operator.getitem or _is_view(node):
         return 0.0
     made = [t for t in pytree.tree_leaves(node.meta["val"]) if isinstance(t, torch.Tensor)]
     read = [a.meta["val"] for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
     traffic = sum(t.numel() * t.element_size() for t in [*made, *read])
     dtype = str(made[0].dtype).removeprefix("torch.") if made else "float32"
-    flops_per_s = machine.matrix_flops_per_s.get(dtype, machine.matrix_flops_per_s["float32"])
-    return max(flops(node) / flops_per_s, traffic / machine.memory_bytes_per_s, machine.launch_s)
+    return max(flops(node) / machine.flops_per_s(dtype), traffic / machine.memory_bytes_per_s, machine.launch_s)
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -12,15 +13,20 @@ from . import optimizer as optimizers
 from .checks import check_model
 from .config import Config
 from .errors import OffmateError
+from .fake import is_without_memory
+from .hardware import load
+from .hardware import names as names_of_hardware
 from .host_memory import default_host_budget_bytes
 from .optimizer import Updater, parameter_names
-from .planner import Request, make_plan
+from .planner import Request, make_plan, plan_elsewhere
 from .plans import Plan
 from .progress import planning_progress
 from .session import Session
 from .sizes import parse_bytes
 
 log = logging.getLogger("offmate")
+
+_ENDLESS_BYTES = 2**62
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -81,13 +87,16 @@ def plan(
     accumulation_steps: int = 1,
     device: str | torch.device | None = None,
     cpu_budget: int | str | None = None,
+    hardware: str | None = None,
     config: Config | None = None,
 ) -> Plan:
     """Plan a model's training iteration without changing the model.
 
     Parameters
     ----------
-    example_inputs: one batch, as keyword arguments (dict) or positional ones (tuple). The others: as in `compile`.
+    example_inputs: one batch, as keyword arguments (dict) or positional ones (tuple).
+    hardware: name of a hardware file ("rtx3060", ...) or its path: plan for that machine instead of this one, from
+        its rates. Parameters and batch may then be on the meta device. The others: as in `compile`.
 
     Returns: the plan, to look at, save, or hand to `compile`. Raises: as `compile`, and InfeasibleBudget.
     """
@@ -104,10 +113,21 @@ def plan(
     kwargs = example_inputs if isinstance(example_inputs, dict) else {}
     if getattr(getattr(model, "config", None), "use_cache", False):
         kwargs = {**kwargs, "use_cache": False}
+    machine = load(hardware) if hardware is not None else None
+    if machine is None and is_without_memory(model):
+        raise OffmateError(
+            "parameters are on the meta device, so nothing can be measured; name a machine with hardware=, one of "
+            f"{', '.join(names_of_hardware())}"
+        )
     training = model.training
     model.train()
     try:
         with planning_progress() as say, torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            if machine is not None:
+                if request.automatic_host:
+                    request = replace(request, host_budget_bytes=machine.host_memory_bytes or _ENDLESS_BYTES)
+                request = replace(request, device=machine.name)
+                return plan_elsewhere(model, args, kwargs, request, updater, machine, say)
             return make_plan(model, args, kwargs, request, updater, say).plan
     finally:
         model.train(training)

@@ -47,6 +47,11 @@ def _block(captured: Captured, block: TracedBlock, cls: BlockClass, option: Clas
         for leaf in leaves
         if graph.register[leaf] in read
     )
+    inputs += tuple(
+        Port(graph.register[n], "buffer", _name(captured, block.spec.externals[i]))
+        for i, n in joint.writes.items()
+        if graph.register[n] in graph.read_registers(programs.backward)
+    )
     tangents = [
         Port(graph.register[t], "grad", f"value:{block.spec.results[i].name}", graph.storages(t)[0])
         for (i, _), t in zip(block.spec.tangents, joint.tangents)

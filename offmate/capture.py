@@ -119,7 +119,7 @@ def capture(
     names = _output_names(program)
     return Captured(
         graph=graph,
-        params=kinds[InputKind.PARAMETER],
+        params=_tied(model, graph, kinds[InputKind.PARAMETER]),
         buffers=kinds[InputKind.BUFFER],
         constants={name: program.constants[target] for name, target in kinds[InputKind.CONSTANT_TENSOR].items()},
         inputs=tuple(inputs),
@@ -129,6 +129,19 @@ def capture(
         taken=taken,
         warnings=notes,
     )
+
+
+def _tied(model: torch.nn.Module, graph: fx.Graph, params: dict[str, str]) -> dict[str, str]:
+    """Placeholder name -> canonical parameter name, a tied weight's placeholders made one."""
+    canonical = {param: name for name, param in model.named_parameters()}
+    every = dict(model.named_parameters(remove_duplicate=False))
+    first: dict[str, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.name in params:
+            same = first.setdefault(canonical[every[params[node.name]]], node)
+            if same is not node:
+                node.replace_all_uses_with(same)
+    return {node.name: name for name, node in first.items()}
 
 
 def _distinct(leaf: Any) -> Any:
@@ -221,7 +234,7 @@ def _inline(
 
 
 def _inline_region(node: fx.Node, graph: fx.Graph, env: dict[fx.Node, Any], region: Region) -> Any:
-    arguments = list(fx.map_arg(node.args, lambda n: env[n]))
+    arguments: list[Any] = list(fx.map_arg(node.args, lambda n: env[n]))
     name = node.target.name() if hasattr(node.target, "name") else str(node.target)
     if name == _GRAD_HOP:
         enabled, body, *rest = arguments
@@ -281,7 +294,8 @@ def is_random(node: fx.Node) -> bool:
 
 def _dropout_probability(node: fx.Node) -> float | None:
     """The probability of operators that draw only if it is above 0, None for those that always draw."""
-    arguments = {a.name: v for a, v in zip(node.target._schema.arguments, node.args)} | dict(node.kwargs)  # type: ignore[union-attr]
+    target: Any = node.target
+    arguments: dict[str, Any] = {a.name: v for a, v in zip(target._schema.arguments, node.args)} | dict(node.kwargs)
     if arguments.get("train") is False or arguments.get("training") is False:
         return 0.0
     for name in ("dropout_p", "dropout"):

@@ -98,7 +98,7 @@ def _listen(module: Any, model: torch.nn.Module, args: Any, kwargs: Any) -> list
         return wrapper
 
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    state = {
+    state: dict[str, torch.Tensor] = {
         name: tensor if isinstance(tensor, FakeTensor) else fake_mode.from_tensor(tensor)
         for name, tensor in model.named_parameters()
     }
@@ -120,8 +120,8 @@ def _outcome(decider: str, result: Any) -> bool:
     return result is None if decider == "find_packed_sequence_indices" else bool(result)
 
 
-def _same(tensor: torch.Tensor, looked_at: torch.Tensor | None) -> bool:
-    if looked_at is None or tensor.shape != looked_at.shape:
+def _same(tensor: torch.Tensor | None, looked_at: torch.Tensor | None) -> bool:
+    if tensor is None or looked_at is None or tensor.shape != looked_at.shape:
         return False
     return torch.equal(tensor.to(looked_at.device, looked_at.dtype), looked_at)
 

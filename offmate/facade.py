@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from .errors import ProtocolError
 from .plans import Plan
@@ -25,11 +26,11 @@ class Handle:
     @property
     def peak_bytes(self) -> int:
         """The most bytes that have been on the device since the last `reset_peak`."""
-        return self._session.peak_bytes
+        return self._session.device.ledger.peak_bytes
 
     def reset_peak(self) -> None:
         """Start counting the peak anew."""
-        self._session.reset_peak()
+        self._session.device.ledger.reset_peak()
 
     def sync(self) -> None:
         """Wait for updates and copies under way; afterwards parameters and optimizer states read current."""
@@ -40,13 +41,47 @@ class Handle:
         return f"<offmate: {plan.explain()}>" if plan is not None else "<offmate: planned at the first batch>"
 
 
+def _shows_no_values() -> frozenset[Any]:
+    """Functions of a parameter that tell nothing of its values, so that nothing need be waited for."""
+    properties = (
+        "shape", "dtype", "device", "layout", "requires_grad", "grad", "is_leaf", "grad_fn", "ndim", "nbytes",
+        "itemsize", "_version", "is_meta", "is_cpu", "is_cuda", "is_sparse", "is_quantized", "is_nested",
+    )  # fmt: skip
+    methods = (
+        "size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex",
+        "storage_offset", "is_contiguous", "get_device", "requires_grad_", "register_hook", "__len__",
+    )  # fmt: skip
+    found: set[Any] = {getattr(torch.Tensor, name) for name in methods}
+    for name in properties:
+        descriptor = getattr(torch.Tensor, name)
+        found |= {descriptor.__get__, getattr(descriptor, "__set__", None)}
+    return frozenset(found)
+
+
+_SHOWS_NO_VALUES = _shows_no_values()
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+
 class PlannedParameter(torch.nn.Parameter):
-    """A parameter whose gradient the plan consumes; reading a consumed gradient raises."""
+    """A parameter that the plan updates: its values are made current before they are read or written.
+
+    Reading a gradient that the plan has consumed raises.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _SHOWS_NO_VALUES:
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, PlannedParameter):
+                    leaf.__dict__["_offmate"].read("a parameter is used")
+        with torch._C.DisableTorchFunctionSubclass():
+            # Unlike `data`, `detach` shares the version counter: edits through it are noticed.
+            return args[0].detach() if func is _DATA else func(*args, **(kwargs or {}))
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        session = self.__dict__.get("_offmate")
-        if session is not None and session.grads_consumed():
+        session = self.__dict__["_offmate"]
+        if session.uncleared:
             raise ProtocolError(
                 "the planned optimizer has consumed this gradient during backward(); to clip by global norm pass "
                 "max_grad_norm= to offmate.compile, to work on .grad yourself compile without optimizer="
@@ -55,19 +90,20 @@ class PlannedParameter(torch.nn.Parameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        torch.Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
-
-    @grad.deleter
-    def grad(self) -> None:
-        torch.Tensor.grad.__delete__(self)  # type: ignore[attr-defined]
+        if value is not None:
+            raise ProtocolError(
+                "a gradient was assigned to a parameter whose updates are planned; the plan would not see it. Compile "
+                "without optimizer= to work on .grad"
+            )
+        self.__dict__["_offmate"].zero_grad()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        copy = torch.nn.Parameter(self.data.clone(), self.requires_grad)
+        copy = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
         memo[id(self)] = copy
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return torch.nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
+        return torch.nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 
 class PlannedModule:
@@ -78,24 +114,35 @@ class PlannedModule:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; with a planned optimizer none is left."""
         session = self.__dict__["_offmate_session"]
+        session.zero_grad()
         if session.updater is None:
             super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's state, current."""
         session = self.__dict__["_offmate_session"]
-        session.sync()
-        session.warn_if_torn()
+        session.read("state_dict()")
+        session.truth.warn_if_torn()
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a state; it is used from the next forward on."""
+        """Load a state; it is used from the next forward on. An iteration under way ends."""
         session = self.__dict__["_offmate_session"]
-        session.bring_home()
+        session.end_iteration()
         result = super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
-        session.host.updates.clear()
-        session.torn = ()
+        session.truth.reloaded("model")
         return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles are of the plain model, current."""
+        session = self.__dict__["_offmate_session"]
+        session.read("a copy of the model")
+        with session.plain() as model:
+            made, args, state, *rest = model.__reduce_ex__(protocol)
+        return made, args, {k: v for k, v in state.items() if k not in _OWN}, *rest
+
+
+_OWN = ("_offmate_session", "offmate")
 
 
 def take_over(model: torch.nn.Module, session: Any) -> None:
@@ -112,5 +159,5 @@ def take_over(model: torch.nn.Module, session: Any) -> None:
     model.__dict__["offmate"] = Handle(session)
     if session.updater is not None:
         for param in session.updater.names:
-            param.__class__ = PlannedParameter
             param.__dict__["_offmate"] = session
+            param.__class__ = PlannedParameter

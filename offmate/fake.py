@@ -24,6 +24,7 @@ def faked(model: torch.nn.Module) -> Iterator[FakeTensorMode]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, torch.Tensor] = {}
     kept: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    tables: list[dict[str, Any]] = []
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in fakes:
@@ -35,8 +36,8 @@ def faked(model: torch.nn.Module) -> Iterator[FakeTensorMode]:
         return fakes[id(tensor)]
 
     for module in model.modules():
-        for table in (module._parameters, module._buffers):
-            kept += [(table, name, tensor) for name, tensor in table.items() if tensor is not None]
+        tables += [module._parameters, module._buffers]
+    kept += [(table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
     try:
         for table, name, tensor in kept:
             table[name] = fake(tensor)

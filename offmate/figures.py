@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from .analytic import Machine, node_costs
+from .analytic import node_costs
+from .hardware import Hardware
 from .lower import LinkRates, class_options, lower_prelude
 from .measured import Measured
 from .optimizer import UpdateCost, Updater
@@ -47,7 +48,7 @@ def measure_all(
 def work_out(
     model: torch.nn.Module,
     traced: Traced,
-    machine: Machine,
+    machine: Hardware,
     max_options: int,
     updater: Updater | None,
     say: Progress,
@@ -67,7 +68,7 @@ def work_out(
     for name, param in model.named_parameters() if updater is not None else ():
         if param.requires_grad and updater is not None:
             bulk, scalars = state_bytes(updater, param, updater.groups[name])
-            size = param.numel() * param.element_size()
+            size = 4 * param.numel()
             seconds = size / machine.cpu_update_bytes_per_s, size / machine.device_update_bytes_per_s
             updates[name] = UpdateCost(bulk, scalars, *seconds)
     return Measured(rates, costs, updates, _options(traced, costs, rates, max_options, say))

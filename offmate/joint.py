@@ -208,7 +208,8 @@ class _Run:
                 (node.args, node.kwargs), lambda n: per_use[n].pop(0) if per_use.get(n) else env[n]
             )
             with node.meta["region"].entered():
-                env[node] = node.target(*args, **kwargs)
+                target: Any = node.target
+                env[node] = target(*args, **kwargs)
         results = [env[n] for n in spec.results]
         grads = self._gradients(results, leaves, tangents, accumulators)
         return [r.detach() for r in results], grads
@@ -253,7 +254,7 @@ def _to_functional(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _from_functional(tensor: torch.Tensor) -> torch.Tensor:
-    torch._sync(tensor)  # type: ignore[attr-defined]
+    torch._sync(tensor)
     return torch._from_functional_tensor(tensor.elem)  # type: ignore[attr-defined]
 
 

@@ -131,7 +131,7 @@ def class_options(
 def _block_graph(graph: ClassGraph) -> BlockGraph:
     ops = []
     for node in graph.joint.forward:
-        makes = tuple(s for s in graph.made_by(node) if s not in graph.results)
+        makes = tuple(s for s in graph.made_by(node) if s not in graph.resting)
         if not graph.made_by(node):
             continue
         reads = tuple(sorted({s for a in node.all_input_nodes for s in graph.storages(a)} - set(makes)))

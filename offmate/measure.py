@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -40,7 +41,8 @@ class AllocationLog:
     def __exit__(self, *error: object) -> None:
         with _quiet():
             self._profile.__exit__(*error)
-        events = self._profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+        profiler: Any = self._profile.profiler
+        events = profiler.kineto_results.events()
         self._changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
         self._stretches = sorted(
             (e.start_ns(), e.start_ns() + e.duration_ns(), e.name()) for e in events if e.name().startswith(_MARK)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import statistics
 import time
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from .errors import OffmateError, ProtocolError
-from .runtime.executor import is_bulk
+from .runtime.contents import is_bulk
 
 log = logging.getLogger("offmate")
 
@@ -69,7 +68,8 @@ class Updater:
         """Take the hyperparameters as they are now."""
         self.groups = {}
         for group in self.optimizer.param_groups:
-            hyper = copy.copy(_hyper(group))
+            # A learning rate that is a tensor is changed in place by schedulers.
+            hyper = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in _hyper(group).items()}
             if self.fuse:
                 hyper["fused"] = True
             for param in group["params"]:
@@ -170,6 +170,8 @@ class PlannedOptimizer:
     """
 
     _offmate: Any
+    _optimizer_step_pre_hooks: dict[int, Any]
+    _optimizer_step_post_hooks: dict[int, Any]
 
     def step(self, closure: Any = None) -> None:
         """Declare the planned updates done; those still under way finish before their parameter is read."""
@@ -178,8 +180,12 @@ class PlannedOptimizer:
                 "optimizer.step(closure) would run the model again in the middle of an update; call the model and "
                 "backward() yourself, then optimizer.step()"
             )
+        for hook in self._optimizer_step_pre_hooks.values():
+            hook(self, (), {})
         self._opt_called = True
         self._offmate.step()
+        for hook in self._optimizer_step_post_hooks.values():
+            hook(self, (), {})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients are consumed by the plan; nothing is left to clear."""
@@ -187,14 +193,16 @@ class PlannedOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, current, as plain PyTorch gives it."""
-        self._offmate.sync()
+        self._offmate.read("optimizer.state_dict()")
+        self._offmate.truth.warn_if_torn()
         return super().state_dict()  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state saved with or without offmate."""
-        self._offmate.bring_home()
+        self._offmate.end_iteration()
         super().load_state_dict(state_dict)  # type: ignore[misc]
-        self._offmate.adopt_states()
+        self._offmate.truth.adopt_states()
+        self._offmate.truth.reloaded("optimizer")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the plan covers the groups that there were at compile time."""

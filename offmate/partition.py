@@ -167,7 +167,7 @@ def _check_writes(captured: Captured, facts: dict[fx.Node, Facts], chain: list[f
 def _cuts(chain: list[fx.Node], facts: dict[fx.Node, Facts], captured: Captured) -> list[int]:
     """Positions k such that a block may end before chain[k], ascending."""
     widths = _widths(chain, facts, captured)
-    cuts = [k for k in range(1, len(chain)) if widths[k] is not None and widths[k][0] == 1]
+    cuts = [k for k, width in enumerate(widths) if k and width is not None and width[0] == 1]
     cuts = _first_of_runs(cuts, chain, facts)
     result: list[int] = []
     for start, end in zip([0, *cuts], [*cuts, len(chain)]):
@@ -181,7 +181,8 @@ def _wider_cuts(start: int, end: int, widths: list[tuple[int, int] | None]) -> l
     if end - start <= _LONG_BLOCK_NODES:
         return []
     margin = _LONG_BLOCK_NODES // 6
-    inner = [(widths[k], k) for k in range(start + margin, end - margin) if widths[k] is not None]
+    inside = ((widths[k], k) for k in range(start + margin, end - margin))
+    inner = [(width, k) for width, k in inside if width is not None]
     if not inner:
         return []
     narrowest = min(width for width, _ in inner)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from . import __version__
-from .analytic import Machine
 from .bind import bind
 from .blocks import TracedBlock
 from .capture import Captured
@@ -22,6 +21,7 @@ from .describe import block_rows, refusal
 from .errors import InfeasibleBudget, PlanFileError
 from .fake import fake_batch, faked, stand_in
 from .figures import measure_all, work_out
+from .hardware import Hardware
 from .joint import dense_stride
 from .lower import BlockClass, ClassOption, LinkRates, Lowered, Lowering, Trainable, lower_prelude
 from .measured import recall, remember
@@ -82,7 +82,7 @@ def make_plan(
     updater: Updater | None,
     say: Progress = lambda phase, share: None,
     given: Plan | None = None,
-    machine: Machine | None = None,
+    machine: Hardware | None = None,
     real: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
 ) -> Prepared:
     """Plan one training iteration of a model for batches like this one.
@@ -127,7 +127,7 @@ def plan_elsewhere(
     kwargs: dict[str, Any],
     request: Request,
     updater: Updater | None,
-    machine: Machine,
+    machine: Hardware,
     say: Progress = lambda phase, share: None,
 ) -> Plan:
     """Plan for a machine that is not here; parameters and batch may be on the meta device.
@@ -186,7 +186,7 @@ def _search(
     fingerprint: str,
     say: Progress,
     start: float,
-    machine: Machine | None,
+    machine: Hardware | None,
 ) -> tuple[Plan, Lowered]:
     """Measure, solve the options, state and solve the problem."""
     config = request.config
@@ -301,7 +301,7 @@ def _fingerprint(
     traced: Traced,
     request: Request,
     updater: Updater | None,
-    machine: Machine | None,
+    machine: Hardware | None,
     budgets: bool = True,
 ) -> str:
     """A hash of everything that the plan depends on, or without `budgets` of what measuring depends on."""

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from .errors import PlanFileError
-from .sizes import format_bytes
+from .files import write_whole
+from .plan_table import plan_table
+from .sizes import format_bytes, format_least_bytes
 from .solver.schedule import Kind, Schedule
 from .solver.simulate import Simulation, simulate
 from .solver.text import from_dict, to_dict
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.axes import Axes
+
+    from .reports.diff import PlanDiff
 
 FORMAT = 1
 
@@ -128,7 +135,7 @@ class Plan:
         compute_s = sum(c.seconds for c in self.schedule.computes.values())
         lines = [
             f"budget {format_bytes(self.budget_bytes)}, predicted peak {format_bytes(self.predicted_peak_bytes)}, "
-            f"least budget that works {format_bytes(self.least_budget_bytes)}",
+            f"least budget that works {format_least_bytes(self.least_budget_bytes)}",
             f"one step {self.predicted_step_s:.3g} s predicted, {compute_s:.3g} s of it compute; "
             f"no plan is faster than {self.lower_bound_s:.3g} s ({self.status})",
             f"per step {format_bytes(into)} come in and {format_bytes(out)} go out; "
@@ -141,36 +148,57 @@ class Plan:
         return "\n".join(lines)
 
     def table(self) -> Table:
-        """One row per block, neighbours that are alike in one row."""
-        table = Table(title="Plan", title_justify="left")
-        for name, justify in (
-            ("blocks", "right"), ("class", "left"), ("option", "left"), ("kept", "right"), ("offloaded", "right"),
-            ("recomputed ops", "right"), ("parameters", "right"), ("never leave", "right"), ("updated on CPU", "right"),
-        ):  # fmt: skip
-            table.add_column(name, justify=justify)  # type: ignore[arg-type]
-        for row in self.blocks:
-            cells = (row.kept_bytes, row.offloaded_bytes)
-            params = (row.params_bytes, row.params_resident_bytes, row.cpu_update_bytes)
-            table.add_row(
-                row.name,
-                row.class_id,
-                row.option,
-                *(format_bytes(c) if c else "-" for c in cells),
-                str(row.recomputed) if row.recomputed else "-",
-                *(format_bytes(c) if c else "-" for c in params),
-            )
-        return table
+        """What happens to every block's values and parameters, blocks that are alike in one row, and the totals."""
+        return plan_table(self.blocks)
 
     def __str__(self) -> str:
         return self.explain()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, whole or not at all."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=target.parent, suffix=".tmp", delete=False) as file:
-            json.dump(_to_json(self), file)
-        os.replace(file.name, target)
+        write_whole(Path(path), json.dumps(_to_json(self)))
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """What is different in another plan: prints as words, `.table()` is for rich."""
+        from .reports.diff import diff_plans
+
+        return diff_plans(self, other)
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the predicted iteration for Perfetto or chrome://tracing."""
+        from .reports.timeline import plan_timeline
+        from .reports.trace import save_trace
+
+        save_trace([plan_timeline(self)], path)
+
+    def plot_timeline(self, ax: Axes | None = None) -> Axes:
+        """Draw what every resource does when, with matplotlib; on new axes if none are given."""
+        from .reports.plots import plot_timeline
+
+        return plot_timeline(self, ax)
+
+    def plot_memory(self, ax: Axes | None = None) -> Axes:
+        """Draw what is on the device over an iteration, by kind, with matplotlib."""
+        from .reports.plots import plot_memory
+
+        return plot_memory(self, ax)
+
+    def plot_tensors(self, ax: Axes | None = None) -> Axes:
+        """Draw where every tensor is at each step, with matplotlib."""
+        from .reports.plots import plot_tensors
+
+        return plot_tensors(self, ax)
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """The plan's actions as a pandas frame, one row each."""
+        from .reports.frame import plan_frame
+
+        return plan_frame(self)
+
+    def _repr_html_(self) -> str:
+        from .reports.html import plan_figure
+
+        return plan_figure(self)
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:

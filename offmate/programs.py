@@ -95,8 +95,8 @@ class ClassGraph:
 
     @cached_property
     def resting(self) -> frozenset[int]:
-        """Storages that are there for the backward whatever the choice: what the block was given and handed on."""
-        return self.external | self.results | self.constant
+        """Storages that are there for the backward whatever the choice: what the block was given, handed on, wrote."""
+        return self.external | self.results | self.written | self.constant
 
     @cached_property
     def recomputable(self) -> frozenset[fx.Node]:
@@ -141,12 +141,13 @@ class ClassGraph:
     def _whole_operators(self, recomputed: frozenset[int]) -> frozenset[int]:
         """An operator that runs again makes all its storages again."""
         makers = {self.maker[s] for s in recomputed}
-        return frozenset(s for m in makers for s in self.made_by(m)) - self.results
+        return frozenset(s for m in makers for s in self.made_by(m)) - self.results - self.written
 
     def _backward_order(self, recomputed: frozenset[int]) -> tuple[list[fx.Node], set[fx.Node]]:
         """Backward nodes with what they need recomputed just before its first use, and the nodes read as saved."""
         forward = set(self.joint.forward)
-        results = set(self.joint.results)
+        # A written buffer holds its new value when the backward starts, as in eager mode.
+        results = {*self.joint.results, *self.joint.writes.values()}
         there: set[fx.Node] = set()
         saved: set[fx.Node] = set()
         order: list[fx.Node] = []
@@ -159,7 +160,7 @@ class ClassGraph:
                 saved.add(node)
                 return
             own = [s for s in self.storages(node) if s not in self.external and s not in self.constant]
-            if own and not set(own) & recomputed and not (set(own) & self.results):
+            if own and not set(own) & recomputed and not (set(own) & (self.results | self.written)):
                 saved.add(node)
                 return
             for source in node.all_input_nodes:
@@ -243,9 +244,10 @@ class ClassGraph:
                 return type(value)(convert(v) for v in value) if not isinstance(value, torch.Size) else value
             return value
 
-        value = node.meta.get("val")
+        value: Any = node.meta.get("val")
         tupled = isinstance(value, (tuple, list))
         elements = list(value) if tupled else [value]
+        reads: list[tuple[Any, int]] = [(n.args[1], self.register[n]) for n in picked or ()]
         own = set(self.made_by(node))
         makes = tuple(
             (position, self.number[e.untyped_storage()._cdata], e.untyped_storage().nbytes())
@@ -256,7 +258,7 @@ class ClassGraph:
             target=node.target,  # type: ignore[arg-type]
             args=tuple(convert(a) for a in node.args),
             kwargs={k: convert(v) for k, v in node.kwargs.items()},
-            outs=tuple((n.args[1], self.register[n]) for n in picked or ()) if tupled else ((0, self.register[node]),),
+            outs=tuple(reads) if tupled else ((0, self.register[node]),),
             tupled=tupled,
             makes=makes,
             workspace_bytes=self.costs.get(node.name, NodeCost()).workspace_bytes,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .optimizer import Updater
-from .runtime.executor import is_bulk
+from .runtime.contents import is_bulk
 
 _PRIMES = (2, 3, 5, 7, 11, 13)
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 
+_WORDS = {"p": "parameters", "s": "optimizer states", "b": "buffers and scalars"}
+_REST = "activations and gradients"
+
 
 class LimitExceeded(RuntimeError):
     """The device would hold more than its budget."""
 
 
 class Ledger:
-    """Counts the bytes on a device by what they are.
+    """Counts the bytes on a device.
 
-    State: `level_bytes` now, `peak_bytes` since the last reset, `by_kind` now. Changed by the executor alone.
+    State: `level_bytes` now, `peak_bytes` since the last reset. Changed by the executor alone.
 
     Parameters
     ----------
@@ -23,16 +26,24 @@ class Ledger:
         self.limit_bytes = limit_bytes
         self.level_bytes = 0
         self.peak_bytes = 0
-        self.by_kind: Counter[str] = Counter()
+        self._moved: Counter[str] = Counter()
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Bytes held now, by what they are in words; operators' results are all of one kind."""
+        moved = {word: self._moved[kind] for kind, word in _WORDS.items()}
+        return {**moved, _REST: self.level_bytes - sum(moved.values())}
 
     def add(self, kind: str, amount_bytes: int) -> None:
         """`amount_bytes` of kind `kind` (the prefix of an item's name) came to the device."""
-        self.by_kind[kind] += amount_bytes
+        if kind in _WORDS:
+            self._moved[kind] += amount_bytes
         self.made(amount_bytes)
 
     def remove(self, kind: str, amount_bytes: int) -> None:
         """`amount_bytes` of kind `kind` left the device."""
-        self.by_kind[kind] -= amount_bytes
+        if kind in _WORDS:
+            self._moved[kind] -= amount_bytes
         self.freed(amount_bytes)
 
     def made(self, amount_bytes: int, workspace_bytes: int = 0) -> None:
@@ -40,18 +51,23 @@ class Ledger:
         self.level_bytes += amount_bytes
         reached = self.level_bytes + workspace_bytes
         if reached > self.peak_bytes:
-            self.peak_bytes = reached
             if reached > self.limit_bytes:
                 self._refuse(reached)
+            self.peak_bytes = reached
 
     def freed(self, amount_bytes: int) -> None:
         """`amount_bytes` were let go."""
         self.level_bytes -= amount_bytes
+
+    def clear(self) -> None:
+        """Everything was let go."""
+        self.level_bytes = 0
+        self._moved.clear()
 
     def reset_peak(self) -> None:
         """Start the peak anew from what is held now."""
         self.peak_bytes = self.level_bytes
 
     def _refuse(self, reached: int) -> None:
-        held = ", ".join(f"{kind} {amount}" for kind, amount in self.by_kind.most_common() if amount)
+        held = ", ".join(f"{kind} {amount}" for kind, amount in self.by_kind.items() if amount)
         raise LimitExceeded(f"{reached} bytes would be held, the budget is {self.limit_bytes}; held by kind: {held}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,17 +11,19 @@ from .linear import Terms, accumulate
 
 @dataclass
 class Account:
-    """What every row is made of, one expression per step (bytes and seconds, unscaled)."""
+    """What every row is made of, one expression per step (bytes and seconds, unscaled).
 
-    memory: list[Terms]
+    Most of what is on the device stays there over many steps. So its bytes are kept as changes: `rise` of a step is
+    what it holds more than the step before, of step 0 all that it holds.
+    """
+
+    rise: list[Terms]
     compute: list[Terms]  # seconds
     cpu: list[Terms]  # seconds
     link_in: list[Terms]
     link_out: list[Terms]
     serial_in: list[Terms]
     serial_out: list[Terms]
-    start: Terms = field(default_factory=dict)  # memory while what precedes the first block runs
-    user: Terms = field(default_factory=dict)  # memory while the user's code runs
     host: Terms = field(default_factory=dict)
     traffic: Terms = field(default_factory=dict)  # all bytes that move, for the objective
 
@@ -35,7 +38,25 @@ class Account:
 
     def hold(self, step: int, amount_bytes: float, terms: Terms) -> None:
         """Count amount * terms on the device in `step`."""
-        accumulate(self.memory[step], amount_bytes, terms)
+        self.hold_over((step,), amount_bytes, terms)
+
+    def hold_over(self, steps: Sequence[int], amount_bytes: float, terms: Terms) -> None:
+        """Count amount * terms on the device in `steps`, neighbours in cyclic order."""
+        self.hold_sums(steps, amount_bytes, dict.fromkeys(steps, terms))
+
+    def hold_sums(self, steps: Sequence[int], amount_bytes: float, sums: Mapping[int, Terms]) -> None:
+        """Count amount * an expression by step on the device in `steps`, neighbours in cyclic order."""
+        last: Terms = {}
+        for step in steps:
+            if step == 0:  # the cycle's end: nothing follows the last step
+                last = {}
+            terms = sums[step]
+            if terms is not last:
+                accumulate(self.rise[step], amount_bytes, terms)
+                accumulate(self.rise[step], -amount_bytes, last)
+            last = terms
+        if steps and steps[-1] + 1 < len(self.rise):
+            accumulate(self.rise[steps[-1] + 1], -amount_bytes, last)
 
     def keep_on_host(self, amount_bytes: float, terms: Terms) -> None:
         """Count amount * terms in host memory."""

@@ -51,8 +51,7 @@ def _add_block(problem: Problem, i: int, builder: Builder, account: Account) -> 
 def _count_option(option: Option, i: int, backward: int, early: bool, column: Terms, account: Account) -> None:
     account.compute_in(i, option.forward_s, column)
     account.compute_in(backward, option.backward_s, column)
-    for step in range(i + 1, backward):
-        account.hold(step, option.saved_bytes, column)
+    account.hold_over(range(i + 1, backward), option.saved_bytes, column)
     amount = option.offloaded_bytes
     account.keep_on_host(amount, column)
     if early:
@@ -71,14 +70,12 @@ def add_values(problem: Problem, builder: Builder, account: Account) -> tuple[Le
     for value in problem.values:
         held = range(value.made + 1, value.uses[-1] + 1)
         window = _away_window(problem, value)
-        for step in held:
-            account.hold(step, value.bytes, {ONE: 1.0})
+        account.hold_over(held, value.bytes, {ONE: 1.0})
         if window is None:
             continue
         out, back = window
         column = builder.column(f"Z[{value.name}]", integer=True)
-        for step in range(out + 1, back):
-            account.hold(step, -value.bytes, column)
+        account.hold_over(range(out + 1, back), -value.bytes, column)
         account.keep_on_host(value.bytes, column)
         if out == value.made:
             account.move_serially("out", out, value.bytes, column)

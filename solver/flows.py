@@ -10,7 +10,8 @@ from .problem import Group, Problem
 
 WHOLE: Terms = {ONE: 1.0}
 NONE: Terms = {}
-EVERY = 6
+EVERY = 3  # offsets up to this one are all there,
+SHORT = 12  # and so are all of a span this short
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,15 @@ def sparse_offsets(n: int) -> list[int]:
     """Offsets below `n`: the first EVERY all, then ever further apart.
 
     A copy is best made soon after a step or shortly before one. Further off any one of several neighbouring steps will
-    do: each group has steps of its own, so together they still use them all. Measured on chains of 18 and 34 blocks:
-    within 0.6 % of the time with every step allowed, in a tenth of the search time.
+    do: each group has steps of its own, so together they still use them all. What that costs against the program with
+    every step allowed is shown by benchmarks/solver_scaling.py.
     """
+    if n <= SHORT:
+        return list(range(n))
     offsets, k = [], 0
     while k < n:
         offsets.append(k)
-        k += 1 if k < EVERY else k // 2
+        k += 1 if k < EVERY else k
     return offsets
 
 
@@ -157,9 +160,9 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     for gone in (out_drop, out_keep):
         _leave(group.param_bytes, span.end, gone, account)
     _come(group.param_bytes, back, account)
-    for step in idle[1:]:
-        there = add((1.0, rest), (-1.0, out_drop.before(step)), (1.0, back.upto(step)))
-        account.hold(step, group.param_bytes, there)
+    account.hold_over(idle[1:], group.param_bytes, rest)
+    account.hold_sums(idle[1:], -group.param_bytes, out_drop.prior)
+    account.hold_sums(idle[1:], group.param_bytes, back.sums)
 
     state_out, state_in = _states(problem, group, span, x, builder, account)
     away = _others(group, _pairs(span), hosted, problem.n_steps, builder, account)
@@ -170,9 +173,9 @@ def _count_cpu_part(group: Group, span: Span, x: Terms, grad_out: Flow, cpu_back
     """The CPU part's gradient until it is out, its new parameters from when they come in; its copies and host bytes."""
     _leave(group.grad_bytes, span.end, grad_out, account)
     _come(group.param_bytes, cpu_back, account)
-    for step in span.idle[1:]:
-        account.hold(step, group.grad_bytes, add((1.0, x), (-1.0, grad_out.before(step))))
-        account.hold(step, group.param_bytes, cpu_back.upto(step))
+    account.hold_over(span.idle[1:], group.grad_bytes, x)
+    account.hold_sums(span.idle[1:], -group.grad_bytes, grad_out.prior)
+    account.hold_sums(span.idle[1:], group.param_bytes, cpu_back.sums)
     account.keep_on_host(group.grad_bytes + group.state_bytes, x)
 
 
@@ -192,9 +195,9 @@ def _states(
     account.keep_on_host(group.state_bytes, total)
     _leave(group.state_bytes, span.end, gone, account)
     _come(group.state_bytes, back, account)
-    account.hold(span.end, group.state_bytes, rest)
-    for step in cycle[1:]:
-        account.hold(step, group.state_bytes, add((1.0, rest), (-1.0, gone.before(step)), (1.0, back.upto(step))))
+    account.hold_over(cycle, group.state_bytes, rest)
+    account.hold_sums(cycle[1:], -group.state_bytes, gone.prior)
+    account.hold_sums(cycle[1:], group.state_bytes, back.sums)
     return gone, back
 
 
@@ -216,16 +219,15 @@ def _others(
     for after, before in gaps:
         between = around(after, before - 1, n_steps)[1:]
         if len(between) < 2:  # what leaves would be back in the same step
-            for step in between:
-                account.hold(step, group.param_bytes, WHOLE)
+            account.hold_over(between, group.param_bytes, WHOLE)
             continue
         label = f"{group.name},{after}"
         part = builder.column(f"d[{label}]")
         builder.at_most_zero(f"d[{label}]", add((1.0, part), (-1.0, hosted)))
         back = flow(builder, f"Back[{label}]", between, coming_steps(between, 1), part)
         _come(group.param_bytes, back, account)
-        for step in between:
-            account.hold(step, group.param_bytes, add((1.0, WHOLE), (-1.0, part), (1.0, back.upto(step))))
+        account.hold_over(between, group.param_bytes, add((1.0, WHOLE), (-1.0, part)))
+        account.hold_sums(between, group.param_bytes, back.sums)
         result.append(Away(after, before, part, back))
     return tuple(result)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 Terms = dict[int, float]
 """A linear expression: coefficient by column; the key ONE holds the constant."""
 
 ONE = -1
+NEARLY = 1e-7  # what a row without columns may lack
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,36 @@ class LinearModel:
     integer: tuple[bool, ...]
     costs: tuple[float, ...]
     rows: tuple[Row, ...]
+
+
+def relaxed(model: LinearModel) -> LinearModel:
+    """The model without its demand that columns be integer."""
+    return replace(model, integer=(False,) * len(model.integer))
+
+
+def fixed(model: LinearModel, values: Mapping[int, float]) -> LinearModel:
+    """The model with some columns held at `values`: they keep their place, rows without others are left out.
+
+    A held column has the upper bound 0 and no cost; what it adds to rows moves into their bounds.
+    """
+    rows = []
+    for row in model.rows:
+        kept = [(c, a) for c, a in zip(row.columns, row.coefficients) if c not in values]
+        moved = sum(a * values[c] for c, a in zip(row.columns, row.coefficients) if c in values)
+        columns, coefficients = tuple(c for c, _ in kept), tuple(a for _, a in kept)
+        rows.append(replace(row, columns=columns, coefficients=coefficients, bound=row.bound - moved))
+    free = [c not in values for c in range(len(model.upper))]
+    return replace(
+        model,
+        upper=tuple(u if f else 0.0 for u, f in zip(model.upper, free)),
+        integer=tuple(i and f for i, f in zip(model.integer, free)),
+        costs=tuple(c if f else 0.0 for c, f in zip(model.costs, free)),
+        rows=tuple(row for row in rows if row.columns or _broken(row)),
+    )
+
+
+def _broken(row: Row) -> bool:
+    return row.bound < -NEARLY or (row.equal and row.bound > NEARLY)
 
 
 @dataclass
@@ -96,13 +127,15 @@ class Flow:
     ----------
     span: all steps of the span in their cyclic order.
     steps: those of them in which it may move.
-    sums: what has moved up to the end of each step of the span, an expression by step.
+    sums: what has moved up to the end of each step of the span, an expression by step; one object as long as nothing
+        moves. prior: the same up to the step's beginning.
     total: what moves in all.
     """
 
     span: tuple[int, ...]
     steps: tuple[int, ...]
     sums: dict[int, Terms]
+    prior: dict[int, Terms]
     total: Terms
 
     def upto(self, step: int) -> Terms:
@@ -111,8 +144,7 @@ class Flow:
 
     def before(self, step: int) -> Terms:
         """What has moved when `step` begins, a step of the span."""
-        place = self.span.index(step)
-        return self.sums[self.span[place - 1]] if place else {}
+        return self.prior[step]
 
     def each(self) -> Iterable[tuple[int, Terms]]:
         """What moves in each step in which it may."""
@@ -126,15 +158,17 @@ def flow(builder: Builder, name: str, span: tuple[int, ...], steps: tuple[int, .
     """A flow of `total` over `span`, moving in `steps` (ascending along the span, not empty)."""
     may = set(steps)
     sums: dict[int, Terms] = {}
+    prior: dict[int, Terms] = {}
     last: Terms = {}
     for step in span:
+        prior[step] = last
         if step in may:
             now = total if step == steps[-1] else builder.column(f"{name}[{step}]")
             if last:
                 builder.at_most_zero(f"{name} rises[{step}]", add((1.0, last), (-1.0, now)))
             last = now
         sums[step] = last
-    return Flow(span, steps, sums, total)
+    return Flow(span, steps, sums, prior, total)
 
 
 def follows(builder: Builder, name: str, later: Flow, earlier: Flow) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from enum import Enum
+from typing import NamedTuple
 
 from .problem import Rates
 
@@ -16,6 +17,14 @@ class Resource(Enum):
     IN = "copy in"
     OUT = "copy out"
     CPU = "cpu"
+
+
+class Stall(NamedTuple):
+    """A span in which the executor waits, and the resource that it waits for."""
+
+    cause: Resource
+    start_s: float
+    end_s: float
 
 
 class Job:
@@ -47,6 +56,7 @@ class Machine:
     def __init__(self, rates: Rates) -> None:
         self.now = 0.0
         self.stall_s: dict[Resource, float] = dict.fromkeys(Resource, 0.0)
+        self.stalls: list[Stall] = []
         self._rates = rates
         self._queues: dict[Resource, deque[Job]] = {resource: deque() for resource in Resource}
 
@@ -70,6 +80,7 @@ class Machine:
                 cause, before = self._cause(job), self.now
                 self._advance()
                 self.stall_s[cause] += self.now - before
+                self.stalls.append(Stall(cause, before, self.now))
 
     def _cause(self, job: Job) -> Resource:
         """The resource that keeps `job` from being done: the one that runs, at the end of what it waits for."""

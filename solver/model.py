@@ -21,6 +21,7 @@ has moved up to a step (see Flow), written `Flow.upto(t)`, and `Flow.before(t)` 
 | Comp | choices | block runs with an option, early or late | {0, 1} | sum = 1 |
 | Z | leaving | interface value leaves between forwards and backwards | {0, 1} | |
 | Time | time | seconds of a step | s | >= each resource's seconds |
+| Level | level | everything on the device in a step | <= budget | Level[t] = Level[t - 1] + what step t holds more |
 | In, Out | link_in, link_out | seconds of its copies alone | s | |
 | M | least | the budget, where the program asks for the least | bytes | |
 
@@ -44,6 +45,7 @@ Goal = Literal["time", "device", "host"]
 
 SCALE = 1000.0
 TRAFFIC_WEIGHT = 1e-4  # all bytes that could move weigh this part of the unavoidable seconds: it only breaks ties
+SMALLEST = 1e-12  # coefficients below are rounding, of bytes that come and go
 SPREAD_WEIGHT = 1e-6  # the mean of the steps' bytes against the least budget, so that only steps that bind are full
 
 
@@ -53,7 +55,7 @@ class Program:
 
     Parameters
     ----------
-    memory: device bytes by step; host: host bytes. Unscaled, as the rows count them.
+    memory: device bytes by step; host: host bytes. Unscaled; `memory` is empty if the goal is the host.
     device_rows: everything that the device budget bounds: (step, bytes).
     time: seconds of each step, in units of `time_unit_s`; empty unless the goal is time.
     traffic_slack_s: the most that the tie-breaking term can add to the objective.
@@ -85,7 +87,7 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
     choices = add_blocks(problem, builder, account)
     leaving = add_values(problem, builder, account)
     groups = {g.name: add_group(problem, g, builder, account) for g in problem.groups}
-    _hold_the_rest(problem, choices, account)
+    start, user = _hold_the_rest(problem, choices, account)
     unit_s = _unavoidable_s(problem) / SCALE or 1.0
     time: tuple[Terms, ...] = ()
     if goal == "time":
@@ -95,18 +97,33 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
         objective = add(*((1.0, t) for t in time), (weight, account.traffic))
     else:
         objective = builder.column("M", inf)
-    least_unit = _budget_rows(problem, builder, account, goal, objective)
+    memory: tuple[Terms, ...] = ()
+    device_rows: tuple[tuple[int, Terms], ...] = ()
+    if goal != "host":
+        unit = (_most_on_device(problem) if goal == "device" else problem.device_budget_bytes) / SCALE or 1.0
+        memory = _levels(builder, account, unit)
+        outside = (
+            (0, add((1.0, memory[0]), (1.0, start))),
+            (problem.n_blocks, add((1.0, memory[problem.n_blocks]), (1.0, user))),
+        )
+        device_rows = (*enumerate(memory), *outside)
+        most = objective if goal == "device" else {ONE: problem.device_budget_bytes / unit}
+        for name, (_, terms) in zip(
+            [*(f"memory[{t}]" for t in range(len(memory))), "memory[start]", "memory[user]"], device_rows
+        ):
+            builder.at_most_zero(name, add((1 / unit, terms), (-1.0, most)))
+    _host_row(problem, builder, account, goal, objective)
     if goal == "device":
-        spread = SPREAD_WEIGHT / problem.n_steps / least_unit
-        objective = add((1.0, objective), *((spread, m) for m in account.memory))
+        spread = SPREAD_WEIGHT / problem.n_steps / unit
+        objective = add((1.0, objective), *((spread, m) for m in memory))
     objective.pop(ONE, None)
     return Program(
         model=builder.freeze(objective),
         groups=groups,
         choices=choices,
         leaving=leaving,
-        memory=tuple(account.memory),
-        device_rows=(*enumerate(account.memory), (0, account.start), (problem.n_blocks, account.user)),
+        memory=memory,
+        device_rows=device_rows,
         host=account.host,
         time=time,
         time_unit_s=unit_s,
@@ -114,42 +131,48 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
     )
 
 
-def _hold_the_rest(problem: Problem, choices: tuple[Choices, ...], account: Account) -> None:
-    """Held bytes, the two rows for code outside the blocks, and then the blocks' own peaks."""
+def _hold_the_rest(problem: Problem, choices: tuple[Choices, ...], account: Account) -> tuple[Terms, Terms]:
+    """Count held bytes and the blocks' own peaks.
+
+    Returns: what is there beyond the first step's bytes while the code before it runs, and beyond the first backward
+    step's while the user's code runs.
+    """
     n = problem.n_blocks
     shared_bytes = sum(s.bytes for s in problem.shared)
     handed_in = sum(o.grad_bytes for o in problem.outputs if problem.backward_step(o.made) > n)
     for step, held in enumerate(held_bytes(problem)):
         account.hold(step, held, {ONE: 1.0})
-    account.start = add((1.0, account.memory[0]), (problem.start_peak_bytes - shared_bytes, {ONE: 1.0}))
-    account.user = add((1.0, account.memory[n]), (problem.user_bytes - handed_in, {ONE: 1.0}))
+    start: Terms = {ONE: float(problem.start_peak_bytes - shared_bytes)}
+    user: Terms = {ONE: float(problem.user_bytes - handed_in)}
     for i, block in enumerate(choices):
         for (o, _), column in block.columns.items():
             option = problem.blocks[i].options[o]
             account.hold(i, option.forward_peak_bytes, column)
             account.hold(problem.backward_step(i), option.backward_peak_bytes, column)
+            if i == 0:
+                accumulate(start, -option.forward_peak_bytes, column)
             if i == n - 1:  # the user's code runs between this block's forward and its backward
-                accumulate(account.user, option.saved_bytes, column)
+                accumulate(user, option.saved_bytes - option.backward_peak_bytes, column)
+    return start, user
 
 
-def _budget_rows(problem: Problem, builder: Builder, account: Account, goal: Goal, least: Terms) -> float:
-    """Memory <= device budget in every step, host <= host budget; returns the bytes of one unit of `least`."""
-    rows = {f"memory[{t}]": terms for t, terms in enumerate(account.memory)}
-    rows |= {"memory[start]": account.start, "memory[user]": account.user}
-    unit = problem.device_budget_bytes / SCALE or 1.0
-    if goal == "device":
-        unit = _most_at_once(account) / SCALE or 1.0
-    host_unit = problem.host_budget_bytes / SCALE or 1.0
-    if goal == "host":
-        unit = host_unit = max(_most(account.host, builder), 1.0) / SCALE
-        builder.at_most_zero("host", add((1 / unit, account.host), (-1.0, least)))
-        return unit
-    device = least if goal == "device" else {ONE: problem.device_budget_bytes / unit}
-    for name, terms in rows.items():
-        builder.at_most_zero(name, add((1 / unit, terms), (-1.0, device)))
-    host = {ONE: problem.host_budget_bytes / host_unit}
-    builder.at_most_zero("host", add((1 / host_unit, account.host), (-1.0, host)))
-    return unit
+def _levels(builder: Builder, account: Account, unit: float) -> tuple[Terms, ...]:
+    """A column per step for the bytes on the device, in units of `unit`; returns the bytes."""
+    last: Terms = {}
+    levels = []
+    for step, rise in enumerate(account.rise):
+        level = builder.column(f"Level[{step}]", inf)
+        change = add((1 / unit, rise), (1.0, last), (-1.0, level))
+        builder.at_most_zero(f"level[{step}]", {c: a for c, a in change.items() if abs(a) > SMALLEST}, equal=True)
+        levels.append(add((unit, level)))
+        last = level
+    return tuple(levels)
+
+
+def _host_row(problem: Problem, builder: Builder, account: Account, goal: Goal, least: Terms) -> None:
+    unit = (_most(account.host, builder) if goal == "host" else problem.host_budget_bytes) / SCALE or 1.0
+    limit = least if goal == "host" else {ONE: problem.host_budget_bytes / unit}
+    builder.at_most_zero("host", add((1 / unit, account.host), (-1.0, limit)))
 
 
 def _time_rows(problem: Problem, builder: Builder, account: Account, unit_s: float) -> tuple[Terms, ...]:
@@ -192,5 +215,14 @@ def _most(terms: Terms, builder: Builder) -> float:
     return sum(max(0.0, a) * (1.0 if c == ONE else builder.upper[c]) for c, a in terms.items())
 
 
-def _most_at_once(account: Account) -> float:
-    return max(sum(abs(a) for a in terms.values()) for terms in (*account.memory, account.start, account.user))
+def _most_on_device(problem: Problem) -> float:
+    """More than any plan can have on the device at once."""
+    groups = sum(g.param_bytes + g.grad_bytes + g.state_bytes for g in problem.groups)
+    options = [o for block in problem.blocks for o in block.options]
+    saved = sum(max(o.saved_bytes + o.offloaded_bytes for o in block.options) for block in problem.blocks)
+    peaks = max(max(o.forward_peak_bytes, o.backward_peak_bytes) for o in options)
+    values = sum(v.bytes + v.grad_bytes for v in problem.values) + sum(
+        2 * o.bytes + o.grad_bytes for o in problem.outputs
+    )
+    outside = sum(s.bytes for s in problem.shared) + problem.start_peak_bytes + problem.user_bytes
+    return float(groups + saved + peaks + values + outside)

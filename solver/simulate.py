@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .machine import Job, Machine, Resource
+from .machine import Job, Machine, Resource, Stall
 from .schedule import Action, Kind, Schedule
 
 _ITERATIONS = 3  # by the third what one iteration leaves to the next has settled
@@ -35,6 +35,8 @@ class Simulation:
     peak_bytes, peak_action: the most bytes on the device, and the first action that reaches it.
     timeline: what every resource did, in the order of the actions.
     stall_s: seconds in which the executor waited, by the resource that it waited for.
+    stalls: those spans one by one, in order; a long wait may be several.
+    taken: per action the seconds at which the executor takes it and is done with it; a queued copy is done at once.
     memory: per action its index and the most bytes on the device while it is carried out.
     """
 
@@ -43,6 +45,8 @@ class Simulation:
     peak_action: Action
     timeline: tuple[Event, ...]
     stall_s: dict[str, float]
+    stalls: tuple[Stall, ...]
+    taken: tuple[tuple[float, float], ...]
     memory: tuple[tuple[int, int], ...]
 
 
@@ -82,7 +86,7 @@ def simulate(schedule: Schedule) -> Simulation:
     for _ in range(_ITERATIONS):
         start = executor.machine.now
         executor.iterate()
-    end, stalls = executor.machine.now, dict(executor.machine.stall_s)
+    end, stall_s, stalls = executor.machine.now, dict(executor.machine.stall_s), tuple(executor.machine.stalls)
     jobs = executor.jobs
     executor.machine.wait([job for _, job in jobs])
     highs = memory_highs(schedule)
@@ -94,7 +98,9 @@ def simulate(schedule: Schedule) -> Simulation:
         timeline=tuple(
             Event(action, job.resource, job.start_s - start, job.end_s - start, job.bytes) for action, job in jobs
         ),
-        stall_s={resource.value: seconds for resource, seconds in stalls.items()},
+        stall_s={resource.value: seconds for resource, seconds in stall_s.items()},
+        stalls=tuple(Stall(s.cause, s.start_s - start, s.end_s - start) for s in stalls),
+        taken=tuple((began - start, ended - start) for began, ended in executor.taken),
         memory=tuple(enumerate(highs)),
     )
 
@@ -109,17 +115,19 @@ class _Executor:
         self.copy_out: dict[str, Job] = {}
         self.update: dict[str, Job] = {}  # the latest host update of a tensor
         self.jobs: list[tuple[Action, Job]] = []
+        self.taken: list[tuple[float, float]] = []
 
     def iterate(self) -> None:
-        """One iteration; `jobs` and the machine's stalls are then those of this iteration."""
-        self.jobs = []
-        self.machine.stall_s = dict.fromkeys(Resource, 0.0)
+        """One iteration; `jobs`, `taken` and the machine's stalls are then those of this iteration."""
+        self.jobs, self.taken = [], []
+        self.machine.stall_s, self.machine.stalls = dict.fromkeys(Resource, 0.0), []
         manage_s, step = self.schedule.rates.manage_s, None
         for action in self.schedule.actions:
             if action.step != step and manage_s > 0:
                 self.machine.submit(Resource.CPU, manage_s)
-            step = action.step
+            step, began = action.step, self.machine.now
             self._take(action)
+            self.taken.append((began, self.machine.now))
 
     def _take(self, action: Action) -> None:
         name = action.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import highspy
 import pulp
@@ -12,8 +13,10 @@ from ..solution import Status
 from .answer import RawAnswer, to_pulp
 
 INFINITE = float("inf")
+OPTIONS = {"random_seed": 0, "parallel": "off"}
 # The first relaxation takes most of the time: it is degenerate, and an interior point is three times as fast.
-OPTIONS = {"random_seed": 0, "parallel": "off", "mip_lp_solver": "ipm"}
+FIRST = {"mip_lp_solver": "ipm"}
+_INFEASIBLE = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
 
 
 def solve(model: LinearModel, time_limit_s: float, gap: float) -> RawAnswer:
@@ -27,12 +30,16 @@ def solve(model: LinearModel, time_limit_s: float, gap: float) -> RawAnswer:
     """
     started = time.perf_counter()
     problem, variables = to_pulp(model)
-    solver = pulp.HiGHS(msg=False, gapRel=gap, timeLimit=time_limit_s, **OPTIONS)
-    solver.solve(problem)
+    _run(problem, time_limit_s, gap, FIRST)
+    if problem.solverModel.getModelStatus() in _INFEASIBLE:
+        # An interior point wrongly finds small feasible programs infeasible when seconds differ by many magnitudes.
+        left_s = max(1.0, time_limit_s - (time.perf_counter() - started))
+        problem, variables = to_pulp(model)
+        _run(problem, left_s, gap, {})
     highs = problem.solverModel
     spent_s = time.perf_counter() - started
     state = highs.getModelStatus()
-    if state in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+    if state in _INFEASIBLE:
         return RawAnswer(Status.INFEASIBLE, (), INFINITE, INFINITE, spent_s)
     info = highs.getInfo()
     bound = info.mip_dual_bound if any(model.integer) else info.objective_function_value
@@ -42,3 +49,7 @@ def solve(model: LinearModel, time_limit_s: float, gap: float) -> RawAnswer:
     status = Status.OPTIMAL if finished else Status.TIME_LIMIT
     values = tuple(float(v.varValue) for v in variables)
     return RawAnswer(status, values, info.objective_function_value, min(bound, info.objective_function_value), spent_s)
+
+
+def _run(problem: pulp.LpProblem, time_limit_s: float, gap: float, more: dict[str, Any]) -> None:
+    pulp.HiGHS(msg=False, gapRel=gap, timeLimit=time_limit_s, **OPTIONS, **more).solve(problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Mapping
@@ -42,7 +43,8 @@ class Case:
     Parameters
     ----------
     build: makes the model, after the seed has been set. batches: one per step, used in turn.
-    call: how the loop calls the model. loss: of the model's output and the batch.
+    inputs: what of a batch the model is called with. around: context of the forward and the loss.
+    loss: of the model's output and the batch.
     optimizer: makes it. scheduler: makes one, or None. planned: whether offmate is given the optimizer.
     before_step: what the loop does between backward and step. micro: backwards per step.
     compares_outputs: whether every output is compared, not only losses.
@@ -51,7 +53,8 @@ class Case:
     name: str
     build: Callable[[], torch.nn.Module]
     batches: Callable[[], list[Batch]]
-    call: Callable[[Any, Batch], Any] = lambda model, batch: model(**batch)
+    inputs: Callable[[Batch], dict[str, Any] | tuple[Any, ...]] = lambda batch: batch
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     loss: Callable[[Any, Batch], torch.Tensor] = own_loss
     optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] = adamw
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
@@ -131,8 +134,10 @@ def _train(
 def _forward_backward(
     case: Case, model: torch.nn.Module, batch: Batch, outputs: list[list[torch.Tensor]], keep: bool
 ) -> torch.Tensor:
-    output = case.call(model, batch)
-    loss = case.loss(output, batch)
+    given = case.inputs(batch)
+    with case.around():
+        output = model(*given) if isinstance(given, tuple) else model(**given)
+        loss = case.loss(output, batch)
     (loss / case.micro if case.micro > 1 else loss).backward()
     if keep and case.compares_outputs:
         outputs.append([t.detach().clone() for t in tensors_of(output)])
@@ -146,7 +151,7 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
     return [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
 
 
-def _run(model: Any, optimizer: Any, losses: Any, outputs: Any, peak_bytes: int, **more: Any) -> Run:
+def _run(model: Any, optimizer: Any, losses: Any, outputs: Any, peak_bytes: int, plan: Any = None) -> Run:
     state = {k: v.detach().clone() for k, v in model.state_dict().items()}
     moments = [
         t.clone()
@@ -154,7 +159,7 @@ def _run(model: Any, optimizer: Any, losses: Any, outputs: Any, peak_bytes: int,
         for _, t in sorted(entry.items())
         if isinstance(t, torch.Tensor)
     ]
-    return Run(losses, outputs, state, moments, torch.get_rng_state(), peak_bytes, **more)
+    return Run(losses, outputs, state, moments, torch.get_rng_state(), peak_bytes, plan, model)
 
 
 def budgeted(case: Case, budget: str | int, cache_dir: str | None) -> Run:
@@ -174,7 +179,7 @@ def budgeted(case: Case, budget: str | int, cache_dir: str | None) -> Run:
     assert torch.equal(torch.get_rng_state(), random_state)
     losses, outputs = _train(case, model, optimizer)
     plan = model.offmate.plan
-    return _run(model, optimizer, losses, outputs, model.offmate.peak_bytes, plan=plan, model=model)
+    return _run(model, optimizer, losses, outputs, model.offmate.peak_bytes, plan)
 
 
 def _bytes_of(case: Case, budget: str, cache_dir: str | None) -> int:
@@ -191,7 +196,7 @@ def least_bytes(case: Case, cache_dir: str | None) -> int:
         plan = offmate.plan(
             model,
             AMPLE_BYTES,
-            example_inputs=case.batches()[0],
+            example_inputs=case.inputs(case.batches()[0]),
             optimizer=case.optimizer(model) if case.planned else None,
             device="emulated",
             cpu_budget=HOST_BYTES,

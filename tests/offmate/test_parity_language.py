@@ -15,23 +15,23 @@ transformers = pytest.importorskip("transformers")
 VOCABULARY = 64
 MASKS = ("no_mask", "ones", "padding")
 
-TINY = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
+TINY = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", TINY),
-    "gpt2": ("GPT2", dict(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=256)),
-    "mixtral": ("Mixtral", TINY | dict(num_local_experts=4, num_experts_per_tok=2)),
+    "gpt2": ("GPT2", {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}),
+    "mixtral": ("Mixtral", TINY | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2": ("Qwen2", TINY),
-    "qwen3": ("Qwen3", TINY | dict(head_dim=8)),
+    "qwen3": ("Qwen3", TINY | {"head_dim": 8}),
     "phi": ("Phi", TINY),
-    "gemma2": ("Gemma2", TINY | dict(head_dim=8, sliding_window=64)),
-    "bloom": ("Bloom", dict(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4)),
+    "gemma2": ("Gemma2", TINY | {"head_dim": 8, "sliding_window": 64}),
+    "bloom": ("Bloom", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
 }
 
 
@@ -58,8 +58,8 @@ def text_batches(mask: str = "no_mask", length: int = 256) -> list[Batch]:
     return batches
 
 
-def text_case(name: str, mask: str = "no_mask", **more: Any) -> Case:
-    return Case(f"{name}-{mask}", lambda: language_model(name), lambda: text_batches(mask), **more)
+def text_case(name: str, mask: str = "no_mask", variant: str = "", **more: Any) -> Case:
+    return Case(f"{name}-{mask}{variant}", lambda: language_model(name), lambda: text_batches(mask), **more)
 
 
 @pytest.mark.parametrize("budget", BUDGETS)

@@ -1,0 +1,247 @@
+"""Checkpoints: written aside, verified, renamed; what is there under its name is whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..errors import OffmateError
+from .updates import Updates
+
+log = logging.getLogger("offmate")
+
+_MANIFEST, _UPDATES, _RANDOM, _MOMENT, PLAN = "manifest.json", "optimizer.pt", "random.pt", "moment.json", "plan.json"
+_ENTRY_FILES = ("config.json", "adapter_config.json")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where a run was, besides weights and states.
+
+    Parameters
+    ----------
+    step: steps done, from which the data position follows. tokens: digest of the run's tokens.
+    threads, torch: of which the last bits depend.
+    """
+
+    step: int
+    tokens: str
+    threads: int
+    torch: str
+
+
+def save_checkpoint(folder: Path, moment: Moment, model: Any, updates: Updates, plan: Any, keep: int) -> Path:
+    """Write a checkpoint below `folder`, and remove all but the newest `keep`.
+
+    Raises: OffmateError if weights are not finite, or it cannot be written; earlier checkpoints stay then.
+    """
+    _check_finite(model, moment.step)
+    state = updates.state_dict()
+
+    def write(aside: Path) -> None:
+        model.save_pretrained(aside)
+        torch.save(state, aside / _UPDATES)
+        torch.save(_random_state(), aside / _RANDOM)
+        (aside / _MOMENT).write_text(json.dumps(asdict(moment)))
+        if plan is not None:
+            plan.save(aside / PLAN)
+        _verify_weights(aside, model)
+        _verify_updates(aside / _UPDATES, state)
+
+    target = folder / f"step-{moment.step:08d}"
+    _write_aside(target, write, f"the checkpoint of step {moment.step}")
+    for old in _checkpoints(folder)[keep:]:
+        _remove(old)
+    return target
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint that is whole; None if there is none at all. Removes what was never finished.
+
+    Raises: OffmateError if there are checkpoints, but all are damaged.
+    """
+    for unfinished in folder.glob(".*.tmp"):
+        shutil.rmtree(unfinished, ignore_errors=True)
+    found = _checkpoints(folder)
+    for path in found:
+        fault = _fault(path)
+        if fault is None:
+            return path
+        log.warning("%s is damaged (%s); an older checkpoint is used", path, fault)
+    if found:
+        raise OffmateError(f"{folder}: none of the {len(found)} checkpoints is whole; start anew in another folder")
+    return None
+
+
+def load_moment(path: Path) -> Moment:
+    """Where the run was at a checkpoint."""
+    return Moment(**json.loads((path / _MOMENT).read_text()))
+
+
+def restore(path: Path, updates: Updates) -> None:
+    """Bring optimizer states and random generators to where they were; weights are loaded with the model."""
+    updates.load_state_dict(torch.load(path / _UPDATES, weights_only=True))
+    state = torch.load(path / _RANDOM, weights_only=True)
+    torch.set_rng_state(state["torch"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def save_result(output: Path, model: Any, tokenizer: Any) -> None:
+    """Write the folder that transformers or peft loads; the file that makes it one appears last."""
+
+    def write(aside: Path) -> None:
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        _verify_weights(aside, model)
+
+    aside = output / "result"
+    _write_aside(aside, write, "the result")
+    files = sorted(aside.iterdir(), key=lambda file: file.name in _ENTRY_FILES)
+    for file in files:
+        if file.name != _MANIFEST:
+            os.replace(file, output / file.name)
+    _sync_folder(output)
+    shutil.rmtree(aside)
+
+
+def checkpoint_bytes(model: torch.nn.Module, updates: Updates, lora: bool) -> tuple[int, int]:
+    """Bytes on disk of a checkpoint's weights and of its states."""
+    saved = [p for p in model.parameters() if p.requires_grad or not lora]
+    return sum(p.numel() * p.element_size() for p in saved), updates.state_bytes()
+
+
+def _write_aside(target: Path, write: Callable[[Path], None], what: str) -> None:
+    aside = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        write(aside)
+        _write_manifest(aside)
+        if target.exists():
+            _remove(target)
+        os.replace(aside, target)
+        _sync_folder(target.parent)
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, OffmateError):
+            raise
+        raise OffmateError(
+            f"{what} could not be written below {target.parent}: {error}. Earlier checkpoints are untouched; make room "
+            "and go on with --resume"
+        ) from error
+
+
+def _write_manifest(folder: Path) -> None:
+    files = {}
+    for file in sorted(folder.iterdir()):
+        with file.open("rb+") as opened:
+            os.fsync(opened.fileno())
+        files[file.name] = [file.stat().st_size, _digest(file)]
+    with (folder / _MANIFEST).open("w") as manifest:
+        json.dump(files, manifest)
+        manifest.flush()
+        os.fsync(manifest.fileno())
+    _sync_folder(folder)
+
+
+def _fault(path: Path) -> str | None:
+    """What is wrong with a checkpoint, None if nothing."""
+    try:
+        files = json.loads((path / _MANIFEST).read_text())
+        for name, (size, digest) in files.items():
+            if (path / name).stat().st_size != size or _digest(path / name) != digest:
+                return f"{name} has changed"
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _verify_weights(folder: Path, model: Any) -> None:
+    """Compare the weights on disk, tensor by tensor, with those in memory."""
+    values = _saved_values(model)
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                # Some architectures are stored in another arrangement than they run in.
+                if name in values and not torch.equal(opened.get_tensor(name), values[name]):
+                    raise OSError(f"{name} does not read back from {file.name} as it was written")
+
+
+def _saved_values(model: Any) -> dict[str, torch.Tensor]:
+    if hasattr(model, "peft_config"):
+        from peft import get_peft_model_state_dict
+
+        return get_peft_model_state_dict(model)
+    return model.state_dict()
+
+
+def _verify_updates(file: Path, state: dict[str, Any]) -> None:
+    written = torch.utils._pytree.tree_leaves(torch.load(file, weights_only=True, mmap=True))
+    own = torch.utils._pytree.tree_leaves(state)
+    same = len(written) == len(own) and all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(written, own)
+    )
+    if not same:
+        raise OSError(f"{file.name} does not read back as it was written")
+
+
+def _check_finite(model: torch.nn.Module, step: int) -> None:
+    for name, value in model.state_dict().items():
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise OffmateError(
+                f"{name} has become infinite or NaN by step {step}; training stops and no checkpoint is written, the "
+                "earlier ones are untouched. Try a lower learning_rate, or max_grad_norm"
+            )
+
+
+def _random_state() -> dict[str, Any]:
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    return {
+        "torch": torch.get_rng_state(),
+        "python": [version, list(internal), gauss],
+        "numpy": [str(name), keys.tolist(), int(position), int(has_gauss), float(cached)],  # type: ignore[union-attr]
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """The newest first."""
+    return sorted(folder.glob("step-*"), reverse=True)
+
+
+def _remove(path: Path) -> None:
+    """A folder that is being removed no longer has the name of a checkpoint."""
+    aside = path.with_name(f".{path.name}.old.tmp")
+    os.replace(path, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,190 @@
+"""The training loop: the usual one, around a compiled model."""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import OffmateError
+from .checkpoint import Moment, save_checkpoint
+from .packing import IGNORED, Batch, Batches, Packed, eval_batches
+from .report import Reporter, StepRow, host_bytes
+from .settings import Settings
+from .updates import Updates, learning_rate
+
+log = logging.getLogger("offmate")
+
+_SPEED_STEPS = 20  # over which the speed is averaged
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that a training loop works with.
+
+    Parameters
+    ----------
+    model: compiled, in training mode. start: steps that are done. n_steps: of the whole run.
+    checkpoints: folder of the checkpoints.
+    """
+
+    settings: Settings
+    model: Any
+    updates: Updates
+    packed: Packed
+    batches: Batches
+    start: int
+    n_steps: int
+    checkpoints: Path
+    reporters: list[Reporter]
+
+
+def train(run: Run) -> None:
+    """Train from `run.start` to `run.n_steps`, with a checkpoint at the end.
+
+    Raises: OffmateError if the loss is not finite or a checkpoint cannot be written. KeyboardInterrupt after Ctrl-C or
+    SIGTERM, when the step is done and its checkpoint written.
+    """
+    settings = run.settings
+    _tell(run, lambda r: r.start(run.start, run.n_steps))
+    clock = _Clock()
+    steps = run.batches.steps(run.start)
+    with _asked_to_stop() as asked:
+        for step in range(run.start, run.n_steps):
+            row = _step(run, step, next(steps), clock)
+            _tell(run, lambda r, row=row: r.step(row))
+            done, last = step + 1, step + 1 == run.n_steps
+            saves = last or done % settings.checkpoint_every == 0 or bool(asked)
+            if saves:
+                _save(run, done)
+            evaluates = done % settings.eval_every == 0 if settings.eval_every else saves
+            if (evaluates or last) and not asked:
+                _evaluate(run, done)
+            if saves or evaluates:
+                clock.forget()
+            if asked and not last:
+                log.warning("stopped after step %d of %d; --resume goes on from there", done, run.n_steps)
+                raise KeyboardInterrupt
+
+
+def evaluate(model: Any, batches: Iterable[Batch]) -> float | None:
+    """The mean loss per predicted token of held-out text; None if there is none."""
+    total, counted = 0.0, 0
+    model.eval()
+    try:
+        with torch.no_grad():
+            for batch in batches:
+                predicted = int((batch["labels"][:, 1:] != IGNORED).sum())
+                if predicted:
+                    total += model(**batch).loss.item() * predicted
+                    counted += predicted
+    finally:
+        model.train()
+    return total / counted if counted else None
+
+
+def _step(run: Run, step: int, micro_batches: list[Batch], clock: _Clock) -> StepRow:
+    settings = run.settings
+    rate = learning_rate(settings, step, run.n_steps)
+    run.updates.set_learning_rate(rate)
+    losses = []
+    for batch in micro_batches:
+        loss = run.model(**batch).loss
+        losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            raise OffmateError(_not_finite(run, step, losses[-1]))
+        (loss / settings.accumulation if settings.accumulation > 1 else loss).backward()
+    norm = run.updates.step()
+    if norm is not None and not math.isfinite(norm):
+        raise OffmateError(_not_finite(run, step, norm, "gradient norm"))
+    tokens = run.batches.sequence_length * settings.batch_size * settings.accumulation
+    step_s = clock.tick()
+    return StepRow(
+        step=step + 1,
+        loss=sum(losses) / len(losses),
+        learning_rate=rate,
+        gradient_norm=norm,
+        tokens_per_s=tokens / step_s,
+        left_s=step_s * (run.n_steps - step - 1),
+        device_bytes=run.model.offmate.peak_bytes,
+        host_bytes=host_bytes(),
+    )
+
+
+def _not_finite(run: Run, step: int, value: float, what: str = "loss") -> str:
+    epoch = step // run.batches.steps_per_epoch
+    saved = sorted(run.checkpoints.glob("step-*"))
+    kept = f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
+    return (
+        f"the {what} of step {step + 1} (epoch {epoch + 1}, learning rate {learning_rate(run.settings, step, run.n_steps):.3g}) "
+        f"is {value}; training stops, {kept}. Try a lower learning_rate, more warmup_steps, or max_grad_norm"
+    )
+
+
+def _evaluate(run: Run, done: int) -> None:
+    length, size = run.batches.sequence_length, run.settings.batch_size
+    loss = evaluate(run.model, eval_batches(run.packed.eval, length, size))
+    if loss is not None:
+        _tell(run, lambda r: r.evaluation(done, loss))
+
+
+def _save(run: Run, done: int) -> None:
+    moment = Moment(done, run.packed.digest, torch.get_num_threads(), torch.__version__)
+    plan, keep = run.model.offmate.plan, run.settings.keep_checkpoints
+    path = save_checkpoint(run.checkpoints, moment, run.model, run.updates, plan, keep)
+    _tell(run, lambda r: r.checkpoint(done, path))
+
+
+def _tell(run: Run, what: Callable[[Reporter], None]) -> None:
+    for reporter in run.reporters:
+        what(reporter)
+
+
+class _Clock:
+    """Seconds per step, over the last few; what is not training is left out."""
+
+    def __init__(self) -> None:
+        self._taken: list[float] = []
+        self._last_s = time.perf_counter()
+
+    def tick(self) -> float:
+        now = time.perf_counter()
+        self._taken = [*self._taken[-_SPEED_STEPS + 1 :], now - self._last_s]
+        self._last_s = now
+        # The first step brings everything to the device.
+        steady = self._taken[1:] or self._taken
+        return sum(steady) / len(steady)
+
+    def forget(self) -> None:
+        self._last_s = time.perf_counter()
+
+
+@contextmanager
+def _asked_to_stop() -> Iterator[list[int]]:
+    """A list that is not empty any more once Ctrl-C or SIGTERM has come; the second one acts at once."""
+    asked: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def note(number: int, frame: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+        log.warning("stopping after this step and its checkpoint; once more stops at once")
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

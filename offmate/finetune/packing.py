@@ -1,0 +1,217 @@
+"""Tokens on disk, cut into sequences of one length, and which of them each step reads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import OffmateError
+from .data import Piece, pieces
+
+Batch = dict[str, torch.Tensor]
+
+IGNORED = -100  # a label that no loss counts
+_BATCH_PIECES = 256
+_TOKEN_BYTES = 4
+_TRAIN, _EVAL, _META = "train.bin", "eval.bin", "tokens.json"
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Tokens of a run, on disk.
+
+    Parameters
+    ----------
+    train, eval: all tokens of each split. digest: of both, by which a resumed run knows them again.
+    """
+
+    train: np.ndarray
+    eval: np.ndarray
+    digest: str
+
+
+def write_tokens(
+    data: str, tokenizer: Any, eval_fraction: float, folder: Path, say: Callable[[int], None] = lambda n_tokens: None
+) -> Packed:
+    """Tokenize a source into a folder, streamed; the folder appears whole or not at all.
+
+    Documents follow one another, each closed by the tokenizer's end-of-sequence token if it has one. Every
+    1 / `eval_fraction`-th document (of plain text: every such piece) is held out.
+
+    Raises: OffmateError naming the place of what cannot be used.
+    """
+    aside = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    counts = [0, 0]
+    hashes = [hashlib.sha256(), hashlib.sha256()]
+    share = Fraction(str(eval_fraction))
+    with (aside / _TRAIN).open("wb") as train, (aside / _EVAL).open("wb") as held_out:
+        for number, ids in enumerate(_tokenized(data, tokenizer)):
+            split = int((number + 1) * share) - int(number * share)
+            encoded = np.asarray(ids, dtype="<i4").tobytes()
+            (train, held_out)[split].write(encoded)
+            hashes[split].update(encoded)
+            counts[split] += len(ids)
+            if number % _BATCH_PIECES == 0:
+                say(sum(counts))
+    digest = hashlib.sha256("".join(h.hexdigest() for h in hashes).encode()).hexdigest()
+    (aside / _META).write_text(json.dumps({"train": counts[0], "eval": counts[1], "digest": digest}))
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(aside, folder)
+    return read_tokens(folder)
+
+
+def read_tokens(folder: Path) -> Packed:
+    """The tokens that `write_tokens` wrote, mapped, not read.
+
+    Raises: OffmateError if they are not those that were written.
+    """
+    try:
+        meta = json.loads((folder / _META).read_text())
+        splits = [_mapped(folder / name, meta[key]) for name, key in ((_TRAIN, "train"), (_EVAL, "eval"))]
+    except (OSError, ValueError, KeyError) as error:
+        raise OffmateError(f"{folder}: the run's tokens are damaged: {error}") from None
+    return Packed(splits[0], splits[1], meta["digest"])
+
+
+def verify_tokens(packed: Packed) -> bool:
+    """Whether the tokens on disk are those that were written, read piece by piece."""
+    hashes = []
+    for split in (packed.train, packed.eval):
+        digest = hashlib.sha256()
+        for start in range(0, len(split), 2**22):
+            digest.update(split[start : start + 2**22].tobytes())
+        hashes.append(digest.hexdigest())
+    return hashlib.sha256("".join(hashes).encode()).hexdigest() == packed.digest
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Which sequences each step reads: a permutation per epoch, a function of the seed and the step alone.
+
+    Parameters
+    ----------
+    tokens: of the training split. sequence_length: tokens. batch_size: sequences. accumulation: batches of a step.
+    """
+
+    tokens: np.ndarray
+    sequence_length: int
+    batch_size: int
+    accumulation: int
+    seed: int
+
+    @property
+    def n_sequences(self) -> int:
+        """Whole sequences in the split."""
+        return len(self.tokens) // self.sequence_length
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Whole steps of an epoch; what is left over waits for the next epoch's permutation."""
+        return self.n_sequences // (self.batch_size * self.accumulation)
+
+    def check(self) -> None:
+        """Raise OffmateError if there are not enough tokens for one step."""
+        if self.steps_per_epoch == 0:
+            needed = self.sequence_length * self.batch_size * self.accumulation
+            raise OffmateError(
+                f"the data hold {len(self.tokens)} training tokens, less than the {needed} of one step ({self.batch_size} "
+                f"× {self.sequence_length} × accumulation {self.accumulation}); use more data or a smaller step"
+            )
+
+    def steps(self, start: int) -> Iterator[list[Batch]]:
+        """The micro-batches of every step from `start` on, without end."""
+        step = start
+        while True:
+            epoch = step // self.steps_per_epoch
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            order = torch.randperm(self.n_sequences, generator=generator).tolist()
+            for within in range(step % self.steps_per_epoch, self.steps_per_epoch):
+                first = within * self.accumulation * self.batch_size
+                yield [
+                    self.batch(order[first + k * self.batch_size : first + (k + 1) * self.batch_size])
+                    for k in range(self.accumulation)
+                ]
+                step += 1
+
+    def batch(self, numbers: list[int]) -> Batch:
+        """The given sequences as `input_ids` and `labels`."""
+        length = self.sequence_length
+        rows = np.stack([self.tokens[n * length : (n + 1) * length] for n in numbers])
+        input_ids = torch.from_numpy(rows.astype(np.int64))
+        return {"input_ids": input_ids, "labels": input_ids.clone()}
+
+
+def eval_batches(tokens: np.ndarray, sequence_length: int, batch_size: int) -> Iterator[Batch]:
+    """Every held-out token, in batches of the training shape; what fills up the last one has no labels."""
+    size = sequence_length * batch_size
+    for start in range(0, len(tokens), size):
+        part = tokens[start : start + size]
+        if len(part) < 2:
+            return
+        input_ids = torch.zeros(size, dtype=torch.long)
+        labels = torch.full((size,), IGNORED)
+        input_ids[: len(part)] = labels[: len(part)] = torch.from_numpy(part.astype(np.int64))
+        shape = (batch_size, sequence_length)
+        yield {"input_ids": input_ids.view(shape), "labels": labels.view(shape)}
+
+
+def _mapped(path: Path, n_tokens: int) -> np.ndarray:
+    if path.stat().st_size != n_tokens * _TOKEN_BYTES:
+        raise OSError(f"{path.name} has {path.stat().st_size} bytes, not {n_tokens * _TOKEN_BYTES}")
+    return np.memmap(path, dtype="<i4", mode="r") if n_tokens else np.empty(0, dtype="<i4")
+
+
+def _tokenized(data: str, tokenizer: Any) -> Iterator[list[int]]:
+    """Token ids of every piece, tokenized many at a time."""
+    source = pieces(data)
+    while some := list(islice(source, _BATCH_PIECES)):
+        yield from _ids(some, tokenizer)
+
+
+def _ids(some: list[Piece], tokenizer: Any) -> Iterator[list[int]]:
+    texts = [_text(piece, tokenizer) for piece in some]
+    # A chat template writes the special tokens itself, and a later piece continues its document.
+    opens = [piece.first and isinstance(piece.content, str) for piece in some]
+    with_special = iter(_encode(tokenizer, [t for t, o in zip(texts, opens) if o], special=True))
+    without = iter(_encode(tokenizer, [t for t, o in zip(texts, opens) if not o], special=False))
+    end = tokenizer.eos_token_id
+    for piece, own in zip(some, opens):
+        ids = next(with_special if own else without)
+        if ids and ids[-1] == end and not piece.last:
+            ids = ids[:-1]
+        elif isinstance(piece.content, str) and piece.last and end is not None and (not ids or ids[-1] != end):
+            ids = [*ids, end]
+        yield ids
+
+
+def _encode(tokenizer: Any, texts: list[str], special: bool) -> list[list[int]]:
+    if not texts:
+        return []
+    return tokenizer(texts, add_special_tokens=special, verbose=False, return_attention_mask=False)["input_ids"]
+
+
+def _text(piece: Piece, tokenizer: Any) -> str:
+    if isinstance(piece.content, str):
+        return piece.content
+    if not getattr(tokenizer, "chat_template", None):
+        raise OffmateError(
+            f"{piece.place}: chat messages, but the tokenizer has no chat template; use the tokenizer of a chat model, "
+            "or write each conversation as 'text'"
+        )
+    try:
+        return tokenizer.apply_chat_template(piece.content, tokenize=False)
+    except Exception as error:
+        raise OffmateError(f"{piece.place}: the tokenizer's chat template refuses the messages: {error}") from error

@@ -1,0 +1,128 @@
+"""What a run will take, in five lines, and what looks wrong about it."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import OffmateError
+from ..host_memory import available_host_bytes
+from ..plans import Plan
+from ..sizes import format_bytes, format_least_bytes
+from .packing import Batches, Packed
+from .report import format_left
+from .settings import Settings
+
+_SLOW = 5.0  # times the compute
+_LONG_S = 7 * 24 * 3600
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What a run will take.
+
+    Parameters
+    ----------
+    n_steps: of the whole run. done: steps that an earlier run has done.
+    weights_bytes, states_bytes: of a checkpoint on disk.
+    """
+
+    settings: Settings
+    plan: Plan
+    packed: Packed
+    batches: Batches
+    n_steps: int
+    done: int
+    weights_bytes: int
+    states_bytes: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one update sees."""
+        return self.batches.sequence_length * self.settings.batch_size * self.settings.accumulation
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of one update, without the host's own where it is not part of the plan."""
+        return self.plan.predicted_step_s * self.settings.accumulation
+
+    @property
+    def left_s(self) -> float:
+        """Predicted seconds to the end."""
+        return self.step_s * (self.n_steps - self.done)
+
+    @property
+    def host_bytes(self) -> int:
+        """Predicted host memory of tensors."""
+        # A plan with updates counts states where it puts them; otherwise all of them are on the host.
+        return self.plan.host_bytes + (0 if self.settings.planned_updates else self.states_bytes)
+
+    @property
+    def disk_bytes(self) -> int:
+        """The most that checkpoints and the result take: one more checkpoint is written before one is removed."""
+        one = self.weights_bytes + self.states_bytes
+        return one * (self.settings.keep_checkpoints + 1) + self.weights_bytes
+
+    def lines(self) -> list[str]:
+        """Five lines: does it fit, how fast, host memory, how much data, how long."""
+        plan, settings = self.plan, self.settings
+        sequences = f"{self.batches.n_sequences:,} sequences of {self.batches.sequence_length} tokens"
+        held_out = f"{len(self.packed.eval):,} tokens held out"
+        return [
+            f"fits: device peak {format_bytes(plan.predicted_peak_bytes)} of {format_bytes(plan.budget_bytes)}; the "
+            f"least budget that works is {format_least_bytes(plan.least_budget_bytes)}",
+            f"speed: {self.step_s:.3g} s per step predicted, {self.tokens_per_step / self.step_s:,.0f} tokens/s; "
+            + _updates_words(settings),
+            f"host: {format_bytes(self.host_bytes)} of tensors; {format_bytes(self.disk_bytes)} of disk for "
+            f"{settings.keep_checkpoints} checkpoints and the result",
+            f"data: {sequences}, {self.batches.steps_per_epoch:,} steps per epoch; {held_out}",
+            f"end: after {self.n_steps:,} steps, {format_left(self.left_s)} from the start"
+            + (f", of which {self.done:,} are done" if self.done else ""),
+        ]
+
+    def doubts(self) -> list[str]:
+        """What looks wrong, each as a sentence; empty if nothing does."""
+        settings, found = self.settings, []
+        compute_s = sum(c.seconds for c in self.plan.schedule.computes.values())
+        if self.plan.predicted_step_s > _SLOW * compute_s:
+            found.append(
+                f"a step takes {self.plan.predicted_step_s / compute_s:.1f} times its compute, so moving data bounds "
+                "it; a larger gpu_budget or batch_size helps"
+            )
+        if self.left_s > _LONG_S:
+            found.append(f"it takes {self.left_s / 86400:.0f} days; fewer steps, or a shorter sequence_length?")
+        if settings.warmup_steps >= self.n_steps:
+            found.append(f"warmup_steps is {settings.warmup_steps} of {self.n_steps} steps, so it never ends")
+        if settings.eval_fraction > 0 and len(self.packed.eval) < 2:
+            found.append("no document is held out, so nothing is evaluated; raise eval_fraction, or set it to 0")
+        available = available_host_bytes()
+        if self.host_bytes > available:
+            found.append(f"it needs {format_bytes(self.host_bytes)} of host memory, {format_bytes(available)} are free")
+        return found
+
+
+def check_disk(folder: Path, needed_bytes: int) -> None:
+    """Raise OffmateError if a folder's disk has less room than is needed."""
+    place = folder
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < needed_bytes:
+        raise OffmateError(
+            f"{folder}: checkpoints and the result need up to {format_bytes(needed_bytes)}, the disk has "
+            f"{format_bytes(free)} free; keep fewer (keep_checkpoints), or write elsewhere"
+        )
+
+
+def _updates_words(settings: Settings) -> str:
+    if settings.planned_updates:
+        return "updates are part of the plan"
+    causes = []
+    if settings.max_grad_norm is not None:
+        causes.append(f"max_grad_norm={settings.max_grad_norm:g}")
+    if settings.accumulation > 1:
+        causes.append(f"accumulation={settings.accumulation}")
+    if settings.precision == "bf16-master":
+        causes.append("fp32 copies")
+    return f"plus updates, which run on the host after each backward because of {', '.join(causes)}"

@@ -1,0 +1,228 @@
+"""What a run tells while it runs: on a terminal, as JSON lines, to TensorBoard and to wandb."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import resource
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from ..errors import OffmateError
+from ..sizes import format_bytes
+
+_LINES_EVERY_S = 5.0
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One step of training.
+
+    Parameters
+    ----------
+    step: counted from 1. gradient_norm: before clipping; None where planned updates have consumed the gradients.
+    left_s: predicted seconds to the end. device_bytes: peak so far. host_bytes: of this process now.
+    """
+
+    step: int
+    loss: float
+    learning_rate: float
+    gradient_norm: float | None
+    tokens_per_s: float
+    left_s: float
+    device_bytes: int
+    host_bytes: int
+
+
+class Reporter(Protocol):
+    """Someone who is told how a run goes."""
+
+    def start(self, step: int, n_steps: int) -> None:
+        """Training begins after `step` steps of `n_steps`."""
+
+    def step(self, row: StepRow) -> None:
+        """A step is done."""
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """The held-out loss after a step."""
+
+    def checkpoint(self, step: int, path: Path) -> None:
+        """A checkpoint is on disk."""
+
+    def close(self) -> None:
+        """The run has ended, well or not."""
+
+
+def make_reporters(names: tuple[str, ...], output: Path, settings: dict[str, Any], mode: str) -> list[Reporter]:
+    """The reporters of a run.
+
+    Parameters
+    ----------
+    mode: "normal", "quiet" (nothing but errors) or "json" (lines on stdout).
+
+    Raises: OffmateError if a library is not installed.
+    """
+    shown: list[Reporter] = []
+    if mode == "json":
+        shown.append(JsonReporter(sys.stdout))
+    elif mode == "normal":
+        shown.append(ConsoleReporter(Console(highlight=False, width=None if sys.stdout.isatty() else 120)))
+    makers = {"tensorboard": TensorBoardReporter, "wandb": WandbReporter}
+    check_reporters(names)
+    return shown + [makers[name](output, settings) for name in names]
+
+
+def check_reporters(names: tuple[str, ...]) -> None:
+    """Raise OffmateError if a reporter's library is not installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise OffmateError(f"report {name!r}: it is not installed; pip install {name}")
+
+
+class ConsoleReporter:
+    """A progress bar on a terminal; elsewhere a line every few seconds."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar: Progress | None = None
+        self._task: Any = None
+        self._n_steps = 0
+        self._last_line_s = -_LINES_EVERY_S
+
+    def start(self, step: int, n_steps: int) -> None:
+        self._n_steps = n_steps
+        if self._console.is_terminal:
+            columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[words]}")
+            self._bar = Progress(*columns, console=self._console)
+            self._bar.start()
+            self._task = self._bar.add_task("", total=n_steps, completed=step, words="planning the first step")
+
+    def step(self, row: StepRow) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=row.step, words=_words(row))
+            return
+        now = time.monotonic()
+        if now - self._last_line_s >= _LINES_EVERY_S or row.step == self._n_steps:
+            self._console.print(f"step {row.step}/{self._n_steps}: {_words(row)}")
+            self._last_line_s = now
+
+    def evaluation(self, step: int, loss: float) -> None:
+        self._console.print(f"step {step}: held-out loss {loss:.4f}")
+
+    def checkpoint(self, step: int, path: Path) -> None:
+        self._console.print(f"step {step}: checkpoint {path}")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+class JsonReporter:
+    """One JSON object per line, with its "event"."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def start(self, step: int, n_steps: int) -> None:
+        self._say(event="start", step=step, steps=n_steps)
+
+    def step(self, row: StepRow) -> None:
+        self._say(event="step", **asdict(row))
+
+    def evaluation(self, step: int, loss: float) -> None:
+        self._say(event="evaluation", step=step, loss=loss)
+
+    def checkpoint(self, step: int, path: Path) -> None:
+        self._say(event="checkpoint", step=step, path=str(path))
+
+    def close(self) -> None:
+        self._stream.flush()
+
+    def _say(self, **what: Any) -> None:
+        print(json.dumps(what), file=self._stream, flush=True)
+
+
+class _Scalars:
+    """Named numbers per step, for services that draw curves."""
+
+    def start(self, step: int, n_steps: int) -> None:
+        """Nothing to tell."""
+
+    def step(self, row: StepRow) -> None:
+        numbers = {f"train/{k}": v for k, v in asdict(row).items() if k != "step" and v is not None}
+        self._log(row.step, numbers)
+
+    def evaluation(self, step: int, loss: float) -> None:
+        self._log(step, {"eval/loss": loss})
+
+    def checkpoint(self, step: int, path: Path) -> None:
+        """Nothing to draw."""
+
+    def _log(self, step: int, numbers: dict[str, float]) -> None:
+        raise NotImplementedError
+
+
+class TensorBoardReporter(_Scalars):
+    """Event files below the output folder."""
+
+    def __init__(self, output: Path, settings: dict[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(output / "tensorboard"))
+
+    def _log(self, step: int, numbers: dict[str, float]) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbReporter(_Scalars):
+    """A wandb run, of the project and mode that wandb's own environment variables say."""
+
+    def __init__(self, output: Path, settings: dict[str, Any]) -> None:
+        import wandb
+
+        self._run = wandb.init(dir=str(output), config=settings, name=output.name)
+
+    def _log(self, step: int, numbers: dict[str, float]) -> None:
+        self._run.log(numbers, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def host_bytes() -> int:
+    """What this process has in host memory now; where the system does not tell, its peak."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def format_left(seconds: float) -> str:
+    """A duration as people say it."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def _words(row: StepRow) -> str:
+    norm = "" if row.gradient_norm is None else f", gradient norm {row.gradient_norm:.3g}"
+    end = time.strftime("%H:%M" if row.left_s < 12 * 3600 else "%a %H:%M", time.localtime(time.time() + row.left_s))
+    return (
+        f"loss {row.loss:.4f}, lr {row.learning_rate:.3g}{norm}, {row.tokens_per_s:,.0f} tokens/s, device "
+        f"{format_bytes(row.device_bytes)}, host {format_bytes(row.host_bytes)}, {format_left(row.left_s)} left (until {end})"
+    )

@@ -1,0 +1,245 @@
+"""What a fine-tuning run is told, in one frozen place: from the command line, from YAML, and from an earlier run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..errors import OffmateError
+from ..sizes import parse_bytes
+
+SCHEDULES = ("cosine", "linear", "constant")
+OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")
+PRECISIONS = ("fp32", "bf16", "bf16-master")
+REPORTERS = ("tensorboard", "wandb")
+DEVICES = ("emulated", "cuda")
+
+# Settings that do not change the numbers, so that a run may be resumed with others.
+_FREE = ("gpu_budget", "cpu_budget", "eval_every", "checkpoint_every", "keep_checkpoints", "report", "output")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """A low-rank adapter: rank, scale, dropout, and names of the layers that get one (none: peft's choice)."""
+
+    r: int
+    alpha: int = 16
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _whole("lora r", self.r, 1)
+        _whole("lora alpha", self.alpha, 1)
+        _number("lora dropout", self.dropout, 0.0, below=1.0)
+        if not all(isinstance(target, str) and target for target in self.targets):
+            raise OffmateError(f"lora targets is {self.targets!r}; name layers, such as q_proj and v_proj")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides a fine-tuning run.
+
+    Parameters
+    ----------
+    model: folder or Hub id. data: file, folder, or "hf:NAME[:SPLIT]". output: folder of the result.
+    gpu_budget, cpu_budget: sizes or "auto". device: as in `offmate.compile`.
+    sequence_length: tokens of a sequence; None takes 1024, or the model's limit if that is less.
+    batch_size: sequences of a micro-batch. accumulation: micro-batches of a step.
+    epochs, steps: how long; steps wins if both are given.
+    learning_rate: None takes 2e-5, with LoRA 2e-4. warmup_steps: during which it rises from zero.
+    max_grad_norm: gradients are clipped to this global norm; None does not clip, and lets updates be planned.
+    precision: "bf16-master" computes in bf16 and updates fp32 copies on the host.
+    eval_fraction: of the documents, held out. eval_every: steps; None evaluates with every checkpoint.
+    keep_checkpoints: how many of the newest stay on disk. report: "tensorboard", "wandb".
+
+    Raises: OffmateError naming the setting, its value and what it may be.
+    """
+
+    model: str
+    data: str
+    output: str
+    gpu_budget: str = "auto"
+    cpu_budget: str = "auto"
+    device: str | None = None
+    sequence_length: int | None = None
+    batch_size: int = 4
+    accumulation: int = 1
+    epochs: int = 1
+    steps: int | None = None
+    learning_rate: float | None = None
+    schedule: str = "cosine"
+    warmup_steps: int = 0
+    optimizer: str = "adamw"
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = None
+    precision: str = "fp32"
+    lora: Lora | None = None
+    seed: int = 0
+    eval_fraction: float = 0.05
+    eval_every: int | None = None
+    checkpoint_every: int = 500
+    keep_checkpoints: int = 2
+    report: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        for name in ("model", "data", "output"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                raise OffmateError(f"{name} is {value!r}; give it as --{name} or in the configuration file")
+        for name in ("batch_size", "accumulation", "epochs", "checkpoint_every", "keep_checkpoints"):
+            _whole(name, getattr(self, name), 1)
+        for name in ("steps", "eval_every"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 1)
+        if self.sequence_length is not None:
+            _whole("sequence_length", self.sequence_length, 2)
+        _whole("warmup_steps", self.warmup_steps, 0)
+        _whole("seed", self.seed, 0)
+        for name in ("learning_rate", "max_grad_norm"):
+            if getattr(self, name) is not None:
+                _number(name, getattr(self, name), 0.0, above=True)
+        _number("weight_decay", self.weight_decay, 0.0)
+        _number("eval_fraction", self.eval_fraction, 0.0, below=1.0)
+        _choice("schedule", self.schedule, SCHEDULES)
+        _choice("optimizer", self.optimizer, OPTIMIZERS)
+        _choice("precision", self.precision, PRECISIONS)
+        for name in self.report:
+            _choice("report", name, REPORTERS)
+        for name in ("gpu_budget", "cpu_budget"):
+            _size(name, getattr(self, name))
+
+    @property
+    def planned_updates(self) -> bool:
+        """Whether updates are part of the plan; otherwise gradients land on the host and the loop updates there."""
+        return self.max_grad_norm is None and self.accumulation == 1 and self.precision != "bf16-master"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, as YAML and JSON hold it."""
+        plain = dataclasses.asdict(self)
+        plain["report"] = list(self.report)
+        if self.lora is not None:
+            plain["lora"]["targets"] = list(self.lora.targets)
+        return plain
+
+    def save(self, path: Path) -> None:
+        """Write the settings as YAML."""
+        path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
+
+
+def make_settings(values: Mapping[str, Any]) -> Settings:
+    """Settings out of plain values, absent ones by default.
+
+    Raises: OffmateError for an unknown name (with the nearest one), a missing or a bad value.
+    """
+    known = {f.name: f for f in dataclasses.fields(Settings)}
+    for name in values:
+        if name not in known:
+            raise OffmateError(f"there is no setting {name!r}; there are: {', '.join(known)}")
+    values = {"model": "", "data": "", "output": "", **values}
+    converted = {name: _CONVERSIONS.get(name, _same)(value) for name, value in values.items()}
+    return Settings(**converted)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The settings in a YAML file, not yet checked.
+
+    Raises: OffmateError if there is no such file or it is not a mapping.
+    """
+    try:
+        data = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise OffmateError(f"{path}: no such configuration file") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise OffmateError(f"{path}: cannot be read as YAML: {error}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise OffmateError(f"{path}: must hold names with values, such as 'learning_rate: 2e-5'")
+    return data
+
+
+def differences(saved: Settings, given: Mapping[str, Any]) -> list[str]:
+    """The given settings that would change a run's numbers, each as "name: saved, now given"."""
+    wanted = make_settings({**saved.to_dict(), **given})
+    return [
+        f"{name}: {getattr(saved, name)!r} in the run, {getattr(wanted, name)!r} now"
+        for name in given
+        if name not in _FREE and getattr(saved, name) != getattr(wanted, name)
+    ]
+
+
+def parse_lora(value: Any) -> Lora | None:
+    """A LoRA setting from text such as "r=16,alpha=32,targets=q_proj+v_proj", or from a mapping."""
+    if value is None or isinstance(value, Lora):
+        return value
+    if isinstance(value, str):
+        parts = [part.partition("=") for part in value.split(",")]
+        value = {name.strip(): text.strip() for name, _, text in parts}
+        if isinstance(value.get("targets"), str):
+            value["targets"] = value["targets"].split("+")
+    example = "write r=16, or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
+    if not isinstance(value, Mapping) or "r" not in value or not value.keys() <= {"r", "alpha", "dropout", "targets"}:
+        raise OffmateError(f"lora is {value!r}; {example}")
+    try:
+        whole = {name: int(value[name]) for name in ("r", "alpha") if name in value}
+        dropout = {"dropout": float(value["dropout"])} if "dropout" in value else {}
+    except (TypeError, ValueError):
+        raise OffmateError(f"lora is {dict(value)!r}; {example}") from None
+    return Lora(**whole, **dropout, targets=tuple(value.get("targets") or ()))
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _float(value: Any) -> Any:
+    # YAML 1.1 reads 2e-5 as text.
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _names(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+_CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "lora": parse_lora,
+    "report": _names,
+    "gpu_budget": str,
+    "cpu_budget": str,
+    **dict.fromkeys(("learning_rate", "weight_decay", "max_grad_norm", "eval_fraction"), _float),
+}
+
+
+def _whole(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise OffmateError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+
+
+def _number(name: str, value: Any, least: float, *, above: bool = False, below: float = math.inf) -> None:
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or value < least or (above and value <= least) or value >= below:
+        upper = f" and less than {below:g}" if math.isfinite(below) else ""
+        raise OffmateError(f"{name} is {value!r}; it must be {'more than' if above else 'at least'} {least:g}{upper}")
+
+
+def _choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise OffmateError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+
+
+def _size(name: str, value: str) -> None:
+    if value == "auto":
+        return
+    try:
+        parse_bytes(value)
+    except (TypeError, ValueError) as error:
+        raise OffmateError(f"{name}: {error}") from None

@@ -1,0 +1,188 @@
+"""A model and its tokenizer out of a folder or the Hub; weights go tensor by tensor from safetensors into host storage."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import OffmateError
+from .settings import Lora, Settings
+
+log = logging.getLogger("offmate")
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-master": torch.bfloat16}
+
+_CHUNK_BYTES = 1 << 24
+_SAFETENSORS = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+def model_folder(model: str) -> Path:
+    """The local folder of a model, fetched first if it is a Hub id.
+
+    Raises: OffmateError if there is neither.
+    """
+    path = Path(model)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise OffmateError(f"model {model!r}: the folder has no config.json; it is not a transformers model")
+        return path
+    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise OffmateError(f"model {model!r}: no such folder")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise OffmateError(f"model {model!r}: no such folder, and the Hub does not give it: {reason}") from error
+
+
+def load_config(folder: Path) -> Any:
+    """A model's configuration. Raises: OffmateError if transformers does not know it as a causal language model."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except Exception as error:
+        raise OffmateError(f"{folder}: the model's configuration cannot be read: {error}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise OffmateError(f"{folder}: {config.model_type!r} is not a causal language model that transformers knows")
+    return config
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """A model's tokenizer. Raises: OffmateError if there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:
+        raise OffmateError(f"{folder}: no tokenizer can be loaded: {str(error).splitlines()[0]}") from error
+
+
+def build_model(settings: Settings, folder: Path, checkpoint: Path | None) -> torch.nn.Module:
+    """The model that a run trains, in training mode, with an adapter if there is to be one.
+
+    Parameters
+    ----------
+    folder: of the base model. checkpoint: of an earlier moment of the run, None at its start.
+    """
+    torch.manual_seed(settings.seed)
+    dtype = DTYPES[settings.precision]
+    if settings.lora is None:
+        return load_model(checkpoint or folder, dtype).train()
+    model = load_model(folder, dtype)
+    return _with_adapter(model, settings.lora, checkpoint).train()
+
+
+def load_model(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
+    """A causal language model whose weights are in memory of its own, with never more than one copy of them.
+
+    Raises: OffmateError if weights are missing or cannot be read.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
+
+    config = load_config(folder)
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    choices = classes if isinstance(classes, tuple | list) else (classes,)
+    named = [c for c in choices if c.__name__ in (config.architectures or ())]
+    model_class = (named or choices)[0]
+    # The modules that a class keeps in float32 must not lose digits on the way.
+    exact = [*(model_class._keep_in_fp32_modules or ()), *(model_class._keep_in_fp32_modules_strict or ())]
+    state = dict(_read_weights(folder, dtype, exact))
+    try:
+        model, report = model_class.from_pretrained(
+            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+        )
+    except Exception as error:
+        raise OffmateError(f"{folder}: the weights do not fit the model: {error}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise OffmateError(f"{folder}: {len(missing)} weights are missing ({missing[0]}, ...)")
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def _with_adapter(model: torch.nn.Module, lora: Lora, checkpoint: Path | None) -> torch.nn.Module:
+    try:
+        import peft
+    except ImportError:
+        raise OffmateError('lora needs peft: pip install "offmate[finetune]"') from None
+    if checkpoint is not None:
+        return peft.PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True)
+    config = peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.targets) or None,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise OffmateError(f"lora: {error}") from error
+
+
+def _read_weights(folder: Path, dtype: torch.dtype, exact: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in _weight_files(folder):
+        try:
+            yield from _read_file(file, dtype, exact)
+        except (OSError, ValueError, KeyError) as error:
+            raise OffmateError(f"{file}: damaged weights: {error}") from error
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    else:
+        files = [folder / "model.safetensors"]
+    for file in files:
+        if not file.is_file():
+            raise OffmateError(f"{file}: no such file; the model's weights must be in safetensors")
+    return files
+
+
+def _read_file(file: Path, dtype: torch.dtype, exact: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read, not mapped: mapped pages count as memory of the process, and converting would touch all of them."""
+    with file.open("rb", buffering=0) as source:
+        size = int.from_bytes(source.read(8), "little")
+        if size > file.stat().st_size:
+            raise ValueError("the header is longer than the file")
+        header = json.loads(source.read(size))
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            stored = _SAFETENSORS[entry["dtype"]]
+            keep = not stored.is_floating_point or any(part in exact for part in name.split("."))
+            tensor = torch.empty(entry["shape"], dtype=stored if keep else dtype)
+            source.seek(8 + size + entry["data_offsets"][0])
+            _fill(tensor, stored, source)
+            yield name, tensor
+
+
+def _fill(tensor: torch.Tensor, stored: torch.dtype, source: Any) -> None:
+    flat = tensor.view(-1)
+    per_chunk = _CHUNK_BYTES // stored.itemsize
+    for start in range(0, flat.numel(), per_chunk):
+        part = flat[start : start + per_chunk]
+        same = part.dtype == stored
+        chunk = part if same else torch.empty(part.shape, dtype=stored)
+        view = memoryview(chunk.view(torch.uint8).numpy())
+        done = 0
+        while done < len(view):
+            got = source.readinto(view[done:])
+            if not got:
+                raise ValueError("the file ends too early")
+            done += got
+        if not same:
+            part.copy_(chunk)

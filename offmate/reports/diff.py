@@ -1,0 +1,171 @@
+"""What is different between two plans, in words and as a table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
+
+from ..sizes import format_bytes
+from ..solver.schedule import Kind, Schedule
+from .units import format_seconds
+
+if TYPE_CHECKING:
+    from ..plans import Plan
+
+_MANY = 10  # above so many times a factor says more than a percentage
+_RATIO_FROM = 0.0005  # a smaller change is "the same" when it is printed as a percentage
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of both plans: bytes or seconds."""
+
+    name: str
+    first: float
+    second: float
+    unit: str
+
+    def texts(self) -> tuple[str, str, str]:
+        """Both numbers and the change from the first to the second, as people read them."""
+        write: Callable[[float], str] = format_seconds if self.unit == "s" else lambda size: format_bytes(int(size))
+        return write(self.first), write(self.second), _change(self.first, self.second)
+
+
+@dataclass(frozen=True)
+class PlanDiff:
+    """Two plans side by side.
+
+    Parameters
+    ----------
+    figures: budgets, peak, seconds and bytes.
+    options: per pair of option names (first plan's, second plan's) the blocks that went from one to the other; None if
+        the plans have different chains.
+    places: what is different about some parameters, and their bytes.
+    same_model: whether both plans have the same chain of blocks and the same tensors.
+    """
+
+    figures: tuple[Figure, ...]
+    options: dict[tuple[str, str], tuple[str, ...]] | None
+    places: tuple[tuple[str, int], ...]
+    same_model: bool
+
+    def __str__(self) -> str:
+        return "\n".join(self.words())
+
+    def words(self) -> list[str]:
+        """The differences as sentences, the most important first."""
+        lines = [] if self.same_model else ["the plans are for different models or shapes: only totals are compared"]
+        changed = [(figure, figure.texts()) for figure in self.figures]
+        lines += [f"{f.name}: {a} → {b} ({c})" for f, (a, b, c) in changed if c != "same"]
+        for (old, new), names in (self.options or {}).items():
+            lines.append(f"{len(names)} {'block' if len(names) == 1 else 'blocks'} from {old} to {new}: {_list(names)}")
+        lines += [f"{what}: {format_bytes(size)}" for what, size in self.places]
+        return lines or ["the plans predict and do the same"]
+
+    def table(self) -> Table:
+        """The numbers of both plans, one row each."""
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, title="Two plans", title_justify="left")
+        table.add_column("")
+        for heading in ("first", "second", "change"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for figure in self.figures:
+            table.add_row(figure.name, *figure.texts())
+        for (old, new), names in (self.options or {}).items():
+            table.add_row(f"blocks {old} → {new}", "", str(len(names)), "")
+        for what, size in self.places:
+            table.add_row(what, "", format_bytes(size), "")
+        return table
+
+
+def diff_plans(first: Plan, second: Plan) -> PlanDiff:
+    """Compare two plans, as a rule of one model with different budgets.
+
+    Returns: the differences from the first to the second.
+    """
+    same = _sizes(first.schedule) == _sizes(second.schedule) and len(first.blocks) == len(second.blocks)
+    return PlanDiff(
+        figures=_figures(first, second),
+        options=_options(first, second) if same else None,
+        places=_places(first.schedule, second.schedule) if same else (),
+        same_model=same,
+    )
+
+
+def _figures(first: Plan, second: Plan) -> tuple[Figure, ...]:
+    numbers: tuple[tuple[str, str, Callable[[Plan], float]], ...] = (
+        ("one step", "s", lambda plan: plan.predicted_step_s),
+        ("of it waiting", "s", lambda plan: sum(plan.simulation.stall_s.values())),
+        ("of it compute", "s", lambda plan: sum(spec.seconds for spec in plan.schedule.computes.values())),
+        ("device budget", "B", lambda plan: plan.budget_bytes),
+        ("predicted peak", "B", lambda plan: plan.predicted_peak_bytes),
+        ("least budget", "B", lambda plan: plan.least_budget_bytes),
+        ("host memory", "B", lambda plan: plan.host_bytes),
+        ("copied in per step", "B", lambda plan: plan.moved_bytes[0]),
+        ("copied out per step", "B", lambda plan: plan.moved_bytes[1]),
+        ("activations kept", "B", lambda plan: sum(row.kept_bytes for row in plan.blocks)),
+        ("activations offloaded", "B", lambda plan: sum(row.offloaded_bytes for row in plan.blocks)),
+        ("parameters updated on the CPU", "B", lambda plan: sum(row.cpu_update_bytes for row in plan.blocks)),
+        ("parameters that never leave", "B", lambda plan: sum(row.params_resident_bytes for row in plan.blocks)),
+    )
+    return tuple(Figure(name, read(first), read(second), unit) for name, unit, read in numbers)
+
+
+def _options(first: Plan, second: Plan) -> dict[tuple[str, str], tuple[str, ...]]:
+    """Blocks whose option changed; options of one name that keep other bytes count as changed."""
+    changed: dict[tuple[str, str], list[str]] = {}
+    for old, new in zip(first.blocks, second.blocks):
+        before = (old.option, old.kept_bytes, old.offloaded_bytes, old.recomputed)
+        if before != (new.option, new.kept_bytes, new.offloaded_bytes, new.recomputed):
+            names = (old.option, new.option if new.option != old.option else f"another {new.option}")
+            changed.setdefault(names, []).append(old.name)
+    by_number = sorted(changed.items(), key=lambda entry: -len(entry[1]))
+    return {names: tuple(blocks) for names, blocks in by_number}
+
+
+def _places(first: Schedule, second: Schedule) -> tuple[tuple[str, int], ...]:
+    """Bytes of parameters whose update or stay on the device changed."""
+    changed: Counter[str] = Counter()
+    sizes = {item[2:]: size for item, size in first.item_bytes.items() if item.startswith("p:")}
+    old_moving, new_moving = _moving(first), _moving(second)
+    for name, size in sizes.items():
+        if _updater(first, name) != (updater := _updater(second, name)):
+            changed[f"parameters now updated {updater}"] += size
+        if (name in old_moving) != (name in new_moving):
+            changed[f"parameters now {'moving' if name in new_moving else 'staying on the device'}"] += size
+    return tuple(changed.most_common())
+
+
+def _updater(schedule: Schedule, name: str) -> str:
+    if name in schedule.update_cpu_s:
+        return "on the CPU"
+    return "on the device" if name in schedule.update_device_s else "by your own code"
+
+
+def _moving(schedule: Schedule) -> set[str]:
+    """Parameters that are brought in at least once per iteration."""
+    prefetches = (action.name for action in schedule.actions if action.kind is Kind.PREFETCH)
+    return {name[2:] for name in prefetches if name.startswith("p:")}
+
+
+def _sizes(schedule: Schedule) -> dict[str, int]:
+    return {item: size for item, size in schedule.item_bytes.items() if item[:2] in ("p:", "v:")}
+
+
+def _change(first: float, second: float) -> str:
+    if abs(second - first) <= _RATIO_FROM * max(abs(first), abs(second)):
+        return "same"
+    if first <= 0 or second <= 0:
+        return "new" if first <= 0 else "none"
+    if not first / _MANY < second < first * _MANY:
+        return f"× {second / first:.0f}" if second > first else f"÷ {first / second:.0f}"
+    return f"{second / first - 1:+.1%}"
+
+
+def _list(names: tuple[str, ...]) -> str:
+    shown = ", ".join(names[:8])
+    return f"{shown}, …" if len(names) > 8 else shown

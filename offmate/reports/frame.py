@@ -1,0 +1,47 @@
+"""A plan's actions as a pandas frame."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .extra import viz
+from .items import block_of_items, item_of, kind_of
+
+if TYPE_CHECKING:
+    import pandas
+
+    from ..plans import Plan
+
+
+def plan_frame(plan: Plan) -> pandas.DataFrame:
+    """The actions of one iteration in the order in which the executor takes them, one row each.
+
+    Returns: a frame with the columns step, part (forward, backward, turn-around), action, name (of the item, tensor or
+    compute), kind (of its bytes), block, resource, bytes (copied or freed), start_s and end_s (on the resource; of a
+    free the executor's own), and device_bytes (the most on the device meanwhile).
+
+    Raises: ImportError if pandas is not installed.
+    """
+    pandas = viz("pandas")
+    schedule, simulation = plan.schedule, plan.simulation
+    blocks = block_of_items(schedule)
+    events = {event.action: event for event in simulation.timeline}
+    parts = {"forward": schedule.forward, "backward": schedule.backward, "turn-around": schedule.turn_around}
+    names = [part for part, actions in parts.items() for _ in actions]
+    rows = []
+    for part, action, taken, (_, high) in zip(names, schedule.actions, simulation.taken, simulation.memory):
+        event, item = events.get(action), item_of(action)
+        rows.append({
+            "step": action.step,
+            "part": part,
+            "action": action.kind.value,
+            "name": action.name,
+            "kind": kind_of(item) if ":" in item else None,
+            "block": blocks.get(item),
+            "resource": event.resource.value if event else None,
+            "bytes": schedule.item_bytes.get(action.name, 0),
+            "start_s": event.start_s if event else taken[0],
+            "end_s": event.end_s if event else taken[1],
+            "device_bytes": high + plan.fixed_bytes,
+        })  # fmt: skip
+    return pandas.DataFrame(rows).astype({"block": "Int64"})

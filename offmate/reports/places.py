@@ -1,0 +1,72 @@
+"""Where every tensor is at each step, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from ..solver.schedule import Kind, Schedule
+from .items import kind_of
+
+
+class Place(IntEnum):
+    """Where an item is during a step; ordered from the host to the device."""
+
+    HOST = 0  # or nowhere: not made yet, or no longer needed
+    LEAVING = 1  # on the device, and gone at the step's end
+    ARRIVING = 2  # brought in or made during the step
+    DEVICE = 3
+
+
+@dataclass(frozen=True)
+class Track:
+    """One item through the steps of an iteration.
+
+    Parameters
+    ----------
+    places: one per step, in the order of `step_order`.
+    """
+
+    item: str
+    kind: str
+    bytes: int
+    places: tuple[Place, ...]
+
+
+def step_order(schedule: Schedule) -> tuple[int, ...]:
+    """The steps of an iteration in the order in which the executor meets them."""
+    return tuple(dict.fromkeys(action.step for action in schedule.actions))
+
+
+def tracks(schedule: Schedule) -> tuple[Track, ...]:
+    """All items and where they are, in the order of the schedule's sizes."""
+    columns = {step: column for column, step in enumerate(step_order(schedule))}
+    places = {item: [Place.HOST] * len(columns) for item in schedule.item_bytes}
+    since = dict.fromkeys(schedule.resident, -1)  # the column in which an item came; -1: it was there before
+    for action in schedule.actions:
+        column = columns[action.step]
+        comes: tuple[str, ...] = ()
+        goes: tuple[str, ...] = ()
+        if action.kind is Kind.COMPUTE:
+            spec = schedule.computes[action.name]
+            comes, goes = spec.makes, spec.drops
+        elif action.kind is Kind.PREFETCH:
+            comes = (action.name,)
+        elif action.kind is Kind.FREE:
+            goes = (action.name,)
+        for item in comes:
+            since[item] = column
+        for item in goes:
+            _stay(places[item], since.pop(item), column, Place.LEAVING)
+    for item, column in since.items():
+        _stay(places[item], column, len(columns) - 1, Place.DEVICE)
+    return tuple(Track(item, kind_of(item), schedule.item_bytes[item], tuple(where)) for item, where in places.items())
+
+
+def _stay(places: list[Place], first: int, last: int, at_end: Place) -> None:
+    for column in range(max(first, 0), last + 1):
+        places[column] = Place.DEVICE
+    if first >= 0:
+        places[first] = Place.ARRIVING
+    if at_end is not Place.DEVICE:
+        places[last] = at_end

@@ -1,0 +1,220 @@
+"""Pictures with matplotlib, in the user's own style (rcParams), light or dark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from ..sizes import format_bytes
+from ..solver.machine import Resource
+from .colours import KIND_COLOURS, STALL_COLOUR, block_colour
+from .extra import viz
+from .items import KINDS
+from .places import Place, Track, step_order, tracks
+from .timeline import ROWS, Timeline, plan_timeline
+from .units import byte_ticks, format_seconds, second_ticks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from ..plans import Plan
+
+_TENSOR_KINDS = ("parameters", "optimizer states", "activations")
+_LEAST_PART = 0.12
+_FAR = 1.8  # a budget above so many peaks is not drawn: it would flatten the curve
+
+
+def plot_timeline(plan: Plan, ax: Axes | None = None) -> Axes:
+    """What compute, the links and the CPU do when, coloured by block, and where the executor waits.
+
+    Parameters
+    ----------
+    ax: axes to draw on; new ones if None.
+
+    Returns: the axes.
+
+    Raises: ImportError if matplotlib is not installed.
+    """
+    timeline = plan_timeline(plan)
+    ax = ax or _axes(10, 2.8)
+    for place, row in enumerate(ROWS):
+        for thin in (False, True):
+            bars = [b for b in timeline.wrapped() if b.row is row and (b.word == "update on the device") is thin]
+            spans = [(bar.start_s, bar.end_s - bar.start_s) for bar in bars]
+            colours = [block_colour(bar.block, timeline.n_blocks) for bar in bars]
+            height = 0.4 if thin else 0.8
+            ax.broken_barh(spans, (place - height / 2, height), facecolors=colours, linewidth=0)
+    waits = [(wait.start_s, wait.end_s - wait.start_s) for wait in timeline.waits]
+    ax.broken_barh(waits, (-0.4, 0.8), facecolors="none", edgecolor=STALL_COLOUR, hatch="/////", linewidth=0)
+    ax.set_yticks(range(len(ROWS)), [f"{name}\n{_busy(timeline, row)}" for row, name in ROWS.items()])
+    ax.set_ylim(len(ROWS) - 0.5, -0.5)
+    _phase_lines(ax, timeline)
+    _time_axis(ax, timeline)
+    _frameless(ax)
+    stalled = f"{format_seconds(timeline.stall_s)} of it waiting (hatched)" if waits else "nothing waits"
+    ax.set_title(f"One step: {format_seconds(timeline.step_s)}, {stalled}; colours: blocks", loc="left", pad=18)
+    return ax
+
+
+def plot_memory(plan: Plan, ax: Axes | None = None) -> Axes:
+    """What is on the device over one iteration, stacked by kind, and the budget; parameters as for `plot_timeline`."""
+    timeline = plan_timeline(plan)
+    ax = ax or _axes(10, 3.6)
+    # Two points per sample make the steps, and keep the spikes of samples that take no time.
+    times = [seconds for sample in timeline.memory for seconds in (sample.start_s, sample.end_s)]
+    kinds = timeline.kinds()
+    levels = [[sample.bytes[KINDS.index(kind)] for sample in timeline.memory for _ in range(2)] for kind in kinds]
+    ax.stackplot(times, levels, labels=kinds, colors=[KIND_COLOURS[kind] for kind in kinds], linewidth=0)
+    peak = timeline.peak.total_bytes
+    drawn = timeline.budget_bytes <= _FAR * peak
+    if drawn:
+        ax.axhline(timeline.budget_bytes, linestyle="--", linewidth=1, color="0.5")
+    top = max(peak, timeline.budget_bytes if drawn else 0) * 1.06
+    ax.set_ylim(0, top)
+    ax.set_yticks(byte_ticks(top), [format_bytes(tick) for tick in byte_ticks(top)])
+    _phase_lines(ax, timeline)
+    _time_axis(ax, timeline)
+    _frameless(ax)
+    budget = f"budget {format_bytes(timeline.budget_bytes)}{' (dashed)' if drawn else ''}"
+    ax.set_title(f"On the device: peak {format_bytes(peak)}, {budget}", loc="left", pad=18)
+    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, reverse=True)
+    return ax
+
+
+def plot_tensors(plan: Plan, ax: Axes | None = None) -> Axes:
+    """Where parameters, optimizer states and activations are at each step; parameters as for `plot_timeline`.
+
+    Within a kind the height of a row is the tensor's size: the coloured area is bytes times steps on the device.
+    """
+    schedule = plan.schedule
+    ax = ax or _axes(10, 6)
+    order = {kind: number for number, kind in enumerate(_TENSOR_KINDS)}
+    shown = sorted((t for t in tracks(schedule) if t.kind in order), key=lambda track: order[track.kind])
+    edges, borders = _rows(shown)
+    colours = [_place_colours(track.kind, track.places) for track in shown]
+    steps = step_order(schedule)
+    ax.pcolormesh(range(len(steps) + 1), edges, colours, edgecolors="none")
+    ax.set_ylim(max(edges[-1], 1e-9), 0)
+    middles = [sum(span) / 2 for span in borders.values()]
+    ax.set_yticks(middles, [_kind_label(kind, shown) for kind in borders])
+    for start, _ in list(borders.values())[1:]:
+        ax.axhline(start, color="0.5", linewidth=1)
+    _step_axis(ax, steps, plan)
+    _frameless(ax)
+    _place_legend(ax)
+    ax.set_title("Where tensors are at each step (height: bytes)", loc="left", pad=18)
+    return ax
+
+
+def plot_sweep(plans: Iterable[Plan] | Mapping[str, Iterable[Plan]], ax: Axes | None = None) -> Axes:
+    """Budget against step time: one curve per name, with its lower bound and the least budget that works.
+
+    Parameters
+    ----------
+    plans: of one model for several budgets, or such plans by name, for example by card.
+    ax: axes to draw on; new ones if None.
+
+    Returns: the axes.
+
+    Raises: ValueError without plans; ImportError if matplotlib is not installed.
+    """
+    curves = plans if isinstance(plans, Mapping) else {"": plans}
+    sorted_plans = {name: sorted(some, key=lambda plan: plan.budget_bytes) for name, some in curves.items()}
+    if not any(sorted_plans.values()):
+        raise ValueError("plot_sweep needs at least one plan")
+    ax = ax or _axes(7, 4)
+    for name, curve in sorted_plans.items():
+        budgets = [plan.budget_bytes for plan in curve]
+        (line,) = ax.plot(budgets, [plan.predicted_step_s for plan in curve], marker="o", label=name or "plan")
+        bounds = [plan.lower_bound_s for plan in curve]
+        ax.plot(budgets, bounds, ":", color=line.get_color(), label=f"{name} bound".strip())
+        for least in sorted({plan.least_budget_bytes for plan in curve}):
+            ax.axvline(least, color=line.get_color(), linewidth=1, alpha=0.5)
+    every = [plan for curve in sorted_plans.values() for plan in curve]
+    top_bytes, top_s = max(p.budget_bytes for p in every) * 1.05, max(p.predicted_step_s for p in every) * 1.08
+    marks = second_ticks(top_s, 6)
+    ax.set_xlim(0, top_bytes)
+    ax.set_ylim(0, top_s)
+    ax.set_xticks(byte_ticks(top_bytes), [format_bytes(tick) for tick in byte_ticks(top_bytes)])
+    ax.set_yticks([tick for tick, _ in marks], [text for _, text in marks])
+    ax.set_xlabel("device budget; thin line: the least that works")
+    ax.set_ylabel("one step")
+    ax.set_title("What a budget costs", loc="left")
+    ax.grid(alpha=0.25)
+    ax.legend(frameon=False)
+    _frameless(ax)
+    return ax
+
+
+def _axes(width: float, height: float) -> Axes:
+    return viz("matplotlib.pyplot").subplots(figsize=(width, height), layout="constrained")[1]
+
+
+def _busy(timeline: Timeline, row: Resource) -> str:
+    return f"{timeline.busy_s(row) / timeline.step_s if timeline.step_s > 0 else 0:.0%} busy"
+
+
+def _frameless(ax: Axes) -> None:
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def _time_axis(ax: Axes, timeline: Timeline) -> None:
+    marks = second_ticks(timeline.step_s)
+    ax.set_xlim(0, max(timeline.step_s, 1e-9))
+    ax.set_xticks([tick for tick, _ in marks], [text for _, text in marks])
+
+
+def _phase_lines(ax: Axes, timeline: Timeline) -> None:
+    for name, start_s, end_s in timeline.phases:
+        if end_s > start_s:
+            ax.axvline(start_s, color="0.5", linewidth=0.8)
+            _above(ax, start_s, name)
+
+
+def _above(ax: Axes, x: float, text: str) -> None:
+    offset = {"xytext": (3, 3), "textcoords": "offset points", "fontsize": "small", "color": "0.5"}
+    ax.annotate(text, (x, 1), xycoords=("data", "axes fraction"), **offset)
+
+
+def _place_colours(kind: str, places: tuple[Place, ...]) -> list[tuple[float, float, float, float]]:
+    red, green, blue = (int(KIND_COLOURS[kind][i : i + 2], 16) / 255 for i in (1, 3, 5))
+    opacity = {Place.HOST: 0.06, Place.LEAVING: 0.45, Place.ARRIVING: 0.45, Place.DEVICE: 1.0}
+    return [(red, green, blue, opacity[place]) for place in places]
+
+
+def _rows(shown: list[Track]) -> tuple[list[float], dict[str, tuple[float, float]]]:
+    """Borders of the rows, and of the kinds; kinds of few bytes are drawn larger, so that their names have room."""
+    totals = {kind: sum(t.bytes for t in shown if t.kind == kind) for kind in _TENSOR_KINDS}
+    least = _LEAST_PART * max(sum(totals.values()), 1)
+    edges, borders = [0.0], {}
+    for kind in (kind for kind, total in totals.items() if total):
+        start, scale = edges[-1], max(1.0, least / totals[kind])
+        for track in shown:
+            if track.kind == kind:
+                edges.append(edges[-1] + track.bytes * scale)
+        borders[kind] = (start, edges[-1])
+    return edges, borders
+
+
+def _kind_label(kind: str, shown: list[Track]) -> str:
+    total = sum(track.bytes for track in shown if track.kind == kind)
+    return f"{kind}\n{format_bytes(total)}"
+
+
+def _step_axis(ax: Axes, steps: tuple[int, ...], plan: Plan) -> None:
+    columns = {step: column for column, step in enumerate(steps)}
+    n = len(plan.schedule.options)
+    for name, step in (("forward", 0), ("backward", n), ("turn-around", 2 * n)):
+        if step in columns:
+            ax.axvline(columns[step], color="0.5", linewidth=0.8)
+            _above(ax, columns[step], name)
+    every = max(1, len(steps) // 12)
+    ax.set_xticks([c + 0.5 for c in range(0, len(steps), every)], [str(s) for s in steps[::every]])
+    ax.set_xlabel("step")
+
+
+def _place_legend(ax: Axes) -> None:
+    patches = viz("matplotlib.patches")
+    meanings = {"on the device": 1.0, "arriving or leaving": 0.45, "not there": 0.06}
+    handles = [patches.Patch(color=(0.3, 0.5, 0.6, opacity), label=name) for name, opacity in meanings.items()]
+    ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)

@@ -1,0 +1,77 @@
+"""`offmate show PLAN.json`: a saved plan in the terminal, as a picture, as a trace, or as text."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..errors import OffmateError
+from ..files import write_whole
+
+_EXAMPLES = """examples:
+  offmate show plan.json                      the plan in words and as a table
+  offmate show plan.json --html plan.html     a picture for the browser
+  offmate show plan.json --trace trace.json   a trace for https://ui.perfetto.dev
+  offmate show plan.json --text               every action of an iteration
+"""
+
+
+def add_parser(verbs: Any) -> argparse.ArgumentParser:
+    """Add the verb `show` to the subparsers of the command line; its `run` is `run`."""
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        "show",
+        help="look at a saved plan: in words, as a table, as a picture, as a trace",
+        description="Look at a plan that was saved with plan.save or `offmate plan --json`.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("plan", type=Path, metavar="PLAN.json", help="the plan's file")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page with the picture")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
+    parser.add_argument("--text", action="store_true", help="print every action with its bytes")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show one plan.
+
+    Parameters
+    ----------
+    arguments: `plan`, and `html`, `trace` (paths or None) and `text`.
+
+    Returns: the exit status, 0.
+
+    Raises: PlanFileError if the file is no plan of this version; OffmateError if one cannot be written.
+    """
+    from ..plans import load_plan
+
+    plan = load_plan(arguments.plan)
+    if arguments.html is not None:
+        from .html import plan_document
+
+        _write(arguments.html, lambda path: write_whole(path, plan_document(plan)))
+    if arguments.trace is not None:
+        _write(arguments.trace, plan.save_trace)
+    if arguments.text:
+        from ..solver.text import to_text
+
+        sys.stdout.write(to_text(plan.schedule))
+    elif arguments.html is None and arguments.trace is None:
+        from rich.console import Console
+
+        # Without a terminal there is no width to ask for, and rich's 80 columns would fold the table.
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+        console.print(plan.explain(), "", plan.table(), sep="\n", markup=False)
+    return 0
+
+
+def _write(path: Path, write: Callable[[Path], None]) -> None:
+    try:
+        write(path)
+    except OSError as error:
+        raise OffmateError(f"{path} cannot be written: {error.strerror}") from error
+    print(f"wrote {path}")

@@ -1,0 +1,225 @@
+"""One iteration as plain data: what every resource does when, where the executor waits, and what memory is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ..solver.machine import Resource
+from ..solver.schedule import Action, Kind, Schedule
+from ..solver.simulate import Event, Simulation
+from .items import KINDS, block_of_items, item_of, kind_of
+
+if TYPE_CHECKING:
+    from ..plans import Plan
+
+ROWS = {
+    Resource.COMPUTE: "compute",
+    Resource.IN: "copies in",
+    Resource.OUT: "copies out",
+    Resource.CPU: "CPU updates",
+}
+_WORDS = {
+    Kind.PREFETCH: "copy in",
+    Kind.OFFLOAD: "copy out",
+    Kind.UPDATE_CPU: "update on the CPU",
+    Kind.UPDATE_DEVICE: "update on the device",
+}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What one resource did in one stretch; seconds from the start of the iteration.
+
+    Parameters
+    ----------
+    name: the item, tensor or compute. word: what is done with it. block: the one that it belongs to, None if to none.
+    end_s: may lie after the iteration's end: tails run on into the next one.
+    bytes: that are copied, 0 for what copies nothing.
+    """
+
+    row: Resource
+    name: str
+    word: str
+    step: int
+    block: int | None
+    start_s: float
+    end_s: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The executor waits for `cause` before it can go on with `action`."""
+
+    cause: Resource
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What is on the device while the executor carries out an action, in bytes per kind, in the order of `KINDS`.
+
+    A compute's workspace is the most that it needs on top of what was there when it started; what it makes is part of
+    that, and appears under its own kind when it ends.
+    """
+
+    start_s: float
+    end_s: float
+    action: Action
+    bytes: tuple[int, ...]
+
+    @cached_property
+    def total_bytes(self) -> int:
+        return sum(self.bytes)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One iteration, predicted or measured, ready to be drawn.
+
+    Parameters
+    ----------
+    name: what it is, such as "predicted". n_blocks: of the chain.
+    phases: name, start and end in seconds of the forward part, the backward part and the turn-around.
+    bars, waits: in the order of the actions. memory: in the order of time, without gaps.
+    budget_bytes: what the memory curve must stay below.
+    """
+
+    name: str
+    step_s: float
+    n_blocks: int
+    phases: tuple[tuple[str, float, float], ...]
+    bars: tuple[Bar, ...]
+    waits: tuple[Wait, ...]
+    memory: tuple[Sample, ...]
+    budget_bytes: int
+
+    @cached_property
+    def peak(self) -> Sample:
+        """The first moment at which the most bytes are on the device."""
+        return max(self.memory, key=lambda sample: sample.total_bytes)
+
+    @cached_property
+    def stall_s(self) -> float:
+        return sum(wait.end_s - wait.start_s for wait in self.waits)
+
+    def busy_s(self, row: Resource) -> float:
+        """Seconds of an iteration in which a resource works."""
+        return sum(bar.end_s - bar.start_s for bar in self.bars if bar.row is row)
+
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of bytes that there are, in the order of `KINDS`."""
+        return tuple(kind for i, kind in enumerate(KINDS) if any(sample.bytes[i] for sample in self.memory))
+
+    def wrapped(self) -> Iterator[Bar]:
+        """The bars, with what runs past the iteration's end cut off there and continued at its start."""
+        for bar in self.bars:
+            if bar.start_s < self.step_s:
+                yield replace(bar, end_s=min(bar.end_s, self.step_s))
+            if bar.end_s > self.step_s > 0:
+                yield replace(bar, start_s=max(bar.start_s - self.step_s, 0.0), end_s=bar.end_s - self.step_s)
+
+
+def plan_timeline(plan: Plan, name: str = "predicted") -> Timeline:
+    """The predicted iteration of a plan, what no decision changes included.
+
+    Returns: a timeline whose peak is the plan's predicted peak.
+    """
+    return build_timeline(plan.schedule, plan.simulation, name, plan.fixed_bytes, plan.budget_bytes)
+
+
+def build_timeline(
+    schedule: Schedule, simulation: Simulation, name: str = "predicted", fixed_bytes: int = 0, budget_bytes: int = 0
+) -> Timeline:
+    """The iteration that a dry run predicts.
+
+    Parameters
+    ----------
+    schedule, simulation: a schedule and its dry run.
+    fixed_bytes: on the device whatever the schedule does. budget_bytes: the schedule's own budget if 0.
+
+    Returns: a timeline; without fixed bytes its peak is the dry run's, to the byte.
+    """
+    blocks = block_of_items(schedule)
+    return Timeline(
+        name=name,
+        step_s=simulation.step_s,
+        n_blocks=len(schedule.options),
+        phases=_phases(schedule, simulation),
+        bars=tuple(_bar(event, blocks.get(item_of(event.action))) for event in simulation.timeline),
+        waits=_waits(schedule, simulation),
+        memory=_memory(schedule, simulation, fixed_bytes),
+        budget_bytes=budget_bytes or schedule.device_budget_bytes,
+    )
+
+
+def _bar(event: Event, block: int | None) -> Bar:
+    action = event.action
+    return Bar(
+        event.resource, action.name, _word(action), action.step, block, event.start_s, event.end_s, event.bytes
+    )  # fmt: skip
+
+
+def _word(action: Action) -> str:
+    if action.kind is not Kind.COMPUTE:
+        return _WORDS[action.kind]
+    return {"F": "forward", "B": "backward"}.get(action.name[0], action.name)
+
+
+def _phases(schedule: Schedule, simulation: Simulation) -> tuple[tuple[str, float, float], ...]:
+    ends, done = [], 0
+    for part in (schedule.forward, schedule.backward, schedule.turn_around):
+        done += len(part)
+        ends.append(simulation.taken[done - 1][1] if done else 0.0)
+    return tuple(zip(("forward", "backward", "turn-around"), (0.0, *ends), ends))
+
+
+def _waits(schedule: Schedule, simulation: Simulation) -> tuple[Wait, ...]:
+    """The dry run's stalls with the actions that they hold up; pieces of one wait are put together."""
+    waits: list[Wait] = []
+    spans = iter(zip(schedule.actions, simulation.taken))
+    action, (_, end_s) = next(spans)
+    for stall in simulation.stalls:
+        if stall.end_s <= stall.start_s:
+            continue
+        while end_s <= stall.start_s:
+            action, (_, end_s) = next(spans)
+        last = waits[-1] if waits else None
+        if last and last.action is action and last.cause is stall.cause:
+            waits[-1] = replace(last, end_s=stall.end_s)
+        else:
+            waits.append(Wait(stall.cause, action, stall.start_s, stall.end_s))
+    return tuple(waits)
+
+
+def _memory(schedule: Schedule, simulation: Simulation, fixed_bytes: int) -> tuple[Sample, ...]:
+    """One sample per action, two for a compute that waits before it starts; as `memory_highs`, split by kind."""
+    sizes = schedule.item_bytes
+    level = dict.fromkeys(KINDS, 0) | {"fixed": fixed_bytes}
+    for item in schedule.resident:
+        level[kind_of(item)] += sizes[item]
+    starts = {e.action: e.start_s for e in simulation.timeline if e.action.kind is Kind.COMPUTE}
+    samples: list[Sample] = []
+    for action, (start_s, end_s) in zip(schedule.actions, simulation.taken):
+        if action.kind is Kind.PREFETCH:
+            level[kind_of(action.name)] += sizes[action.name]
+        if action.kind is Kind.COMPUTE:
+            if starts[action] > start_s:
+                samples.append(Sample(start_s, starts[action], action, tuple(level.values())))
+            spec = schedule.computes[action.name]
+            working = level | {"workspace": level["workspace"] + spec.rise_bytes}
+            samples.append(Sample(starts[action], end_s, action, tuple(working.values())))
+            for item in spec.makes:
+                level[kind_of(item)] += sizes[item]
+            for item in spec.drops:
+                level[kind_of(item)] -= sizes[item]
+            continue
+        samples.append(Sample(start_s, end_s, action, tuple(level.values())))
+        if action.kind is Kind.FREE:
+            level[kind_of(action.name)] -= sizes[action.name]
+    return tuple(samples)

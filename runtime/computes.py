@@ -1,0 +1,134 @@
+"""Runs a schedule's computes: fills programs' registers with tensors, and keeps what comes out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..solver.schedule import Schedule
+from .binding import Binding, BlockBinding, HostState, Port
+from .contents import Buffer, Contents, Saved
+from .device import Device
+from .program import run
+
+
+class Computes:
+    """One short method per kind of compute.
+
+    State: `batch` and `incoming`, what the user handed in, until it is used.
+
+    Parameters
+    ----------
+    contents: what is on the device; changed here.
+    """
+
+    def __init__(
+        self, schedule: Schedule, binding: Binding, host: HostState, device: Device, contents: Contents
+    ) -> None:
+        self._schedule, self._binding, self._host, self._device = schedule, binding, host, device
+        self._contents = contents
+        self.batch: tuple[torch.Tensor | None, ...] = ()
+        self.incoming: dict[str, torch.Tensor] = {}
+
+    def run(self, name: str) -> None:
+        """Run the compute of this name: "start", "F3", "user", "B3"."""
+        if name == "start":
+            self._start()
+        elif name == "user":
+            self._user()
+        elif name[0] == "F":
+            self._forward_block(int(name[1:]))
+        else:
+            self._backward_block(int(name[1:]))
+
+    def _start(self) -> None:
+        start, ledger, here = self._binding.start, self._device.ledger, self._contents
+        batch_bytes: dict[str, int] = {}
+        for name, tensor in zip(start.batch, self.batch):
+            if name is not None and tensor is not None:
+                here.shared[name] = own = self._device.empty_like(tensor)
+                own.copy_(tensor)
+                batch_bytes[name] = own.untyped_storage().nbytes()
+                ledger.add("x", batch_bytes[name])
+        self.batch = ()
+        registers: list[Any] = [None] * start.program.n_registers
+        given: dict[int, int] = {}
+        for port in start.inputs:
+            registers[port.register] = self._read(port)
+            if port.storage in start.program.given:
+                given[port.storage] = batch_bytes[port.name]
+        for name in batch_bytes:
+            if name not in self._binding.shared_item:
+                here.shared.pop(name)
+        run(start.program, registers, ledger, given)
+        for port in start.results:
+            here.shared[port.name] = registers[port.register]
+
+    def _forward_block(self, index: int) -> None:
+        block, here = self._binding.blocks[index], self._contents
+        registers = self._registers(block, block.forward.n_registers)
+        live = run(block.forward, registers, self._device.ledger, {})
+        for port in block.writes:
+            self._host.buffers[port.name].copy_(registers[port.register])
+            self._device.ledger.freed(live.pop(port.storage))
+        for port in block.results:
+            here.values[port.name] = Buffer({"": registers[port.register]})
+            if port.name in self._binding.outputs:
+                here.outputs[port.name] = registers[port.register]
+        saved = here.saved[index] = Saved()
+        for storage, views in {**block.kept, **block.offloaded}.items():
+            saved.registers |= {r: registers[r] for r in views}
+            saved.storage_bytes[storage] = live[storage]
+
+    def _backward_block(self, index: int) -> None:
+        block, here = self._binding.blocks[index], self._contents
+        saved = here.saved.pop(index)
+        copies = here.values.pop(f"a:{index}", None)
+        if copies is not None:
+            copies.settle()
+        registers = self._registers(block, block.backward.n_registers)
+        for port in block.results:
+            buffer = here.values.get(port.name)
+            if buffer is not None:
+                registers[port.register] = buffer.read()
+        for register in saved.registers:
+            registers[register] = saved.registers[register]
+        given = dict(saved.storage_bytes)
+        # What only the registers hold dies at its last reader.
+        del saved, copies
+        for port in block.tangents:
+            given[port.storage] = here.grads[port.name].untyped_storage().nbytes()
+            registers[port.register] = here.grads.pop(port.name)
+        run(block.backward, registers, self._device.ledger, given)
+        for port in block.grads:
+            here.grads[port.name] = registers[port.register]
+            if port.name.startswith("param:"):
+                here.pending.add(port.name[6:])
+
+    def _registers(self, block: BlockBinding, n_registers: int) -> list[Any]:
+        registers: list[Any] = [None] * n_registers
+        for port in block.inputs:
+            registers[port.register] = self._read(port)
+        return registers
+
+    def _read(self, port: Port) -> torch.Tensor | None:
+        here = self._contents
+        if port.kind == "param":
+            return here.params[port.name].read() if port.name in here.params else None
+        if port.kind == "buffer":
+            return self._host.buffers[port.name]
+        if port.kind == "shared":
+            constant = self._binding.constants.get(port.name)
+            return here.shared.get(port.name) if constant is None else constant
+        buffer = here.values.get(port.name)
+        return None if buffer is None else buffer.read()
+
+    def _user(self) -> None:
+        """The user's code has run between the forwards and the backwards and hands in gradients."""
+        spec = self._schedule.computes["user"]
+        self._device.ledger.made(0, spec.rise_bytes)
+        for item in spec.makes:
+            name = item[2:]
+            self._device.ledger.add("d", self._schedule.item_bytes[item])
+            self._contents.grads[f"value:{name}"] = self.incoming.pop(name)

@@ -1,0 +1,165 @@
+"""Items to tensors: what a schedule's prefetch, offload and free do."""
+
+from __future__ import annotations
+
+import torch
+
+from ..solver.schedule import Schedule
+from .binding import Binding, HostState
+from .contents import Buffer, Contents, UnderWay, is_bulk, meta_of, on_storage, storage_view
+from .device import Device, Event
+
+
+class Transfers:
+    """Starts copies and releases tensors.
+
+    State: `host_grads` and `host_copies`, host memory that gradients, activations and values leave to; it is kept
+    from one iteration to the next.
+
+    Parameters
+    ----------
+    contents: what is on the device; changed here.
+    """
+
+    def __init__(
+        self, schedule: Schedule, binding: Binding, host: HostState, device: Device, contents: Contents
+    ) -> None:
+        self._sizes, self._binding, self._host, self._device = schedule.item_bytes, binding, host, device
+        self._contents = contents
+        self.host_grads: dict[str, torch.Tensor] = {}
+        self.host_copies: dict[str, dict[str, torch.Tensor]] = {}
+
+    # -- in -----------------------------------------------------------------------------------------------------------
+
+    def prefetch(self, item: str) -> None:
+        """Allocate an item and start its copy host -> device."""
+        kind, name = item.split(":", 1)
+        here = self._contents
+        self._device.ledger.add(kind, self._sizes[item])
+        if kind == "p":
+            after = (here.written.pop(name),) if name in here.written else ()
+            here.params[name] = self._bring(item, {"": self._host.params[name]}, after)
+        elif kind == "s":
+            after = (here.written.pop(item),) if item in here.written else ()
+            state = {k: v for k, v in self._host.states.get(name, {}).items() if isinstance(v, torch.Tensor)}
+            here.states[name] = self._bring(item, {k: v for k, v in state.items() if is_bulk(v)}, after)
+        else:
+            self._restore(item, kind, name)
+
+    def _bring(self, item: str, sources: dict[str, torch.Tensor], after: tuple[Event, ...]) -> Buffer:
+        tensors = {key: self._device.empty_like(source) for key, source in sources.items()}
+        copies = tuple(self._device.copy_in(tensors[key], source, after) for key, source in sources.items())
+        return Buffer(tensors, UnderWay(f"the copy of {item} to the device", copies) if copies else None)
+
+    def _restore(self, item: str, kind: str, name: str) -> None:
+        here = self._contents
+        buffer = self._bring(item, self.host_copies[item], (here.written.pop(item),))
+        views = here.views.pop(item)
+        if kind == "v":
+            whole = next(iter(buffer.tensors.values()))
+            for value, view in views.items():
+                here.values[value] = Buffer({"": on_storage(whole, view)}, buffer.arrived)
+            return
+        saved = here.saved[int(name)]
+        for key, view in views.items():
+            storage, register = key.split("/")
+            saved.registers[int(register)] = on_storage(buffer.tensors[storage], view)
+        here.values[item] = Buffer({}, buffer.arrived)
+
+    # -- out ----------------------------------------------------------------------------------------------------------
+
+    def offload(self, item: str) -> None:
+        """Start an item's copy device -> host."""
+        kind, name = item.split(":", 1)
+        here = self._contents
+        if kind == "p":
+            self._send(item, here.params[name], {"": self._host.params[name]}, name)
+        elif kind == "s":
+            self._send(item, here.states[name], self._host_state(name), item)
+        elif kind == "g":
+            if name in here.pending:
+                self.send_gradient(name)
+        else:
+            self._put_away(item, kind, name)
+
+    def send_gradient(self, name: str) -> None:
+        """Start the copy of a parameter's gradient to the host."""
+        grad = self._contents.grads[f"param:{name}"]
+        if name not in self.host_grads:
+            self.host_grads[name] = self._device.empty_host_like(grad)
+        copy = self._device.copy_out(self.host_grads[name], grad, ())
+        self._contents.grad_leaving[name] = UnderWay(f"the copy of the gradient of {name} to the host", (copy,))
+
+    def _send(self, item: str, buffer: Buffer, targets: dict[str, torch.Tensor], key: str) -> None:
+        after = () if buffer.arrived is None else (buffer.arrived,)
+        copies = tuple(self._device.copy_out(targets[part], t, after) for part, t in buffer.tensors.items())
+        if copies:
+            buffer.leaving = self._contents.written[key] = UnderWay(f"the copy of {item} to the host", copies)
+            # Until it is known to have arrived, the device's copy is the one to trust.
+            self._contents.newer.add(item)
+
+    def _host_state(self, name: str) -> dict[str, torch.Tensor]:
+        """Host tensors for the parts of a state; made where there are none but the device's own."""
+        state = self._host.states[name]
+        tensors = self._contents.states[name].tensors
+        for key, tensor in tensors.items():
+            if state.get(key) is tensor or not isinstance(state.get(key), torch.Tensor):
+                state[key] = self._device.empty_host_like(tensor)
+        return {key: own for key in tensors if isinstance(own := state[key], torch.Tensor)}
+
+    def _put_away(self, item: str, kind: str, name: str) -> None:
+        """Copy whole storages out, and remember how tensors view them."""
+        here = self._contents
+        if kind == "v":
+            views = {v: here.values[v].read() for v in self._values_of(item) if v in here.values}
+            wholes = {"": storage_view(next(iter(views.values())))}
+            here.views[item] = {v: meta_of(t) for v, t in views.items()}
+        else:
+            saved, offloaded = here.saved[int(name)], self._binding.blocks[int(name)].offloaded
+            wholes, here.views[item] = {}, {}
+            for storage, registers in offloaded.items():
+                wholes[str(storage)] = storage_view(saved.registers[registers[0]])
+                here.views[item] |= {f"{storage}/{r}": meta_of(saved.registers[r]) for r in registers}
+        homes = self.host_copies.setdefault(item, {})
+        copies = []
+        for key, whole in wholes.items():
+            if key not in homes or homes[key].shape != whole.shape:
+                homes[key] = self._device.empty_host_like(whole)
+            copies.append(self._device.copy_out(homes[key], whole, ()))
+        here.written[item] = UnderWay(f"the copy of {item} to the host", tuple(copies))
+
+    def _values_of(self, item: str) -> list[str]:
+        return [value for value, holder in self._binding.value_item.items() if holder == item]
+
+    # -- away ---------------------------------------------------------------------------------------------------------
+
+    def free(self, item: str) -> None:
+        """Release an item, after the copies that read it; if one failed the item stays."""
+        kind, name = item.split(":", 1)
+        here = self._contents
+        if kind in "ps":
+            buffers = here.params if kind == "p" else here.states
+            buffers[name].settle()
+            del buffers[name]
+            here.newer.discard(item)
+        elif kind == "g":
+            if name in here.grad_leaving:
+                here.grad_leaving[name].wait()
+            here.grads.pop(f"param:{name}", None)
+        elif kind == "d":
+            here.grads.pop(f"value:{name}")
+        elif kind == "x":
+            for shared in [n for n, i in self._binding.shared_item.items() if i == item]:
+                here.shared.pop(shared, None)
+        elif kind == "v":
+            if item in here.written:
+                here.written[item].wait()
+            for value in self._values_of(item):
+                here.values.pop(value, None)
+        elif kind == "a":
+            here.written[item].wait()
+            saved = here.saved[int(name)]
+            for registers in self._binding.blocks[int(name)].offloaded.values():
+                for register in registers:
+                    del saved.registers[register]
+        self._device.ledger.remove(kind, self._sizes[item])

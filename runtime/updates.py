@@ -1,0 +1,110 @@
+"""The optimizer's updates on host and device, and what makes the host hold the truth."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from .binding import HostState, Update
+from .contents import Buffer, Contents, UnderWay, is_bulk
+from .device import Device
+from .transfers import Transfers
+
+
+class Updates:
+    """Runs updates, and brings to the host what only the device has.
+
+    Parameters
+    ----------
+    contents: what is on the device; changed here. update: of one tensor; None if the user's code updates.
+    homeless: parameters that never leave the device and share their memory with the host's on an emulated one.
+    """
+
+    def __init__(
+        self,
+        host: HostState,
+        device: Device,
+        contents: Contents,
+        transfers: Transfers,
+        update: Update | None,
+        homeless: frozenset[str],
+    ) -> None:
+        self._host, self._device, self._contents, self._transfers = host, device, contents, transfers
+        self._update, self._homeless = update, homeless
+
+    def on_host(self, name: str) -> None:
+        """Start the update of a parameter on a worker, unless it has been started already."""
+        here, host = self._contents, self._host
+        if name not in here.pending:
+            return
+        here.pending.remove(name)
+        update, grad = self._known(), self._transfers.host_grads[name]
+
+        def work() -> None:
+            update(name, host.params[name], grad, host.states.setdefault(name, {}))
+            host.updates[name] = host.updates.get(name, 0) + 1
+
+        under_way = self._device.update_on_host(work, (here.grad_leaving.pop(name),))
+        here.written[name] = UnderWay(f"the update of {name} on the host", (under_way,))
+
+    def on_device(self, name: str) -> None:
+        """Update a parameter on the device."""
+        here = self._contents
+        param, grad = here.params[name], here.grads[f"param:{name}"]
+        buffer = here.states.setdefault(name, Buffer({}))
+        # A copy to the host may still read what is overwritten here.
+        param.settle()
+        buffer.settle()
+        host = self._host.states.setdefault(name, {})
+        state: dict[str, object] = {**host, **buffer.tensors}
+        here.newer |= {f"p:{name}", f"s:{name}"}
+        self._known()(name, param.read(), grad, state)
+        self._host.updates[name] = self._host.updates.get(name, 0) + 1
+        here.pending.discard(name)
+        buffer.tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and is_bulk(v)}
+        for key, value in state.items():
+            if not is_bulk(value) or not isinstance(host.get(key), torch.Tensor):
+                host[key] = value
+
+    def _known(self) -> Update:
+        assert self._update is not None, "a schedule with updates needs the optimizer's update"
+        return self._update
+
+    # -- the truth ----------------------------------------------------------------------------------------------------
+
+    def start_pending(self) -> None:
+        """Start now what the schedule starts later; it will find it done."""
+        for name in sorted(self._contents.pending) if self._update is not None else ():
+            self._start(name)
+
+    def salvage_pending(self) -> None:
+        """After a failure: do the updates that were still to come, as far as their gradients can be had."""
+        for name in sorted(self._contents.pending) if self._update is not None else ():
+            with contextlib.suppress(Exception):
+                self._start(name)
+        self._device.drain()
+
+    def _start(self, name: str) -> None:
+        if name not in self._contents.grad_leaving:
+            self._transfers.send_gradient(name)
+        self.on_host(name)
+
+    def rescue(self) -> None:
+        """Copy to the host what only the device has; no copy may be under way."""
+        here = self._contents
+        with torch.no_grad():
+            for item in sorted(here.newer):
+                kind, name = item.split(":", 1)
+                if kind == "p" and name in here.params and name not in self._homeless:
+                    self._host.params[name].copy_(here.params[name].tensors[""])
+                elif kind == "s" and name in here.states:
+                    self._rescue_state(name)
+        here.newer.clear()
+
+    def _rescue_state(self, name: str) -> None:
+        state = self._host.states[name]
+        for key, tensor in self._contents.states[name].tensors.items():
+            own = state.get(key)
+            if isinstance(own, torch.Tensor) and own is not tensor:
+                own.copy_(tensor)

@@ -1,0 +1,150 @@
+"""Problems and solutions as JSON's own types, so that any instance can be kept, solved again and reported."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from .problem import Problem
+from .solution import Solution, Status
+
+VERSION = 1
+_FORMATS: dict[type, str] = {Problem: "offmate-problem", Solution: "offmate-solution"}
+
+
+class FileError(ValueError):
+    """A problem or solution that cannot be read: the message names the place and what was expected there."""
+
+
+def to_dict(record: Problem | Solution) -> dict[str, Any]:
+    """A problem or solution as JSON's own types, with its format and version."""
+    return {"format": _FORMATS[type(record)], "version": VERSION} | _plain(asdict(record))
+
+
+def problem_from_dict(data: dict[str, Any]) -> Problem:
+    """The problem that `to_dict` gave `data` for.
+
+    Raises: FileError if it is of another format or version, damaged, or contradicts itself.
+    """
+    result = _read(data, Problem)
+    assert isinstance(result, Problem)
+    return result
+
+
+def solution_from_dict(data: dict[str, Any]) -> Solution:
+    """The solution that `to_dict` gave `data` for.
+
+    Raises: FileError if it is of another format or version, or damaged.
+    """
+    result = _read(data, Solution)
+    assert isinstance(result, Solution)
+    return result
+
+
+def save(record: Problem | Solution, path: str | Path) -> None:
+    """Write a problem or solution to a JSON file."""
+    Path(path).write_text(json.dumps(to_dict(record), indent=1) + "\n", encoding="utf-8")
+
+
+def load_problem(path: str | Path) -> Problem:
+    """Read a problem from a JSON file; raises FileError naming the file if it cannot be read."""
+    return problem_from_dict(_file(path))
+
+
+def load_solution(path: str | Path) -> Solution:
+    """Read a solution from a JSON file; raises FileError naming the file if it cannot be read."""
+    return solution_from_dict(_file(path))
+
+
+def _file(path: str | Path) -> dict[str, Any]:
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise FileError(f"{path} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise FileError(f"{path} holds {type(data).__name__}, not an object")
+    return data
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, frozenset):
+        return sorted(value)
+    if isinstance(value, Status):
+        return value.name
+    return value
+
+
+def _read(data: dict[str, Any], kind: type) -> Any:
+    expected = _FORMATS[kind]
+    if data.get("format") != expected or data.get("version") != VERSION:
+        found = f"{data.get('format')!r}, version {data.get('version')!r}"
+        raise FileError(
+            f"not of format {expected!r}, version {VERSION}: found {found}; save it again with this version"
+        )
+    body = {key: value for key, value in data.items() if key not in ("format", "version")}
+    return _record(body, kind, expected.removeprefix("offmate-"))
+
+
+def _record(data: Any, kind: type, place: str) -> Any:
+    if not isinstance(data, dict):
+        raise FileError(f"{place}: expected an object, found {data!r}")
+    hints = get_type_hints(kind)
+    names = {f.name for f in fields(kind)}
+    for name in data.keys() - names:
+        raise FileError(f"{place}: has a field {name!r} that is not known")
+    for name in names - data.keys():
+        raise FileError(f"{place}: lacks {name!r}")
+    values = {name: _value(data[name], hints[name], f"{place}.{name}") for name in sorted(names)}
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise FileError(f"{place}: {error}") from error
+
+
+def _value(data: Any, hint: Any, place: str) -> Any:
+    """`data` as the type that `hint` describes."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (tuple, frozenset):
+        if not isinstance(data, list):
+            raise FileError(f"{place}: expected a list, found {data!r}")
+        return origin(_value(entry, inner[0], f"{place}[{i}]") for i, entry in enumerate(data))
+    if origin is dict:
+        if not isinstance(data, dict):
+            raise FileError(f"{place}: expected an object, found {data!r}")
+        return {_key(key, inner[0], place): _value(v, inner[1], f"{place}[{key!r}]") for key, v in data.items()}
+    if origin is UnionType:
+        return None if data is None else _value(data, inner[0], place)
+    if origin is Literal:
+        if data not in inner:
+            raise FileError(f"{place}: is {data!r}, must be one of {', '.join(map(repr, inner))}")
+        return data
+    if is_dataclass(hint) and isinstance(hint, type):
+        return _record(data, hint, place)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        if data not in hint.__members__:
+            raise FileError(f"{place}: is {data!r}, must be one of {', '.join(hint.__members__)}")
+        return hint[data]
+    return _scalar(data, hint, place)
+
+
+def _key(key: str, kind: type, place: str) -> Any:
+    try:
+        return kind(key)
+    except ValueError as error:
+        raise FileError(f"{place}: {key!r} is no {kind.__name__}") from error
+
+
+def _scalar(data: Any, kind: type, place: str) -> Any:
+    if kind is float and isinstance(data, int) and not isinstance(data, bool):
+        return float(data)
+    if not isinstance(data, kind) or (isinstance(data, bool) and kind is not bool):
+        raise FileError(f"{place}: expected {kind.__name__}, found {data!r}")
+    return data

@@ -1,0 +1,456 @@
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+from .loops import assert_same, batch, compiled, plain, tensors, tiny
+
+import offmate
+from offmate import OffmateError, ProtocolError
+
+BUDGETS = ("ample", "middle", "least")
+
+
+def goes_on(loop, done: int, upto: int = 4) -> None:
+    """After `done` whole steps the loop continues as plain PyTorch does."""
+    reference = plain(done)
+    assert loop.steps(done, upto) == reference.steps(done, upto)
+    assert_same(loop, reference)
+
+
+def refused(match: str):
+    return pytest.raises(ProtocolError, match=match)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_parity(budget):
+    ours, reference = compiled(budget), plain()
+    assert ours.steps(0, 5) == reference.steps(0, 5)
+    assert_same(ours, reference)
+    assert ours.model.offmate.peak_bytes == ours.model.offmate.plan.predicted_peak_bytes
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_second_backward(retain):
+    loop = compiled(steps=1)
+    loss = loop.forward(1)
+    loss.backward(retain_graph=retain)
+    with refused(r"second backward.*retain_graph"):
+        loss.backward()
+    loop.optimizer.step()
+    with refused(r"second backward"):
+        loss.backward()
+    loop.optimizer.zero_grad()
+    goes_on(loop, 2)
+
+
+def test_forward_after_backward_without_step():
+    loop = compiled(steps=1)
+    loop.forward(1).backward()
+    with refused(r"without optimizer.step\(\).*accumulation"):
+        loop.forward(2)
+    with torch.no_grad(), refused(r"without optimizer.step"):
+        loop.forward(2)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    goes_on(loop, 2)
+
+
+def test_second_forward_before_backward():
+    loop = compiled(steps=1)
+    loss = loop.forward(1)
+    with refused(r"second forward before backward"):
+        loop.forward(2)
+    with torch.no_grad(), refused(r"second forward before backward"):
+        loop.forward(2)
+    loss.backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    goes_on(loop, 2)
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_forward_that_nobody_follows_is_given_up(planned):
+    loop = compiled(steps=1, planned=planned)
+    loop.forward(7)
+    with refused(r"given up"):
+        loop.forward(8)
+    goes_on(loop, 1)
+
+
+def test_step_without_backward():
+    loop = compiled(steps=1)
+    with refused(r"step\(\) without a backward.*forward"):
+        loop.optimizer.step()
+    loss = loop.forward(1)
+    with refused(r"step\(\) without a backward.*backward\(\)"):
+        loop.optimizer.step()
+    loss.backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    goes_on(loop, 2)
+
+
+def test_hyperparameters_changed_before_step():
+    loop = compiled(steps=1)
+    loop.forward(1).backward()
+    (group,) = loop.optimizer.param_groups
+    group["lr"] = 0.5
+    with refused(r"lr changed from 0.01 to 0.5 between backward\(\) and optimizer.step\(\)"):
+        loop.optimizer.step()
+    group["lr"] = 0.01
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    goes_on(loop, 2)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_scheduler(budget, as_tensor):
+    def run(loop):
+        if as_tensor:
+            loop.optimizer.param_groups[0]["lr"] = torch.tensor(1e-2)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(loop.optimizer, 0.5)
+        losses = []
+        for i in range(4):
+            losses.append(loop.step(i))
+            scheduler.step()
+        return losses
+
+    ours, reference = compiled(budget), plain()
+    assert run(ours) == run(reference)
+    assert_same(ours, reference)
+
+
+def test_consumed_gradient():
+    loop = compiled(steps=1)
+    loop.forward(1).backward()
+    weight = loop.model.last.weight
+    for use in (
+        lambda: weight.grad,
+        lambda: torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0),
+        lambda: torch.nn.utils.clip_grad_value_(loop.model.parameters(), 1.0),
+    ):
+        with refused(r"consumed.*max_grad_norm="):
+            use()
+    with refused(r"assigned"):
+        weight.grad = torch.ones_like(weight)
+    with refused(r"cleared between backward\(\) and optimizer.step\(\)"):
+        loop.optimizer.zero_grad()
+    with refused(r"cleared between"):
+        loop.model.zero_grad()
+    loop.optimizer.step()
+    with refused(r"consumed.*max_grad_norm="):
+        _ = weight.grad
+    loop.optimizer.zero_grad()
+    assert weight.grad is None
+    goes_on(loop, 2)
+
+
+def test_gradients_that_plain_pytorch_would_add_up():
+    loop = compiled(steps=1)
+    loop.forward(1).backward()
+    loop.optimizer.step()
+    loss = loop.forward(2)
+    with refused(r"not cleared.*zero_grad\(\)"):
+        loss.backward()
+    loop.optimizer.zero_grad()
+    loss.backward()
+    loop.optimizer.step()
+    for param in loop.model.parameters():
+        param.grad = None
+    goes_on(loop, 3)
+
+
+def test_autograd_grad_and_create_graph():
+    loop = compiled(steps=1)
+    loss = loop.forward(1)
+    with refused(r"torch.autograd.grad"):
+        torch.autograd.grad(loss, list(loop.model.parameters()))
+    with refused(r"create_graph=True"):
+        loss.backward(create_graph=True)
+    loss.backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    goes_on(loop, 2)
+
+
+def test_closure_and_new_group():
+    loop = compiled(steps=1)
+    with refused(r"closure"):
+        loop.optimizer.step(lambda: loop.forward(1))
+    with refused(r"group was added after offmate.compile"):
+        loop.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    assert len(loop.optimizer.param_groups) == 1
+    goes_on(loop, 1)
+
+
+def test_gradient_into_an_unplanned_output():
+    loop = compiled(steps=1)
+    out = loop.model(**batch(1))
+    with refused(r"'scores'.*planned without one.*gradients_into=\('scores',\)"):
+        out["scores"].sum().backward()
+    out["loss"].backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    goes_on(loop, 2)
+
+
+def test_input_that_requires_a_gradient():
+    loop = compiled(steps=1)
+    given = batch(1)
+    with refused(r"input of shape \(8, 16\) requires a gradient.*[Dd]etach"):
+        loop.model(given["x"].requires_grad_(), given["y"])
+    goes_on(loop, 1)
+
+
+def test_other_batches():
+    loop = compiled(steps=1)
+    given = batch(1)
+    with refused(r"\(4, 16\).*instead of.*\(8, 16\).*drop_last"):
+        loop.model(given["x"][:4], given["y"][:4])
+    with refused(r"torch.float64 instead of.*torch.float32"):
+        loop.model(x=given["x"].double(), y=given["y"])
+    loop.model.eval()
+    with refused(r"eval\(\) mode now"):
+        loop.forward(1)
+    loop.model.train()
+    goes_on(loop, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [({"max_grad_norm": 1.0}, r"max_grad_norm=1.0.*clip_grad_norm_"), ({"accumulation_steps": 4}, r"accumulation_steps=4")],
+)
+def test_not_yet(settings, match):
+    model = tiny()
+    with pytest.raises(OffmateError, match=match):
+        offmate.compile(model, "1GiB", device="emulated", **settings)
+    assert type(model) is type(tiny())
+
+
+def test_frozen_or_replaced_after_compile():
+    loop = compiled(steps=1)
+    loop.model.first.weight.requires_grad_(False)
+    with refused(r"requires_grad of first.weight became False"):
+        loop.forward(1)
+    loop.model.first.weight.requires_grad_(True)
+    own = loop.model.first.weight
+    loop.model.first.weight = torch.nn.Parameter(own.detach().clone())
+    with refused(r"first.weight was replaced"):
+        loop.forward(1)
+    loop.model.first.weight = own
+    loop.model.extra = torch.nn.Linear(2, 2)
+    with refused(r"added or removed.*extra"):
+        loop.forward(1)
+    del loop.model.extra
+    loop.model.double()
+    with refused(r"float64.*Convert the model first"):
+        loop.forward(1)
+    loop.model.float()
+    goes_on(loop, 1)
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("moment", ["start", "forward", "step", "cleared"])
+def test_state_dicts_are_current(budget, moment):
+    """At every point but between backward and step, where plain PyTorch has not updated yet."""
+    loop, reference = compiled(budget), plain()
+    for i in range(3):
+        losses = []
+        for each in (loop, reference):
+            loss = each.forward(i)
+            if moment == "forward":
+                losses.append(tensors(each))
+            loss.backward()
+            each.optimizer.step()
+            if moment == "step":
+                losses.append(tensors(each))
+            each.optimizer.zero_grad()
+            if moment == "cleared":
+                losses.append(tensors(each))
+        if losses:
+            assert losses[0].keys() == losses[1].keys()
+            assert all(torch.equal(losses[0][k], losses[1][k]) for k in losses[0])
+    assert_same(loop, reference)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_state_dict_between_backward_and_step(budget, caplog):
+    loop = compiled(budget, steps=1)
+    loop.forward(1).backward()
+    with caplog.at_level(logging.WARNING, "offmate"):
+        seen = {k: v.clone() for k, v in loop.model.state_dict().items()}
+    assert "between backward() and optimizer.step()" in caplog.text
+    after = plain(2).model.state_dict()
+    assert all(torch.equal(seen[k], after[k]) for k in after)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    goes_on(loop, 2)
+
+
+def test_updates_run_on_into_the_next_forward():
+    """The tight plan starts updates after optimizer.step() has returned; whoever reads gets them."""
+    from offmate.solver.schedule import Kind
+
+    loop = compiled("least", steps=2)
+    late = [a.name for a in loop.model.offmate.plan.schedule.forward if a.kind is Kind.UPDATE_CPU]
+    assert late
+    assert all(torch.equal(dict(loop.model.named_parameters())[n], plain(2).model.state_dict()[n]) for n in late)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_raw_reads(budget):
+    loop, reference = compiled(budget), plain()
+    for i in range(3):
+        loop.step(i)
+        reference.step(i)
+        ours, theirs = list(loop.model.parameters()), list(reference.model.parameters())
+        if i == 0:
+            loop.model.offmate.sync()
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        assert [p.norm().item() for p in ours] == [p.norm().item() for p in theirs]
+        assert torch.equal(ours[0].detach().flatten()[:3], theirs[0].data.flatten()[:3])
+
+
+def test_replaying_reads_no_parameter(monkeypatch):
+    loop = compiled(steps=1)
+    monkeypatch.setattr(loop.session, "read", lambda what: pytest.fail(what))
+    assert loop.steps(1, 3) == plain(1).steps(1, 3)
+
+
+# -- loading and editing ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_checkpoints_pass_both_ways(budget):
+    ours, reference = compiled(budget, steps=2), plain(2)
+    saved = pickle.loads(pickle.dumps((ours.model.state_dict(), copy.deepcopy(ours.optimizer.state_dict()))))
+    there, back = plain(), compiled(budget, steps=1)
+    there.model.load_state_dict(saved[0])
+    there.optimizer.load_state_dict(saved[1])
+    back.model.load_state_dict(there.model.state_dict())
+    back.optimizer.load_state_dict(there.optimizer.state_dict())
+    expected = reference.steps(2, 4)
+    assert there.steps(2, 4) == expected
+    assert back.steps(2, 4) == expected
+    assert ours.steps(2, 4) == expected
+    assert_same(back, reference)
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward"])
+def test_loading_ends_an_iteration(moment):
+    loop, source = compiled(steps=1), plain(2)
+    loss = loop.forward(1)
+    if moment == "backward":
+        loss.backward()
+    loop.model.load_state_dict(source.model.state_dict())
+    loop.optimizer.load_state_dict(source.optimizer.state_dict())
+    with refused(r"second backward"):
+        loss.backward()
+    with refused(r"without a backward"):
+        loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    goes_on(loop, 2)
+
+
+def scale(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.9)
+
+
+def scale_data(model):
+    for p in model.parameters():
+        p.data.mul_(0.9)
+
+
+def scale_foreach(model):
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 0.9)
+
+
+def replace_data(model):
+    for p in model.parameters():
+        p.data = p.data * 0.9
+
+
+def one_only(model):
+    with torch.no_grad():
+        model.layers[3].weight.clamp_(-0.1, 0.1)
+
+
+def load(model):
+    model.load_state_dict({k: v * 0.9 for k, v in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("edit", [scale, scale_data, scale_foreach, replace_data, one_only, load])
+@pytest.mark.parametrize("planned", [True, False])
+def test_edits_between_steps_are_honoured(budget, edit, planned):
+    ours, reference = compiled(budget, planned=planned), plain()
+    for i in range(3):
+        assert ours.step(i) == reference.step(i)
+        edit(ours.model)
+        edit(reference.model)
+    assert_same(ours, reference)
+    assert ours.steps(3, 5) == reference.steps(3, 5)
+
+
+def test_edit_between_forward_and_backward():
+    loop = compiled(steps=1)
+    loss = loop.forward(1)
+    scale(loop.model)
+    with refused(r"edited between the forward and backward"):
+        loss.backward()
+    reference = plain(1)
+    scale(reference.model)
+    assert loop.steps(1, 3) == reference.steps(1, 3)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_edit_between_backward_and_step(budget):
+    loop = compiled(budget, steps=1)
+    loop.forward(1).backward()
+    scale(loop.model)
+    with refused(r"edited between backward\(\) and optimizer.step\(\)"):
+        loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    reference = plain(2)
+    scale(reference.model)
+    assert loop.steps(2, 4) == reference.steps(2, 4)
+    assert_same(loop, reference)
+
+
+def test_edit_through_an_older_reference():
+    loop = compiled(steps=1)
+    kept = loop.model.state_dict()
+    loop.step(1)
+    with torch.no_grad():
+        kept["last.weight"].mul_(2)
+    with refused(r"last.weight was edited through an older reference.*sync\(\)"):
+        loop.forward(2)
+    loop.model.load_state_dict(plain(2).model.state_dict())
+    goes_on(loop, 2)
+
+
+def test_copies_are_plain():
+    loop, reference = compiled(steps=2), plain(2)
+    for twin in (copy.deepcopy(loop.model), pickle.loads(pickle.dumps(loop.model))):
+        assert type(twin) is type(reference.model) and "offmate" not in twin.__dict__
+        assert all(torch.equal(a, b) for a, b in zip(twin.parameters(), reference.model.parameters(), strict=True))
+        assert all(type(p) is torch.nn.Parameter for p in twin.parameters())
+    goes_on(loop, 2)
+
+
+def test_step_hooks_run():
+    loop = compiled(steps=1)
+    seen = []
+    loop.optimizer.register_step_pre_hook(lambda *a: seen.append("before"))
+    loop.optimizer.register_step_post_hook(lambda *a: seen.append("after"))
+    loop.step(1)
+    assert seen == ["before", "after"]
