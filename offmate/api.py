@@ -12,7 +12,7 @@ from . import facade
 from . import optimizer as optimizers
 from .checks import check_model
 from .config import Config
-from .errors import OffmateError
+from .errors import DeviceError, OffmateError
 from .fake import is_without_memory
 from .hardware import load
 from .hardware import names as names_of_hardware
@@ -119,8 +119,9 @@ def plan(
             "parameters are on the meta device, so nothing can be measured; name a machine with hardware=, one of "
             f"{', '.join(names_of_hardware())}"
         )
-    training = model.training
-    model.train()
+    modes = {module: module.training for module in model.modules()}
+    if not model.training:
+        model.train()
     try:
         with planning_progress() as say, torch.enable_grad(), torch.random.fork_rng(devices=[]):
             if machine is not None:
@@ -130,7 +131,8 @@ def plan(
                 return plan_elsewhere(model, args, kwargs, request, updater, machine, say)
             return make_plan(model, args, kwargs, request, updater, say).plan
     finally:
-        model.train(training)
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def _refuse_for_now(max_grad_norm: float | None, accumulation_steps: int) -> None:
@@ -176,5 +178,6 @@ def _device_kind(device: str | torch.device | None) -> str:
     if name == "emulated":
         return name
     if name.startswith("cuda"):
-        raise OffmateError(f"device={name!r}: the CUDA runtime is not built yet; use device='emulated'")
-    raise OffmateError(f"device={name!r} is not known; use 'emulated'")
+        here = "" if torch.cuda.is_available() else ", and torch sees no CUDA device here"
+        raise DeviceError(f"device={name!r}: the CUDA runtime is not built yet{here}; use device='emulated'")
+    raise DeviceError(f"device={name!r} is not known; use 'emulated'")

@@ -56,4 +56,11 @@ def _check_tensors(model: torch.nn.Module) -> None:
                 "Load plain weights (dtype float32, bfloat16 or float16)"
             )
         if param.layout is not torch.strided:
-            raise OffmateError(f"{name} has layout {param.layout}; only strided parameters can be planned")
+            raise OffmateError(
+                f"{name} has layout {param.layout}; only strided parameters can be planned: convert it with to_dense()"
+            )
+        if param.dtype.is_complex:
+            raise OffmateError(
+                f"{name} is of {param.dtype}; complex parameters cannot be planned yet: hold it as a real tensor with "
+                "a last dimension of 2 and use torch.view_as_complex in the forward"
+            )

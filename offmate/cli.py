@@ -11,6 +11,7 @@ from pathlib import Path
 
 from . import __version__
 from .errors import OffmateError
+from .finetune.command import add_parser as add_finetune
 from .reports.show import add_parser as add_show
 from .sizes import parse_bytes
 
@@ -70,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--json", type=_output_file, metavar="FILE", help="also write the comparison to FILE")
     demo.set_defaults(run=_demo)
     add_show(verbs)
+    add_finetune(verbs)
     return parser
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 from typing import Any
 
@@ -59,7 +60,8 @@ def _shows_no_values() -> frozenset[Any]:
 
 
 _SHOWS_NO_VALUES = _shows_no_values()
-_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_TENSOR: Any = torch.Tensor
+_DATA = _TENSOR.data.__get__
 
 
 class PlannedParameter(torch.nn.Parameter):
@@ -76,17 +78,17 @@ class PlannedParameter(torch.nn.Parameter):
                     leaf.__dict__["_offmate"].read("a parameter is used")
         with torch._C.DisableTorchFunctionSubclass():
             # Unlike `data`, `detach` shares the version counter: edits through it are noticed.
-            return args[0].detach() if func is _DATA else func(*args, **(kwargs or {}))
+            return args[0].detach() if func == _DATA else func(*args, **(kwargs or {}))
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         session = self.__dict__["_offmate"]
         if session.uncleared:
             raise ProtocolError(
                 "the planned optimizer has consumed this gradient during backward(); to clip by global norm pass "
                 "max_grad_norm= to offmate.compile, to work on .grad yourself compile without optimizer="
             )
-        return torch.Tensor.grad.__get__(self)  # type: ignore[attr-defined]
+        return _TENSOR.grad.__get__(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -138,8 +140,10 @@ class PlannedModule:
         session = self.__dict__["_offmate_session"]
         session.read("a copy of the model")
         with session.plain() as model:
-            made, args, state, *rest = model.__reduce_ex__(protocol)
-        return made, args, {k: v for k, v in state.items() if k not in _OWN}, *rest
+            _, _, state, *_ = model.__reduce_ex__(protocol)
+        kept = {k: v for k, v in state.items() if k not in _OWN}
+        # Pickle refuses the usual way, since this object is not of the plain class.
+        return copyreg._reconstructor, (session.plain_class, object, None), kept  # type: ignore[attr-defined]
 
 
 _OWN = ("_offmate_session", "offmate")
@@ -153,7 +157,17 @@ def take_over(model: torch.nn.Module, session: Any) -> None:
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["_offmate_session"].call(args, kwargs)
 
-    members = {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__}
+    def save_pretrained(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        session = self.__dict__["_offmate_session"]
+        # transformers writes the name of the model's class into its configuration.
+        session.read("save_pretrained()")
+        session.truth.warn_if_torn()
+        with session.plain() as model:
+            return model.save_pretrained(*args, **kwargs)
+
+    members: dict[str, Any] = {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__}
+    if hasattr(base, "save_pretrained"):
+        members["save_pretrained"] = functools.wraps(base.save_pretrained)(save_pretrained)
     model.__class__ = type(f"Offmate{base.__name__}", (PlannedModule, base), members)
     model.__dict__["_offmate_session"] = session
     model.__dict__["offmate"] = Handle(session)

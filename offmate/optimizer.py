@@ -44,7 +44,7 @@ class Updater:
     def __init__(self, optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> None:
         self.optimizer = optimizer
         self.names = names
-        self.base = next(c for c in type(optimizer).__mro__ if not c.__name__.startswith("Offmate"))
+        self.base: Any = next(c for c in type(optimizer).__mro__ if not c.__name__.startswith("Offmate"))
         self.fuse = self._fuses()
         self.groups: dict[str, dict[str, Any]] = {}
         self.snapshot()
@@ -96,7 +96,7 @@ class Updater:
 
     def step_one(self, hyper: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
         """Update one tensor in place with given hyperparameters; `state` is filled at the first update."""
-        single = object.__new__(self.base)
+        single: Any = object.__new__(self.base)
         single.__dict__.update(self.optimizer.__dict__)
         single.__dict__.pop("step", None)
         single.__dict__["_optimizer_step_pre_hooks"] = OrderedDict()
@@ -149,6 +149,10 @@ def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
 
     Raises: OffmateError if a parameter is not the model's, or the model is trained by none of them.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OffmateError(
+            f"optimizer= is a {type(optimizer).__name__}, not a torch.optim.Optimizer; pass the one inside the wrapper"
+        )
     names = {param: name for name, param in model.named_parameters()}
     found: dict[torch.Tensor, str] = {}
     for index, group in enumerate(optimizer.param_groups):
@@ -224,4 +228,4 @@ def take_over(optimizer: torch.optim.Optimizer, session: Any) -> None:
             return PlannedOptimizer.step(optimizer, *args, **kwargs)  # type: ignore[arg-type]
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        optimizer.step = step  # type: ignore[method-assign]
+        optimizer.step = step  # type: ignore[method-assign, assignment]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import networkx as nx
@@ -117,10 +117,15 @@ def run_fake(captured: Captured, trainable: frozenset[str]) -> dict[fx.Node, Fac
         facts[node] = Facts(
             value,
             tuple(t.untyped_storage()._cdata for t in tensors),
-            tuple(t.requires_grad for t in tensors),
+            (),
             written,
         )
-    return facts
+    # Asked at the end: a write through a view makes its base require a gradient later.
+    return {n: replace(f, requires_grad=_require_grad(f.value)) for n, f in facts.items()}
+
+
+def _require_grad(value: Any) -> tuple[bool, ...]:
+    return tuple(t.requires_grad for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
 
 
 def _written(node: fx.Node, args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:

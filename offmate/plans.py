@@ -154,6 +154,10 @@ class Plan:
     def __str__(self) -> str:
         return self.explain()
 
+    def __repr__(self) -> str:
+        peak, budget = format_bytes(self.predicted_peak_bytes), format_bytes(self.budget_bytes)
+        return f"<Plan: {len(self.blocks)} blocks, {self.predicted_step_s:.3g} s per step, {peak} of {budget}>"
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, whole or not at all."""
         write_whole(Path(path), json.dumps(_to_json(self)))

@@ -46,7 +46,7 @@ class Replay(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         """Run the backwards; gradients go where the plan says, autograd gets none."""
         node = torch.autograd.graph.get_gradient_edge(ctx.anchor).node
-        if not torch._C._will_engine_execute_node(node):  # type: ignore[attr-defined]
+        if not torch._C._will_engine_execute_node(node):
             raise ProtocolError(
                 "torch.autograd.grad was asked for the gradients of parameters; the plan hands them to the optimizer "
                 "or to .grad in backward(). Call backward()"

@@ -22,6 +22,7 @@ from .plans import Plan
 from .progress import Progress
 from .replay import Iteration, Replay
 from .runtime import interrupts
+from .runtime.contents import on_storage
 from .runtime.emulated import EmulatedDevice
 from .runtime.executor import Executor
 from .runtime.ledger import LimitExceeded
@@ -239,7 +240,8 @@ class Session:
         """The forwards, on behalf of autograd."""
         self.truth.current = self.updater is None
         outputs = variant.executor.forward(tensors)
-        return tuple(outputs[name] for name in variant.output_nodes)
+        # Tensors of their own, since autograd ties what it is given to the graph, and the executor keeps its outputs.
+        return tuple(on_storage(outputs[name], outputs[name]) for name in variant.output_nodes)
 
     def backward(self, variant: Variant, iteration: Iteration, grads: tuple[torch.Tensor | None, ...]) -> None:
         """The backwards, on behalf of autograd."""

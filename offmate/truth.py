@@ -120,7 +120,7 @@ class Truth:
     def check_trained(self) -> None:
         """Raise ProtocolError if parameters were frozen or unfrozen since the model was compiled."""
         with torch._C.DisableTorchFunctionSubclass():
-            changed = [n for n, p in self._named() if p.requires_grad != self._trains[n]]
+            changed = [n for n, p in self._named() if p.requires_grad != self._trains.get(n, p.requires_grad)]
         if changed:
             raise ProtocolError(
                 f"requires_grad of {changed[0]} became {not self._trains[changed[0]]} after offmate.compile "

@@ -37,10 +37,11 @@ class Transfers:
         here = self._contents
         self._device.ledger.add(kind, self._sizes[item])
         if kind == "p":
-            after = (here.written.pop(name),) if name in here.written else ()
+            # What is written stays noted: whoever reads the host's copy has to wait for it too.
+            after = (here.written[name],) if name in here.written else ()
             here.params[name] = self._bring(item, {"": self._host.params[name]}, after)
         elif kind == "s":
-            after = (here.written.pop(item),) if item in here.written else ()
+            after = (here.written[item],) if item in here.written else ()
             state = {k: v for k, v in self._host.states.get(name, {}).items() if isinstance(v, torch.Tensor)}
             here.states[name] = self._bring(item, {k: v for k, v in state.items() if is_bulk(v)}, after)
         else:

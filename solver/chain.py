@@ -69,7 +69,7 @@ def add_values(problem: Problem, builder: Builder, account: Account) -> tuple[Le
     result = []
     for value in problem.values:
         held = range(value.made + 1, value.uses[-1] + 1)
-        window = _away_window(problem, value)
+        window = away_window(problem, value)
         account.hold_over(held, value.bytes, {ONE: 1.0})
         if window is None:
             continue
@@ -86,8 +86,8 @@ def add_values(problem: Problem, builder: Builder, account: Account) -> tuple[Le
     return tuple(result)
 
 
-def _away_window(problem: Problem, value: Value) -> tuple[int, int] | None:
-    """The steps in which the value leaves and comes back, None where it would be away for no step."""
+def away_window(problem: Problem, value: Value) -> tuple[int, int] | None:
+    """The steps in which a value leaves and comes back, None where it would be away for no step."""
     forwards = [value.made, *(u for u in value.uses if u < problem.n_blocks)]
     backwards = [u for u in value.uses if u >= problem.n_blocks]
     if not backwards or backwards[0] - forwards[-1] < 3:

@@ -32,6 +32,7 @@ class TensorPlan:
     cpu: updated on the host. Its compute copy is then released at the end of the step of its last gradient.
     grad_out: its gradient goes out (CPU part).
     cpu_update: its update starts on the host (CPU part; None if the user's own code updates).
+    device_update: it is updated on the device (device part of a trainable group).
     back: it comes in before its first use (CPU part, or device part that was dropped).
     out: its new values go to the host (device part).
     drop: it is released at the end of the step (device part).
@@ -44,6 +45,7 @@ class TensorPlan:
     cpu: bool = False
     grad_out: int | None = None
     cpu_update: int | None = None
+    device_update: int | None = None
     back: int | None = None
     out: int | None = None
     drop: int | None = None
@@ -97,8 +99,9 @@ def tensor_bytes(group: Group, tensor: TensorSize, plan: TensorPlan, n_steps: in
             away.update(cycle((left + 1) % n_steps, (plan.back - 1) % n_steps, n_steps))
         if plan.state_out is not None and plan.state_in is not None:
             state_away.update(cycle((plan.state_out + 1) % n_steps, (plan.state_in - 1) % n_steps, n_steps))
-        if plan.grad_out is not None and plan.grad_out != last:
-            pending.update(cycle((last + 1) % n_steps, plan.grad_out, n_steps))
+        until = plan.grad_out if plan.cpu else plan.device_update
+        if until is not None and until != last:
+            pending.update(cycle((last + 1) % n_steps, until, n_steps))
     state = 0 if plan.cpu else tensor.state_bytes
     return [
         tensor.param_bytes * (t not in away) + state * (t not in state_away) + tensor.grad_bytes * (t in pending)

@@ -103,6 +103,7 @@ def build_schedule(problem: Problem, decisions: Decisions) -> Schedule:
         forward=forward,
         backward=backward,
         turn_around=turn_around,
+        gate=problem.gate,
     )
 
 
@@ -150,7 +151,7 @@ def _emit_tensor(emitter: _Emitter, group: Group, plan: TensorPlan) -> None:
     if plan.cpu:
         _emit_host_update(emitter, plan, last)
     elif emitter.problem.update == "planned":
-        _emit_device_update(emitter, plan, last)
+        _emit_device_update(emitter, plan)
 
 
 def _emit_host_update(emitter: _Emitter, plan: TensorPlan, last: int) -> None:
@@ -163,7 +164,9 @@ def _emit_host_update(emitter: _Emitter, plan: TensorPlan, last: int) -> None:
         emitter.add(plan.cpu_update, _Slot.UPDATE_CPU, Kind.UPDATE_CPU, plan.name, urgency)
 
 
-def _emit_device_update(emitter: _Emitter, plan: TensorPlan, last: int) -> None:
+def _emit_device_update(emitter: _Emitter, plan: TensorPlan) -> None:
+    last = plan.device_update
+    assert last is not None
     emitter.add(last, _Slot.UPDATE_DEVICE, Kind.UPDATE_DEVICE, plan.name)
     emitter.add(last, _Slot.UPDATE_DEVICE, Kind.FREE, f"g:{plan.name}")
     if plan.out is not None:

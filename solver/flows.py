@@ -137,34 +137,38 @@ def _external(problem: Problem, group: Group, span: Span, builder: Builder, acco
 def _planned(problem: Problem, group: Group, span: Span, builder: Builder, account: Account) -> GroupColumns:
     """A CPU part and a device part, each with flows of its own."""
     name, idle = group.name, span.idle
+    first_update, updated = problem.first_update(group), problem.device_update(group)
+    before_use = around(first_update, span.first - 1, problem.n_steps)
     x = builder.column(f"x[{name}]")
     grad_out = flow(builder, f"GradOut[{name}]", idle, leaving_steps(idle, 2), x)
-    update = flow(builder, f"Opt[{name}]", idle, updating_steps(idle[1:-1]), x)
-    cpu_back = flow(builder, f"ParInC[{name}]", idle, coming_steps(idle, 2), x)
+    update = flow(builder, f"Opt[{name}]", idle, updating_steps(before_use[:-1]), x)
+    cpu_back = flow(builder, f"ParInC[{name}]", idle, coming_steps(before_use, 1), x)
     follows(builder, f"Opt after GradOut[{name}]", update, grad_out)
     follows(builder, f"ParInC after Opt[{name}]", cpu_back, update)
     for step, part in update.each():
         account.spend_cpu(step, group.cpu_update_s, part)
     _count_cpu_part(group, span, x, grad_out, cpu_back, account)
 
+    after_update = around(updated, span.first - 1, problem.n_steps)
     dropped, kept = builder.column(f"D[{name}]"), builder.column(f"K[{name}]")
-    out_drop = flow(builder, f"Drop[{name}]", idle, leaving_steps(idle, 2), dropped)
-    out_keep = flow(builder, f"Keep[{name}]", idle, leaving_steps(idle), kept)
-    back = flow(builder, f"ParIn[{name}]", idle, coming_steps(idle, 2), dropped)
+    out_drop = flow(builder, f"Drop[{name}]", after_update, leaving_steps(after_update, 2), dropped)
+    out_keep = flow(builder, f"Keep[{name}]", after_update, leaving_steps(after_update), kept)
+    back = flow(builder, f"ParIn[{name}]", after_update, coming_steps(after_update, 2), dropped)
     follows(builder, f"ParIn after Drop[{name}]", back, out_drop)
     hosted = add((1.0, x), (1.0, dropped), (1.0, kept))
     builder.at_most_zero(f"host copy[{name}]", add((1.0, hosted), (-1.0, WHOLE)))
     account.keep_on_host(group.param_bytes, hosted)
     rest = add((1.0, WHOLE), (-1.0, x))
-    account.compute_in(span.end, group.device_update_s, rest)
+    account.compute_in(updated, group.device_update_s, rest)
     for gone in (out_drop, out_keep):
-        _leave(group.param_bytes, span.end, gone, account)
+        _leave(group.param_bytes, updated, gone, account)
     _come(group.param_bytes, back, account)
     account.hold_over(idle[1:], group.param_bytes, rest)
-    account.hold_sums(idle[1:], -group.param_bytes, out_drop.prior)
-    account.hold_sums(idle[1:], group.param_bytes, back.sums)
+    account.hold_sums(after_update[1:], -group.param_bytes, out_drop.prior)
+    account.hold_sums(after_update[1:], group.param_bytes, back.sums)
+    account.hold_over(around(span.end, updated, problem.n_steps)[1:], group.grad_bytes, rest)
 
-    state_out, state_in = _states(problem, group, span, x, builder, account)
+    state_out, state_in = _states(problem, group, updated, x, builder, account)
     away = _others(group, _pairs(span), hosted, problem.n_steps, builder, account)
     return GroupColumns(x, grad_out, update, cpu_back, out_drop, out_keep, back, state_out, state_in, away)
 
@@ -180,12 +184,12 @@ def _count_cpu_part(group: Group, span: Span, x: Terms, grad_out: Flow, cpu_back
 
 
 def _states(
-    problem: Problem, group: Group, span: Span, x: Terms, builder: Builder, account: Account
+    problem: Problem, group: Group, updated: int, x: Terms, builder: Builder, account: Account
 ) -> tuple[Flow | None, Flow | None]:
     """The device part's optimizer states: out after the update, in before the next one."""
     if not group.state_bytes:
         return None, None
-    name, cycle = group.name, around(span.end, span.end - 1, problem.n_steps)
+    name, cycle = group.name, around(updated, updated - 1, problem.n_steps)
     rest = add((1.0, WHOLE), (-1.0, x))
     total = builder.column(f"S[{name}]")
     gone = flow(builder, f"OutO[{name}]", cycle, leaving_steps(cycle, 2), total)
@@ -193,7 +197,7 @@ def _states(
     follows(builder, f"InO after OutO[{name}]", back, gone)
     builder.at_most_zero(f"states[{name}]", add((1.0, total), (-1.0, rest)))
     account.keep_on_host(group.state_bytes, total)
-    _leave(group.state_bytes, span.end, gone, account)
+    _leave(group.state_bytes, updated, gone, account)
     _come(group.state_bytes, back, account)
     account.hold_over(cycle, group.state_bytes, rest)
     account.hold_sums(cycle[1:], -group.state_bytes, gone.prior)

@@ -93,13 +93,14 @@ def _early_updates(schedule: Schedule) -> Schedule:
     actions = actions[cut:] + actions[:cut]  # from the first backward on: gradient, update, use
     sent: dict[str, int] = {}
     places: dict[int, int] = {}
-    earliest = 0
+    earliest = len(schedule.backward) + 1 if schedule.gate else 0  # behind the first action of the turn-around
     for i, entry in enumerate(actions):
         action = entry.action
         if action.kind is Kind.OFFLOAD:
             sent[action.name] = i
         elif action.kind is Kind.UPDATE_CPU:
-            earliest = places[i] = max(earliest, sent.get(f"g:{action.name}", i - 1) + 1)
+            places[i] = min(i, max(earliest, sent.get(f"g:{action.name}", i - 1) + 1))
+            earliest = max(earliest, places[i])
     return _rebuilt(schedule, _moved(actions, places))
 
 

@@ -44,25 +44,24 @@ def relaxed(model: LinearModel) -> LinearModel:
     return replace(model, integer=(False,) * len(model.integer))
 
 
-def fixed(model: LinearModel, values: Mapping[int, float]) -> LinearModel:
-    """The model with some columns held at `values`: they keep their place, rows without others are left out.
-
-    A held column has the upper bound 0 and no cost; what it adds to rows moves into their bounds.
-    """
+def fixed(model: LinearModel, values: Mapping[int, float]) -> tuple[LinearModel, tuple[int, ...]]:
+    """The model with some columns held at `values`, and the columns that are left, by their place in `model`."""
+    kept = tuple(c for c in range(len(model.upper)) if c not in values)
+    place = {c: i for i, c in enumerate(kept)}
     rows = []
     for row in model.rows:
-        kept = [(c, a) for c, a in zip(row.columns, row.coefficients) if c not in values]
+        terms = [(place[c], a) for c, a in zip(row.columns, row.coefficients) if c in place]
         moved = sum(a * values[c] for c, a in zip(row.columns, row.coefficients) if c in values)
-        columns, coefficients = tuple(c for c, _ in kept), tuple(a for _, a in kept)
+        columns, coefficients = tuple(c for c, _ in terms), tuple(a for _, a in terms)
         rows.append(replace(row, columns=columns, coefficients=coefficients, bound=row.bound - moved))
-    free = [c not in values for c in range(len(model.upper))]
-    return replace(
-        model,
-        upper=tuple(u if f else 0.0 for u, f in zip(model.upper, free)),
-        integer=tuple(i and f for i, f in zip(model.integer, free)),
-        costs=tuple(c if f else 0.0 for c, f in zip(model.costs, free)),
+    left = LinearModel(
+        names=tuple(model.names[c] for c in kept),
+        upper=tuple(model.upper[c] for c in kept),
+        integer=tuple(model.integer[c] for c in kept),
+        costs=tuple(model.costs[c] for c in kept),
         rows=tuple(row for row in rows if row.columns or _broken(row)),
     )
+    return left, kept
 
 
 def _broken(row: Row) -> bool:

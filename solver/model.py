@@ -7,9 +7,10 @@ has moved up to a step (see Flow), written `Flow.upto(t)`, and `Flow.before(t)` 
 | --- | --- | --- | --- | --- |
 | p, r, q | param_, grad_, state_bytes | compute copy, gradient, optimizer state | bytes | |
 | f, g | Span.first, Span.end | first use, step of the last gradient | step | idle gap: g .. f - 1 |
-| x | cpu_part | updated on the host; the rest on the device, in g | [0, 1] | |
+| x | cpu_part | updated on the host; the rest on the device, in g; with a gate in u | [0, 1] | |
+| u | updated | step of the device's update; g without a gate | step | device part: r stays, flows begin at u, not g |
 | GradOut | grad_out | CPU part's gradient leaves | idle gap | sum = x |
-| Opt | cpu_update | CPU part is updated | after g | upto(t) <= GradOut.before(t), sum = x |
+| Opt | cpu_update | CPU part is updated | after g; with a gate from 2L on | upto(t) <= GradOut.before(t), sum = x |
 | ParInC | cpu_back | CPU part's new parameters come in | after g | upto(t) <= Opt.before(t), sum = x |
 | ParOut | out_drop, out_keep | device part's new parameters leave | idle gap | sum = v = D + K <= 1 - x |
 | Drop | out_drop | of these, released when they have left | idle gap | sum = D |

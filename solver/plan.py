@@ -8,6 +8,7 @@ from .emit import build_schedule
 from .improve import improve
 from .problem import Problem
 from .rounding import round_solution
+from .safe import streaming_solution
 from .schedule import Schedule
 from .simulate import Simulation, memory_highs, simulate
 from .solution import Solution, Status
@@ -43,12 +44,15 @@ def plan(problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.01, bac
     ----------
     time_limit_s, gap, backend: as in `solve`; the limit is for each solve.
 
-    Returns: the schedule, or none with the status of the solve that failed.
+    Returns: the schedule; the safe one that streams everything if the limit was too short for any other; or none, with
+    the status of the solve that failed.
     Raises: BackendError if the backend is not installed.
     Source: OffMate, section 4.2.
     """
-    tried = problem
     solution = solve(problem, time_limit_s=time_limit_s, gap=gap, backend=backend)
+    if solution.status is Status.NO_ANSWER:
+        return _streamed(problem, solution)
+    tried, found = problem, solution
     for attempt in range(1, _TRIES + 1):
         if not solution.options:
             break
@@ -56,16 +60,31 @@ def plan(problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.01, bac
         device = max(memory_highs(schedule)) - problem.device_budget_bytes
         host = schedule.host_bytes - problem.host_budget_bytes
         if device <= 0 and host <= 0:
-            schedule = improve(schedule)
-            validate(schedule)
-            simulation = simulate(schedule)
-            return Planned(solution, schedule, simulation, simulation.step_s - sum(solution.step_s))
+            return _finished(solution, schedule)
         tried = replace(
             tried,
             device_budget_bytes=max(0, tried.device_budget_bytes - attempt * max(0, device)),
             host_budget_bytes=max(0, tried.host_budget_bytes - attempt * max(0, host)),
         )
         solution = solve(tried, time_limit_s=time_limit_s, gap=gap, backend=backend)
-    if solution.options:  # fractions fit, whole tensors do not
-        solution = replace(solution, status=Status.INFEASIBLE)
+    if found.options:  # fractions fit, whole tensors do not: the safe plan's may
+        return _streamed(problem, replace(found, status=Status.INFEASIBLE))
     return Planned(solution, None, None, 0.0)
+
+
+def _finished(solution: Solution, schedule: Schedule) -> Planned:
+    schedule = improve(schedule)
+    validate(schedule)
+    simulation = simulate(schedule)
+    return Planned(solution, schedule, simulation, simulation.step_s - sum(solution.step_s))
+
+
+def _streamed(problem: Problem, failed: Solution) -> Planned:
+    """The safe plan, with what the failed search knows of the bound; no schedule if it does not fit either."""
+    safe = streaming_solution(problem)
+    schedule = build_schedule(problem, round_solution(problem, safe))
+    if max(memory_highs(schedule)) > problem.device_budget_bytes or schedule.host_bytes > problem.host_budget_bytes:
+        return Planned(failed, None, None, 0.0)
+    bound_s = min(failed.lower_bound_s, safe.objective_s)
+    gap = (safe.objective_s - bound_s) / safe.objective_s if safe.objective_s > 0 else 0.0
+    return _finished(replace(safe, lower_bound_s=bound_s, gap=gap, solve_s=failed.solve_s), schedule)

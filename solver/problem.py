@@ -170,6 +170,9 @@ class Problem:
     start_s, start_peak_bytes: seconds and peak of what runs before the first block (the batch comes in, shared values
         are computed); the peak counts the shared values themselves.
     turn_around_steps: R, steps without compute after the last backward.
+    gate: no update starts before the last backward has ended (planned updates only; needs 3 turn-around steps). Updates
+        on the device then run in turn-around steps, their gradients on the device until then; those on the host run in
+        turn-around steps and on into the next forward.
     """
 
     blocks: tuple[Block, ...]
@@ -185,6 +188,7 @@ class Problem:
     start_s: float = 0.0
     start_peak_bytes: int = 0
     turn_around_steps: int = 3
+    gate: bool = False
 
     def __post_init__(self) -> None:
         check(self)
@@ -204,6 +208,24 @@ class Problem:
     def backward_step(self, block: int) -> int:
         """The step in which `block` (0-based) runs backward."""
         return 2 * len(self.blocks) - 1 - block
+
+    def first_update(self, group: Group) -> int:
+        """The first step in which the host may update a part of a trainable group."""
+        return self.first_turn_around if self.gate else (group.grad_steps[-1] + 1) % self.n_steps
+
+    def device_update(self, group: Group) -> int:
+        """The step in which the device updates its part of a trainable group.
+
+        With a gate the groups share the turn-around steps but the last two, in which what was updated last can still
+        leave and come back; groups whose gradients are complete first go first.
+        """
+        return self._gated_updates[group.name] if self.gate else group.grad_steps[-1]
+
+    @cached_property
+    def _gated_updates(self) -> dict[str, int]:
+        trainable = sorted((g for g in self.groups if g.trainable), key=lambda g: (g.grad_steps[-1], g.name))
+        steps = self.turn_around_steps - 2
+        return {g.name: self.first_turn_around + k * steps // len(trainable) for k, g in enumerate(trainable)}
 
     def block_of(self, step: int) -> int | None:
         """The block that computes in `step`, or None in a turn-around step."""
@@ -248,6 +270,10 @@ def check(problem: Problem) -> None:
     n, total = len(problem.blocks), problem.n_steps
     _require(n > 0, "a problem needs at least one block")
     _require(problem.turn_around_steps >= 2, f"turn_around_steps is {problem.turn_around_steps}; at least 2 are needed")
+    if problem.gate:
+        _require(problem.update == "planned", "a gate needs planned updates; the user's own code updates here")
+        steps = problem.turn_around_steps
+        _require(steps >= 3, f"turn_around_steps is {steps}; a gate needs at least 3")
     for block in problem.blocks:
         _require(bool(block.options), f"block {block.name} has no options")
         for option in block.options:

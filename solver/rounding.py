@@ -96,7 +96,7 @@ def _idle_gap(
 ) -> list[TensorPlan]:
     """Which tensors are updated on the host, go out, are dropped and come back between last gradient and first use."""
     sizes = {tensor.name: tensor.param_bytes for tensor in group.tensors}
-    last = group.grad_steps[-1]
+    last, updated = group.grad_steps[-1], problem.device_update(group)
     n = (group.uses[0] - last) % problem.n_steps
     host_part = _host_part(problem, group, flow, allowance, excess_s)
     part = sum(sizes[name] for name in host_part) / max(group.param_bytes, 1)
@@ -118,6 +118,7 @@ def _idle_gap(
         replace(
             plan,
             cpu=plan.name in host_part,
+            device_update=None if plan.name in host_part else updated,
             out=_step_of(problem, last, outs, plan.name),
             drop=_step_of(problem, last, dropped, plan.name),
             back=_step_of(problem, last, back, plan.name),
@@ -161,7 +162,8 @@ def _outs(
     most = max([*need, most_in_gaps])
     valid = group.param_bytes - sum(rest.values())
     outs: dict[str, int] = {}
-    for k in range(len(need) + 1):
+    updated = (problem.device_update(group) - group.grad_steps[-1]) % problem.n_steps
+    for k in range(updated, len(need) + 1):
         pace = most if k == len(need) else at_least(flow.cpu_part + curve.up_to(k), group.param_bytes)
         target = max([*need[: k + 1], min(most, pace)])
         going = select(rest, min(target - valid, sum(rest.values())))
@@ -181,7 +183,8 @@ class _Returns:
         external = problem.update == "external"
         self._sizes = {tensor.name: tensor.param_bytes for tensor in group.tensors}
         self._host_part = host_part
-        self._earliest = problem.first_turn_around + 1 - last if external else 2
+        first = problem.first_turn_around if external else problem.first_update(group)
+        self._earliest = (first + 1 - last) % problem.n_steps
         self._lag = 0 if external else 1
         self._pace = Curve(problem, last, flow.cpu_back if external else flow.cpu_update)
         self._scale = sum(self._sizes[name] for name in host_part) / max(flow.cpu_part, NOISE)
@@ -220,7 +223,7 @@ def _gap(
 
 def _states(problem: Problem, group: Group, allowance: Allowance, plans: list[TensorPlan]) -> list[TensorPlan]:
     """The plans with the steps in which states of device tensors go out, and come in."""
-    last = group.grad_steps[-1]
+    last = problem.device_update(group)
     sizes = {t.name: t.state_bytes for t, p in zip(group.tensors, plans) if t.state_bytes and not p.cpu}
     held = sum(sizes.values())
     steps = [_step(problem, last, k) for k in range(1, problem.n_steps)]

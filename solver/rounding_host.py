@@ -66,10 +66,12 @@ def _grad_outs(
     total = sum(sizes.values())
     pace = total / max(flow.cpu_part, 1e-9)
     outs: dict[str, int] = {}
+    updated = (problem.device_update(group) - group.grad_steps[-1]) % problem.n_steps if group.trainable else 0
+    waiting = group.grad_bytes - total  # gradients of the device part stay until its update
     for k in range(max(last_out.values()) + 1):
         rest = {name: size for name, size in sizes.items() if name not in outs}
         due = {name for name in rest if last_out[name] <= k}
-        pending = allowance.grads((group.grad_steps[-1] + k + 1) % problem.n_steps)
+        pending = allowance.grads((group.grad_steps[-1] + k + 1) % problem.n_steps) - waiting * (k < updated)
         short = sum(rest.values()) - max(0, pending) - sum(rest[name] for name in due)
         left = {name: size for name, size in rest.items() if name not in due}
         going = due | select(left, min(short, sum(left.values())))
@@ -94,7 +96,8 @@ def _updates(
     total = sum(sizes.values())
     pace = total / max(flow.cpu_part, 1e-9)
     done: dict[str, int] = {}
-    for k in range(1, max(back.values())):
+    first = (problem.first_update(group) - group.grad_steps[-1]) % problem.n_steps
+    for k in range(first, max(back.values())):
         ready = sorted((n for n in sizes if n not in done and outs[n] < k), key=lambda n: (back[n], outs[n], n))
         for name in ready:
             ahead = sum(sizes[n] for n in done) + sizes[name] / 2

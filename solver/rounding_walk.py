@@ -48,6 +48,8 @@ class Allowance:
         self.spare = list(spare)
         self._group = group
         self._last = group.grad_steps[-1] if group.trainable else 0
+        self._updated = problem.device_update(group) if group.trainable else 0
+        self._gate = problem.gate
         self._idle = [(group.grad_steps[-1] + k) % problem.n_steps for k in range(1, _idle_steps(problem, group))]
         self._excess = self._reserve = 0.0
         self._params = [float(group.param_bytes)] * problem.n_steps
@@ -63,17 +65,21 @@ class Allowance:
 
     def _add_idle_gap(self, problem: Problem, group: Group, flow: GroupFlow) -> None:
         n, last, x = problem.n_steps, group.grad_steps[-1], flow.cpu_part
-        flows = (flow.cpu_back, flow.drop, flow.back, flow.state_out, flow.state_in, flow.grad_out)
-        came, drop, back, out, into, grad_out = (Curve(problem, last, f) for f in flows)
+        flows = (flow.cpu_back, flow.drop, flow.back, flow.grad_out)
+        came, drop, back, grad_out = (Curve(problem, last, f) for f in flows)
+        out, into = (Curve(problem, self._updated, f) for f in (flow.state_out, flow.state_in))
+        waits = (self._updated - last) % n
         for k in range(n):
+            self._states[(self._updated + k) % n] = group.state_bytes * (1 - x - out.up_to(k - 1) + into.up_to(k))
             step = (last + k) % n
-            self._states[step] = group.state_bytes * (1 - x - out.up_to(k - 1) + into.up_to(k))
             if step in self._idle:
                 self._params[step] *= 1 - x + came.up_to(k) - drop.up_to(k - 1) + back.up_to(k)
-                self._grads[step] = group.grad_bytes * (x - grad_out.up_to(k - 1))
+                self._grads[step] = group.grad_bytes * (x - grad_out.up_to(k - 1) + (1 - x) * (k <= waits))
 
     def room(self) -> float:
         """The fraction of the group that can be updated on the device on top, by what is spare around its update."""
+        if self._gate:  # gradients would wait for the update, too
+            return 0.0
         size = self._group.param_bytes + self._group.state_bytes
         # The states must be there right before the update, too: they come back in the step before it.
         around = (self.spare[(self._last + k) % len(self.spare)] for k in range(-1, _STEPS_TO_LEAVE))

@@ -91,6 +91,10 @@ class Schedule:
     computes: specification of every compute action by name.
     update_cpu_s, update_device_s: seconds per tensor for the tensors updated there.
     host_bytes: bytes reserved in host memory.
+    gate: no update starts in the backward part. Gradients stay on the device or go out as they are made; the
+        turn-around part, which the executor takes in the optimizer's step, starts the updates: `update-device` all
+        there, `update-cpu` there or in the next forward part. An executor that scales gradients (clipping) does so
+        before the first of them: every gradient is then on the device, on the host, or on its way there.
     """
 
     options: tuple[int, ...]
@@ -106,6 +110,7 @@ class Schedule:
     forward: tuple[Action, ...] = field(default=())
     backward: tuple[Action, ...] = field(default=())
     turn_around: tuple[Action, ...] = field(default=())
+    gate: bool = False
 
     @property
     def actions(self) -> tuple[Action, ...]:

@@ -12,6 +12,7 @@ from .linear import evaluate
 from .model import Goal, Program, state_program
 from .problem import Problem
 from .readback import read_solution
+from .search import search
 from .solution import Solution, Status
 
 ALIGN_BYTES = 256
@@ -96,7 +97,7 @@ def _minimise(
 ) -> tuple[Program, RawAnswer]:
     program = state_program(problem, goal)
     solver = get(backend) if backend else default()
-    return program, solver.solve(program.model, time_limit_s, gap)
+    return program, search(problem, program, solver, time_limit_s, gap)
 
 
 def _point(answer: RawAnswer) -> tuple[float, ...]:

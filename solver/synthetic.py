@@ -174,7 +174,7 @@ def _attention(i: int, shape: Shape, speeds: Speeds, precision: Precision) -> _P
     scores_s = 4 * shape.tokens * shape.sequence * h / speeds.flops_per_s
     mixed = _Saved(shape.tokens * h * precision.activation_bytes, scores_s)
     scores = _moved(*how, shape.attention_heads * shape.sequence)
-    saved = (_moved(*how, h), _moved(*how, h), query, key, value, _moved(*how, h + kv), mixed)
+    saved: tuple[_Saved, ...] = (_moved(*how, h), _moved(*how, h), query, key, value, _moved(*how, h + kv), mixed)
     saved += (scores, scores) if scores.bytes else ()
     params = {f"{i}.q": h * h, f"{i}.k": h * kv, f"{i}.v": h * kv, f"{i}.o": h * h}
     return _Part(f"attention{i}", params, sum(s.seconds for s in saved) + out.seconds, saved)
@@ -222,6 +222,8 @@ def _options(part: _Part, forward_bytes: int, backward_bytes: int) -> tuple[Opti
             Option(f"recompute {cut} of {len(order)}" if cut else "keep", rest, 0, part.forward_s, back_s, *peaks)
         )
         if rest and not part.logits_bytes:
+            half = rest // 2
+            options.append(Option(f"offload half, recompute {cut}", rest - half, half, part.forward_s, back_s, *peaks))
             options.append(Option(f"offload, recompute {cut}", 0, rest, part.forward_s, back_s, *peaks))
     return tuple(options)
 
@@ -233,7 +235,7 @@ def _groups(parts: list[_Part], shape: Shape, speeds: Speeds, precision: Precisi
         if not part.params:
             continue
         tied = shape.tied and i == 0
-        uses = (0, len(parts) - 1, last - len(parts) + 1, last) if tied else (i, last - i)
+        uses: tuple[int, ...] = (0, len(parts) - 1, last - len(parts) + 1, last) if tied else (i, last - i)
         if i == 0 and not tied:
             uses = (0,)  # the embedding's backward does not read it
         tensors = tuple(

@@ -22,6 +22,7 @@ def to_dict(schedule: Schedule) -> dict[str, Any]:
     data |= {name: getattr(schedule, name) for name in _PLAIN}
     data |= {name: dict(data[name]) for name in _PLAIN if isinstance(data[name], dict)}
     data |= {"options": list(schedule.options), "resident": list(schedule.resident), "rates": asdict(schedule.rates)}
+    data |= {"gate": True} if schedule.gate else {}
     data["computes"] = {
         name: {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(spec).items()}
         for name, spec in schedule.computes.items()
@@ -45,6 +46,7 @@ def from_dict(data: dict[str, Any]) -> Schedule:
             resident=tuple(data["resident"]),
             computes={name: _spec(spec) for name, spec in data["computes"].items()},
             rates=Rates(**data["rates"]),
+            gate=bool(data.get("gate", False)),
             **fields,
         )
     except KeyError as error:

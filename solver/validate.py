@@ -26,6 +26,7 @@ def validate(schedule: Schedule) -> None:
     Raises: ScheduleError.
     """
     _check_names(schedule)
+    _check_gate(schedule)
     state = _State(schedule)
     # What the host holds when an iteration starts is what the one before left there: the first pass finds it out.
     for known in (False, True):
@@ -64,6 +65,16 @@ def _check_names(schedule: Schedule) -> None:
     for kind, names in known.items():
         for name in names:
             _require((kind, name) in once, f"{kind.value} {name}", "announced, but no action does it")
+
+
+def _check_gate(schedule: Schedule) -> None:
+    if not schedule.gate:
+        return
+    for action in schedule.backward:
+        update = action.kind in (Kind.UPDATE_CPU, Kind.UPDATE_DEVICE)
+        _require(not update, action, "updates before the last backward has ended")
+    for action in schedule.forward:
+        _require(action.kind is not Kind.UPDATE_DEVICE, action, "with a gate it belongs into the turn-around part")
 
 
 def _check_budgets(schedule: Schedule) -> None:

@@ -90,9 +90,13 @@ def load_moment(path: Path) -> Moment:
     return Moment(**json.loads((path / _MOMENT).read_text()))
 
 
-def restore(path: Path, updates: Updates) -> None:
-    """Bring optimizer states and random generators to where they were; weights are loaded with the model."""
-    updates.load_state_dict(torch.load(path / _UPDATES, weights_only=True))
+def restore_updates(path: Path, updates: Updates) -> None:
+    """Bring optimizer states to where they were at a checkpoint."""
+    updates.load_state_dict(torch.load(path / _UPDATES, weights_only=True, mmap=True))
+
+
+def restore_random(path: Path) -> None:
+    """Bring all random generators to where they were at a checkpoint."""
     state = torch.load(path / _RANDOM, weights_only=True)
     torch.set_rng_state(state["torch"])
     version, internal, gauss = state["python"]
@@ -213,7 +217,7 @@ def _check_finite(model: torch.nn.Module, step: int) -> None:
 
 def _random_state() -> dict[str, Any]:
     version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
         "python": [version, list(internal), gauss],

@@ -15,7 +15,7 @@ _TEXT = (".txt", ".md", ".text")
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _DATASET = "hf:"
 # Text files are cut at line ends into pieces of about this size, so that none has to fit into memory.
-_PIECE_CHARACTERS = 4096
+_PIECE_CHARACTERS = 1024
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,8 @@ def train(run: Run) -> None:
     with _asked_to_stop() as asked:
         for step in range(run.start, run.n_steps):
             row = _step(run, step, next(steps), clock)
-            _tell(run, lambda r, row=row: r.step(row))
+            for reporter in run.reporters:
+                reporter.step(row)
             done, last = step + 1, step + 1 == run.n_steps
             saves = last or done % settings.checkpoint_every == 0 or bool(asked)
             if saves:
@@ -124,9 +125,10 @@ def _not_finite(run: Run, step: int, value: float, what: str = "loss") -> str:
     epoch = step // run.batches.steps_per_epoch
     saved = sorted(run.checkpoints.glob("step-*"))
     kept = f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
+    rate = learning_rate(run.settings, step, run.n_steps)
     return (
-        f"the {what} of step {step + 1} (epoch {epoch + 1}, learning rate {learning_rate(run.settings, step, run.n_steps):.3g}) "
-        f"is {value}; training stops, {kept}. Try a lower learning_rate, more warmup_steps, or max_grad_norm"
+        f"the {what} of step {step + 1} (epoch {epoch + 1}, learning rate {rate:.3g}) is {value}; training stops, "
+        f"{kept}. Try a lower learning_rate, more warmup_steps, or max_grad_norm"
     )
 
 

@@ -22,7 +22,7 @@ from .data import Piece, pieces
 Batch = dict[str, torch.Tensor]
 
 IGNORED = -100  # a label that no loss counts
-_BATCH_PIECES = 256
+_BATCH_PIECES = 1024
 _TOKEN_BYTES = 4
 _TRAIN, _EVAL, _META = "train.bin", "eval.bin", "tokens.json"
 
@@ -58,7 +58,7 @@ def write_tokens(
     hashes = [hashlib.sha256(), hashlib.sha256()]
     share = Fraction(str(eval_fraction))
     with (aside / _TRAIN).open("wb") as train, (aside / _EVAL).open("wb") as held_out:
-        for number, ids in enumerate(_tokenized(data, tokenizer)):
+        for number, ids in enumerate(tokenized(pieces(data), tokenizer)):
             split = int((number + 1) * share) - int(number * share)
             encoded = np.asarray(ids, dtype="<i4").tobytes()
             (train, held_out)[split].write(encoded)
@@ -127,8 +127,9 @@ class Batches:
         if self.steps_per_epoch == 0:
             needed = self.sequence_length * self.batch_size * self.accumulation
             raise OffmateError(
-                f"the data hold {len(self.tokens)} training tokens, less than the {needed} of one step ({self.batch_size} "
-                f"× {self.sequence_length} × accumulation {self.accumulation}); use more data or a smaller step"
+                f"the data hold {len(self.tokens)} training tokens, less than the {needed} of one step "
+                f"({self.batch_size} × {self.sequence_length} × accumulation {self.accumulation}); use more "
+                "data or a smaller step"
             )
 
     def steps(self, start: int) -> Iterator[list[Batch]]:
@@ -174,9 +175,8 @@ def _mapped(path: Path, n_tokens: int) -> np.ndarray:
     return np.memmap(path, dtype="<i4", mode="r") if n_tokens else np.empty(0, dtype="<i4")
 
 
-def _tokenized(data: str, tokenizer: Any) -> Iterator[list[int]]:
+def tokenized(source: Iterator[Piece], tokenizer: Any) -> Iterator[list[int]]:
     """Token ids of every piece, tokenized many at a time."""
-    source = pieces(data)
     while some := list(islice(source, _BATCH_PIECES)):
         yield from _ids(some, tokenizer)
 

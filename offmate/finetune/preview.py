@@ -14,7 +14,7 @@ from .packing import Batches, Packed
 from .report import format_left
 from .settings import Settings
 
-_SLOW = 5.0  # times the compute
+_SLOW, _SLOW_S = 5.0, 1.0  # times the compute; seconds below which nobody waits
 _LONG_S = 7 * 24 * 3600
 
 
@@ -85,7 +85,7 @@ class Preview:
         """What looks wrong, each as a sentence; empty if nothing does."""
         settings, found = self.settings, []
         compute_s = sum(c.seconds for c in self.plan.schedule.computes.values())
-        if self.plan.predicted_step_s > _SLOW * compute_s:
+        if self.plan.predicted_step_s > max(_SLOW * compute_s, _SLOW_S):
             found.append(
                 f"a step takes {self.plan.predicted_step_s / compute_s:.1f} times its compute, so moving data bounds "
                 "it; a larger gpu_budget or batch_size helps"

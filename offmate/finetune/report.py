@@ -8,6 +8,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -74,7 +75,10 @@ def make_reporters(names: tuple[str, ...], output: Path, settings: dict[str, Any
         shown.append(JsonReporter(sys.stdout))
     elif mode == "normal":
         shown.append(ConsoleReporter(Console(highlight=False, width=None if sys.stdout.isatty() else 120)))
-    makers = {"tensorboard": TensorBoardReporter, "wandb": WandbReporter}
+    makers: dict[str, Callable[[Path, dict[str, Any]], Reporter]] = {
+        "tensorboard": TensorBoardReporter,
+        "wandb": WandbReporter,
+    }
     check_reporters(names)
     return shown + [makers[name](output, settings) for name in names]
 
@@ -222,7 +226,8 @@ def format_left(seconds: float) -> str:
 def _words(row: StepRow) -> str:
     norm = "" if row.gradient_norm is None else f", gradient norm {row.gradient_norm:.3g}"
     end = time.strftime("%H:%M" if row.left_s < 12 * 3600 else "%a %H:%M", time.localtime(time.time() + row.left_s))
+    memory = f"device {format_bytes(row.device_bytes)}, host {format_bytes(row.host_bytes)}"
     return (
-        f"loss {row.loss:.4f}, lr {row.learning_rate:.3g}{norm}, {row.tokens_per_s:,.0f} tokens/s, device "
-        f"{format_bytes(row.device_bytes)}, host {format_bytes(row.host_bytes)}, {format_left(row.left_s)} left (until {end})"
+        f"loss {row.loss:.4f}, lr {row.learning_rate:.3g}{norm}, {row.tokens_per_s:,.0f} tokens/s, {memory}, "
+        f"{format_left(row.left_s)} left (until {end})"
     )

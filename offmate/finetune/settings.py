@@ -187,11 +187,11 @@ def parse_lora(value: Any) -> Lora | None:
     if not isinstance(value, Mapping) or "r" not in value or not value.keys() <= {"r", "alpha", "dropout", "targets"}:
         raise OffmateError(f"lora is {value!r}; {example}")
     try:
-        whole = {name: int(value[name]) for name in ("r", "alpha") if name in value}
-        dropout = {"dropout": float(value["dropout"])} if "dropout" in value else {}
+        r, alpha = int(value["r"]), int(value.get("alpha", Lora.alpha))
+        dropout = float(value.get("dropout", Lora.dropout))
     except (TypeError, ValueError):
         raise OffmateError(f"lora is {dict(value)!r}; {example}") from None
-    return Lora(**whole, **dropout, targets=tuple(value.get("targets") or ()))
+    return Lora(r, alpha, dropout, tuple(value.get("targets") or ()))
 
 
 def _same(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A model and its tokenizer out of a folder or the Hub; weights go tensor by tensor from safetensors into host storage."""
+"""A model and its tokenizer out of a folder or the Hub; weights go tensor by tensor into host storage."""
 
 from __future__ import annotations
 
@@ -80,10 +80,12 @@ def build_model(settings: Settings, folder: Path, checkpoint: Path | None) -> to
     if settings.lora is None:
         return load_model(checkpoint or folder, dtype).train()
     model = load_model(folder, dtype)
+    # peft writes into the adapter's configuration what it belongs to.
+    model.name_or_path = settings.model
     return _with_adapter(model, settings.lora, checkpoint).train()
 
 
-def load_model(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
+def load_model(folder: Path, dtype: torch.dtype) -> Any:
     """A causal language model whose weights are in memory of its own, with never more than one copy of them.
 
     Raises: OffmateError if weights are missing or cannot be read.
@@ -93,8 +95,8 @@ def load_model(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
     config = load_config(folder)
     classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     choices = classes if isinstance(classes, tuple | list) else (classes,)
-    named = [c for c in choices if c.__name__ in (config.architectures or ())]
-    model_class = (named or choices)[0]
+    named = [c for c in choices if getattr(c, "__name__", "") in (config.architectures or ())]
+    model_class: Any = (named or choices)[0]
     # The modules that a class keeps in float32 must not lose digits on the way.
     exact = [*(model_class._keep_in_fp32_modules or ()), *(model_class._keep_in_fp32_modules_strict or ())]
     state = dict(_read_weights(folder, dtype, exact))
@@ -112,7 +114,7 @@ def load_model(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
     return model
 
 
-def _with_adapter(model: torch.nn.Module, lora: Lora, checkpoint: Path | None) -> torch.nn.Module:
+def _with_adapter(model: Any, lora: Lora, checkpoint: Path | None) -> torch.nn.Module:
     try:
         import peft
     except ImportError:
@@ -177,7 +179,7 @@ def _fill(tensor: torch.Tensor, stored: torch.dtype, source: Any) -> None:
         part = flat[start : start + per_chunk]
         same = part.dtype == stored
         chunk = part if same else torch.empty(part.shape, dtype=stored)
-        view = memoryview(chunk.view(torch.uint8).numpy())
+        view = memoryview(chunk.view(torch.uint8).numpy())  # type: ignore[arg-type]
         done = 0
         while done < len(view):
             got = source.readinto(view[done:])

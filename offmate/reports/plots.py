@@ -172,8 +172,10 @@ def _phase_lines(ax: Axes, timeline: Timeline) -> None:
 
 
 def _above(ax: Axes, x: float, text: str) -> None:
-    offset = {"xytext": (3, 3), "textcoords": "offset points", "fontsize": "small", "color": "0.5"}
-    ax.annotate(text, (x, 1), xycoords=("data", "axes fraction"), **offset)
+    ax.annotate(
+        text, (x, 1), (3, 3), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize="small",
+        color="0.5",
+    )  # fmt: skip
 
 
 def _place_colours(kind: str, places: tuple[Place, ...]) -> list[tuple[float, float, float, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,8 +20,11 @@ class BackendError(ImportError):
 class Backend(Protocol):
     """Minimises a linear model."""
 
-    def solve(self, model: LinearModel, time_limit_s: float, gap: float) -> RawAnswer:
-        """The best point found in `time_limit_s` seconds, or within the relative `gap` of the bound."""
+    def solve(self, model: LinearModel, time_limit_s: float, gap: float, start: Sequence[float] = ()) -> RawAnswer:
+        """The best point found in `time_limit_s` seconds, or within the relative `gap` of the bound.
+
+        `start` is a feasible point to begin with, if there is one.
+        """
         ...
 
 

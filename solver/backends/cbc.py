@@ -6,6 +6,7 @@ import re
 import tempfile
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import pulp
@@ -17,12 +18,13 @@ from .answer import RawAnswer, to_pulp
 INFINITE = float("inf")
 
 
-def solve(model: LinearModel, time_limit_s: float, gap: float) -> RawAnswer:
+def solve(model: LinearModel, time_limit_s: float, gap: float, start: Sequence[float] = ()) -> RawAnswer:
     """Minimise the model with CBC.
 
     Parameters
     ----------
     time_limit_s: limit on the search. gap: relative gap at which the search may end.
+    start: not used; CBC as pulp runs it takes no point to begin with.
 
     Returns: the same answer every time, unless the time limit ends the search. The bound is read from CBC's log, where
     a search that ended early prints it; a search that ended by itself has the objective as its bound.
@@ -33,7 +35,11 @@ def solve(model: LinearModel, time_limit_s: float, gap: float) -> RawAnswer:
         warnings.simplefilter("ignore", DeprecationWarning)
         log = Path(folder) / "cbc.log"
         solver = pulp.PULP_CBC_CMD(
-            msg=False, gapRel=gap, timeLimit=time_limit_s, logPath=str(log), options=["randomCbcSeed 1"]
+            msg=False,
+            gapRel=gap,
+            timeLimit=time_limit_s,
+            logPath=str(log),
+            options=["randomCbcSeed 1"],
         )
         solver.tmpDir = folder
         problem.solve(solver)

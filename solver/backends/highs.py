@@ -1,55 +1,98 @@
-"""HiGHS through pulp."""
+"""HiGHS, through its own interface: building the model with pulp took longer than solving it."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import highspy
-import pulp
+import numpy as np
 
 from ..linear import LinearModel
 from ..solution import Status
-from .answer import RawAnswer, to_pulp
+from .answer import RawAnswer
 
 INFINITE = float("inf")
-OPTIONS = {"random_seed": 0, "parallel": "off"}
+OPTIONS = {"random_seed": 0, "parallel": "off", "output_flag": False}
 # The first relaxation takes most of the time: it is degenerate, and an interior point is three times as fast.
-FIRST = {"mip_lp_solver": "ipm"}
-_INFEASIBLE = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
+INTERIOR = {"solver": "ipm", "mip_lp_solver": "ipm"}
+SIMPLEX = {"solver": "simplex", "mip_lp_solver": "choose"}
 
 
-def solve(model: LinearModel, time_limit_s: float, gap: float) -> RawAnswer:
+def solve(model: LinearModel, time_limit_s: float, gap: float, start: Sequence[float] = ()) -> RawAnswer:
     """Minimise the model with HiGHS.
 
     Parameters
     ----------
     time_limit_s: limit on the search. gap: relative gap at which the search may end.
+    start: a feasible point to begin with, one value per column; none if empty.
 
     Returns: the same answer every time, unless the time limit ends the search.
     """
     started = time.perf_counter()
-    problem, variables = to_pulp(model)
-    _run(problem, time_limit_s, gap, FIRST)
-    if problem.solverModel.getModelStatus() in _INFEASIBLE:
+    highs = _build(model)
+    highs.setOptionValue("mip_rel_gap", gap)
+    if start:
+        point = highspy.HighsSolution()
+        point.col_value = list(start)
+        highs.setSolution(point)
+    _run(highs, time_limit_s, INTERIOR)
+    if _refused(highs):
         # An interior point wrongly finds small feasible programs infeasible when seconds differ by many magnitudes.
-        left_s = max(1.0, time_limit_s - (time.perf_counter() - started))
-        problem, variables = to_pulp(model)
-        _run(problem, left_s, gap, {})
-    highs = problem.solverModel
-    spent_s = time.perf_counter() - started
+        _run(highs, max(1.0, time_limit_s - (time.perf_counter() - started)), SIMPLEX)
+    return _answer(model, highs, time.perf_counter() - started)
+
+
+def _run(highs: highspy.Highs, time_limit_s: float, more: dict[str, str]) -> None:
+    options: dict[str, Any] = {**OPTIONS, **more, "time_limit": highs.getRunTime() + time_limit_s}
+    for name, value in options.items():
+        highs.setOptionValue(name, value)
+    highs.run()
+
+
+def _refused(highs: highspy.Highs) -> bool:
+    """Whether the run ended by itself without a point."""
     state = highs.getModelStatus()
-    if state in _INFEASIBLE:
+    return state not in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kTimeLimit)
+
+
+def _answer(model: LinearModel, highs: highspy.Highs, spent_s: float) -> RawAnswer:
+    state, info = highs.getModelStatus(), highs.getInfo()
+    if state in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
         return RawAnswer(Status.INFEASIBLE, (), INFINITE, INFINITE, spent_s)
-    info = highs.getInfo()
-    bound = info.mip_dual_bound if any(model.integer) else info.objective_function_value
+    finished = state == highspy.HighsModelStatus.kOptimal
+    objective = info.objective_function_value
+    if any(model.integer):
+        bound = info.mip_dual_bound
+    else:
+        bound = objective if finished else -INFINITE
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
         return RawAnswer(Status.NO_ANSWER, (), INFINITE, bound, spent_s)
-    finished = state == highspy.HighsModelStatus.kOptimal
     status = Status.OPTIMAL if finished else Status.TIME_LIMIT
-    values = tuple(float(v.varValue) for v in variables)
-    return RawAnswer(status, values, info.objective_function_value, min(bound, info.objective_function_value), spent_s)
+    values = tuple(float(v) for v in highs.getSolution().col_value)
+    return RawAnswer(status, values, objective, min(bound, objective), spent_s)
 
 
-def _run(problem: pulp.LpProblem, time_limit_s: float, gap: float, more: dict[str, Any]) -> None:
-    pulp.HiGHS(msg=False, gapRel=gap, timeLimit=time_limit_s, **OPTIONS, **more).solve(problem)
+def _build(model: LinearModel) -> highspy.Highs:
+    """The model as HiGHS holds it, rows by their columns."""
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = len(model.upper), len(model.rows)
+    lp.col_cost_ = np.array(model.costs)
+    lp.col_lower_ = np.zeros(len(model.upper))
+    lp.col_upper_ = np.array(model.upper)
+    lp.row_upper_ = np.array([row.bound for row in model.rows])
+    lp.row_lower_ = np.array([row.bound if row.equal else -INFINITE for row in model.rows])
+    starts = np.cumsum([0, *(len(row.columns) for row in model.rows)])
+    count = int(starts[-1])
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.start_ = starts.astype(np.int32)
+    lp.a_matrix_.index_ = np.fromiter((c for row in model.rows for c in row.columns), np.int32, count)
+    lp.a_matrix_.value_ = np.fromiter((a for row in model.rows for a in row.coefficients), float, count)
+    kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+    if any(model.integer):
+        lp.integrality_ = [kinds[integer] for integer in model.integer]
+    highs = highspy.Highs()
+    highs.setOptionValue("output_flag", False)
+    highs.passModel(lp)
+    return highs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -113,6 +114,31 @@ def compiled(budget: str = "least", steps: int = 0, planned: bool = True, model:
     )
     loop = Loop(model, optimizer)
     loop.steps(0, steps)
+    return loop
+
+
+@functools.cache
+def checkpoint(steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """States of model and optimizer after some steps of plain PyTorch."""
+    loop = plain(steps)
+    return loop.model.state_dict(), loop.optimizer.state_dict()
+
+
+@functools.cache
+def _shared(budget: str, planned: bool) -> Loop:
+    return compiled(budget, planned=planned)
+
+
+def trained(budget: str = "least", steps: int = 0, planned: bool = True) -> Loop:
+    """A compiled loop after some steps; tests share it, so they leave it able to train."""
+    loop = _shared(budget, planned)
+    model, optimizer = copy.deepcopy(checkpoint(max(steps - 1, 0)))
+    loop.model.load_state_dict(model)
+    loop.optimizer.load_state_dict(optimizer)
+    loop.optimizer.zero_grad()
+    if loop.session.training is not None:
+        loop.executor.on_action = None
+    loop.steps(max(steps - 1, 0), steps)
     return loop
 
 

@@ -59,7 +59,11 @@ def text_batches(mask: str = "no_mask", length: int = 256) -> list[Batch]:
 
 
 def text_case(name: str, mask: str = "no_mask", variant: str = "", **more: Any) -> Case:
-    return Case(f"{name}-{mask}{variant}", lambda: language_model(name), lambda: text_batches(mask), **more)
+    # A cache copies keys and values into another layout, and attention with dropout then rounds otherwise.
+    settings: dict[str, Any] = {"inputs": lambda batch: {**batch, "use_cache": False}} if name == "gpt2" else {}
+    return Case(
+        f"{name}-{mask}{variant}", lambda: language_model(name), lambda: text_batches(mask), **(settings | more)
+    )
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -92,3 +96,8 @@ def test_custom_autograd_function_is_close_and_said(
     with caplog.at_level(logging.WARNING, "offmate"):
         check(text_case("bloom", mask), budget, cache_dir, tolerance=1e-6)
     assert "custom autograd.Function" in caplog.text
+
+
+@pytest.mark.xfail(reason="the dropped cache would have copied keys and values into another layout", strict=True)
+def test_attention_dropout_where_eager_keeps_a_cache(cache_dir: str) -> None:
+    check(text_case("gpt2", "no_mask", "-cache", inputs=lambda batch: batch), AMPLE, cache_dir)

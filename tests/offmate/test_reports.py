@@ -2,8 +2,10 @@
 
 import json
 import random
+import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -217,3 +219,11 @@ def test_marks_are_round_few_and_inside(end, about):
 def test_marks_of_bytes():
     assert byte_ticks(10 * 2**30) == [0, 2 * 2**30, 4 * 2**30, 6 * 2**30, 8 * 2**30, 10 * 2**30]
     assert ticks(0) == [0.0]
+
+
+def test_the_formulation_names_what_the_code_has():
+    root = Path(__file__).parent.parent.parent
+    code = "\n".join(path.read_text() for path in (root / "solver").rglob("*.py"))
+    names = re.findall(r"`([A-Za-z_.]+)`", (root / "docs" / "formulation.md").read_text())
+    assert len(names) > 40
+    assert [name for name in names if not re.search(rf"\b{name.split('.')[-1]}\b", code)] == []

@@ -1,0 +1,301 @@
+"""A fine-tuning run from its settings to its result. Only this file knows all the phases."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..api import compile as compile_model
+from ..api import plan as plan_model
+from ..errors import OffmateError, PlanFileError
+from ..plans import Plan, load_plan
+from .checkpoint import (
+    PLAN,
+    Moment,
+    checkpoint_bytes,
+    load_moment,
+    newest_checkpoint,
+    restore_random,
+    restore_updates,
+    save_result,
+)
+from .data import check_source, pieces
+from .loop import Run, train
+from .packing import Batch, Batches, Packed, read_tokens, tokenized, verify_tokens, write_tokens
+from .preview import Preview, check_disk
+from .report import check_reporters, make_reporters
+from .settings import Settings, differences, make_settings, read_yaml
+from .updates import Updates, base_learning_rate
+from .weights import build_model, load_config, load_tokenizer, model_folder
+
+log = logging.getLogger("offmate")
+
+SETTINGS, TOKENS, CHECKPOINTS = "finetune.yaml", "tokens", "checkpoints"
+
+_DEFAULT_LENGTH = 1024
+_GLIMPSE_PIECES = 256
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A run's model with its optimizer, and where an earlier run left off."""
+
+    folder: Path
+    tokenizer: Any
+    model: torch.nn.Module
+    updates: Updates
+    checkpoint: Path | None
+    moment: Moment | None
+
+
+def finetune(given: Mapping[str, Any], *, resume: bool, dry_run: bool, yes: bool, mode: str) -> None:
+    """Fine-tune a model.
+
+    Parameters
+    ----------
+    given: settings by name, as `Settings` has them. resume: go on with the run in `output`.
+    dry_run: stop before training, and leave nothing behind. yes: go on even if something looks wrong.
+    mode: "normal", "quiet" or "json".
+
+    Raises: OffmateError for whatever cannot work, nearly all of it before training.
+    """
+    _hush()
+    settings = _settings(given, resume)
+    output = Path(settings.output)
+    if resume and _finished(output):
+        _say(mode, f"{output}: the run is finished", event="finished")
+        return
+    check_reporters(settings.report)
+    folder = model_folder(settings.model)
+    settings = _resolved(settings, folder)
+    tokenizer = load_tokenizer(folder)
+    _check_vocabulary(tokenizer, folder)
+    if not (resume and (output / TOKENS).is_dir()):
+        check_source(settings.data)
+        list(tokenized(islice(pieces(settings.data), _GLIMPSE_PIECES), tokenizer))
+    with _place(output, keep=resume, dry_run=dry_run) as (place, begun):
+        if not resume and not dry_run:
+            _save_settings(settings, place)
+        loaded = _load(settings, folder, tokenizer, output if resume else place)
+        weights_bytes, states_bytes = checkpoint_bytes(loaded.model, loaded.updates, settings.lora is not None)
+        plan = _plan(settings, loaded)
+        packed = _tokens(settings, loaded, output if resume else place)
+        batches = Batches(
+            packed.train, settings.sequence_length or 0, settings.batch_size, settings.accumulation, settings.seed
+        )
+        batches.check()
+        n_steps = settings.steps or settings.epochs * batches.steps_per_epoch
+        done = loaded.moment.step if loaded.moment else 0
+        preview = Preview(settings, plan, packed, batches, n_steps, done, weights_bytes, states_bytes)
+        check_disk(output, preview.disk_bytes)
+        _say(mode, "\n".join(preview.lines()), event="plan", lines=preview.lines(), doubts=preview.doubts())
+        if dry_run:
+            return
+        _agree(preview.doubts(), yes, mode)
+        begun.append(True)
+        _train(settings, loaded, plan, packed, batches, n_steps, mode)
+        _say(mode, f"done: {output} loads with plain {'peft' if settings.lora else 'transformers'}", event="done")
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+def _settings(given: Mapping[str, Any], resume: bool) -> Settings:
+    if not resume:
+        settings = make_settings(given)
+        output = Path(settings.output)
+        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+            hint = "go on with it by --resume, or " if (output / SETTINGS).is_file() else ""
+            raise OffmateError(f"output {settings.output!r} exists already; {hint}name another folder")
+        return settings
+    if not given.get("output"):
+        raise OffmateError("--resume needs --output, the folder of the run to go on with")
+    path = Path(given["output"]) / SETTINGS
+    if not path.is_file():
+        raise OffmateError(f"there is no run to resume in {given['output']!r}: no {SETTINGS} there")
+    saved = make_settings(read_yaml(path))
+    found = differences(saved, given)
+    if found:
+        raise OffmateError(
+            "the run was started with other settings, which would change its numbers:\n  "
+            + "\n  ".join(found)
+            + "\nResume without them, or start a new run in another folder"
+        )
+    return make_settings({**saved.to_dict(), **given})
+
+
+def _resolved(settings: Settings, folder: Path) -> Settings:
+    """The settings with every default that depends on the model filled in."""
+    limit = getattr(load_config(folder).get_text_config(), "max_position_embeddings", None)
+    length = settings.sequence_length
+    if length is not None and limit is not None and length > limit:
+        raise OffmateError(f"sequence_length is {length}; the model takes at most {limit} tokens")
+    length = length or min(_DEFAULT_LENGTH, limit or _DEFAULT_LENGTH)
+    return replace(settings, sequence_length=length, learning_rate=base_learning_rate(settings))
+
+
+def _save_settings(settings: Settings, place: Path) -> None:
+    aside = place / f".{SETTINGS}.tmp"
+    settings.save(aside)
+    os.replace(aside, place / SETTINGS)
+
+
+def _check_vocabulary(tokenizer: Any, folder: Path) -> None:
+    size = load_config(folder).get_text_config().vocab_size
+    if len(tokenizer) > size:
+        raise OffmateError(
+            f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model only {size}; they do not belong together"
+        )
+
+
+# -- phases -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _place(output: Path, keep: bool, dry_run: bool) -> Iterator[tuple[Path, list[bool]]]:
+    """A folder to work in, and a list to fill when training begins; before that, a failure leaves nothing behind."""
+    if dry_run:
+        near = next(parent for parent in output.absolute().parents if parent.is_dir())
+        with tempfile.TemporaryDirectory(prefix=".offmate-", dir=near) as folder:
+            yield Path(folder), []
+        return
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OffmateError(f"output {str(output)!r} cannot be made: {error.strerror}") from None
+    begun: list[bool] = []
+    try:
+        yield output, begun
+    except BaseException:
+        if not keep and not begun:
+            shutil.rmtree(output, ignore_errors=True)
+        raise
+
+
+def _load(settings: Settings, folder: Path, tokenizer: Any, place: Path) -> _Loaded:
+    checkpoint = newest_checkpoint(place / CHECKPOINTS)
+    moment = load_moment(checkpoint) if checkpoint is not None else None
+    if moment is not None:
+        # The last bits of a sum depend on how many threads share it.
+        torch.set_num_threads(moment.threads)
+        if moment.torch != torch.__version__:
+            log.warning(
+                "the run was begun with torch %s, this is %s: last bits may differ", moment.torch, torch.__version__
+            )
+    model = build_model(settings, folder, checkpoint)
+    updates = Updates(model, settings)
+    if checkpoint is not None:
+        restore_updates(checkpoint, updates)
+    return _Loaded(folder, tokenizer, model, updates, checkpoint, moment)
+
+
+def _plan(settings: Settings, loaded: _Loaded) -> Plan:
+    ids = torch.zeros(settings.batch_size, settings.sequence_length or 0, dtype=torch.long)
+    batch: Batch = {"input_ids": ids, "labels": ids.clone()}
+    plan = plan_model(
+        loaded.model,
+        settings.gpu_budget,
+        example_inputs=batch,
+        optimizer=loaded.updates.optimizer if settings.planned_updates else None,
+        device=settings.device,
+        cpu_budget=settings.cpu_budget,
+    )
+    return _earlier(plan, loaded.checkpoint) or plan
+
+
+def _earlier(plan: Plan, checkpoint: Path | None) -> Plan | None:
+    """The plan that an earlier run followed, if it is for the same problem."""
+    if checkpoint is None:
+        return None
+    try:
+        saved = load_plan(checkpoint / PLAN)
+    except PlanFileError:
+        return None
+    return saved if saved.fingerprint == plan.fingerprint else None
+
+
+def _tokens(settings: Settings, loaded: _Loaded, place: Path) -> Packed:
+    folder = place / TOKENS
+    if not folder.is_dir():
+        packed = write_tokens(settings.data, loaded.tokenizer, settings.eval_fraction, folder)
+    else:
+        packed = read_tokens(folder)
+        if not verify_tokens(packed):
+            raise OffmateError(f"{folder}: the run's tokens have changed; start a new run in another folder")
+    if loaded.moment is not None and packed.digest != loaded.moment.tokens:
+        raise OffmateError(f"{settings.data!r} is not what the run was begun with; restore it, or start a new run")
+    return packed
+
+
+def _train(
+    settings: Settings, loaded: _Loaded, plan: Plan, packed: Packed, batches: Batches, n_steps: int, mode: str
+) -> None:
+    output = Path(settings.output)
+    model = compile_model(
+        loaded.model,
+        settings.gpu_budget,
+        optimizer=loaded.updates.optimizer if settings.planned_updates else None,
+        device=settings.device,
+        cpu_budget=settings.cpu_budget,
+        plan=plan,
+    )
+    reporters = make_reporters(settings.report, output, settings.to_dict(), mode)
+    start = loaded.moment.step if loaded.moment else 0
+    if loaded.checkpoint is not None:
+        restore_random(loaded.checkpoint)
+    else:
+        torch.manual_seed(settings.seed)
+    try:
+        checkpoints = output / CHECKPOINTS
+        train(Run(settings, model, loaded.updates, packed, batches, start, n_steps, checkpoints, reporters))
+    finally:
+        for reporter in reporters:
+            reporter.close()
+    save_result(output, model, loaded.tokenizer)
+    shutil.rmtree(output / TOKENS)
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+def _finished(output: Path) -> bool:
+    return any((output / name).is_file() for name in ("config.json", "adapter_config.json"))
+
+
+def _agree(doubts: list[str], yes: bool, mode: str) -> None:
+    """Ask whether to go on if something looks wrong; where nobody can answer, refuse."""
+    if not doubts or yes:
+        return
+    words = "something looks wrong:\n  " + "\n  ".join(doubts)
+    if mode != "normal" or not sys.stdin.isatty():
+        raise OffmateError(f"{words}\nAdd --yes to go on all the same")
+    if input(f"{words}\nGo on all the same? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise OffmateError("stopped before training")
+
+
+def _say(mode: str, words: str, **event: Any) -> None:
+    if mode == "json":
+        print(json.dumps(event), flush=True)
+    elif mode == "normal":
+        print(words, flush=True)
+
+
+def _hush() -> None:
+    """The run tells how it goes; the libraries' bars would run through its own."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()

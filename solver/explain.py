@@ -1,0 +1,142 @@
+"""What limits a plan, phase by phase, and what more memory or faster parts would buy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .machine import Resource
+from .plan import Planned
+from .problem import Problem, Rates
+from .schedule import Schedule
+from .simulate import Simulation
+from .solve import solve
+
+GIB = 2**30
+_FULL = 0.9  # a resource that is busy for this part of a phase limits it
+_PHASES = ("forward", "backward", "turn_around")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of the simulated iteration.
+
+    Parameters
+    ----------
+    name: "forward", "backward" or "turn_around". seconds: how long it takes.
+    busy: by resource the part of the phase in which it works. memory: the most of the device budget in use, as a part.
+    """
+
+    name: str
+    seconds: float
+    busy: dict[str, float]
+    memory: float
+
+    @property
+    def limit(self) -> str:
+        """The resource that is busiest; "nothing" if the phase takes no time."""
+        return max(self.busy, key=lambda name: self.busy[name]) if self.seconds > 0 else "nothing"
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a change would buy: seconds per iteration as the program predicts them, infinite where it found no plan."""
+
+    change: str
+    step_s: float
+    saved_s: float
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What limits a plan, and what would help; offers in the order of what they save."""
+
+    step_s: float
+    phases: tuple[Phase, ...]
+    offers: tuple[Offer, ...]
+
+    def text(self) -> str:
+        """The explanation in sentences, one per line."""
+        lines = [_sentence(phase) for phase in self.phases if phase.seconds > 0]
+        for offer in self.offers:
+            if offer.saved_s > 1e-3 * self.step_s:
+                lines.append(f"With {offer.change} a step would take {offer.saved_s:.3g} s less.")
+            else:
+                lines.append(f"{offer.change.capitalize()} would buy nothing.")
+        return "\n".join(lines)
+
+
+def explain(
+    problem: Problem,
+    planned: Planned,
+    *,
+    offers: bool = True,
+    time_limit_s: float = 20.0,
+    gap: float = 0.01,
+    backend: str | None = None,
+) -> Explanation:
+    """Say what limits a plan; the offers solve the problem again, once for each change.
+
+    Parameters
+    ----------
+    planned: what `plan` found for the problem, with a schedule.
+    offers: whether to solve again for what more of something would buy. time_limit_s, gap, backend: as in `solve`.
+
+    Raises: ValueError if there is no schedule to explain.
+    """
+    if planned.schedule is None or planned.simulation is None:
+        raise ValueError(f"no plan to explain: {planned.solution.status.value}")
+    found: list[Offer] = []
+    now_s = planned.solution.objective_s
+    for change, other in _changes(problem).items() if offers else ():
+        then_s = solve(other, time_limit_s=time_limit_s, gap=gap, backend=backend).objective_s
+        found.append(Offer(change, then_s, max(0.0, now_s - then_s)))
+    found.sort(key=lambda offer: -offer.saved_s)
+    phases = tuple(_phase(planned.schedule, planned.simulation, name) for name in _PHASES)
+    return Explanation(planned.simulation.step_s, phases, tuple(found))
+
+
+def _changes(problem: Problem) -> dict[str, Problem]:
+    rates = problem.rates
+    faster = Rates(
+        2 * rates.in_bytes_per_s,
+        2 * rates.out_bytes_per_s,
+        2 * rates.both_bytes_per_s,
+        rates.manage_s,
+        rates.shared_cores,
+    )
+    updates = tuple(replace(group, cpu_update_s=group.cpu_update_s / 2) for group in problem.groups)
+    return {
+        "one more GiB on the device": replace(problem, device_budget_bytes=problem.device_budget_bytes + GIB),
+        "a link twice as fast": replace(problem, rates=faster),
+        "host updates twice as fast": replace(problem, groups=updates),
+        "8 more GiB on the host": replace(problem, host_budget_bytes=problem.host_budget_bytes + 8 * GIB),
+    }
+
+
+def _phase(schedule: Schedule, simulation: Simulation, name: str) -> Phase:
+    places = {"forward": 0, "backward": len(schedule.forward)}
+    first = places.get(name, len(schedule.forward) + len(schedule.backward))
+    last = first + len(getattr(schedule, name)) - 1
+    if last < first:
+        return Phase(name, 0.0, {}, 0.0)
+    begin, end = simulation.taken[first][0], simulation.taken[last][1]
+    busy = {resource.value: 0.0 for resource in Resource}
+    for event in simulation.timeline:
+        for shift in (0.0, simulation.step_s):  # what one iteration leaves over runs in the next one's forward
+            overlap = min(event.end_s - shift, end) - max(event.start_s - shift, begin)
+            busy[event.resource.value] += max(0.0, overlap)
+    seconds = end - begin
+    most = max(high for _, high in simulation.memory[first : last + 1])
+    parts = {name: min(1.0, spent / seconds) if seconds > 0 else 0.0 for name, spent in busy.items()}
+    return Phase(name, seconds, parts, most / max(schedule.device_budget_bytes, 1))
+
+
+def _sentence(phase: Phase) -> str:
+    name = phase.name.replace("_", "-")
+    words = {"compute": "the device's computes", "copy in": "copies to the device"}
+    words |= {"copy out": "copies to the host", "cpu": "updates on the host"}
+    used = f"device memory is at most {phase.memory:.0%} full"
+    limit, part = words[phase.limit], phase.busy[phase.limit]
+    if part >= _FULL:
+        return f"The {name} takes {phase.seconds:.3g} s; {limit} take {part:.0%} of it and limit it; {used}."
+    return f"The {name} takes {phase.seconds:.3g} s; most of it, {part:.0%}, goes into {limit}, the rest waits; {used}."

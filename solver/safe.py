@@ -1,0 +1,90 @@
+"""The plan of last resort: every parameter comes in for each use and leaves after it, every update is on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .chain import away_window
+from .flows import around, span_of
+from .problem import Block, Group, Problem
+from .solution import Gap, GroupFlow, Solution, Status
+
+
+def streaming_solution(problem: Problem) -> Solution:
+    """A solution that needs no search and about the least device memory there is; its budgets are not checked.
+
+    Returns: whole parts only. Its seconds take nothing to overlap.
+    """
+    options = tuple(_least(block, i <= problem.n_blocks - 2) for i, block in enumerate(problem.blocks))
+    groups = {group.name: _streamed(problem, group) for group in problem.groups}
+    values = frozenset(v.name for v in problem.values if away_window(problem, v) is not None)
+    step_s = _seconds(problem, options, groups, values)
+    return Solution(
+        status=Status.STREAMED,
+        objective_s=sum(step_s),
+        lower_bound_s=0.0,
+        gap=1.0,
+        solve_s=0.0,
+        options=options,
+        early=(False,) * problem.n_blocks,
+        offloaded_values=values,
+        groups=groups,
+        step_s=tuple(step_s),
+    )
+
+
+def _least(block: Block, may_offload: bool) -> int:
+    """The option that keeps least between forward and backward; of several the one that moves least."""
+    allowed = [o for o, option in enumerate(block.options) if may_offload or not option.offloaded_bytes]
+
+    def bytes_of(o: int) -> tuple[int, int, float]:
+        option = block.options[o]
+        return option.saved_bytes, option.offloaded_bytes, option.backward_s
+
+    return min(allowed, key=bytes_of)
+
+
+def _streamed(problem: Problem, group: Group) -> GroupFlow:
+    span, total = span_of(problem, group), problem.n_steps
+    pairs = list(zip(span.points, span.points[1:]))
+    if not group.trainable:
+        return GroupFlow(gaps=tuple(_gap(a, b, total) for a, b in [*pairs, (span.end, span.first)]))
+    gaps = tuple(_gap(a, b, total) for a, b in pairs)
+    last = span.idle[-1]
+    if problem.update == "external":
+        return GroupFlow(cpu_part=1.0, grad_out={span.end: 1.0}, cpu_back={last: 1.0}, gaps=gaps)
+    update = {problem.first_update(group): 1.0}
+    return GroupFlow(cpu_part=1.0, grad_out={span.end: 1.0}, cpu_update=update, cpu_back={last: 1.0}, gaps=gaps)
+
+
+def _gap(after: int, before: int, total: int) -> Gap:
+    between = around(after, (before - 1) % total, total)[1:]
+    if len(between) < 2:
+        return Gap(after, before, 0.0)
+    return Gap(after, before, 1.0, {between[-1]: 1.0})
+
+
+def _seconds(
+    problem: Problem, options: tuple[int, ...], groups: dict[str, GroupFlow], values: Iterable[str]
+) -> list[float]:
+    rates, n = problem.rates, problem.n_blocks
+    seconds = [rates.manage_s] * problem.n_steps
+    seconds[0] += problem.start_s
+    for i, (block, o) in enumerate(zip(problem.blocks, options)):
+        option = block.options[o]
+        seconds[i] += option.forward_s + option.offloaded_bytes / rates.out_bytes_per_s
+        seconds[2 * n - 1 - i] += option.backward_s + option.offloaded_bytes / rates.in_bytes_per_s
+    for group in problem.groups:
+        flow = groups[group.name]
+        for step in flow.grad_out:
+            seconds[step] += group.grad_bytes / rates.out_bytes_per_s
+        for step in flow.cpu_update:
+            seconds[step] += group.cpu_update_s
+        for step in [*flow.cpu_back, *(step for gap in flow.gaps for step in gap.back)]:
+            seconds[step] += group.param_bytes / rates.in_bytes_per_s
+    gone = set(values)
+    for value in problem.values:
+        if value.name in gone:
+            seconds[value.made] += value.bytes / rates.out_bytes_per_s
+            seconds[value.uses[-1]] += value.bytes / rates.in_bytes_per_s
+    return seconds

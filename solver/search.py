@@ -1,0 +1,118 @@
+"""The search for a program's best point: its relaxation, whole choices near it, and only then branch and bound.
+
+The relaxation of these programs is tight, since a chain has many blocks and each choice is a small part of the whole.
+So whole choices that stay near its fractions, with all flows solved again for them, are mostly within a fraction of a
+percent of the bound, for two linear programs instead of a tree of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+
+from .backends import Backend
+from .backends.answer import RawAnswer
+from .linear import evaluate, fixed, relaxed
+from .model import Program
+from .problem import Option, Problem
+from .solution import Status
+
+BRANCH_S = 0.5  # branch and bound is not begun with less time than this
+_SUPPORT = 1e-3  # an option below this fraction is not near the relaxation
+
+
+def search(problem: Problem, program: Program, backend: Backend, time_limit_s: float, gap: float) -> RawAnswer:
+    """The best point of `program` within the time limit, with the best bound.
+
+    Parameters
+    ----------
+    time_limit_s: limit on the whole search. gap: relative gap to the bound at which it may end.
+
+    Returns: the answer in the program's own units; its status says whether the gap was reached.
+    """
+    started = time.perf_counter()
+
+    def left_s() -> float:
+        return time_limit_s - (time.perf_counter() - started)
+
+    model = program.model
+    relaxation = backend.solve(relaxed(model), time_limit_s, gap)
+    if relaxation.status is not Status.OPTIMAL:  # what the time limit left of a relaxation is no plan
+        return replace(relaxation, status=_without_point(relaxation.status), values=(), lower_bound=-inf)
+    best = _near(problem, program, relaxation, backend, max(left_s(), 0.0), gap)
+    if not _within(best, gap) and left_s() > BRANCH_S:
+        branched = backend.solve(model, left_s(), gap, best.values)
+        bound = max(relaxation.lower_bound, branched.lower_bound)
+        if branched.status is Status.INFEASIBLE or branched.objective < best.objective:
+            best = branched
+        if best.values:
+            best = replace(best, lower_bound=min(bound, best.objective))
+    reached = Status.OPTIMAL if _within(best, gap) else Status.TIME_LIMIT
+    status = reached if best.values else _without_point(best.status)
+    return replace(best, status=status, solve_s=time.perf_counter() - started)
+
+
+def _without_point(status: Status) -> Status:
+    return Status.INFEASIBLE if status is Status.INFEASIBLE else Status.NO_ANSWER
+
+
+def _within(answer: RawAnswer, gap: float) -> bool:
+    return bool(answer.values) and answer.objective - answer.lower_bound <= gap * abs(answer.objective)
+
+
+def _near(
+    problem: Problem, program: Program, relaxation: RawAnswer, backend: Backend, time_limit_s: float, gap: float
+) -> RawAnswer:
+    """The best flows for whole choices near the relaxation's; no point where these do not fit."""
+    chosen = whole_choices(problem, program, relaxation.values)
+    model, kept = fixed(program.model, chosen)
+    answer = backend.solve(model, time_limit_s, gap)
+    if not answer.values:
+        return replace(answer, status=Status.NO_ANSWER)
+    found = chosen | dict(zip(kept, answer.values))
+    values = tuple(found[c] for c in range(len(program.model.upper)))
+    objective = sum(cost * value for cost, value in zip(program.model.costs, values))
+    return replace(answer, values=values, objective=objective, lower_bound=min(relaxation.lower_bound, objective))
+
+
+def whole_choices(problem: Problem, program: Program, values: Sequence[float]) -> dict[int, float]:
+    """0 or 1 for every integer column, so that sums along the chain follow the fractions.
+
+    Each block takes the option, of those that the fractions use, with which bytes saved, seconds and copies of all
+    blocks so far are nearest to the fractions'; bytes above them weigh more, for they must be found elsewhere.
+    """
+    link = (problem.rates.in_bytes_per_s + problem.rates.out_bytes_per_s) / 2
+    chosen: dict[int, float] = {}
+    ahead = (0.0, 0.0, 0.0)  # what the chosen options use so far, less what the fractions use
+    for i, block in enumerate(program.choices):
+        part = {key: evaluate(terms, tuple(values)) for key, terms in block.columns.items()}
+        uses = {key: _uses(problem.blocks[i].options[key[0]], key[1], link) for key in part}
+        whole = sum(part.values())
+        mean = [sum(part[key] * use[k] for key, use in uses.items()) / whole for k in range(3)]
+        then = {
+            key: (ahead[0] + u[0] - mean[0], ahead[1] + u[1] - mean[1], ahead[2] + u[2] - mean[2])
+            for key, u in uses.items()
+        }
+        near = {key: then[key] for key in part if part[key] > _SUPPORT} or then
+        best = min(near, key=lambda key, near=near: _distance(*near[key]))  # type: ignore[misc]
+        ahead = then[best]
+        chosen |= {column: float(key == best) for key, terms in block.columns.items() for column in terms}
+    away = 0.0
+    for value in program.leaving:
+        away += evaluate(value.column, tuple(values))
+        leaves = away > 0.5
+        away -= leaves
+        chosen |= dict.fromkeys(value.column, float(leaves))
+    return chosen
+
+
+def _uses(option: Option, early: bool, link_bytes_per_s: float) -> tuple[float, float, float]:
+    """Seconds to move what is saved, of compute, and of copies; copies in a block's own steps are dearer."""
+    copies = option.offloaded_bytes * (1.0 if early else 1.5)
+    return option.saved_bytes / link_bytes_per_s, option.forward_s + option.backward_s, copies / link_bytes_per_s
+
+
+def _distance(saved_s: float, compute_s: float, copies_s: float) -> float:
+    return abs(saved_s) + 3 * max(saved_s, 0.0) + max(compute_s, 0.0) + 2 * abs(copies_s)

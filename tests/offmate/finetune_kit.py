@@ -1,0 +1,135 @@
+"""Tiny models with tokenizers, made on the spot, and runs of `offmate finetune` on them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import pydoc_data.topics
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from offmate import cli
+from offmate.finetune.loop import evaluate
+from offmate.finetune.packing import Batches, eval_batches, write_tokens
+from offmate.finetune.settings import Settings, make_settings, read_yaml
+from offmate.finetune.updates import learning_rate
+
+VOCABULARY = 300
+POSITIONS = 64
+LENGTH = 16
+TEXT = "\n\n".join(pydoc_data.topics.topics.values())
+
+SMALL = {"--gpu-budget": "16MiB", "--cpu-budget": "4GiB", "--device": "emulated", "--sequence-length": LENGTH}
+
+
+def make_models(folder: Path) -> None:
+    """Folders `llama` and `gpt2`, each a random model with a byte-level BPE tokenizer trained on the corpus."""
+    common = {"vocab_size": VOCABULARY, "eos_token_id": 1, "bos_token_id": 0}
+    torch.manual_seed(0)
+    llama = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=POSITIONS, **common,
+    )  # fmt: skip
+    LlamaForCausalLM(llama).save_pretrained(folder / "llama")
+    gpt2 = GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=POSITIONS, **common)
+    GPT2LMHeadModel(gpt2).save_pretrained(folder / "gpt2")
+    for name in ("llama", "gpt2"):
+        _tokenizer().save_pretrained(folder / name)
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=["<s>", "</s>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator([TEXT[:50_000]], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def arguments(model: Path, data: Path, output: Path, **more: Any) -> list[str]:
+    """A command line; `more` are options, with _ for -, and None leaves one of the small defaults out."""
+    options = {"--model": model, "--data": data, "--output": output, **SMALL}
+    options |= {f"--{name.replace('_', '-')}": value for name, value in more.items()}
+    found = ["finetune"] if "quiet" in more else ["finetune", "--json"]
+    for name, value in options.items():
+        if value is True:
+            found.append(name)
+        elif value is not None:
+            found += [name, str(value)]
+    return found
+
+
+def finetune(argv: list[str]) -> list[dict[str, Any]]:
+    """Run a command line in this process; what it said, event by event."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert cli.main(argv) == 0
+    return [json.loads(line) for line in said.getvalue().splitlines()]
+
+
+def refused(argv: list[str], capsys: Any) -> str:
+    """What a command line that fails says."""
+    assert cli.main(argv) == 1
+    return capsys.readouterr().err
+
+
+def losses(events: list[dict[str, Any]], kind: str = "step") -> list[float]:
+    """The losses of all steps, or of all evaluations."""
+    return [event["loss"] for event in events if event["event"] == kind]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The parameters of a result, as plain transformers loads them."""
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Whether two states are equal bit for bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def plain_run(output: Path, scratch: Path) -> tuple[dict[str, torch.Tensor], list[float], float | None]:
+    """The run in `output` once more, by a plain PyTorch loop: parameters, losses, held-out loss."""
+    settings = make_settings(read_yaml(output / "finetune.yaml"))
+    tokenizer = AutoTokenizer.from_pretrained(settings.model)
+    packed = write_tokens(settings.data, tokenizer, settings.eval_fraction, scratch / "tokens")
+    length, size, each = settings.sequence_length, settings.batch_size, settings.accumulation
+    assert length is not None and settings.steps is not None and settings.learning_rate is not None
+    model = AutoModelForCausalLM.from_pretrained(settings.model, use_cache=False).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0, fused=True)
+    steps = Batches(packed.train, length, size, each, settings.seed).steps(0)
+    torch.manual_seed(settings.seed)
+    seen = []
+    for step in range(settings.steps):
+        seen.append(_plain_step(model, optimizer, settings, step, next(steps)))
+    return model.state_dict(), seen, evaluate(model, eval_batches(packed.eval, length, size))
+
+
+def _plain_step(model: Any, optimizer: torch.optim.Optimizer, settings: Settings, step: int, batches: list) -> float:
+    optimizer.param_groups[0]["lr"] = learning_rate(settings, step, settings.steps or 0)
+    total = 0.0
+    for batch in batches:
+        loss = model(**batch).loss
+        (loss / settings.accumulation).backward()
+        total += loss.item()
+    if settings.max_grad_norm is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total / len(batches)

@@ -1,0 +1,267 @@
+import json
+import logging
+
+import pytest
+import torch
+
+import offmate
+from offmate import CaptureError, Config, DeviceError, InfeasibleBudget, OffmateError, PlanFileError
+
+from .loops import AMPLE, CPU_BUDGET, adamw, batch, plain, plan, tiny, trained
+
+NO_CACHE = Config(cache_dir=None)
+
+
+def planned(model=None, gpu_budget=AMPLE, optimizer=adamw, cpu_budget=CPU_BUDGET, inputs=None, **settings):
+    model = model or tiny()
+    return offmate.plan(
+        model,
+        gpu_budget,
+        example_inputs=inputs or batch(0),
+        optimizer=optimizer(model) if optimizer else None,
+        device="emulated",
+        cpu_budget=cpu_budget,
+        config=NO_CACHE,
+        **settings,
+    )
+
+
+def refuses(match, model, error=OffmateError, **settings):
+    """Compiling raises, and leaves the model and its optimizer as they were."""
+    kind = type(model)
+    optimizer = settings.get("optimizer")
+    with pytest.raises(error, match=match):
+        offmate.compile(model, **{"gpu_budget": AMPLE, "device": "emulated", "config": NO_CACHE, **settings})
+    assert type(model) is kind
+    if isinstance(optimizer, torch.optim.Optimizer):
+        assert not type(optimizer).__name__.startswith("Offmate")
+
+
+# -- budgets ----------------------------------------------------------------------------------------------------------
+
+
+def test_budget_that_cannot_work():
+    least = plan("ample").least_budget_bytes
+    with pytest.raises(InfeasibleBudget, match=r"cannot work; the least.*block \d+.*Raise gpu_budget") as caught:
+        planned(gpu_budget=least * 3 // 4)
+    assert caught.value.least_budget_bytes == least
+    assert caught.value.budget_bytes == least * 3 // 4
+    assert caught.value.block is not None and caught.value.step is not None
+
+
+def test_refused_in_the_loop_nothing_is_lost():
+    model = tiny()
+    optimizer = adamw(model)
+    offmate.compile(model, 10_000, optimizer=optimizer, device="emulated", cpu_budget=CPU_BUDGET, config=NO_CACHE)
+    for _ in range(2):
+        with pytest.raises(InfeasibleBudget):
+            model(**batch(0))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), tiny().parameters(), strict=True))
+    model.state_dict()
+
+
+def test_budget_smaller_than_what_is_fixed():
+    with pytest.raises(InfeasibleBudget, match=r"raise gpu_budget"):
+        planned(gpu_budget=4)
+
+
+def test_host_memory_too_small():
+    with pytest.raises(
+        InfeasibleBudget, match=r"20 KiB of host memory do not suffice.*need \S+ [KM]iB.*Raise cpu_budget"
+    ):
+        planned(optimizer=None, cpu_budget="20KiB")
+
+
+@pytest.mark.parametrize(
+    "size", ["12Gb", "lots", "-1GiB", "0", "1.5.2GiB", "12 XB", "", 0, -5, True, 1.5, float("nan")]
+)
+@pytest.mark.parametrize("which", ["gpu_budget", "cpu_budget"])
+def test_malformed_sizes(size, which):
+    refuses(r"12GiB", tiny(), error=(ValueError, TypeError), **{which: size})
+
+
+@pytest.mark.parametrize(
+    ("device", "match"),
+    [("cuda:7", r"cuda:7.*emulated"), ("tpu", r"'tpu' is not known"), (torch.device("cuda"), "cuda")],
+)
+def test_devices(device, match):
+    refuses(match, tiny(), error=DeviceError, device=device)
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+class Asks(torch.nn.Module):
+    """Decides by what it computes, which no graph can."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 4)
+
+    def forward(self, x, y):
+        h = self.linear(x)
+        return (h if h.sum().item() > 0 else -h).pow(2).mean()
+
+
+def test_model_that_does_not_export():
+    with pytest.raises(CaptureError, match=r"(?s)Asks.*(item|data)"):
+        planned(Asks())
+
+
+def test_not_a_module():
+    with pytest.raises(OffmateError, match=r"takes a torch.nn.Module, not int"):
+        offmate.compile(3)
+
+
+def test_compiled_already():
+    loop = trained()
+    with pytest.raises(OffmateError, match=r"compiled by offmate already"):
+        offmate.compile(loop.model, AMPLE)
+    with pytest.raises(OffmateError, match=r"compiled by offmate already"):
+        planned(loop.model, optimizer=None)
+
+
+def test_torch_compile():
+    refuses(r"torch.compile.*_orig_mod", torch.compile(tiny()))
+
+
+def test_data_parallel():
+    refuses(r"wrapped in DataParallel.*model.module", torch.nn.DataParallel(tiny()))
+
+
+@pytest.mark.parametrize("name", ["DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"])
+def test_other_wrappers(name):
+    model = tiny()
+    model.__class__ = type(name, (type(model),), {})
+    refuses(r"DDP|FSDP", model)
+
+
+def test_device_map():
+    model = tiny()
+    model.hf_device_map = {"first": 0, "last": "cpu"}
+    refuses(r"spread over \['0', 'cpu'\] by device_map.*without device_map", model)
+
+
+def test_quantised():
+    model = tiny()
+    model.quantization_method = "bitsandbytes"
+    refuses(r"quantised \(bitsandbytes\).*without quantization", model)
+
+
+def test_odd_parameters():
+    class Int8Params(torch.nn.Parameter):
+        pass
+
+    for param, match in (
+        (
+            torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64)),
+            r"first.weight is of torch.complex64.*view_as_complex",
+        ),
+        (torch.nn.Parameter(torch.eye(2).to_sparse()), r"first.weight has layout torch.sparse_coo.*to_dense"),
+        (Int8Params(torch.zeros(2)), r"first.weight is a Int8Params.*plain"),
+    ):
+        model = tiny()
+        model.first.weight = param
+        refuses(match, model)
+
+
+def test_meta_model():
+    with torch.device("meta"):
+        model = tiny()
+    with pytest.raises(OffmateError, match=r"meta device.*hardware=.*rtx3060"):
+        planned(model)
+    offmate.compile(model, AMPLE, optimizer=adamw(model), device="emulated", config=NO_CACHE)
+    with pytest.raises(OffmateError, match=r"16 parameters are on the meta device \(first.weight.*from_pretrained"):
+        model(**batch(0))
+
+
+def test_planning_changes_nothing():
+    model = tiny()
+    model.last.eval()
+    before = [m.training for m in model.modules()], torch.get_rng_state()
+    values = [p.clone() for p in model.parameters()]
+    planned(model)
+    assert [m.training for m in model.modules()] == before[0] and torch.equal(torch.get_rng_state(), before[1])
+    assert all(torch.equal(a, b) and a.grad is None for a, b in zip(model.parameters(), values, strict=True))
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def test_foreign_parameters():
+    refuses(r"group 0.*shape \(32, 16\).*not a parameter of the model", tiny(), optimizer=adamw(tiny()))
+
+
+def test_missing_parameters():
+    model = tiny()
+    some = torch.optim.SGD(model.last.parameters(), lr=0.1)
+    refuses(r"14 parameters require a gradient.*\(first.weight.*requires_grad_\(False\)", model, optimizer=some)
+
+
+def test_no_optimizer():
+    refuses(r"optimizer= is a object", tiny(), optimizer=object())
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_plan_files(tmp_path):
+    made = plan("middle")
+    path = tmp_path / "folder" / "plan.json"
+    made.save(path)
+    read = offmate.load_plan(path)
+    assert read == made and read.schedule == made.schedule
+    assert read.predicted_peak_bytes == made.predicted_peak_bytes
+    with pytest.raises(PlanFileError, match=r"no such file"):
+        offmate.load_plan(tmp_path / "none.json")
+    text = path.read_text()
+    for damaged, match in (
+        (text[:100], r"not a plan file"),
+        ("[]", r"format list"),
+        (json.dumps({**json.loads(text), "format": 99}), r"plan format 99; this version reads"),
+        (json.dumps({k: v for k, v in json.loads(text).items() if k != "schedule"}), r"damaged.*schedule"),
+        (text.replace("compute F0", "compute G0"), r"damaged"),
+    ):
+        path.write_text(damaged)
+        with pytest.raises(PlanFileError, match=match):
+            offmate.load_plan(path)
+
+
+def test_plan_of_another_model():
+    class Wider(type(tiny())):
+        def __init__(self):
+            super().__init__(width=40)
+
+    model = Wider()
+    offmate.compile(model, plan=plan("middle"), optimizer=adamw(model), device="emulated", config=NO_CACHE)
+    with pytest.raises(PlanFileError, match=r"another model, batch, optimizer or budget.*plan again"):
+        model(**batch(0))
+
+
+def test_a_loaded_plan_trains(tmp_path):
+    plan("middle").save(tmp_path / "plan.json")
+    model = tiny()
+    optimizer = adamw(model)
+    offmate.compile(
+        model,
+        plan=offmate.load_plan(tmp_path / "plan.json"),
+        optimizer=optimizer,
+        device="emulated",
+        cpu_budget=CPU_BUDGET,
+        config=NO_CACHE,
+    )
+    model(**batch(0))["loss"].backward()
+    optimizer.step()
+    expected = plain(1).model.state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
+
+
+def test_deterministic():
+    first, second = planned(gpu_budget=plan("middle").budget_bytes), planned(gpu_budget=plan("middle").budget_bytes)
+    assert first.schedule == second.schedule == plan("middle").schedule
+
+
+def test_default_device_is_said(caplog):
+    with caplog.at_level(logging.INFO, "offmate"):
+        offmate.compile(tiny(), AMPLE, config=NO_CACHE)
+    assert caplog.text.count("device: emulated") == 1

@@ -1,0 +1,358 @@
+"""The parts of `offmate finetune`: settings, data, packing, loading, checkpoints, and what bad input is told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from offmate.errors import OffmateError
+from offmate.finetune import preview
+from offmate.finetune.checkpoint import Moment, load_moment, newest_checkpoint, save_checkpoint
+from offmate.finetune.data import check_source, pieces
+from offmate.finetune.packing import IGNORED, Batches, eval_batches, read_tokens, verify_tokens, write_tokens
+from offmate.finetune.report import make_reporters
+from offmate.finetune.settings import Lora, differences, make_settings, read_yaml
+from offmate.finetune.updates import Updates, learning_rate
+from offmate.finetune.weights import load_model
+
+from .finetune_kit import TEXT, arguments, make_models, refused, same
+
+NAMED = {"model": "m", "data": "d", "output": "o"}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two models."""
+    folder = tmp_path_factory.mktemp("models")
+    make_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(base: Path):
+    return AutoTokenizer.from_pretrained(base / "llama")
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_settings_survive_yaml(tmp_path):
+    settings = make_settings({**NAMED, "lora": "r=8,alpha=32,targets=q_proj+v_proj", "learning_rate": "2e-5"})
+    assert settings.lora == Lora(8, 32, 0.0, ("q_proj", "v_proj"))
+    settings.save(tmp_path / "s.yaml")
+    assert make_settings(read_yaml(tmp_path / "s.yaml")) == settings
+
+
+@pytest.mark.parametrize(
+    ("given_values", "said"),
+    [
+        ({"learning_rates": 1}, "there is no setting 'learning_rates'"),
+        ({"data": ""}, "data is ''; give it as --data"),
+        ({"batch_size": 0}, "batch_size is 0; it must be a whole number of at least 1"),
+        ({"steps": 1.5}, "steps is 1.5"),
+        ({"learning_rate": 0}, "learning_rate is 0; it must be more than 0"),
+        ({"learning_rate": "fast"}, "learning_rate is 'fast'"),
+        ({"max_grad_norm": float("nan")}, "max_grad_norm is nan"),
+        ({"eval_fraction": 1.0}, "eval_fraction is 1.0; it must be at least 0 and less than 1"),
+        ({"schedule": "up"}, "schedule is 'up'; it must be one of cosine, linear, constant"),
+        ({"precision": "fp8"}, "precision is 'fp8'"),
+        ({"optimizer": "best"}, "optimizer is 'best'"),
+        ({"gpu_budget": "12Gb"}, "gpu_budget: '12Gb' is a size in bits"),
+        ({"lora": "16"}, "write r=16"),
+        ({"lora": "r=no"}, "write r=16"),
+        ({"lora": {"r": 0}}, "lora r is 0"),
+        ({"report": ["fax"]}, "report is 'fax'"),
+    ],
+)
+def test_bad_settings_are_named(given_values, said):
+    with pytest.raises(OffmateError) as caught:
+        make_settings({**NAMED, **given_values})
+    assert said in str(caught.value)
+
+
+def test_only_what_changes_the_numbers_is_a_difference():
+    saved = make_settings(NAMED)
+    assert differences(saved, {"gpu_budget": "1GiB", "keep_checkpoints": 9, "seed": 0}) == []
+    assert differences(saved, {"seed": 3}) == ["seed: 0 in the run, 3 now"]
+
+
+@pytest.mark.parametrize(("text", "said"), [("- a", "must hold names with values"), ("a: [", "cannot be read as YAML")])
+def test_a_bad_configuration_file(tmp_path, text, said):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(OffmateError, match=said):
+        read_yaml(path)
+    with pytest.raises(OffmateError, match="no such configuration file"):
+        read_yaml(tmp_path / "none.yaml")
+
+
+def test_schedules():
+    rates = [learning_rate(make_settings({**NAMED, "learning_rate": 1.0, "warmup_steps": 2}), s, 6) for s in range(6)]
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.8536, 0.5, 0.1464], abs=1e-4)
+    linear = make_settings({**NAMED, "learning_rate": 1.0, "schedule": "linear"})
+    assert [learning_rate(linear, s, 4) for s in range(4)] == [1.0, 0.75, 0.5, 0.25]
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+
+def written(tmp_path: Path, name: str, content: str | bytes) -> str:
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=5000))
+def test_text_pieces_are_the_text(tmp_path_factory, text):
+    path = written(tmp_path_factory.mktemp("t"), "a.txt", text)
+    found = list(pieces(path))
+    assert "".join(str(piece.content) for piece in found) == text
+    assert [piece.first for piece in found] == [i == 0 for i in range(len(found))]
+    assert [piece.last for piece in found] == [i == len(found) - 1 for i in range(len(found))]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", '{"text": "x"}\n\n{"text": \n', "a.jsonl, line 3: broken JSON"),
+        ("a.jsonl", "[1]\n", "line 1: a list instead of an object"),
+        ("a.jsonl", '{"body": "x"}\n', "line 1: neither 'text' nor 'messages' that can be used (keys: body)"),
+        ("a.jsonl", '{"messages": [{"role": "user"}]}\n', "line 1: a message without 'role' and 'content'"),
+        ("a.txt", b"abc\xff", "not UTF-8 text"),
+    ],
+)
+def test_bad_data_are_named_with_their_line(tmp_path, name, content, said):
+    with pytest.raises(OffmateError) as caught:
+        list(pieces(written(tmp_path, name, content)))
+    assert said in str(caught.value)
+
+
+def test_missing_and_empty_sources(tmp_path):
+    for source, said in (
+        (str(tmp_path / "none.txt"), "no such file"),
+        (written(tmp_path, "empty.txt", ""), "is empty"),
+        (str(tmp_path), "is empty"),
+        ("hf:a/b", "needs Hugging Face datasets"),
+    ):
+        if source.startswith("hf:") and "datasets" in sys.modules:
+            continue
+        with pytest.raises(OffmateError, match=said):
+            check_source(source)
+
+
+def test_a_folder_and_a_data_set(tmp_path, monkeypatch):
+    written(tmp_path, "b.jsonl", '{"text": "two"}\n{"text": ""}\n')
+    written(tmp_path, "a.txt", "one")
+    written(tmp_path, "c.bin", b"\xff")
+    assert [piece.content for piece in pieces(str(tmp_path))] == ["one", "two"]
+    asked = []
+
+    def load_dataset(*args, **kwargs):
+        asked.append((args, kwargs))
+        return iter([{"text": "row"}])
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    assert [piece.content for piece in pieces("hf:org/name:test")] == ["row"]
+    assert asked == [(("org/name",), {"split": "test", "streaming": True})]
+
+
+# -- packing ----------------------------------------------------------------------------------------------------------
+
+
+def test_documents_end_with_the_end_token_and_every_nth_is_held_out(tmp_path, tokenizer):
+    lines = "".join(json.dumps({"text": f"d{i}"}) + "\n" for i in range(8))
+    packed = write_tokens(written(tmp_path, "a.jsonl", lines), tokenizer, 0.25, tmp_path / "tokens")
+    split = ["".join(tokenizer.convert_ids_to_tokens(part.tolist())) for part in (packed.train, packed.eval)]
+    assert split == ["".join(f"d{i}</s>" for i in (0, 1, 2, 4, 5, 6)), "d3</s>d7</s>"]
+
+
+def test_a_long_text_is_one_document(tmp_path, tokenizer):
+    packed = write_tokens(written(tmp_path, "a.txt", TEXT[:20_000]), tokenizer, 0.0, tmp_path / "tokens")
+    assert int((packed.train == tokenizer.eos_token_id).sum()) == 1
+    assert tokenizer.decode(packed.train[:-1]) == TEXT[:20_000]
+
+
+def test_chats_go_through_the_template(tmp_path, base):
+    tokenizer = AutoTokenizer.from_pretrained(base / "llama")
+    row = json.dumps({"messages": [{"role": "user", "content": "hi"}]})
+    data = written(tmp_path, "a.jsonl", row)
+    with pytest.raises(OffmateError, match=r"a.jsonl, line 1: chat messages, but the tokenizer has no chat template"):
+        write_tokens(data, tokenizer, 0.0, tmp_path / "tokens")
+    tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}</s>\n{% endfor %}"
+    packed = write_tokens(data, tokenizer, 0.0, tmp_path / "tokens")
+    assert tokenizer.decode(packed.train) == "[user]hi</s>\n"
+
+
+def test_changed_tokens_are_noticed(tmp_path, tokenizer):
+    packed = write_tokens(written(tmp_path, "a.txt", "some text"), tokenizer, 0.0, tmp_path / "tokens")
+    assert verify_tokens(packed)
+    file = tmp_path / "tokens" / "train.bin"
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    assert not verify_tokens(read_tokens(tmp_path / "tokens"))
+    file.write_bytes(b"")
+    with pytest.raises(OffmateError, match="damaged"):
+        read_tokens(tmp_path / "tokens")
+
+
+def test_an_epoch_reads_every_sequence_once_and_any_step_can_begin():
+    batches = Batches(np.arange(24, dtype=np.int32), 2, 2, 3, seed=5)
+    steps = batches.steps(0)
+    epochs = [[next(steps) for _ in range(2)] for _ in range(2)]
+    orders = [[b["input_ids"].flatten().tolist() for step in epoch for b in step] for epoch in epochs]
+    assert all(sorted(n for batch in order for n in batch) == list(range(24)) for order in orders)
+    assert orders[0] != orders[1]
+    later = next(batches.steps(3))
+    assert [b["input_ids"].flatten().tolist() for b in later] == orders[1][3:]
+
+
+def test_too_little_data_for_a_step():
+    with pytest.raises(OffmateError, match="hold 7 training tokens, less than the 8 of one step"):
+        Batches(np.arange(7, dtype=np.int32), 4, 2, 1, 0).check()
+
+
+def test_what_fills_up_the_last_evaluation_batch_has_no_labels():
+    found = list(eval_batches(np.arange(1, 6, dtype=np.int32), 2, 2))
+    assert [b["labels"].tolist() for b in found] == [[[1, 2], [3, 4]]]
+    found = list(eval_batches(np.arange(1, 8, dtype=np.int32), 2, 2))
+    assert found[1]["labels"].tolist() == [[5, 6], [7, IGNORED]]
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_load_as_transformers_loads_them(base, name, dtype):
+    own, theirs = load_model(base / name, dtype), AutoModelForCausalLM.from_pretrained(base / name, dtype=dtype)
+    assert same(own.state_dict(), theirs.state_dict())
+    assert own.generation_config.to_dict() == theirs.generation_config.to_dict()
+
+
+MEASURED = """
+import resource, sys, torch
+from pathlib import Path
+from transformers.models.llama import modeling_llama
+from offmate.finetune.weights import load_model
+torch.ones(2).sum()
+load_model(Path(sys.argv[1]), torch.float32)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+model = load_model(Path(sys.argv[2]), getattr(torch, sys.argv[3]))
+weights = sum(p.numel() * p.element_size() for p in model.parameters())
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / weights)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loading_takes_one_copy_of_the_weights(base, tmp_path, dtype):
+    config = LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=10, vocab_size=4000)
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path, max_shard_size="200MB")
+    del model
+    argv = [sys.executable, "-c", MEASURED, str(base / "llama"), str(tmp_path), dtype]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True)
+    assert float(done.stdout) <= 1.2
+
+
+def test_damaged_and_missing_weights(base, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((base / "llama" / name).read_bytes()[: None if "j" in name else -100])
+    with pytest.raises(OffmateError, match="damaged weights: the file ends too early"):
+        load_model(tmp_path, torch.float32)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(OffmateError, match="must be in safetensors"):
+        load_model(tmp_path, torch.float32)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trained(base):
+    model = load_model(base / "llama", torch.float32)
+    updates = Updates(model, make_settings(NAMED))
+    model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    updates.optimizer.step()
+    return model, updates
+
+
+def saved(folder: Path, step: int, trained, keep: int = 2) -> Path:
+    return save_checkpoint(folder, Moment(step, "digest", 1, "2"), *trained, None, keep)
+
+
+def test_the_newest_whole_checkpoint_is_found(tmp_path, trained, caplog):
+    for step in (1, 2, 3):
+        saved(tmp_path, step, trained)
+    (tmp_path / ".step-00000009.tmp").mkdir()
+    assert newest_checkpoint(tmp_path).name == "step-00000003"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+    file = tmp_path / "step-00000003" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x00")
+    assert load_moment(newest_checkpoint(tmp_path)).step == 2
+    assert "model.safetensors has changed" in caplog.text
+    (tmp_path / "step-00000002" / "optimizer.pt").unlink()
+    with pytest.raises(OffmateError, match="none of the 2 checkpoints is whole"):
+        newest_checkpoint(tmp_path)
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path, trained):
+    saved(tmp_path, 1, trained, keep=1)
+    with torch.no_grad():
+        trained[0].model.norm.weight[3] = float("nan")
+    with pytest.raises(OffmateError, match=r"model.norm.weight has become infinite or NaN by step 2"):
+        saved(tmp_path, 2, trained, keep=1)
+    assert newest_checkpoint(tmp_path).name == "step-00000001"
+
+
+def test_what_does_not_read_back_is_no_checkpoint(tmp_path, trained, monkeypatch):
+    own = torch.save
+    monkeypatch.setattr(torch, "save", lambda state, path: own({"optimizer": 1}, path))
+    with pytest.raises(OffmateError, match=r"optimizer.pt does not read back"):
+        saved(tmp_path, 1, trained)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- what is refused before anything is loaded ------------------------------------------------------------------------
+
+
+def test_bad_input_is_refused_before_anything_runs(base, tmp_path, capsys):
+    text, out = Path(written(tmp_path, "a.txt", TEXT[:2000])), tmp_path / "out"
+    llama = base / "llama"
+    chat = Path(written(tmp_path, "chat.jsonl", json.dumps({"messages": [{"role": "user", "content": "x"}]})))
+    broken = Path(written(tmp_path, "broken.jsonl", '{"text": "x"}\n{"text"'))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for argv, said in (
+        (arguments(tmp_path / "none", text, out), "no such folder"),
+        (arguments(tmp_path / "full", text, out), "no config.json"),
+        (arguments(llama, tmp_path / "none.txt", out), "no such file"),
+        (arguments(llama, chat, out), "has no chat template"),
+        (arguments(llama, broken, out), "broken.jsonl, line 2: broken JSON"),
+        (arguments(llama, text, out, sequence_length=65), "sequence_length is 65; the model takes at most 64 tokens"),
+        (arguments(llama, text, tmp_path / "full"), "exists already"),
+        (arguments(llama, text, out, resume=True), "there is no run to resume"),
+        (arguments(llama, text, out, lora="r=4,targets=nothing"), "lora: "),
+    ):
+        assert said in refused(argv, capsys)
+        assert not out.exists()
+
+
+def test_too_little_disk_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(preview.shutil, "disk_usage", lambda place: types.SimpleNamespace(free=10))
+    with pytest.raises(OffmateError, match="need up to 11 B, the disk has 10 B free"):
+        preview.check_disk(tmp_path / "not" / "yet", 11)
+
+
+def test_reporters_that_are_not_installed_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(OffmateError, match="pip install wandb"):
+        make_reporters(("wandb",), tmp_path, {}, "quiet")

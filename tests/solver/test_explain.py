@@ -1,0 +1,42 @@
+"""Explanations name what is saturated, and offers say what would help."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from offmate.solver.explain import explain
+from offmate.solver.plan import plan
+from offmate.solver.problem import Rates
+from offmate.solver.synthetic import Shape, Speeds, llama
+
+SHAPE = Shape(layers=3, hidden=256, intermediate=688, vocab=1000, batch=2, sequence=64)
+
+
+def test_where_everything_fits_computes_limit_and_nothing_helps() -> None:
+    problem = llama(SHAPE, Speeds(1e11, 1e10, 1e9, 1e10, Rates(2e9, 2e9, 4e9)), 10**10, 10**12)
+    result = explain(problem, plan(problem))
+    forward = result.phases[0]
+    assert (forward.name, forward.limit) == ("forward", "compute")
+    assert forward.busy["compute"] == pytest.approx(1.0, abs=0.02)
+    more_memory = next(offer for offer in result.offers if "device" in offer.change)
+    assert more_memory.saved_s <= 0.02 * result.step_s
+    assert "limit it" in result.text()
+
+
+def test_on_a_slow_link_a_faster_one_helps_most() -> None:
+    problem = llama(SHAPE, Speeds(1e13, 1e12, 1e11, 1e12, Rates(1e8, 1e8, 2e8)), 10**10, 10**12)
+    simulation = plan(problem).simulation
+    assert simulation is not None
+    tight = replace(problem, device_budget_bytes=int(0.4 * simulation.peak_bytes))
+    result = explain(tight, plan(tight))
+    assert {result.phases[0].limit, result.phases[1].limit} & {"copy in", "copy out"}
+    offers = {offer.change: offer.saved_s for offer in result.offers}
+    assert offers["a link twice as fast"] > offers["host updates twice as fast"]
+    assert "With a link twice as fast a step would take" in result.text()
+
+
+def test_without_a_plan_there_is_nothing_to_explain() -> None:
+    problem = llama(SHAPE, Speeds(1e13, 1e12, 1e11, 1e12, Rates(1e8, 1e8, 2e8)), 1000, 10**12)
+    with pytest.raises(ValueError, match="no plan to explain"):
+        explain(problem, plan(problem))
