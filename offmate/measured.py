@@ -17,7 +17,7 @@ from .programs import NodeCost
 
 log = logging.getLogger("offmate")
 
-FORMAT = 1
+FORMAT = 2
 
 _kept: dict[str, Measured] = {}
 
@@ -76,7 +76,7 @@ def _to_json(measured: Measured) -> dict[str, Any]:
     return {
         "rates": asdict(measured.rates),
         "costs": {
-            key: {name: [c.seconds, c.workspace_bytes] for name, c in nodes.items()}
+            key: {name: [c.seconds, c.workspace_bytes, c.storage_bytes] for name, c in nodes.items()}
             for key, nodes in measured.costs.items()
         },
         "updates": {name: asdict(cost) for name, cost in measured.updates.items()},
@@ -89,7 +89,9 @@ def _from_json(data: dict[str, Any]) -> Measured:
         raise ValueError(f"format {data.get('format')}, this version reads {FORMAT}")
     return Measured(
         rates=LinkRates(**data["rates"]),
-        costs={key: {n: NodeCost(*c) for n, c in nodes.items()} for key, nodes in data["costs"].items()},
+        costs={
+            key: {n: NodeCost(s, w, tuple(b)) for n, (s, w, b) in nodes.items()} for key, nodes in data["costs"].items()
+        },
         updates={name: UpdateCost(**cost) for name, cost in data["updates"].items()},
         options={
             key: tuple(StoredOption(n, tuple(k), tuple(o)) for n, k, o in found)

@@ -213,8 +213,8 @@ def _search(
     plan = Plan(
         fingerprint=fingerprint,
         schedule=found.schedule,
-        classes={key: StoredClass(o, _workspaces(measured.costs[key])) for key, o in measured.options.items()}
-        | {"": StoredClass((), _workspaces(before))},
+        classes={key: StoredClass(o, _kernel_bytes(measured.costs[key])) for key, o in measured.options.items()}
+        | {"": StoredClass((), _kernel_bytes(before))},
         blocks=block_rows(lowered, found.schedule),
         budget_bytes=request.budget_bytes,
         fixed_bytes=fixed,
@@ -272,7 +272,7 @@ def fixed_bytes(model: torch.nn.Module, captured: Captured, updates: dict[str, U
 def _relower(model: torch.nn.Module, traced: Traced, request: Request, updater: Updater | None, plan: Plan) -> Lowered:
     """Rebuild the programs of a stored plan; no times are needed, only what the ledger counts."""
     stored = {
-        key: (c.options, {n: NodeCost(0.0, size) for n, size in c.workspace_bytes.items()})
+        key: (c.options, {n: NodeCost(0.0, work, tuple(held)) for n, (work, *held) in c.kernel_bytes.items()})
         for key, c in plan.classes.items()
     }
     classes = {b.key: restore_class(b, *stored[b.key]) for b in traced.blocks}
@@ -292,8 +292,9 @@ def restore_class(block: TracedBlock, options: tuple[StoredOption, ...], costs: 
     return BlockClass(graph, tuple(restored))
 
 
-def _workspaces(costs: dict[str, NodeCost]) -> dict[str, int]:
-    return {name: c.workspace_bytes for name, c in costs.items() if c.workspace_bytes}
+def _kernel_bytes(costs: dict[str, NodeCost]) -> dict[str, tuple[int, ...]]:
+    found = {name: (c.workspace_bytes, *c.storage_bytes) for name, c in costs.items()}
+    return {name: sizes for name, sizes in found.items() if any(sizes)}
 
 
 def _fingerprint(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from .reports.diff import PlanDiff
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,13 @@ class StoredOption:
 
 @dataclass(frozen=True)
 class StoredClass:
-    """A class's options, and the workspace of its kernels by node name, in bytes."""
+    """A class's options, and by node name its kernel's workspace, followed by what its results reserve if that is more.
+
+    All in bytes; nodes without either are left out.
+    """
 
     options: tuple[StoredOption, ...]
-    workspace_bytes: dict[str, int]
+    kernel_bytes: dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -235,7 +238,7 @@ def _to_json(plan: Plan) -> dict[str, Any]:
         "classes": {
             key: {
                 "options": [[o.name, list(o.kept), list(o.offloaded)] for o in stored.options],
-                "workspace_bytes": stored.workspace_bytes,
+                "kernel_bytes": stored.kernel_bytes,
             }
             for key, stored in plan.classes.items()
         },
@@ -246,7 +249,7 @@ def _from_json(data: dict[str, Any]) -> Plan:
     classes = {
         key: StoredClass(
             tuple(StoredOption(n, tuple(k), tuple(o)) for n, k, o in stored["options"]),
-            stored["workspace_bytes"],
+            {name: tuple(sizes) for name, sizes in stored["kernel_bytes"].items()},
         )
         for key, stored in data["classes"].items()
     }

@@ -109,8 +109,7 @@ def _measure(joint: Joint, inputs: list[torch.Tensor]) -> dict[str, NodeCost]:
             work = calls[node] = _call(node, env)
             env[node] = log.stretch(node.name, work)
     workspace = log.workspace_bytes()
-    _check_layouts(order, env)
-    return {n.name: NodeCost(_seconds(calls[n], n), workspace.get(n.name, 0)) for n in order}
+    return {n.name: NodeCost(_seconds(calls[n], n), workspace.get(n.name, 0), _storage_bytes(n, env[n])) for n in order}
 
 
 def _like(value: torch.Tensor) -> torch.Tensor:
@@ -135,21 +134,22 @@ def _seconds(work: Callable[[], Any], node: fx.Node) -> float:
     return statistics.median(taken)
 
 
-def _check_layouts(order: list[fx.Node], env: dict[fx.Node, Any]) -> None:
-    """What kernels return must be laid out as their fake versions promised, or the plan would be wrong."""
-    for node in order:
-        real, fake = env[node], node.meta["val"]
-        pairs = zip(real, fake) if isinstance(fake, (tuple, list)) else [(real, fake)]
-        for got, expected in pairs:
-            if not isinstance(expected, torch.Tensor):
-                continue
-            sizes = (got.untyped_storage().nbytes(), expected.untyped_storage().nbytes())
-            if got.stride() != expected.stride() or sizes[0] != sizes[1]:
-                raise CaptureError(
-                    f"{node.format_node()} returned strides {got.stride()} in {sizes[0]} bytes where its fake kernel "
-                    f"promised {expected.stride()} in {sizes[1]}; a plan would count other bytes than are used. "
-                    "Please report the operator"
-                )
+def _storage_bytes(node: fx.Node, real: Any) -> tuple[int, ...]:
+    """Real bytes behind the node's tensors if its fake kernel promised others, else nothing.
+
+    Raises: CaptureError if the strides differ from the promised ones: what was traced would not be what runs.
+    """
+    fake = node.meta["val"]
+    pairs = zip(real, fake) if isinstance(fake, (tuple, list)) else [(real, fake)]
+    tensors = [(got, expected) for got, expected in pairs if isinstance(expected, torch.Tensor)]
+    for got, expected in tensors:
+        if got.stride() != expected.stride():
+            raise CaptureError(
+                f"{node.format_node()} returned strides {got.stride()} where its fake kernel promised "
+                f"{expected.stride()}; what was traced is not what runs. Please report the operator"
+            )
+    found = tuple(got.untyped_storage().nbytes() for got, _ in tensors)
+    return found if found != tuple(e.untyped_storage().nbytes() for _, e in tensors) else ()
 
 
 def measure_link(device: Any) -> LinkRates:

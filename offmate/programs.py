@@ -19,10 +19,18 @@ from .runtime.program import Instruction, Program, Slot
 
 @dataclass(frozen=True)
 class NodeCost:
-    """What one operator was measured to take: seconds, and bytes its kernel holds beyond its results."""
+    """What one operator was measured to take.
+
+    Parameters
+    ----------
+    workspace_bytes: what its kernel holds beyond its results while it runs.
+    storage_bytes: of the storage behind each tensor of its result, where a kernel reserves more than the result needs
+        (a loss that is reduced in place); empty where it does not.
+    """
 
     seconds: float = 0.0
     workspace_bytes: int = 0
+    storage_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,13 +81,12 @@ class ClassGraph:
         if node.op == "output":
             return
         values = node.meta["val"] if isinstance(node.meta.get("val"), (tuple, list)) else [node.meta.get("val")]
-        for value in values:
-            if not isinstance(value, torch.Tensor):
-                continue
-            storage = value.untyped_storage()
+        storages = [v.untyped_storage() for v in values if isinstance(v, torch.Tensor)]
+        reserved = self.costs.get(node.name, NodeCost()).storage_bytes or tuple(s.nbytes() for s in storages)
+        for storage, nbytes in zip(storages, reserved, strict=True):
             if storage._cdata not in self.number:
                 number = self.number[storage._cdata] = len(self.number)
-                self.bytes[number] = storage.nbytes()
+                self.bytes[number] = nbytes
                 self.maker[number] = node
 
     def _storages(self, nodes: Iterable[fx.Node]) -> set[int]:
@@ -250,9 +257,9 @@ class ClassGraph:
         reads: list[tuple[Any, int]] = [(n.args[1], self.register[n]) for n in picked or ()]
         own = set(self.made_by(node))
         makes = tuple(
-            (position, self.number[e.untyped_storage()._cdata], e.untyped_storage().nbytes())
+            (position, number, self.bytes[number])
             for position, e in enumerate(elements)
-            if isinstance(e, torch.Tensor) and self.number[e.untyped_storage()._cdata] in own
+            if isinstance(e, torch.Tensor) and (number := self.number[e.untyped_storage()._cdata]) in own
         )
         return Instruction(
             target=node.target,  # type: ignore[arg-type]
