@@ -10,6 +10,7 @@ import torch
 
 from . import facade
 from . import optimizer as optimizers
+from .caches import without_cache
 from .checks import check_model
 from .config import Config
 from .errors import DeviceError, OffmateError
@@ -111,8 +112,6 @@ def plan(
         updater = Updater(optimizer, names)
     args = example_inputs if isinstance(example_inputs, tuple) else ()
     kwargs = example_inputs if isinstance(example_inputs, dict) else {}
-    if getattr(getattr(model, "config", None), "use_cache", False):
-        kwargs = {**kwargs, "use_cache": False}
     machine = load(hardware) if hardware is not None else None
     if machine is None and is_without_memory(model):
         raise OffmateError(
@@ -122,6 +121,7 @@ def plan(
     modes = {module: module.training for module in model.modules()}
     if not model.training:
         model.train()
+    kwargs = without_cache(model, kwargs)
     try:
         with planning_progress() as say, torch.enable_grad(), torch.random.fork_rng(devices=[]):
             if machine is not None:

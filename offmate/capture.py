@@ -17,6 +17,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from . import decisions
+from .caches import caches_dropped
 from .errors import CaptureError
 
 log = logging.getLogger("offmate")
@@ -95,7 +96,7 @@ def capture(
     args, kwargs = pytree.tree_map(_distinct, (args, kwargs))
     with _rng_untouched(), _checkpointing_off(model), _autograd_functions_noted() as functions:
         taken = decisions.record(model, *(real or (args, kwargs)))
-        with decisions.hold(taken):
+        with decisions.hold(taken), caches_dropped(model):
             program = _export(model, args, kwargs)
     notes = tuple(
         f"{name} is a custom autograd.Function; export replaces its backward by that of its forward, "

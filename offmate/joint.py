@@ -25,6 +25,8 @@ from .capture import is_random
 from .errors import CaptureError
 from .runtime.program import as_layout
 
+_COPY = torch.ops.aten.copy.default
+
 
 @dataclass(frozen=True)
 class External:
@@ -135,12 +137,21 @@ def trace(spec: BlockSpec, own_results: bool = True) -> Joint:
     Returns: the functional joint graph, split into forward and backward.
     """
     run = _Run(spec)
-    module = make_fx(run.functional, tracing_mode="real", _allow_non_fake_inputs=True)(*run.example())
+    tracer = make_fx(run.functional, {_COPY: _copied}, tracing_mode="real", _allow_non_fake_inputs=True)
+    module = tracer(*run.example())
     for node in module.graph.nodes:
         if node.op == "get_attr":
             node.meta["constant"] = getattr(module, node.target)
     _drop_aliases(module.graph)
     return _split(module.graph, run, own_results)
+
+
+def _copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """What a write leaves in `target`; of a slice, the kernel of `copy` would make the whole storage."""
+    order = sorted(range(target.dim()), key=target.stride, reverse=True)
+    value = source.expand(target.shape).permute(order).to(target.dtype)
+    back = sorted(range(target.dim()), key=order.__getitem__)
+    return value.clone(memory_format=torch.contiguous_format).permute(back)
 
 
 class _Run:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from .caches import has_cache, without_cache
 from .errors import BudgetExceeded, OffmateError, ProtocolError
 from .evaluate import make_stream
 from .measure import AllocationLog
@@ -147,13 +148,10 @@ class Session:
 
     def _without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A cache of keys and values does not export and training never reads it."""
-        config = getattr(self.model, "config", None)
-        if getattr(config, "use_cache", False) and kwargs.get("use_cache") is not False:
-            if not self.said_cache:
-                log.info("use_cache is ignored: the key-value cache is dropped from the model's outputs")
-                self.said_cache = True
-            kwargs = {**kwargs, "use_cache": False}
-        return args, kwargs
+        if has_cache(self.model, kwargs) and not self.said_cache:
+            log.info("use_cache is ignored: the key-value cache is dropped from the model's outputs")
+            self.said_cache = True
+        return args, without_cache(self.model, kwargs)
 
     def _train(self, variant: Variant, tensors: list[torch.Tensor | None]) -> dict[str, torch.Tensor]:
         iteration = Iteration()

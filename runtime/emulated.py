@@ -47,8 +47,12 @@ class _Lane:
         )
         self._n_threads = n_threads
         self._last: ThreadEvent | None = None
+        self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"offmate-{name}", daemon=True)
+        everybody = torch.get_num_threads()
         self._thread.start()
+        self._ready.wait()
+        _set_default_threads(everybody)
 
     def submit(self, work: Callable[[], None], after: tuple[Event, ...]) -> ThreadEvent:
         event = self._last = ThreadEvent()
@@ -56,8 +60,9 @@ class _Lane:
         return event
 
     def _run(self) -> None:
-        # Kernels on the training thread depend on its number of threads; this sets only this thread's own.
+        # This thread's own number, and the one that threads without any take at their first kernel.
         torch.set_num_threads(self._n_threads)
+        self._ready.set()
         while (job := self._jobs.get()) is not None:
             work, after, event = job
             try:
@@ -80,6 +85,13 @@ class _Lane:
         # A job may have held the last reference to the device.
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=10)
+
+
+def _set_default_threads(number: int) -> None:
+    """What threads take that have no number yet, the training thread perhaps: bits of small products depend on it."""
+    setter = threading.Thread(target=torch.set_num_threads, args=(number,))
+    setter.start()
+    setter.join()
 
 
 class EmulatedDevice:

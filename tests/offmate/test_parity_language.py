@@ -59,11 +59,7 @@ def text_batches(mask: str = "no_mask", length: int = 256) -> list[Batch]:
 
 
 def text_case(name: str, mask: str = "no_mask", variant: str = "", **more: Any) -> Case:
-    # A cache copies keys and values into another layout, and attention with dropout then rounds otherwise.
-    settings: dict[str, Any] = {"inputs": lambda batch: {**batch, "use_cache": False}} if name == "gpt2" else {}
-    return Case(
-        f"{name}-{mask}{variant}", lambda: language_model(name), lambda: text_batches(mask), **(settings | more)
-    )
+    return Case(f"{name}-{mask}{variant}", lambda: language_model(name), lambda: text_batches(mask), **more)
 
 
 @pytest.mark.parametrize("budget", BUDGETS)

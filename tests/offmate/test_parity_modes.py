@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -170,3 +172,23 @@ def test_planning_leaves_everything_untouched(cache_dir: str) -> None:
     same_bits("buffers and parameters", list(before.values()), list(model.state_dict().values()))
     same_bits("gradients", grads, [p.grad for p in model.parameters()])
     assert model.training
+
+
+_THREADS = """
+import threading
+import torch
+from offmate.runtime.emulated import EmulatedDevice
+EmulatedDevice(1 << 20).close()
+seen = [torch.get_num_threads()]
+other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+other.start(); other.join()
+print(*seen)
+"""
+
+
+def test_workers_leave_the_number_of_threads_alone() -> None:
+    """Sums of small products depend on it, so plain PyTorch in the same process would give other bits."""
+    fresh = [sys.executable, "-c"]
+    plain = subprocess.run([*fresh, "import torch; print(torch.get_num_threads())"], capture_output=True, text=True)
+    found = subprocess.run([*fresh, _THREADS], capture_output=True, text=True)
+    assert found.stdout.split() == plain.stdout.split() * 2, found.stderr

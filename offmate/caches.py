@@ -1,0 +1,58 @@
+"""Caches of keys and values: training never reads them, and they do not export."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+_CACHES = ("past_key_values", "cache_params")
+
+
+def has_cache(model: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether a call with these arguments would make a cache."""
+    return bool(getattr(getattr(model, "config", None), "use_cache", False)) and kwargs.get("use_cache") is not False
+
+
+def without_cache(model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments with which the model makes no cache that matters.
+
+    A cache copies keys and values. Attention with dropout runs by its plain formula, whose products round by the
+    layout of what they read: there the copies are kept and only the output is dropped, for the sake of equal numbers.
+    """
+    if not has_cache(model, kwargs) or (model.training and _drops_attention(model)):
+        return kwargs
+    return {**kwargs, "use_cache": False}
+
+
+def _drops_attention(model: torch.nn.Module) -> bool:
+    config = getattr(model, "config", None)
+    return any((getattr(config, name, 0) or 0) > 0 for name in _ATTENTION_DROPOUT)
+
+
+@contextlib.contextmanager
+def caches_dropped(model: torch.nn.Module) -> Iterator[None]:
+    """Leave caches out of the model's outputs for the body."""
+    original = model.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        if isinstance(output, dict) and any(name in output for name in _CACHES):
+            return type(output)(**{name: value for name, value in output.items() if name not in _CACHES})
+        return output
+
+    # Others put a forward on the instance too (accelerate does); theirs comes back.
+    own = model.__dict__.get("forward")
+    model.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del model.__dict__["forward"]
+        else:
+            model.__dict__["forward"] = own
