@@ -58,12 +58,7 @@ def in_bfloat16() -> contextlib.AbstractContextManager[Any]:
     "case",
     [
         token_case("autocast", Decoder, around=in_bfloat16),
-        pytest.param(
-            vector_case("autocast-convolutions", convolutions, batches=pictures, around=in_bfloat16),
-            marks=pytest.mark.xfail(
-                raises=offmate.CaptureError, strict=True, reason="torch's fake batch norm tells another dtype"
-            ),
-        ),
+        vector_case("autocast-convolutions", convolutions, batches=pictures, around=in_bfloat16),
         text_case("llama", "padding", "-autocast", around=in_bfloat16),
     ],
     ids=["decoder", "convolutions", "llama"],
