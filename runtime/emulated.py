@@ -60,8 +60,9 @@ class _Lane:
         return event
 
     def _run(self) -> None:
-        # This thread's own number, and the one that threads without any take at their first kernel.
+        # Sets the number that threads without any take when they first ask or compute, and takes it for this one.
         torch.set_num_threads(self._n_threads)
+        torch.get_num_threads()
         self._ready.set()
         while (job := self._jobs.get()) is not None:
             work, after, event = job

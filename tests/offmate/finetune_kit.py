@@ -111,7 +111,7 @@ def plain_run(output: Path, scratch: Path) -> tuple[dict[str, torch.Tensor], lis
     packed = write_tokens(settings.data, tokenizer, settings.eval_fraction, scratch / "tokens")
     length, size, each = settings.sequence_length, settings.batch_size, settings.accumulation
     assert length is not None and settings.steps is not None and settings.learning_rate is not None
-    model = AutoModelForCausalLM.from_pretrained(settings.model, use_cache=False).train()
+    model = AutoModelForCausalLM.from_pretrained(settings.model).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0, fused=True)
     steps = Batches(packed.train, length, size, each, settings.seed).steps(0)
     torch.manual_seed(settings.seed)
