@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-_ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+_ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "dropout_rate")
 _CACHES = ("past_key_values", "cache_params")
 
 
