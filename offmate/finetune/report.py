@@ -8,6 +8,7 @@ import os
 import resource
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -153,7 +154,7 @@ class JsonReporter:
         print(json.dumps(what), file=self._stream, flush=True)
 
 
-class _Scalars:
+class _Scalars(ABC):
     """Named numbers per step, for services that draw curves."""
 
     def start(self, step: int, n_steps: int) -> None:
@@ -169,8 +170,9 @@ class _Scalars:
     def checkpoint(self, step: int, path: Path) -> None:
         """Nothing to draw."""
 
+    @abstractmethod
     def _log(self, step: int, numbers: dict[str, float]) -> None:
-        raise NotImplementedError
+        """Draw these numbers at this step."""
 
 
 class TensorBoardReporter(_Scalars):
