@@ -8,7 +8,6 @@ import os
 import resource
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -154,7 +153,7 @@ class JsonReporter:
         print(json.dumps(what), file=self._stream, flush=True)
 
 
-class _Scalars(ABC):
+class _Scalars:
     """Named numbers per step, for services that draw curves."""
 
     def start(self, step: int, n_steps: int) -> None:
@@ -170,9 +169,8 @@ class _Scalars(ABC):
     def checkpoint(self, step: int, path: Path) -> None:
         """Nothing to draw."""
 
-    @abstractmethod
     def _log(self, step: int, numbers: dict[str, float]) -> None:
-        """Draw these numbers at this step."""
+        raise NotImplementedError
 
 
 class TensorBoardReporter(_Scalars):
