@@ -16,6 +16,14 @@ from .loops import assert_same, checkpoint, plain, tensors, trained
 pytestmark = pytest.mark.timeout(60)
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_raises():
+    """A process started in the background ignores Ctrl-C, and its children inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def fails(loop, first: int = 2) -> tuple[BaseException, int]:
     """Train until something raises; the error, and the step in which it was raised."""
     for step in range(first, first + 3):
