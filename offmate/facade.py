@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ from torch.utils import _pytree as pytree
 
 from .errors import ProtocolError
 from .plans import Plan
+from .runtime.trace import Recorder
+from .trace import Trace
 
 
 class Handle:
@@ -18,6 +22,27 @@ class Handle:
 
     def __init__(self, session: Any) -> None:
         self._session = session
+        self._recorder: Recorder | None = None
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[None]:
+        """Record the iterations that run inside the `with` block; `trace` is then the last whole one."""
+        device = self._session.device
+        self._recorder = device.recorder = Recorder(device.ledger)
+        try:
+            yield
+        finally:
+            device.recorder = None
+
+    @property
+    def trace(self) -> Trace | None:
+        """What happened in the last iteration that ran whole inside `record()`; None if there is none."""
+        if self._recorder is None:
+            return None
+        device = self._session.device
+        device.drain()
+        recording = self._recorder.recording()
+        return None if recording is None else Trace(recording, device.ledger.limit_bytes)
 
     @property
     def plan(self) -> Plan | None:

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from .ledger import Ledger
+from .trace import Recorder
 
 
 class Event(Protocol):
@@ -25,10 +26,12 @@ class Event(Protocol):
 class Device(Protocol):
     """A compute device with memory of its own and two copy engines.
 
-    `ledger` counts its bytes. Copies start after the events they are given and run beside compute.
+    `ledger` counts its bytes. Copies start after the events they are given and run beside compute. A `recorder`, if
+    there is one, is told of every copy and update.
     """
 
     ledger: Ledger
+    recorder: Recorder | None
 
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
         """Device memory for a tensor of this shape, strides and dtype."""

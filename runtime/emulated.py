@@ -13,8 +13,10 @@ from collections.abc import Callable
 
 import torch
 
+from ..solver.machine import Resource
 from .device import Event
 from .ledger import Ledger
+from .trace import Recorder
 
 
 class ThreadEvent:
@@ -106,6 +108,7 @@ class EmulatedDevice:
 
     def __init__(self, limit_bytes: int, link_bytes_per_s: float | None = None) -> None:
         self.ledger = Ledger(limit_bytes)
+        self.recorder: Recorder | None = None
         self._link_bytes_per_s = link_bytes_per_s
         self._in = _Lane("copy-in", 1)
         self._out = _Lane("copy-out", 1)
@@ -121,10 +124,16 @@ class EmulatedDevice:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...]) -> Event:
-        return self._in.submit(lambda: self._copy(target, source), after)
+        return self._in.submit(self._copies(Resource.IN, target, source), after)
 
     def copy_out(self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...]) -> Event:
-        return self._out.submit(lambda: self._copy(target, source), after)
+        return self._out.submit(self._copies(Resource.OUT, target, source), after)
+
+    def _copies(self, resource: Resource, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+        return self._watched(resource, source.numel() * source.element_size(), lambda: self._copy(target, source))
+
+    def _watched(self, resource: Resource, size_bytes: int, work: Callable[[], None]) -> Callable[[], None]:
+        return work if self.recorder is None else self.recorder.watched(resource, size_bytes, work)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         start = time.perf_counter()
@@ -134,7 +143,7 @@ class EmulatedDevice:
             time.sleep(max(0.0, due - time.perf_counter()))
 
     def update_on_host(self, work: Callable[[], None], after: tuple[Event, ...]) -> Event:
-        return self._update.submit(work, after)
+        return self._update.submit(self._watched(Resource.CPU, 0, work), after)
 
     def drain(self) -> None:
         for lane in (self._in, self._update, self._out, self._in):

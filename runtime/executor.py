@@ -78,7 +78,7 @@ class Executor:
                 ledger.add("p", self.schedule.item_bytes[item])
                 self._contents.params[item[2:]] = Buffer({"": self.host.params[item[2:]]})
             else:
-                self._transfers.prefetch(item)
+                self._take(Action(0, Kind.PREFETCH, item))
         self.loaded = True
 
     def forward(self, batch: Iterable[torch.Tensor | None]) -> dict[str, torch.Tensor]:
@@ -116,6 +116,9 @@ class Executor:
             self._contents.values.pop(name, None)
 
     def _walk(self, actions: tuple[Action, ...]) -> None:
+        recorder = self.device.recorder
+        if recorder is not None:
+            recorder.begin(self.schedule, actions)
         with torch.no_grad(), torch._C._DisableAutocast():
             for action in actions:
                 if self.on_action is not None:
@@ -123,7 +126,16 @@ class Executor:
                 interrupts.checkpoint(patient=self._updating)
                 if not self.complete and action.kind in (Kind.UPDATE_CPU, Kind.UPDATE_DEVICE):
                     self._updating = True
-                self._handlers[action.kind](action.name)
+                self._take(action)
+        if recorder is not None:
+            recorder.end(self.schedule, actions)
+
+    def _take(self, action: Action) -> None:
+        handler, recorder = self._handlers[action.kind], self.device.recorder
+        if recorder is None:
+            handler(action.name)
+        else:
+            recorder.take(action, handler)
 
     # -- the truth ----------------------------------------------------------------------------------------------------
 

@@ -34,6 +34,11 @@ class Ledger:
         moved = {word: self._moved[kind] for kind, word in _WORDS.items()}
         return {**moved, _REST: self.level_bytes - sum(moved.values())}
 
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of what lies on the device whatever the schedule does: buffers and scalars."""
+        return self._moved["b"]
+
     def add(self, kind: str, amount_bytes: int) -> None:
         """`amount_bytes` of kind `kind` (the prefix of an item's name) came to the device."""
         if kind in _WORDS:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..files import write_whole
 from ..sizes import format_bytes
 from ..solver.machine import Resource
 from .colours import KIND_COLOURS, NO_BLOCK_COLOUR, block_colour, text_on
@@ -39,6 +42,13 @@ def plan_document(plan: Plan) -> str:
 
 def _title(plan: Plan) -> str:
     return f"One step in {format_bytes(plan.budget_bytes)}"
+
+
+def save_document(
+    timelines: Sequence[Timeline], title: str, lines: Sequence[str], path: str | os.PathLike[str]
+) -> None:
+    """Write a page as `document` makes it, whole or not at all."""
+    write_whole(Path(path), document(timelines, title, lines))
 
 
 def document(timelines: Sequence[Timeline], title: str, lines: Sequence[str] = ()) -> str:
@@ -161,7 +171,7 @@ def _label(bar: Bar, n_blocks: int, end_s: float) -> str:
 
 
 def _bar_words(bar: Bar) -> str:
-    what = "" if bar.word in ("forward", "backward", "start", "user") else describe_item(bar.name)
+    what = "" if bar.row is Resource.COMPUTE and bar.word != "update on the device" else describe_item(bar.name)
     of = "" if bar.block is None else f"block {bar.block}"
     size = format_bytes(bar.bytes) if bar.bytes else ""
     first = f"{bar.word}: {what}" if what else f"{bar.word} of {of}" if of else bar.word

@@ -35,7 +35,11 @@ def plot_timeline(plan: Plan, ax: Axes | None = None) -> Axes:
 
     Raises: ImportError if matplotlib is not installed.
     """
-    timeline = plan_timeline(plan)
+    return draw_timeline(plan_timeline(plan), ax)
+
+
+def draw_timeline(timeline: Timeline, ax: Axes | None = None) -> Axes:
+    """The picture of `plot_timeline` for any timeline, predicted or measured."""
     ax = ax or _axes(10, 2.8)
     for place, row in enumerate(ROWS):
         for thin in (False, True):
@@ -58,13 +62,20 @@ def plot_timeline(plan: Plan, ax: Axes | None = None) -> Axes:
 
 def plot_memory(plan: Plan, ax: Axes | None = None) -> Axes:
     """What is on the device over one iteration, stacked by kind, and the budget; parameters as for `plot_timeline`."""
-    timeline = plan_timeline(plan)
+    return draw_memory(plan_timeline(plan), ax)
+
+
+def draw_memory(timeline: Timeline, ax: Axes | None = None, beside: Timeline | None = None) -> Axes:
+    """The picture of `plot_memory` for any timeline, with the total of another one as a line over it."""
     ax = ax or _axes(10, 3.6)
     # Two points per sample make the steps, and keep the spikes of samples that take no time.
     times = [seconds for sample in timeline.memory for seconds in (sample.start_s, sample.end_s)]
     kinds = timeline.kinds()
     levels = [[sample.bytes[KINDS.index(kind)] for sample in timeline.memory for _ in range(2)] for kind in kinds]
     ax.stackplot(times, levels, labels=kinds, colors=[KIND_COLOURS[kind] for kind in kinds], linewidth=0)
+    if beside is not None:
+        line = [(s, sample.total_bytes) for sample in beside.memory for s in (sample.start_s, sample.end_s)]
+        ax.plot(*zip(*line), linewidth=1, color="0.5", label=beside.name)
     peak = timeline.peak.total_bytes
     drawn = timeline.budget_bytes <= _FAR * peak
     if drawn:

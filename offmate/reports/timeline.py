@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from ..solver.machine import Resource
 from ..solver.schedule import Action, Kind, Schedule
 from ..solver.simulate import Event, Simulation
-from .items import KINDS, block_of_items, item_of, kind_of
+from .items import KINDS, block_of_items, item_of
+from .levels import Levels
 
 if TYPE_CHECKING:
     from ..plans import Plan
@@ -88,6 +89,7 @@ class Timeline:
     phases: name, start and end in seconds of the forward part, the backward part and the turn-around.
     bars, waits: in the order of the actions. memory: in the order of time, without gaps.
     budget_bytes: what the memory curve must stay below.
+    cyclic: whether what runs past the iteration's end is what it begins with, as in a steady prediction.
     """
 
     name: str
@@ -98,6 +100,7 @@ class Timeline:
     waits: tuple[Wait, ...]
     memory: tuple[Sample, ...]
     budget_bytes: int
+    cyclic: bool = True
 
     @cached_property
     def peak(self) -> Sample:
@@ -110,18 +113,18 @@ class Timeline:
 
     def busy_s(self, row: Resource) -> float:
         """Seconds of an iteration in which a resource works."""
-        return sum(bar.end_s - bar.start_s for bar in self.bars if bar.row is row)
+        return sum(bar.end_s - bar.start_s for bar in self.wrapped() if bar.row is row)
 
     def kinds(self) -> tuple[str, ...]:
         """The kinds of bytes that there are, in the order of `KINDS`."""
         return tuple(kind for i, kind in enumerate(KINDS) if any(sample.bytes[i] for sample in self.memory))
 
     def wrapped(self) -> Iterator[Bar]:
-        """The bars, with what runs past the iteration's end cut off there and continued at its start."""
+        """The bars, with what runs past the iteration's end cut off there and, in a cycle, continued at its start."""
         for bar in self.bars:
             if bar.start_s < self.step_s:
                 yield replace(bar, end_s=min(bar.end_s, self.step_s))
-            if bar.end_s > self.step_s > 0:
+            if self.cyclic and bar.end_s > self.step_s > 0:
                 yield replace(bar, start_s=max(bar.start_s - self.step_s, 0.0), end_s=bar.end_s - self.step_s)
 
 
@@ -161,14 +164,16 @@ def build_timeline(
 def _bar(event: Event, block: int | None) -> Bar:
     action = event.action
     return Bar(
-        event.resource, action.name, _word(action), action.step, block, event.start_s, event.end_s, event.bytes
+        event.resource, action.name, word_of(action), action.step, block, event.start_s, event.end_s, event.bytes
     )  # fmt: skip
 
 
-def _word(action: Action) -> str:
+def word_of(action: Action) -> str:
+    """What an action does, as the word of its bar."""
     if action.kind is not Kind.COMPUTE:
         return _WORDS[action.kind]
-    return {"F": "forward", "B": "backward"}.get(action.name[0], action.name)
+    words = {"F": "forward", "B": "backward", "s": "the batch comes in", "u": "your code"}
+    return words.get(action.name[0], action.name)
 
 
 def _phases(schedule: Schedule, simulation: Simulation) -> tuple[tuple[str, float, float], ...]:
@@ -199,27 +204,17 @@ def _waits(schedule: Schedule, simulation: Simulation) -> tuple[Wait, ...]:
 
 def _memory(schedule: Schedule, simulation: Simulation, fixed_bytes: int) -> tuple[Sample, ...]:
     """One sample per action, two for a compute that waits before it starts; as `memory_highs`, split by kind."""
-    sizes = schedule.item_bytes
-    level = dict.fromkeys(KINDS, 0) | {"fixed": fixed_bytes}
-    for item in schedule.resident:
-        level[kind_of(item)] += sizes[item]
+    levels = Levels(schedule, fixed_bytes)
     starts = {e.action: e.start_s for e in simulation.timeline if e.action.kind is Kind.COMPUTE}
     samples: list[Sample] = []
     for action, (start_s, end_s) in zip(schedule.actions, simulation.taken):
-        if action.kind is Kind.PREFETCH:
-            level[kind_of(action.name)] += sizes[action.name]
+        levels.begin(action)
         if action.kind is Kind.COMPUTE:
             if starts[action] > start_s:
-                samples.append(Sample(start_s, starts[action], action, tuple(level.values())))
-            spec = schedule.computes[action.name]
-            working = level | {"workspace": level["workspace"] + spec.rise_bytes}
-            samples.append(Sample(starts[action], end_s, action, tuple(working.values())))
-            for item in spec.makes:
-                level[kind_of(item)] += sizes[item]
-            for item in spec.drops:
-                level[kind_of(item)] -= sizes[item]
-            continue
-        samples.append(Sample(start_s, end_s, action, tuple(level.values())))
-        if action.kind is Kind.FREE:
-            level[kind_of(action.name)] -= sizes[action.name]
+                samples.append(Sample(start_s, starts[action], action, levels.bytes()))
+            rise_bytes = schedule.computes[action.name].rise_bytes
+            samples.append(Sample(starts[action], end_s, action, levels.bytes(workspace_bytes=rise_bytes)))
+        else:
+            samples.append(Sample(start_s, end_s, action, levels.bytes()))
+        levels.end(action)
     return tuple(samples)

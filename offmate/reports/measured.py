@@ -1,0 +1,138 @@
+"""A recorded iteration as a timeline, to be drawn beside the predicted one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import groupby, pairwise
+
+from ..runtime.trace import Ran, Recording, Taken
+from ..solver.machine import Resource
+from ..solver.schedule import Action, Kind, Schedule
+from .items import block_of_items, item_of
+from .levels import Levels
+from .timeline import Bar, Sample, Timeline, Wait, word_of
+
+
+def measured_timeline(recording: Recording, budget_bytes: int, name: str = "measured") -> Timeline:
+    """What happened in a recorded iteration.
+
+    The executor's waits follow from the jobs: it waits for the copies of what an action reads, overwrites or releases.
+    Memory is the ledger's, split by kind as the schedule's items tell; what they do not account for is workspace.
+
+    Parameters
+    ----------
+    budget_bytes: what the memory curve must stay below.
+    """
+    blocks = block_of_items(recording.schedule)
+    waiting = _Waiting(recording)
+    taken = [(one, waiting.until_s(one)) for walk in recording.walks for one in walk]
+    bars = [
+        _bar(one.action, Resource.COMPUTE, ready_s, one.end_s, 0, blocks)
+        for one, ready_s in taken
+        if one.action.kind in (Kind.COMPUTE, Kind.UPDATE_DEVICE)
+    ]
+    for job in _joined((*recording.tails, *recording.jobs)):
+        bars.append(_bar(job.action, job.resource, max(job.start_s, 0.0), job.end_s, job.bytes, blocks))
+    for before, after in pairwise(filter(None, recording.walks)):
+        user = Action(after[0].action.step, Kind.COMPUTE, "user")
+        bars.append(_bar(user, Resource.COMPUTE, before[-1].end_s, after[0].start_s, 0, blocks))
+    return Timeline(
+        name=name,
+        step_s=recording.step_s,
+        n_blocks=len(recording.schedule.options),
+        phases=_phases(recording),
+        bars=tuple(sorted(bars, key=lambda bar: bar.start_s)),
+        waits=tuple(wait for one, ready_s in taken for wait in waiting.causes(one, ready_s)),
+        memory=tuple(_memory(recording, taken)),
+        budget_bytes=budget_bytes,
+        cyclic=False,
+    )
+
+
+def _bar(action: Action, row: Resource, start_s: float, end_s: float, size: int, blocks: dict[str, int]) -> Bar:
+    return Bar(row, action.name, word_of(action), action.step, blocks.get(item_of(action)), start_s, end_s, size)
+
+
+def _joined(jobs: Iterable[Ran]) -> Iterator[Ran]:
+    """One job per action: an item of several tensors, such as an optimizer's state, is copied tensor by tensor."""
+    for _, group in groupby(jobs, key=lambda job: id(job.action)):
+        parts = list(group)
+        size = sum(part.bytes for part in parts)
+        yield parts[0]._replace(start_s=min(p.start_s for p in parts), end_s=max(p.end_s for p in parts), bytes=size)
+
+
+def _phases(recording: Recording) -> tuple[tuple[str, float, float], ...]:
+    passes = recording.walks[:-1]
+    names = ["forward", "backward"] * (len(passes) // 2)
+    starts = [walk[0].start_s for walk in passes] + [passes[-1][-1].end_s]
+    ends = [*starts[1:], recording.step_s]
+    return tuple(zip([*names, "turn-around"], starts, ends))
+
+
+class _Waiting:
+    """What the executor waited for: the copies of an action's items that ended while it was being taken."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._schedule = recording.schedule
+        self._jobs: dict[str, list[Ran]] = defaultdict(list)
+        for job in (*recording.tails, *recording.jobs):
+            self._jobs[item_of(job.action)].append(job)
+
+    def until_s(self, one: Taken) -> float:
+        """When an action could begin, at the earliest when it was taken."""
+        return max((job.end_s for job in self._awaited(one)), default=one.start_s)
+
+    def causes(self, one: Taken, ready_s: float) -> Iterator[Wait]:
+        """The wait before an action, in two parts if what it waited for had to wait itself."""
+        if ready_s <= one.start_s:
+            return
+        last = max(self._awaited(one), key=lambda job: job.end_s)
+        began_s, held_up = max(last.start_s, one.start_s), self._held_up(last, one.start_s)
+        if held_up is last.resource:
+            yield Wait(last.resource, one.action, one.start_s, ready_s)
+            return
+        yield Wait(held_up, one.action, one.start_s, began_s)
+        yield Wait(last.resource, one.action, began_s, ready_s)
+
+    def _awaited(self, one: Taken) -> list[Ran]:
+        reads, both = _items(self._schedule, one.action)
+        return [
+            job
+            for item in (*reads, *both)
+            for job in self._jobs.get(item, ())
+            if one.start_s < job.end_s <= one.end_s
+            and (job.resource is Resource.IN or (item in both and job.resource is Resource.OUT))
+        ]
+
+    def _held_up(self, job: Ran, since_s: float) -> Resource:
+        """Why a job had not begun: an earlier job of the same item, or else what its own resource did before."""
+        earlier = [j for j in self._jobs[item_of(job.action)] if j is not job and since_s < j.end_s <= job.start_s]
+        return max(earlier, key=lambda j: j.end_s).resource if earlier else job.resource
+
+
+def _items(schedule: Schedule, action: Action) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Items whose copies to the device an action waits for, and those whose copies either way it waits for."""
+    if action.kind is Kind.COMPUTE:
+        return schedule.computes[action.name].needs, ()
+    if action.kind is Kind.UPDATE_DEVICE:
+        return (), tuple(f"{prefix}:{action.name}" for prefix in "pgs")
+    return (), (action.name,) if action.kind is Kind.FREE else ()
+
+
+def _memory(recording: Recording, taken: list[tuple[Taken, float]]) -> Iterator[Sample]:
+    """One sample per action, two for one that waits before it starts, and one for the user's code between walks."""
+    levels = Levels(recording.schedule, recording.fixed_bytes)
+    ends_s = [one.start_s for one, _ in taken[1:]] + [recording.step_s]
+    last = {id(walk[-1]) for walk in recording.walks if walk}
+    for (one, ready_s), end_s in zip(taken, ends_s):
+        levels.begin(one.action)
+        computes = one.action.kind is Kind.COMPUTE
+        if computes and ready_s > one.start_s:
+            yield Sample(one.start_s, ready_s, one.action, levels.bytes_of(one.start_bytes))
+        begin_s = ready_s if computes else one.start_s
+        done_s = one.end_s if id(one) in last else end_s
+        yield Sample(begin_s, done_s, one.action, levels.bytes_of(one.high_bytes))
+        levels.end(one.action)
+        if done_s < end_s:
+            yield Sample(done_s, end_s, one.action, levels.bytes_of(one.end_bytes))
