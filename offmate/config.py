@@ -41,6 +41,10 @@ class Config:
     solver: "highs" or "cbc"; None takes HiGHS where it is installed, else CBC.
     turn_around_steps: steps without compute between the last backward and the next forward, for the updates
         of the first blocks.
+    shape_buckets: sizes, ascending. A batch takes over the decisions of the plan for a larger one, without a search of
+        its own, if for every dimension both sizes lie between the same two of these; without any, always. Batches are
+        never padded, since that changes numbers.
+    max_plans: how many plans are kept in memory, for training and for evaluation each; the one used longest ago goes.
 
     Raises: TypeError, ValueError naming the field, its value and what it may be.
     """
@@ -53,6 +57,8 @@ class Config:
     cache_dir: str | None = field(default_factory=default_cache_dir)
     solver: Literal["highs", "cbc"] | None = None
     turn_around_steps: int = 3
+    shape_buckets: tuple[int, ...] = ()
+    max_plans: int = 16
 
     def __post_init__(self) -> None:
         _check_number("solver_time_limit_s", self.solver_time_limit_s)
@@ -66,6 +72,8 @@ class Config:
         _require(0 <= self.solver_gap < 1, "solver_gap", self.solver_gap, "from 0 up to 1, such as 0.01 for 1 %")
         _check_count("options_per_block", self.options_per_block, _LEAST_OPTIONS)
         _check_count("turn_around_steps", self.turn_around_steps, _LEAST_TURN_AROUND_STEPS)
+        _check_count("max_plans", self.max_plans, 1)
+        _check_buckets(self.shape_buckets)
         _require(self.solver in _SOLVERS, "solver", self.solver, "'highs', 'cbc' or None")
         _check_outputs(self.outputs)
         if self.cache_dir is not None and (not isinstance(self.cache_dir, str) or not self.cache_dir):
@@ -93,3 +101,9 @@ def _check_outputs(outputs: object) -> None:
     names = isinstance(outputs, tuple) and all(isinstance(name, str) and name for name in outputs)
     if outputs != "all" and not (names and outputs):
         raise TypeError(f'outputs is {outputs!r}; it must be "all" or a tuple of names, such as ("loss", "logits")')
+
+
+def _check_buckets(buckets: object) -> None:
+    sizes = isinstance(buckets, tuple) and all(type(size) is int and size > 0 for size in buckets)
+    ascending = sizes and list(buckets) == sorted(set(buckets))  # type: ignore[call-overload]
+    _require(ascending, "shape_buckets", buckets, "a tuple of ascending sizes, such as (256, 1024)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import platform
 import time
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from .config import Config
 from .describe import block_rows, refusal
 from .errors import InfeasibleBudget, PlanFileError
 from .fake import fake_batch, faked, stand_in
-from .figures import measure_all, work_out
+from .figures import measure, measure_all, work_out
 from .hardware import Hardware
 from .joint import dense_stride
 from .lower import BlockClass, ClassOption, LinkRates, Lowered, Lowering, Trainable, lower_prelude
@@ -31,9 +32,10 @@ from .programs import ClassGraph, NodeCost
 from .progress import Progress
 from .runtime.binding import Binding
 from .sizes import format_bytes
+from .solver.follow import follow
 from .solver.plan import plan as solve_problem
 from .solver.solve import least_budget
-from .traced import Traced, trace_model
+from .traced import Traced, structure, trace_model
 
 log = logging.getLogger("offmate")
 
@@ -47,7 +49,8 @@ class Request:
     Parameters
     ----------
     budget_bytes, host_budget_bytes: of device and host.
-    device: kind of device. user_bytes: reserved for the user's code; None estimates it.
+    device: kind of device. user_bytes: reserved for the user's code; None estimates it, as `user_factor` times what
+        usual losses hold.
     automatic_host: the host budget is what is available now; a stored plan need only fit into it.
     """
 
@@ -56,6 +59,7 @@ class Request:
     device: str
     config: Config
     user_bytes: int | None = None
+    user_factor: float = 1.0
     automatic_host: bool = False
 
 
@@ -66,12 +70,15 @@ class Prepared:
     Parameters
     ----------
     gradient_like: per output into which the user hands a gradient, a meta tensor laid out as that gradient.
+    keys: class of every block. structure: of the traced model, sizes left out; "" if nobody may follow.
     """
 
     captured: Captured
     plan: Plan
     binding: Binding
     gradient_like: dict[str, torch.Tensor]
+    keys: tuple[str, ...] = ()
+    structure: str = ""
 
 
 def make_plan(
@@ -84,6 +91,7 @@ def make_plan(
     given: Plan | None = None,
     machine: Hardware | None = None,
     real: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    near: tuple[Prepared, ...] = (),
 ) -> Prepared:
     """Plan one training iteration of a model for batches like this one.
 
@@ -94,13 +102,14 @@ def make_plan(
     say: told of progress. given: a plan to use instead of searching for one.
     machine: rates of a machine that is not here; nothing is measured then, and model and batch may be fake.
     real: the batch to take data-dependent decisions on, where the given one is fake.
+    near: plans for larger batches of the same kind; the decisions of the first one that can be are taken over.
 
     Returns: the plan, bound to the model's tensors.
     Raises: CaptureError, InfeasibleBudget, PlanFileError.
     """
     start = time.perf_counter()
     traced = trace_model(model, args, kwargs, request.config, True, say, real)
-    request = replace(request, user_bytes=_user_bytes(traced, request.user_bytes))
+    request = replace(request, user_bytes=_user_bytes(traced, request))
     fingerprint = _fingerprint(model, traced, request, updater, machine)
     if given is not None and given.fingerprint != fingerprint:
         raise PlanFileError(
@@ -113,12 +122,16 @@ def make_plan(
         lowered = _relower(model, traced, request, updater, stored)
         elapsed = time.perf_counter() - start
         plan = stored if given is not None else replace(stored, plan_s=elapsed, from_cache=True)
+    elif followed := _follow(model, args, kwargs, traced, request, updater, near, say):
+        plan, lowered = followed
+        plan = replace(plan, fingerprint=fingerprint, plan_s=time.perf_counter() - start)
     else:
         plan, lowered = _search(model, args, kwargs, traced, request, updater, fingerprint, say, start, machine)
         if path is not None:
             plan.save(path)
     binding = bind(traced.captured, lowered, plan.schedule.options)
-    return Prepared(traced.captured, plan, binding, _gradient_like(traced))
+    keys = tuple(b.key for b in traced.blocks)
+    return Prepared(traced.captured, plan, binding, _gradient_like(traced), keys, structure(traced))
 
 
 def plan_elsewhere(
@@ -165,15 +178,60 @@ def _gradient_like(traced: Traced) -> dict[str, torch.Tensor]:
     return found
 
 
-def _user_bytes(traced: Traced, given: int | None) -> int:
-    if given is not None:
-        return given
+def _user_bytes(traced: Traced, request: Request) -> int:
+    if request.user_bytes is not None:
+        return request.user_bytes
     sizes = [
         traced.chain.facts[n].value.numel() * traced.chain.facts[n].value.element_size()
         for n in traced.chain.made_in
         if n.name in traced.differentiated
     ]
-    return sum(size if size <= 16 else _USER_COPIES * size for size in sizes)
+    return sum(size if size <= 16 else math.ceil(request.user_factor * _USER_COPIES * size) for size in sizes)
+
+
+def _follow(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    traced: Traced,
+    request: Request,
+    updater: Updater | None,
+    near: tuple[Prepared, ...],
+    say: Progress,
+) -> tuple[Plan, Lowered] | None:
+    """Take over the decisions of a larger batch's plan: bytes and seconds are measured anew, nothing is solved."""
+    own = structure(traced) if near else ""
+    for known in near:
+        taken = {b.key: key for b, key in zip(traced.blocks, known.keys)}
+        if known.structure != own or any(taken[b.key] != key for b, key in zip(traced.blocks, known.keys)):
+            continue
+        _, costs = measure(model, args, kwargs, traced, say)
+        options = {key: known.plan.classes[old].options for key, old in taken.items()}
+        classes = {b.key: restore_class(b, options[b.key], costs[b.key]) for b in traced.blocks}
+        unknown = LinkRates(1.0, 1.0, 1.0)
+        lowered, held = _lower(model, traced, request, updater, classes, costs[""], {}, unknown)
+        scalars = known.plan.fixed_bytes - fixed_bytes(model, known.captured, {})
+        fixed = held + scalars
+        problem = replace(lowered.problem, device_budget_bytes=max(0, request.budget_bytes - fixed))
+        schedule = follow(known.plan.schedule, problem)
+        if schedule is None:
+            continue
+        plan = replace(
+            known.plan,
+            schedule=schedule,
+            classes={key: StoredClass(o, _kernel_bytes(costs[key])) for key, o in options.items()}
+            | {"": StoredClass((), _kernel_bytes(costs[""]))},
+            blocks=block_rows(lowered, schedule),
+            budget_bytes=request.budget_bytes,
+            fixed_bytes=fixed,
+            lower_bound_s=0.0,
+            gap=0.0,
+            status="takes the decisions of a larger batch's plan",
+            user_bytes=request.user_bytes or 0,
+            from_cache=False,
+        )
+        return plan, lowered
+    return None
 
 
 def _search(
@@ -320,5 +378,10 @@ def _fingerprint(
     )  # fmt: skip
     if budgets:
         host = None if request.automatic_host else request.host_budget_bytes
-        parts += (request.budget_bytes, host, request.user_bytes, replace(request.config, cache_dir=None))
+        parts += (request.budget_bytes, host, request.user_bytes, _planning(request.config))
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
+
+
+def _planning(config: Config) -> Config:
+    """What of a configuration decides a plan."""
+    return replace(config, cache_dir=None, shape_buckets=(), max_plans=1)

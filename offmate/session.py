@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .caches import has_cache, without_cache
-from .errors import BudgetExceeded, OffmateError, ProtocolError
+from .errors import BudgetExceeded, CaptureError, OffmateError, ProtocolError
 from .evaluate import make_stream
 from .measure import AllocationLog
 from .optimizer import Updater
@@ -29,7 +29,7 @@ from .runtime.executor import Executor
 from .runtime.ledger import LimitExceeded
 from .sizes import format_bytes
 from .truth import Truth
-from .variants import Variant, Variants, kind_of
+from .variants import CallKind, Numbers, Variant, Variants, kind_of
 
 log = logging.getLogger("offmate")
 
@@ -47,9 +47,9 @@ class Turn(Enum):
 class Session:
     """What stands behind a compiled model.
 
-    State: `active`, the variant whose tensors are on the device; `training`, the one that trains; `turn`, and the
-    `iteration` that is under way; `uncleared`, whether zero_grad() is due; `truth`, what the host holds. Changed on the
-    training thread only.
+    State: `active`, the variant whose tensors are on the device; `training`, the one that trained last; `turn`, and the
+    `iteration` that is under way; `uncleared`, whether zero_grad() is due; `truth`, what the host holds; `user_bytes`,
+    what the user's code was seen to hold between forward and backward. Changed on the training thread only.
     """
 
     def __init__(
@@ -69,14 +69,16 @@ class Session:
         self.progress = progress
         self.device = EmulatedDevice(request.budget_bytes)
         self.truth = Truth(model, self.updater)
-        self.variants = Variants()
+        self.variants = Variants(request.config.shape_buckets, request.config.max_plans)
+        self.numbers = Numbers()
         self.active: Variant | None = None
         self.training: Variant | None = None
         self.turn = Turn.FORWARD
         self.iteration: Iteration | None = None
         self.uncleared = False
         self.log: AllocationLog | None = None
-        self.measured_user_bytes: int | None = None
+        self.user_bytes: dict[CallKind, int] = {}
+        self.user_factor = 1.0
         self.said_cache = False
 
     @property
@@ -95,14 +97,21 @@ class Session:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model as planned."""
-        args, kwargs = self._without_cache(args, kwargs)
+        given = self._without_cache(args, kwargs)
+        args, kwargs = self.numbers.as_tensors(*given)
         leaves = pytree.tree_leaves((args, kwargs))
         trains = torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
         self._check_call(leaves, trains)
         self._end_user_log()
         edited = self.truth.check_edits()
         self.truth.adopt_tensors()
-        variant = self._variant(args, kwargs, trains)
+        try:
+            variant = self._variant(args, kwargs, trains)
+        except CaptureError:
+            if not self.numbers.keep(*given):
+                raise
+            leaves = pytree.tree_leaves(given)
+            variant = self._variant(*given, trains)
         self._activate(variant, edited)
         tensors = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
         if trains:
@@ -160,7 +169,7 @@ class Session:
         with self._whole():
             flat = Replay.apply(self, variant, iteration, tensors, anchor, *params)
             self.turn, self.iteration = Turn.BACKWARD, iteration
-        if self.measured_user_bytes is None and self._user_computes(variant):
+        if variant.kind not in self.user_bytes and self._user_computes(variant):
             self.log = AllocationLog().__enter__()
         return dict(zip(variant.output_nodes, flat))
 
@@ -176,11 +185,13 @@ class Session:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         variant = self.variants.find(kind, tensors)
         if variant is None:
-            variant = self._prepare(args, kwargs, trains)
+            variant = self._prepare(args, kwargs, kind)
             self.variants.add(kind, variant)
+        if trains:
+            self.training = variant
         return variant
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], trains: bool) -> Variant:
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], kind: CallKind) -> Variant:
         meta = [n for n, p in self.model.named_parameters() if p.device.type == "meta"]
         if meta:
             raise OffmateError(
@@ -189,15 +200,16 @@ class Session:
             )
         self.bring_home()
         with self.plain() as model, self.progress() as say, torch.random.fork_rng(devices=[]):
-            if not trains:
-                return self._bound(make_stream(model, args, kwargs, self.request, say), trains)
-            request = self.request
-            if self.measured_user_bytes is not None:
-                request = replace(request, user_bytes=self.measured_user_bytes)
-            prepared = make_plan(model, args, kwargs, request, self.updater, say, self.given)
-        variant = self.training = self._bound(prepared, trains)
+            if not kind.trains:
+                return self._bound(make_stream(model, args, kwargs, self.request, say), kind)
+            if self.training is not None:
+                log.info("planning for batches with %s", ", ".join(str(list(shape)) for shape in kind.shapes))
+            request = replace(self.request, user_bytes=self.user_bytes.get(kind), user_factor=self.user_factor)
+            given = self.given if self.training is None else None
+            near = self.variants.near(kind)
+            prepared = make_plan(model, args, kwargs, request, self.updater, say, given, near=near)
         log.info("plan ready:\n%s", prepared.plan.explain())
-        return variant
+        return self._bound(prepared, kind)
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[torch.nn.Module]:
@@ -215,12 +227,12 @@ class Session:
             for param, own in params.items():
                 param.__class__ = own
 
-    def _bound(self, prepared: Prepared, trains: bool) -> Variant:
+    def _bound(self, prepared: Prepared, kind: CallKind) -> Variant:
         plan = prepared.plan
         executor = Executor(
             plan.schedule, prepared.binding, self.truth.host, self.device, self.updater, plan.fixed_bytes
         )
-        return Variant(prepared, executor, trains)
+        return Variant(prepared, executor, kind)
 
     def _activate(self, variant: Variant, edited: tuple[str, ...]) -> None:
         """Make the device hold this variant's tensors, as they are now."""
@@ -323,12 +335,14 @@ class Session:
         self.log.__exit__(None, None, None)
         measured = self.log.peak_bytes(until=_BACKWARD)
         self.log = None
-        reserved = self.training.prepared.plan.user_bytes
-        self.measured_user_bytes = max(measured, reserved)
+        variant = self.training
+        reserved = variant.prepared.plan.user_bytes
+        self.user_bytes[variant.kind] = max(measured, reserved)
         log.info("your code holds %s between forward and backward", format_bytes(measured))
         if measured > reserved:
             log.info("that is more than the %s reserved; the next iteration is planned anew", format_bytes(reserved))
-            self.variants.forget_training()
+            self.user_factor *= measured / max(reserved, 1)
+            self.variants.forget(variant)
 
     def step(self) -> None:
         """The user's optimizer.step()."""

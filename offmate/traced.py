@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import fx
 
 from .blocks import TracedBlock, trace_blocks
 from .capture import Captured, capture
 from .config import Config
 from .errors import CaptureError
+from .joint import Joint, storages_of
 from .partition import Chain, partition
 from .progress import Progress
 
@@ -91,3 +94,34 @@ def choose_differentiated(captured: Captured, chain: Chain, config: Config) -> f
         raise CaptureError("no output of the model depends on a trainable parameter; there is nothing to train")
     scalars = [n.name for n in able.values() if chain.facts[n].value.dim() == 0]
     return frozenset(scalars[:1] or [n.name for n in able.values()])
+
+
+def structure(traced: Traced) -> str:
+    """A hash of everything about a traced model but its sizes.
+
+    Two batches with one structure have the same blocks, values and storages under the same names, so that what is
+    decided for one can be done with the other.
+    """
+    captured = traced.captured
+    lines = [
+        f"{captured.inputs} {captured.outputs} {sorted(captured.params.items())} {sorted(captured.buffers.items())}",
+        f"{sorted(captured.constants)} {sorted(traced.differentiated)}",
+        *(f"{node.name} {node.target} {node.all_input_nodes}" for node in traced.chain.prelude),
+    ]
+    for block in traced.blocks:
+        spec = block.spec
+        marks = [(e.node.name, e.kind, e.leaves, e.differentiable, e.final) for e in spec.externals]
+        lines.append(f"{marks} {[n.name for n in spec.results]} {[index for index, _ in spec.tangents]}")
+        lines += _joint_lines(block.joint)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _joint_lines(joint: Joint) -> list[str]:
+    number: dict[int, int] = {}
+
+    def storages(node: fx.Node) -> list[int]:
+        return [number.setdefault(s, len(number)) for s in storages_of(node)]
+
+    lines = [f"{n.name} {n.target} {n.all_input_nodes} {storages(n)}" for n in joint.graph.nodes]
+    ports = (joint.leaves, joint.tangents, joint.accumulators, joint.results, joint.grads, sorted(joint.writes.items()))
+    return [*lines, f"{ports} {joint.forward}"]

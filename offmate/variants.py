@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,23 +11,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from . import decisions
-from .errors import ProtocolError
 from .planner import Prepared
 from .runtime.executor import Executor
 
-
-@dataclass
-class Variant:
-    """A prepared graph for one kind of call, with its executor."""
-
-    prepared: Prepared
-    executor: Executor
-    trains: bool
-
-    @property
-    def output_nodes(self) -> tuple[str, ...]:
-        """Names of the output values, in the order in which autograd sees them."""
-        return self.prepared.binding.outputs
+_COUNT = "num_items_in_batch"
 
 
 class CallKind(NamedTuple):
@@ -36,6 +25,31 @@ class CallKind(NamedTuple):
     trains: bool
     training_mode: bool
     autocast: tuple[Any, ...]
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the tensors."""
+        return tuple(first for first, _ in self.leaves if isinstance(first, tuple))
+
+    @property
+    def without_shapes(self) -> tuple[Any, ...]:
+        """Everything else, dimensions counted."""
+        leaves = tuple((len(a) if isinstance(a, tuple) else a, b) for a, b in self.leaves)
+        return self._replace(leaves=leaves)
+
+
+@dataclass
+class Variant:
+    """A prepared graph for one kind of call, with its executor."""
+
+    prepared: Prepared
+    executor: Executor
+    kind: CallKind
+
+    @property
+    def output_nodes(self) -> tuple[str, ...]:
+        """Names of the output values, in the order in which autograd sees them."""
+        return self.prepared.binding.outputs
 
 
 def kind_of(args: tuple[Any, ...], kwargs: dict[str, Any], trains: bool, training_mode: bool) -> CallKind:
@@ -54,61 +68,94 @@ def kind_of(args: tuple[Any, ...], kwargs: dict[str, Any], trains: bool, trainin
 
 
 class Variants:
-    """The variants of one model, by kind of call and decisions."""
+    """The variants of one model, by kind of call and decisions.
 
-    def __init__(self) -> None:
-        self._kinds: dict[CallKind, tuple[decisions.Decision, ...]] = {}
-        self._known: dict[Any, Variant] = {}
+    State: `_known`, the one used last at the end; `_asked`, what the model asks of a batch of each kind.
+
+    Parameters
+    ----------
+    buckets: sizes between which batches share decisions. most: how many are kept, training or not each.
+    """
+
+    def __init__(self, buckets: tuple[int, ...], most: int) -> None:
+        self._buckets, self._most = buckets, most
+        self._asked: dict[CallKind, tuple[decisions.Decision, ...]] = {}
+        self._known: dict[tuple[CallKind, tuple[bool, ...]], Variant] = {}
 
     def find(self, kind: CallKind, tensors: list[torch.Tensor]) -> Variant | None:
-        """The variant for a call; None if it must be prepared.
-
-        Raises: ProtocolError if the call would need a training plan for another kind of batch.
-        """
-        if kind in self._kinds:
-            outcomes = decisions.ask_again(self._kinds[kind], tensors)
-            return self._known.get((kind, outcomes))
-        if kind.trains:
-            for known in self._kinds:
-                if known.trains:
-                    raise ProtocolError(_difference(known, kind))
-        return None
+        """The variant for a call; None if it must be prepared."""
+        if kind not in self._asked:
+            return None
+        key = kind, decisions.ask_again(self._asked[kind], tensors)
+        variant = self._known.pop(key, None)
+        if variant is not None:
+            self._known[key] = variant
+        return variant
 
     def add(self, kind: CallKind, variant: Variant) -> None:
-        """Keep a variant that was prepared for a call of this kind."""
+        """Keep a variant that was prepared for a call of this kind; the one used longest ago may have to go."""
         taken = variant.prepared.captured.taken
-        self._kinds.setdefault(kind, taken)
+        self._asked.setdefault(kind, taken)
         self._known[kind, tuple(d.outcome for d in taken)] = variant
+        alike = [key for key in self._known if key[0].trains == kind.trains]
+        for key in alike[: -self._most]:
+            del self._known[key]
 
-    def forget_training(self) -> None:
-        """Have the next training call planned anew."""
-        self._known = {key: v for key, v in self._known.items() if not v.trains}
-        self._kinds = {kind: taken for kind, taken in self._kinds.items() if not kind.trains}
+    def forget(self, variant: Variant) -> None:
+        """Have the next call that would use this variant planned anew."""
+        self._known = {key: v for key, v in self._known.items() if v is not variant}
+
+    def of_training(self) -> tuple[Variant, ...]:
+        """Those that train, the one used last at the end."""
+        return tuple(v for (kind, _), v in self._known.items() if kind.trains)
+
+    def near(self, kind: CallKind) -> tuple[Prepared, ...]:
+        """Plans for larger training batches that differ in shapes only and share a bucket, the smallest first."""
+        found = [
+            (sum(map(math.prod, known.shapes)), variant.prepared)
+            for (known, _), variant in self._known.items()
+            if kind.trains and known.without_shapes == kind.without_shapes and self._shares(kind, known)
+        ]
+        return tuple(prepared for _, prepared in sorted(found, key=lambda pair: pair[0]))
+
+    def _shares(self, small: CallKind, large: CallKind) -> bool:
+        sizes = [pair for a, b in zip(small.shapes, large.shapes) for pair in zip(a, b)]
+        bucket = [(bisect.bisect_left(self._buckets, a), bisect.bisect_left(self._buckets, b)) for a, b in sizes]
+        return all(a <= b for a, b in sizes) and all(a == b for a, b in bucket)
 
 
-def _difference(known: CallKind, kind: CallKind) -> str:
-    """What about a call is not as planned, and what to do."""
-    if known.training_mode != kind.training_mode:
-        modes = ("eval()", "train()")
-        return (
-            f"the model was planned in model.{modes[known.training_mode]} mode and is trained in "
-            f"model.{modes[kind.training_mode]} mode now; planning for both is not supported yet. Train in one mode, "
-            "and evaluate under torch.no_grad()"
-        )
-    if known.autocast != kind.autocast:
-        return (
-            f"torch.autocast was {known.autocast or 'off'} when the model was planned and is {kind.autocast or 'off'}"
-        )
-    changed = next(((a, b) for a, b in zip(known.leaves, kind.leaves) if a != b), (known.arguments, kind.arguments))
-    planned, given = (_words(leaf) for leaf in changed)
-    return (
-        f"the batch differs from the one that was planned: {given} instead of {planned}. Planning for several "
-        "shapes is not supported yet; pad batches to one shape and drop the last short one (DataLoader(drop_last=True))"
-    )
+class Numbers:
+    """Whole numbers among a call's arguments that change from batch to batch, handed on as tensors.
 
+    A graph is captured for every value of a Python number, for none of a tensor's. A whole number becomes a tensor of
+    int64 without dimensions, with which arithmetic rounds as with the number itself; floats would not.
 
-def _words(leaf: Any) -> str:
-    if isinstance(leaf, str):
-        return f"arguments {leaf}"
-    first, second = leaf
-    return f"a tensor of shape {first} and {second}" if isinstance(first, tuple) else f"{first.__name__} {second!r}"
+    State: `_seen`, the values by place; `_changing`, the places that have held several; `_needed`, those where a tensor
+    does not export.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, int], int] = {}
+        self._changing: set[tuple[str, int]] = set()
+        self._needed: set[tuple[str, int]] = set()
+
+    def as_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with changing numbers as tensors."""
+        if isinstance(kwargs.get(_COUNT), int):
+            kwargs = {**kwargs, _COUNT: torch.tensor(kwargs[_COUNT])}
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        places = [(str(spec), i) for i, leaf in enumerate(leaves) if type(leaf) is int]
+        for place in places:
+            if self._seen.setdefault(place, leaves[place[1]]) != leaves[place[1]]:
+                self._changing.add(place)
+        for place in places:
+            if place in self._changing - self._needed:
+                leaves[place[1]] = torch.tensor(leaves[place[1]])
+        return pytree.tree_unflatten(leaves, spec)
+
+    def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Have the changing numbers of such a call handed on as they are from now on; false if there are none."""
+        spec = str(pytree.tree_structure((args, kwargs)))
+        tried = {place for place in self._changing - self._needed if place[0] == spec}
+        self._needed |= tried
+        return bool(tried)

@@ -160,6 +160,7 @@ class Executor:
         self.sync()
         for buffer in [*self._contents.params.values(), *self._contents.states.values()]:
             buffer.settle()
+        self._transfers.release_host()
         self._empty()
 
     def abandon(self) -> None:
@@ -168,7 +169,7 @@ class Executor:
         if self.complete:
             self._updates.salvage_pending()
         self._updates.rescue()
-        self._transfers.host_grads.clear()
+        self._transfers.release_host()
         self._empty()
         self.complete, self._updating = True, False
 

@@ -29,6 +29,11 @@ class Transfers:
         self.host_grads: dict[str, torch.Tensor] = {}
         self.host_copies: dict[str, dict[str, torch.Tensor]] = {}
 
+    def release_host(self) -> None:
+        """Let go of the host memory that things left to; nothing may be under way, and nothing there still needed."""
+        self.host_grads.clear()
+        self.host_copies.clear()
+
     # -- in -----------------------------------------------------------------------------------------------------------
 
     def prefetch(self, item: str) -> None:

@@ -40,6 +40,8 @@ def test_is_frozen():
         {"cache_dir": None},
         {"solver": "cbc"},
         {"turn_around_steps": 2},
+        {"shape_buckets": (128, 1024)},
+        {"max_plans": 1},
     ],
 )
 def test_accepts(good):
@@ -65,6 +67,10 @@ def test_accepts(good):
         {"cache_dir": 5},
         {"solver": "gurobi"},
         {"turn_around_steps": 1},
+        {"shape_buckets": [128]},
+        {"shape_buckets": (1024, 128)},
+        {"shape_buckets": (0,)},
+        {"max_plans": 0},
     ],
 )
 def test_refuses_and_names_the_field_and_its_value(bad):

@@ -206,20 +206,6 @@ def test_input_that_requires_a_gradient():
     goes_on(loop, 1)
 
 
-def test_other_batches():
-    loop = trained(steps=1)
-    given = batch(1)
-    with refused(r"\(4, 16\).*instead of.*\(8, 16\).*drop_last"):
-        loop.model(given["x"][:4], given["y"][:4])
-    with refused(r"torch.float64 instead of.*torch.float32"):
-        loop.model(x=given["x"].double(), y=given["y"])
-    loop.model.eval()
-    with refused(r"eval\(\) mode now"):
-        loop.forward(1)
-    loop.model.train()
-    goes_on(loop, 1)
-
-
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
