@@ -54,7 +54,7 @@ def item_sizes(problem: Problem, decisions: Decisions) -> dict[str, int]:
 
 
 def compute_specs(problem: Problem, decisions: Decisions, sizes: dict[str, int]) -> dict[str, ComputeSpec]:
-    """The specification of every compute, by name: "start", "F0".., "user", "B0"...
+    """The specification of every compute, by name: "start", "F0".., "user", "B0".., and "gate" if there is one.
 
     Parameters
     ----------
@@ -81,6 +81,8 @@ def compute_specs(problem: Problem, decisions: Decisions, sizes: dict[str, int])
     grads = items([f"d:{output.name}" for output in problem.outputs])
     handed_in = sum(sizes[item] for item in grads)
     specs["user"] = ComputeSpec(0.0, makes=grads, rise_bytes=max(problem.user_bytes, handed_in))
+    if problem.gate:
+        specs["gate"] = ComputeSpec(problem.gate_s)
     return specs
 
 
@@ -132,8 +134,11 @@ def resident_items(
             for item in spec.makes:
                 brought.setdefault(item, True)
         elif action.kind is Kind.UPDATE_DEVICE:
-            for kind in "pgs":
+            for kind in "pgts":
                 brought.setdefault(f"{kind}:{action.name}", False)
-        elif action.kind is not Kind.UPDATE_CPU:
+        elif action.kind is Kind.ACCUMULATE:
+            brought.setdefault(f"g:{action.name}", False)
+            brought.setdefault(f"t:{action.name}", True)
+        elif action.kind not in (Kind.UPDATE_CPU, Kind.ACCUMULATE_CPU):
             brought.setdefault(action.name, action.kind is Kind.PREFETCH)
     return tuple(sorted(item for item, by_action in brought.items() if not by_action and item in sizes))

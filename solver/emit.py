@@ -14,7 +14,7 @@ from .schedule import Action, Kind, Schedule
 class _Slot(IntEnum):
     """The order of actions within a step."""
 
-    USER = 0  # the user's code runs before the backward part may bring anything in
+    FIRST = 0  # the user's code and the gate run before their part may bring anything in
     PREFETCH = 1
     OFFLOAD_EARLIER = 2  # what exists when the step starts goes out while it computes
     UPDATE_CPU = 3
@@ -114,7 +114,9 @@ def _emit_computes(emitter: _Emitter) -> None:
     for i in range(n):
         emitter.add(i, _Slot.COMPUTE, Kind.COMPUTE, f"F{i}")
         emitter.add(problem.backward_step(i), _Slot.COMPUTE, Kind.COMPUTE, f"B{i}")
-    emitter.add(n, _Slot.USER, Kind.COMPUTE, "user")
+    emitter.add(n, _Slot.FIRST, Kind.COMPUTE, "user")
+    if problem.gate:
+        emitter.add(problem.first_turn_around, _Slot.FIRST, Kind.COMPUTE, "gate")
     for shared in problem.shared:
         emitter.free(shared.last_step, f"x:{shared.name}")
     for output in problem.outputs:

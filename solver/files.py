@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from types import UnionType
@@ -100,9 +100,11 @@ def _record(data: Any, kind: type, place: str) -> Any:
     names = {f.name for f in fields(kind)}
     for name in data.keys() - names:
         raise FileError(f"{place}: has a field {name!r} that is not known")
-    for name in names - data.keys():
+    # What an older file does not say has its default.
+    needed = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
+    for name in needed - data.keys():
         raise FileError(f"{place}: lacks {name!r}")
-    values = {name: _value(data[name], hints[name], f"{place}.{name}") for name in sorted(names)}
+    values = {name: _value(data[name], hints[name], f"{place}.{name}") for name in sorted(names & data.keys())}
     try:
         return kind(**values)
     except ValueError as error:

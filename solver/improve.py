@@ -93,7 +93,8 @@ def _early_updates(schedule: Schedule) -> Schedule:
     actions = actions[cut:] + actions[:cut]  # from the first backward on: gradient, update, use
     sent: dict[str, int] = {}
     places: dict[int, int] = {}
-    earliest = len(schedule.backward) + 1 if schedule.gate else 0  # behind the first action of the turn-around
+    gates = (i for i, entry in enumerate(actions) if entry.action.name == "gate")
+    earliest = next(gates) + 1 if schedule.gate else 0
     for i, entry in enumerate(actions):
         action = entry.action
         if action.kind is Kind.OFFLOAD:

@@ -82,6 +82,13 @@ class Machine:
                 self.stall_s[cause] += self.now - before
                 self.stalls.append(Stall(cause, before, self.now))
 
+    def skip(self, seconds: float) -> None:
+        """Let time pass in which nothing ends: a span that repeats is not simulated again."""
+        self.now += seconds
+        for queue in self._queues.values():
+            if queue and queue[0].start_s >= 0:
+                queue[0].start_s += seconds
+
     def _cause(self, job: Job) -> Resource:
         """The resource that keeps `job` from being done: the one that runs, at the end of what it waits for."""
         while True:

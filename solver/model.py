@@ -39,8 +39,9 @@ from typing import Literal
 from .account import Account
 from .chain import Choices, Leaving, add_blocks, add_values
 from .flows import GroupColumns, add_group
+from .held import held_bytes
 from .linear import ONE, Builder, LinearModel, Terms, accumulate, add
-from .problem import Problem, held_bytes
+from .problem import Problem
 
 Goal = Literal["time", "device", "host"]
 
@@ -179,7 +180,8 @@ def _host_row(problem: Problem, builder: Builder, account: Account, goal: Goal, 
 def _time_rows(problem: Problem, builder: Builder, account: Account, unit_s: float) -> tuple[Terms, ...]:
     """Time of every step, at least the seconds of each resource, in units of `unit_s`."""
     rates, times = problem.rates, []
-    accumulate(account.compute[0], problem.start_s, {ONE: 1.0})
+    account.compute_in(0, problem.start_s, {ONE: 1.0})
+    account.compute_in(problem.first_turn_around, problem.gate_s, {ONE: 1.0})
     for t in range(problem.n_steps):
         time, link_in, link_out = (builder.column(f"{name}[{t}]", inf) for name in ("Time", "In", "Out"))
         in_units, out_units = 1 / (rates.in_bytes_per_s * unit_s), 1 / (rates.out_bytes_per_s * unit_s)

@@ -2,6 +2,11 @@
 
 Steps are numbered 0..T-1 and cyclic: forwards of blocks 0..L-1, backwards of blocks L-1..0, then
 `turn_around_steps` steps without compute. Block i runs forward in step i and backward in step 2L-1-i.
+
+With several micro-batches per update the forwards and backwards make up a pass, and the turn-around follows the last
+one. Middle passes are all alike, so the steps hold three passes at most: the first, into which host updates of the
+iteration before run on; a middle one that stands for all others; the last, whose gradients complete the sums. What
+groups, values, shared values and outputs say is written for one pass and holds in each, 2L steps later.
 """
 
 from __future__ import annotations
@@ -68,6 +73,8 @@ class Group:
     uses: steps whose compute reads the parameters, ascending (forwards and backwards).
     grad_steps: backward steps that make a part of the gradient, ascending; empty if frozen. The last one is g_w.
     cpu_update_s, device_update_s: seconds to update the whole group on the host and on the device.
+    cpu_add_s, device_add_s: seconds to add one micro-batch's gradient of the whole group to its total on the host and
+        on the device.
     """
 
     name: str
@@ -76,6 +83,8 @@ class Group:
     grad_steps: tuple[int, ...] = ()
     cpu_update_s: float = 0.0
     device_update_s: float = 0.0
+    cpu_add_s: float = 0.0
+    device_add_s: float = 0.0
 
     @property
     def trainable(self) -> bool:
@@ -118,7 +127,10 @@ class Value:
 
 @dataclass(frozen=True)
 class Shared:
-    """A value that depends on no parameter (batch, mask, rotary table): there from the first step to `last_step`."""
+    """A value that depends on no parameter (batch, mask, rotary table): there from the first step to `last_step`.
+
+    With several micro-batches every pass makes it anew; all but the last release it at their end at the latest.
+    """
 
     name: str
     bytes: int
@@ -127,7 +139,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Output:
-    """A model output: held from the forward step `made` until the next iteration's last forward step has ended.
+    """A model output: held from the forward step `made` until the next pass's last forward step has ended.
 
     grad_bytes: bytes of the gradient that the user's backward hands in (0 if it has none); there from the first
     backward step to the backward of the block that made the output, where it is part of the peak.
@@ -173,6 +185,8 @@ class Problem:
     gate: no update starts before the last backward has ended (planned updates only; needs 3 turn-around steps). Updates
         on the device then run in turn-around steps, their gradients on the device until then; those on the host run in
         turn-around steps and on into the next forward.
+    gate_s: seconds of what runs between the last backward and the first update: the norm of all gradients.
+    micro_batches: M, forwards and backwards per update. More than one needs a gate.
     """
 
     blocks: tuple[Block, ...]
@@ -189,6 +203,8 @@ class Problem:
     start_peak_bytes: int = 0
     turn_around_steps: int = 3
     gate: bool = False
+    gate_s: float = 0.0
+    micro_batches: int = 1
 
     def __post_init__(self) -> None:
         check(self)
@@ -198,20 +214,50 @@ class Problem:
         return len(self.blocks)
 
     @property
+    def pass_steps(self) -> int:
+        """Steps of one pass: all forwards and all backwards."""
+        return 2 * len(self.blocks)
+
+    @property
+    def n_passes(self) -> int:
+        """Passes among the steps; see the module's text."""
+        return min(self.micro_batches, 3)
+
+    @property
+    def passes(self) -> tuple[int, ...]:
+        """The first step of each pass."""
+        return tuple(range(0, self.first_turn_around, self.pass_steps))
+
+    @property
     def n_steps(self) -> int:
-        return 2 * len(self.blocks) + self.turn_around_steps
+        return self.first_turn_around + self.turn_around_steps
 
     @property
     def first_turn_around(self) -> int:
-        return 2 * len(self.blocks)
+        return self.n_passes * self.pass_steps
+
+    def times(self, step: int) -> int:
+        """How often a step happens in an iteration: those of the middle pass stand for all middle ones."""
+        middle = self.micro_batches > 2 and self.pass_steps <= step < 2 * self.pass_steps
+        return self.micro_batches - 2 if middle else 1
 
     def backward_step(self, block: int) -> int:
-        """The step in which `block` (0-based) runs backward."""
-        return 2 * len(self.blocks) - 1 - block
+        """The step of the first pass in which `block` (0-based) runs backward."""
+        return self.pass_steps - 1 - block
+
+    def last_gradient(self, group: Group) -> int:
+        """g_w: the step in which the last pass completes the gradient of a trainable group."""
+        return self.passes[-1] + group.grad_steps[-1]
+
+    @property
+    def arrival_bytes(self) -> int:
+        """Host bytes in which gradients arrive before they are added to their totals: two of the largest, in turn."""
+        largest = max((t.grad_bytes for g in self.groups if g.trainable for t in g.tensors), default=0)
+        return 2 * largest if self.micro_batches > 1 else 0
 
     def first_update(self, group: Group) -> int:
         """The first step in which the host may update a part of a trainable group."""
-        return self.first_turn_around if self.gate else (group.grad_steps[-1] + 1) % self.n_steps
+        return self.first_turn_around if self.gate else (self.last_gradient(group) + 1) % self.n_steps
 
     def device_update(self, group: Group) -> int:
         """The step in which the device updates its part of a trainable group.
@@ -219,7 +265,7 @@ class Problem:
         With a gate the groups share the turn-around steps but the last two, in which what was updated last can still
         leave and come back; groups whose gradients are complete first go first.
         """
-        return self._gated_updates[group.name] if self.gate else group.grad_steps[-1]
+        return self._gated_updates[group.name] if self.gate else self.last_gradient(group)
 
     @cached_property
     def _gated_updates(self) -> dict[str, int]:
@@ -229,51 +275,25 @@ class Problem:
 
     def block_of(self, step: int) -> int | None:
         """The block that computes in `step`, or None in a turn-around step."""
-        if step < self.n_blocks:
-            return step
-        return 2 * self.n_blocks - 1 - step if step < 2 * self.n_blocks else None
-
-
-def held_bytes(problem: Problem) -> list[int]:
-    """Bytes on the device in each step that no decision changes.
-
-    Shared values, outputs (of this iteration and, until the forwards have ended, of the last one), gradients of
-    outputs, and gradient accumulators between the steps that make and consume them. What a step's own peak already
-    contains is left out for that step.
-
-    Returns: one integer per step, in bytes.
-    """
-    held = [0] * problem.n_steps
-    n = problem.n_blocks
-
-    def add(first: int, last: int, amount: int) -> None:
-        for step in range(first, last + 1):
-            held[step] += amount
-
-    for shared in problem.shared:
-        add(0, shared.last_step, shared.bytes)
-    for out in problem.outputs:
-        add(out.made + 1, problem.n_steps - 1, out.bytes)
-        add(0, n - 1, out.bytes)
-        add(n, problem.backward_step(out.made) - 1, out.grad_bytes)
-    for value in problem.values:
-        if value.grad_steps:
-            add(value.grad_steps[0] + 1, problem.backward_step(value.made) - 1, value.grad_bytes)
-    for group in problem.groups:
-        if len(group.grad_steps) > 1:
-            add(group.grad_steps[0] + 1, group.grad_steps[-1], group.grad_bytes)
-    return held
+        if step >= self.first_turn_around:
+            return None
+        step %= self.pass_steps
+        return step if step < self.n_blocks else self.pass_steps - 1 - step
 
 
 def check(problem: Problem) -> None:
     """Raise ProblemError, naming the row, if the problem contradicts itself."""
-    n, total = len(problem.blocks), problem.n_steps
+    n = len(problem.blocks)
     _require(n > 0, "a problem needs at least one block")
     _require(problem.turn_around_steps >= 2, f"turn_around_steps is {problem.turn_around_steps}; at least 2 are needed")
     if problem.gate:
         _require(problem.update == "planned", "a gate needs planned updates; the user's own code updates here")
         steps = problem.turn_around_steps
         _require(steps >= 3, f"turn_around_steps is {steps}; a gate needs at least 3")
+    _require(problem.gate or problem.gate_s == 0, f"gate_s is {problem.gate_s}, but there is no gate")
+    count = problem.micro_batches
+    _require(count >= 1, f"micro_batches is {count}; at least 1 is needed")
+    _require(count == 1 or problem.gate, f"micro_batches is {count}; more than one needs planned updates and a gate")
     for block in problem.blocks:
         _require(bool(block.options), f"block {block.name} has no options")
         for option in block.options:
@@ -299,7 +319,8 @@ def check(problem: Problem) -> None:
         _require(0 <= output.made < n, f"output {output.name}: made in step {output.made}, forwards are 0..{n - 1}")
     for shared in problem.shared:
         _numbers(f"shared value {shared.name}", shared)
-        _require(0 <= shared.last_step < total, f"shared value {shared.name}: last step {shared.last_step}")
+        known = 0 <= shared.last_step < problem.pass_steps + problem.turn_around_steps
+        _require(known, f"shared value {shared.name}: last step {shared.last_step}")
     _numbers("rates", problem.rates)
     for name in ("in_bytes_per_s", "out_bytes_per_s", "both_bytes_per_s"):
         _require(getattr(problem.rates, name) > 0, f"rates: {name} must be above 0")

@@ -5,7 +5,8 @@ An item is something that occupies device bytes. Its name says what it is:
 | item | what |
 | --- | --- |
 | `p:NAME` | compute copy of parameter tensor NAME |
-| `g:NAME` | its gradient |
+| `g:NAME` | its gradient, of one micro-batch |
+| `t:NAME` | the total of its gradients, where there are several micro-batches and the device updates it |
 | `s:NAME` | its optimizer state |
 | `v:NAME` | interface value |
 | `d:NAME` | gradient of an interface value or of an output |
@@ -13,7 +14,7 @@ An item is something that occupies device bytes. Its name says what it is:
 | `a:I` | what block I offloads after its forward and needs back for its backward |
 | `x:NAME` | shared value |
 | `o:NAME` | output of this iteration |
-| `old:NAME` | output of the last iteration, until this one's forwards have ended |
+| `old:NAME` | output of the last forward, until this one's have ended; what `o:NAME` becomes at the end of every pass |
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from .problem import Rates
 class Kind(Enum):
     """What an action does; the value is the word it prints as."""
 
-    COMPUTE = "compute"  # runs the compute NAME: "start", "F3", "user", "B3"
+    COMPUTE = "compute"  # runs the compute NAME: "start", "F3", "user", "B3", "gate"
     PREFETCH = "prefetch"  # allocates the item and starts its copy host -> device
     OFFLOAD = "offload"  # starts the item's copy device -> host
     FREE = "free"  # releases the item, after its offload if one is under way
     UPDATE_CPU = "update-cpu"  # starts the update of tensor NAME on the host
     UPDATE_DEVICE = "update-device"  # updates tensor NAME on the device
+    ACCUMULATE = "accumulate"  # device: the first gradient becomes the total, later ones are added; `g:` is gone
+    ACCUMULATE_CPU = "accumulate-cpu"  # host: starts adding the gradient that was sent out; the first is the total
 
 
 @dataclass(frozen=True)
@@ -77,11 +80,24 @@ class ComputeSpec:
 
 
 @dataclass(frozen=True)
+class Pass:
+    """The forward and the backward of one micro-batch."""
+
+    forward: tuple[Action, ...]
+    backward: tuple[Action, ...]
+
+
+@dataclass(frozen=True)
 class Schedule:
     """One iteration as actions over whole tensors, in the order in which the executor takes them.
 
     The forward part runs inside the model's call, the backward part inside the user's backward, the turn-around part
     in the optimizer's step. After it the iteration starts again: what is resident then is what `resident` lists.
+
+    With several micro-batches these are the last one's parts, and `lead` holds the passes before: none for one
+    micro-batch, one for two; for three and more two, the second of which is replayed for every micro-batch between the
+    first and the last, and ends with the items on the device with which it starts. Step numbers go on through the
+    passes; computes have the same names, and are the same, in each.
 
     Parameters
     ----------
@@ -90,11 +106,18 @@ class Schedule:
     resident: items on the device when an iteration starts, ascending by name.
     computes: specification of every compute action by name.
     update_cpu_s, update_device_s: seconds per tensor for the tensors updated there.
+    add_cpu_s, add_device_s: seconds per tensor to add a gradient to its total, for the tensors updated there; empty for
+        one micro-batch.
     host_bytes: bytes reserved in host memory.
     gate: no update starts in the backward part. Gradients stay on the device or go out as they are made; the
         turn-around part, which the executor takes in the optimizer's step, starts the updates: `update-device` all
-        there, `update-cpu` there or in the next forward part. An executor that scales gradients (clipping) does so
-        before the first of them: every gradient is then on the device, on the host, or on its way there.
+        there, `update-cpu` there or in the next iteration's first forward part. Between the last backward and the first
+        update lies the compute "gate", in which an executor that clips takes the norm: every gradient (or total) is
+        then on the device, on the host, or on its way there, and "gate" waits for what is on its way.
+    micro_batches: M, forwards and backwards per update; more than one needs a gate. Every pass then ends a gradient
+        that the device will use with `accumulate`, and one that the host will use with `offload`, `free` and
+        `accumulate-cpu`. Gradients arrive on the host in two buffers used in turn: a copy waits for the addition of
+        the last but one.
     """
 
     options: tuple[int, ...]
@@ -111,8 +134,53 @@ class Schedule:
     backward: tuple[Action, ...] = field(default=())
     turn_around: tuple[Action, ...] = field(default=())
     gate: bool = False
+    micro_batches: int = 1
+    lead: tuple[Pass, ...] = field(default=())
+    add_cpu_s: dict[str, float] = field(default_factory=dict)
+    add_device_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """The distinct passes in order; a middle one stands for all between the first and the last."""
+        return (*self.lead, Pass(self.forward, self.backward))
+
+    def pass_of(self, m: int) -> Pass:
+        """The pass of micro-batch `m`, counted from 0; raises IndexError beyond the last."""
+        if not 0 <= m < self.micro_batches:
+            raise IndexError(f"micro-batch {m} of {self.micro_batches}")
+        return self.passes[-1] if m == self.micro_batches - 1 else self.passes[min(m, 1)]
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """All actions of an iteration, in order."""
-        return self.forward + self.backward + self.turn_around
+        """All actions of an iteration, in order, with one middle pass at most."""
+        led = tuple(action for one in self.passes for action in one.forward + one.backward)
+        return led + self.turn_around
+
+    def resident_at(self, m: int) -> tuple[str, ...]:
+        """The items on the device when micro-batch `m` starts, ascending by name; raises IndexError beyond the last."""
+        self.pass_of(m)
+        there = set(self.resident)
+        if m > 0:  # the passes after the first all start with what it leaves
+            first = self.passes[0]
+            for action in first.forward + first.backward:
+                self._carry_out(there, action)
+            there = {made_old(item) for item in there}
+        return tuple(sorted(there))
+
+    def _carry_out(self, there: set[str], action: Action) -> None:
+        if action.kind is Kind.COMPUTE:
+            spec = self.computes[action.name]
+            there.difference_update(spec.drops)
+            there.update(spec.makes)
+        elif action.kind is Kind.PREFETCH:
+            there.add(action.name)
+        elif action.kind is Kind.FREE:
+            there.discard(action.name)
+        elif action.kind is Kind.ACCUMULATE:
+            there.discard(f"g:{action.name}")
+            there.add(f"t:{action.name}")
+
+
+def made_old(item: str) -> str:
+    """What an item is called when a pass has ended: outputs become old ones."""
+    return f"old:{item[2:]}" if item.startswith("o:") else item

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .machine import Job, Machine, Resource, Stall
-from .schedule import Action, Kind, Schedule
+from .schedule import Action, Kind, Pass, Schedule
 
 _ITERATIONS = 3  # by the third what one iteration leaves to the next has settled
 
@@ -15,7 +15,8 @@ _ITERATIONS = 3  # by the third what one iteration leaves to the next has settle
 class Event:
     """What one resource did for one action; seconds from the start of the iteration.
 
-    An event of an iteration may end after it: tails run on into the next one.
+    An event of an iteration may end after it: tails run on into the next one. Of the middle micro-batches the first
+    stands for all.
     """
 
     action: Action
@@ -35,8 +36,9 @@ class Simulation:
     peak_bytes, peak_action: the most bytes on the device, and the first action that reaches it.
     timeline: what every resource did, in the order of the actions.
     stall_s: seconds in which the executor waited, by the resource that it waited for.
-    stalls: those spans one by one, in order; a long wait may be several.
-    taken: per action the seconds at which the executor takes it and is done with it; a queued copy is done at once.
+    stalls: those spans one by one, in order; a long wait may be several. Of the middle micro-batches only the first's.
+    taken: per action of the schedule the seconds at which the executor takes it and is done with it; a queued copy is
+        done at once.
     memory: per action its index and the most bytes on the device while it is carried out.
     """
 
@@ -54,6 +56,7 @@ def memory_highs(schedule: Schedule) -> list[int]:
     """The most bytes on the device during each action: its level, and for a compute its rise on top."""
     sizes = schedule.item_bytes
     level = sum(sizes[item] for item in schedule.resident)
+    totals: set[str] = set()
     highs = []
     for action in schedule.actions:
         high = level
@@ -61,6 +64,11 @@ def memory_highs(schedule: Schedule) -> list[int]:
             high = level = level + sizes[action.name]
         elif action.kind is Kind.FREE:
             level -= sizes[action.name]
+            totals.discard(action.name)
+        elif action.kind is Kind.ACCUMULATE:
+            total, gradient = f"t:{action.name}", f"g:{action.name}"
+            level -= sizes[gradient] if total in totals else 0  # the first gradient becomes the total
+            totals.add(total)
         elif action.kind is Kind.COMPUTE:
             spec = schedule.computes[action.name]
             high = level + spec.rise_bytes
@@ -73,7 +81,9 @@ def simulate(schedule: Schedule) -> Simulation:
     """Run a schedule dry until it is steady.
 
     The executor takes actions in order. Computes and device updates block it, and wait for the copies of what they
-    read; frees block it until the item's copies are done; everything else is queued on its resource.
+    read; frees block it until the item's copies are done; everything else is queued on its resource. The gate waits
+    for all gradients on their way to the host. Of the middle micro-batches two are run, and the second, in which what
+    the first one leaves has settled, counts for all others.
 
     Parameters
     ----------
@@ -114,18 +124,41 @@ class _Executor:
         self.copy_in: dict[str, Job] = {}
         self.copy_out: dict[str, Job] = {}
         self.update: dict[str, Job] = {}  # the latest host update of a tensor
+        self.totals: set[str] = set()  # tensors whose total on the device has begun
+        self.sent = 0  # gradients that went out so far: two buffers take them in turn
+        self.arriving: dict[str, int] = {}  # by tensor the number of its gradient, until its addition is queued
+        self.additions: dict[int, Job] = {}  # by number of a gradient its addition, until its buffer is used again
         self.jobs: list[tuple[Action, Job]] = []
         self.taken: list[tuple[float, float]] = []
+        self._step: int | None = None
 
     def iterate(self) -> None:
         """One iteration; `jobs`, `taken` and the machine's stalls are then those of this iteration."""
-        self.jobs, self.taken = [], []
+        self.jobs, self.taken, self._step = [], [], None
         self.machine.stall_s, self.machine.stalls = dict.fromkeys(Resource, 0.0), []
-        manage_s, step = self.schedule.rates.manage_s, None
-        for action in self.schedule.actions:
-            if action.step != step and manage_s > 0:
+        for p, one in enumerate(self.schedule.passes):
+            self._walk(one.forward + one.backward)
+            if p == 1 and self.schedule.micro_batches > 3:
+                self._repeat(one, self.schedule.micro_batches - 3)
+        self._walk(self.schedule.turn_around)
+
+    def _repeat(self, middle: Pass, times: int) -> None:
+        """The middle pass `times` more: once in fact, the rest of them as long as that."""
+        machine = self.machine
+        jobs, taken, stalls = list(self.jobs), list(self.taken), list(machine.stalls)
+        before, stalled = machine.now, dict(machine.stall_s)
+        self._walk(middle.forward + middle.backward)
+        self.jobs, self.taken, machine.stalls = jobs, taken, stalls
+        machine.skip((times - 1) * (machine.now - before))
+        for resource, seconds in machine.stall_s.items():
+            machine.stall_s[resource] += (times - 1) * (seconds - stalled[resource])
+
+    def _walk(self, actions: Iterable[Action]) -> None:
+        manage_s = self.schedule.rates.manage_s
+        for action in actions:
+            if action.step != self._step and manage_s > 0:
                 self.machine.submit(Resource.CPU, manage_s)
-            step, began = action.step, self.machine.now
+            self._step, began = action.step, self.machine.now
             self._take(action)
             self.taken.append((began, self.machine.now))
 
@@ -133,17 +166,29 @@ class _Executor:
         name = action.name
         if action.kind is Kind.COMPUTE:
             spec = self.schedule.computes[name]
-            self._run(action, spec.seconds, _those(self.copy_in, spec.needs))
+            waits = _those(self.copy_in, spec.needs)
+            if name == "gate":
+                waits += [job for item, job in self.copy_out.items() if item.startswith("g:") and not job.done]
+                waits += [job for job in self.additions.values() if not job.done]
+            self._run(action, spec.seconds, waits)
         elif action.kind is Kind.UPDATE_DEVICE:
             # It writes over what an earlier copy to the host may still read.
-            items = (f"p:{name}", f"g:{name}", f"s:{name}")
+            items = tuple(f"{kind}:{name}" for kind in "pgts")
             copies = _those(self.copy_in, items) + _those(self.copy_out, items)
+            self.totals.discard(name)
             self._run(action, self.schedule.update_device_s[name], copies)
+        elif action.kind is Kind.ACCUMULATE:
+            self._run(action, self.schedule.add_device_s[name] if name in self.totals else 0.0, [])
+            self.totals.add(name)
         elif action.kind is Kind.FREE:
             self.machine.wait(_those(self.copy_in, (name,)) + _those(self.copy_out, (name,)))
         elif action.kind is Kind.UPDATE_CPU:
             waits = _those(self.copy_out, (f"g:{name}",))
             self.update[name] = self._queue(action, Resource.CPU, self.schedule.update_cpu_s[name], 0, waits)
+        elif action.kind is Kind.ACCUMULATE_CPU:
+            waits = _those(self.copy_out, (f"g:{name}",))
+            addition = self._queue(action, Resource.CPU, self.schedule.add_cpu_s[name], 0, waits)
+            self.additions[self.arriving.pop(name)] = addition
         else:
             self._copy(action)
 
@@ -156,12 +201,21 @@ class _Executor:
         size = self.schedule.item_bytes[item]
         if action.kind is Kind.OFFLOAD:
             waits = _those(self.copy_in, (item,))
+            if item.startswith("g:"):
+                waits += self._buffer(item[2:])
             self.copy_out[item] = self._queue(action, Resource.OUT, size / rates.out_bytes_per_s, size, waits)
             return
         waits = _those(self.copy_out, (item,))
         if item.startswith("p:"):
             waits += _those(self.update, (item[2:],))
         self.copy_in[item] = self._queue(action, Resource.IN, size / rates.in_bytes_per_s, size, waits)
+
+    def _buffer(self, tensor: str) -> list[Job]:
+        """The addition that empties the buffer in which a tensor's gradient is to arrive, if it is not done."""
+        self.arriving[tensor] = self.sent
+        emptied = self.additions.pop(self.sent - 2, None)
+        self.sent += 1
+        return [emptied] if emptied is not None and not emptied.done else []
 
     def _queue(self, action: Action, resource: Resource, seconds: float, size: int, waits: list[Job]) -> Job:
         job = self.machine.submit(resource, seconds, size, waits)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
 from .problem import Rates
-from .schedule import Action, ComputeSpec, Kind, Schedule
+from .schedule import Action, ComputeSpec, Kind, Pass, Schedule
 from .simulate import memory_highs
 from .validate import ScheduleError, validate
 
 _FORMAT = "offmate-schedule"
 _VERSION = 1
 _PARTS = ("forward", "backward", "turn_around")
+_SUMS = ("add_cpu_s", "add_device_s")
 _PLAIN = ("item_bytes", "update_cpu_s", "update_device_s", "device_budget_bytes", "host_budget_bytes", "host_bytes")
 
 
@@ -27,7 +29,12 @@ def to_dict(schedule: Schedule) -> dict[str, Any]:
         name: {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(spec).items()}
         for name, spec in schedule.computes.items()
     }
-    return data | {part: [str(action) for action in getattr(schedule, part)] for part in _PARTS}
+    data |= {part: _lines(getattr(schedule, part)) for part in _PARTS}
+    if schedule.micro_batches > 1:
+        data |= {name: dict(getattr(schedule, name)) for name in _SUMS}
+        data["micro_batches"] = schedule.micro_batches
+        data["lead"] = [{"forward": _lines(p.forward), "backward": _lines(p.backward)} for p in schedule.lead]
+    return data
 
 
 def from_dict(data: dict[str, Any]) -> Schedule:
@@ -40,13 +47,16 @@ def from_dict(data: dict[str, Any]) -> Schedule:
         raise ScheduleError(f"not a schedule of format {_FORMAT!r}, version {_VERSION}: found {found}")
     try:
         fields: dict[str, Any] = {name: data[name] for name in _PLAIN}
-        fields |= {part: tuple(Action.parse(line) for line in data[part]) for part in _PARTS}
+        fields |= {part: _actions(data[part]) for part in _PARTS}
+        fields |= {name: dict(data[name]) for name in _SUMS if name in data}
         schedule = Schedule(
             options=tuple(data["options"]),
             resident=tuple(data["resident"]),
             computes={name: _spec(spec) for name, spec in data["computes"].items()},
             rates=Rates(**data["rates"]),
             gate=bool(data.get("gate", False)),
+            micro_batches=int(data.get("micro_batches", 1)),
+            lead=tuple(Pass(_actions(led["forward"]), _actions(led["backward"])) for led in data.get("lead", ())),
             **fields,
         )
     except KeyError as error:
@@ -55,6 +65,14 @@ def from_dict(data: dict[str, Any]) -> Schedule:
         raise ScheduleError(f"the schedule cannot be read: {error}") from error
     validate(schedule)
     return schedule
+
+
+def _lines(actions: Iterable[Action]) -> list[str]:
+    return [str(action) for action in actions]
+
+
+def _actions(lines: Iterable[str]) -> tuple[Action, ...]:
+    return tuple(Action.parse(line) for line in lines)
 
 
 def _spec(data: dict[str, Any]) -> ComputeSpec:
@@ -70,13 +88,26 @@ def to_text(schedule: Schedule) -> str:
         f"{schedule.host_budget_bytes} B, options {' '.join(map(str, schedule.options))}",
         f"resident: {' '.join(schedule.resident)}",
     ]
-    for part in _PARTS:
-        lines.append(f"{part}:")
-        for action in getattr(schedule, part):
+    for title, actions in _titled(schedule):
+        lines.append(f"{title}:")
+        for action in actions:
             size = schedule.item_bytes[action.name] if _moves(action) else 0
             moved = f"{size} B" if size else ""
             lines.append(f"  {action!s:<40} {moved:>16} {next(highs):>16} B")
     return "\n".join(lines) + "\n"
+
+
+def _titled(schedule: Schedule) -> list[tuple[str, tuple[Action, ...]]]:
+    """The parts in order with their titles."""
+    many = schedule.micro_batches
+    middle = f"each of {many - 2} middle micro-batches" if many > 3 else "the middle micro-batch"
+    whose = {1: ("",), 2: (" of the first micro-batch", " of the last one")}
+    titled = []
+    for of, one in zip(
+        whose.get(many, (" of the first micro-batch", f" of {middle}", " of the last one")), schedule.passes
+    ):
+        titled += [(f"forward{of}", one.forward), (f"backward{of}", one.backward)]
+    return [*titled, ("turn_around", schedule.turn_around)]
 
 
 def _moves(action: Action) -> bool:

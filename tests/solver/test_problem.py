@@ -6,7 +6,8 @@ import random
 from dataclasses import replace
 
 import pytest
-from offmate.solver.problem import Problem, ProblemError, Shared, Value, held_bytes
+from offmate.solver.held import held_bytes
+from offmate.solver.problem import Problem, ProblemError, Shared, Value
 
 from .random_problems import random_problem
 
