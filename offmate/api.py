@@ -21,6 +21,7 @@ from .host_memory import default_host_budget_bytes
 from .optimizer import Updater, parameter_names
 from .planner import Request, make_plan, plan_elsewhere
 from .plans import Plan
+from .probe import check_optimizer
 from .progress import planning_progress
 from .session import Session
 from .sizes import parse_bytes
@@ -71,6 +72,7 @@ def compile(
     names = parameter_names(model, optimizer) if optimizer is not None else {}
     if optimizer is not None:
         _check_coverage(model, names)
+        check_optimizer(optimizer)
     session = Session(model, request, optimizer, names, plan, planning_progress)
     facade.take_over(model, session)
     if optimizer is not None:
@@ -109,6 +111,7 @@ def plan(
     if optimizer is not None:
         names = parameter_names(model, optimizer)
         _check_coverage(model, names)
+        check_optimizer(optimizer)
         updater = Updater(optimizer, names)
     args = example_inputs if isinstance(example_inputs, tuple) else ()
     kwargs = example_inputs if isinstance(example_inputs, dict) else {}

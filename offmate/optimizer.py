@@ -44,7 +44,7 @@ class Updater:
     def __init__(self, optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> None:
         self.optimizer = optimizer
         self.names = names
-        self.base: Any = next(c for c in type(optimizer).__mro__ if not c.__name__.startswith("Offmate"))
+        self.base: Any = next(c for c in type(optimizer).__mro__ if not issubclass(c, PlannedOptimizer))
         self.fuse = self._fuses()
         self.groups: dict[str, dict[str, Any]] = {}
         self.snapshot()
