@@ -95,7 +95,7 @@ class Updates:
     def state_bytes(self) -> int:
         """What the states will take on disk and on the host, the copies included."""
         copies = sum(m.numel() * m.element_size() for m in self.masters.values())
-        updated = {self.masters.get(n, p): n for n, p in self.params.items()}
+        updated: dict[torch.Tensor, str] = {self.masters.get(n, p): n for n, p in self.params.items()}
         updater = Updater(self.optimizer, updated)
         return copies + sum(sum(state_bytes(updater, p, updater.groups[n])) for p, n in updated.items())
 
