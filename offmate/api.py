@@ -130,7 +130,9 @@ def plan(
             if machine is not None:
                 if request.automatic_host:
                     request = replace(request, host_budget_bytes=machine.host_memory_bytes or _ENDLESS_BYTES)
-                request = replace(request, device=machine.name)
+                if gpu_budget == "auto":
+                    request = replace(request, budget_bytes=machine.default_budget_bytes)
+                request = replace(request, device="emulated" if machine.shared_cores else machine.name)
                 return plan_elsewhere(model, args, kwargs, request, updater, machine, say)
             return make_plan(model, args, kwargs, request, updater, say).plan
     finally:

@@ -266,7 +266,7 @@ def _search(
     )
     if found.schedule is None:
         raise refusal(lowered, request.budget_bytes, request.host_budget_bytes, fixed, config)
-    say("least budget", 0.0)
+    say(f"least budget (this plan is within {found.solution.gap:.1%} of the bound)", 0.0)
     least = least_budget(problem, time_limit_s=config.solver_time_limit_s, backend=config.solver)
     plan = Plan(
         fingerprint=fingerprint,
@@ -282,6 +282,7 @@ def _search(
         status=found.solution.status.value,
         user_bytes=request.user_bytes or 0,
         plan_s=time.perf_counter() - start,
+        problem=problem,
     )
     return plan, lowered
 
