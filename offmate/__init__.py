@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .api import compile, plan
-    from .budgets import SweepPoint, sweep
     from .config import Config
     from .errors import (
         BudgetExceeded,
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     )
     from .plans import Plan, load_plan
     from .reports.plots import plot_sweep
-    from .trace import Trace
 
 __version__ = "0.1.0"
 
@@ -31,9 +29,6 @@ _HOME = {
     "Plan": "plans",
     "load_plan": "plans",
     "plot_sweep": "reports.plots",
-    "SweepPoint": "budgets",
-    "sweep": "budgets",
-    "Trace": "trace",
     **dict.fromkeys(
         (
             "BudgetExceeded",
@@ -59,14 +54,11 @@ __all__ = [
     "Plan",
     "PlanFileError",
     "ProtocolError",
-    "SweepPoint",
-    "Trace",
     "__version__",
     "compile",
     "load_plan",
     "plan",
     "plot_sweep",
-    "sweep",
 ]
 
 

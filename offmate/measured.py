@@ -17,7 +17,7 @@ from .programs import NodeCost
 
 log = logging.getLogger("offmate")
 
-FORMAT = 3
+FORMAT = 2
 
 _kept: dict[str, Measured] = {}
 

@@ -1,4 +1,7 @@
-"""Columns and rows of the chain: each block's option and the interface values between blocks."""
+"""Columns and rows of the chain: each block's option and the interface values between blocks.
+
+Every pass does what the others do: a column is counted in each of them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Leaving:
-    """Z of one interface value: leaves in step `out`, is back in step `back`."""
+    """Z of one interface value: leaves in step `out` of the first pass, is back in step `back`; so in every pass."""
 
     name: str
     out: int
@@ -40,7 +43,9 @@ def _add_block(problem: Problem, i: int, builder: Builder, account: Account) -> 
         for early in (False, True) if option.offloaded_bytes else (False,):
             column = builder.column(f"Comp[{i},{o},{'early' if early else 'late'}]", integer=True)
             columns[o, early] = column
-            _count_option(option, i, backward, early, column, account)
+            account.keep_on_host(option.offloaded_bytes, column)
+            for start in problem.passes:
+                _count_option(option, start + i, start + backward, early, column, account)
     if not columns:
         raise ProblemError(f"block {block.name}: every option offloads, but its backward follows its forward")
     one = add(*((1.0, c) for c in columns.values()), (-1.0, {ONE: 1.0}))
@@ -48,19 +53,18 @@ def _add_block(problem: Problem, i: int, builder: Builder, account: Account) -> 
     return Choices(columns)
 
 
-def _count_option(option: Option, i: int, backward: int, early: bool, column: Terms, account: Account) -> None:
-    account.compute_in(i, option.forward_s, column)
+def _count_option(option: Option, forward: int, backward: int, early: bool, column: Terms, account: Account) -> None:
+    account.compute_in(forward, option.forward_s, column)
     account.compute_in(backward, option.backward_s, column)
-    account.hold_over(range(i + 1, backward), option.saved_bytes, column)
+    account.hold_over(range(forward + 1, backward), option.saved_bytes, column)
     amount = option.offloaded_bytes
-    account.keep_on_host(amount, column)
     if early:
-        for step in (i + 1, backward - 1):
+        for step in (forward + 1, backward - 1):
             account.hold(step, amount, column)
-        account.move("out", i + 1, amount, column)
+        account.move("out", forward + 1, amount, column)
         account.move("in", backward - 1, amount, column)
     else:
-        account.move_serially("out", i, amount, column)
+        account.move_serially("out", forward, amount, column)
         account.move_serially("in", backward, amount, column)
 
 
@@ -68,26 +72,31 @@ def add_values(problem: Problem, builder: Builder, account: Account) -> tuple[Le
     """Interface values are held until their last use, or leave between their last forward and first backward use."""
     result = []
     for value in problem.values:
-        held = range(value.made + 1, value.uses[-1] + 1)
         window = away_window(problem, value)
-        account.hold_over(held, value.bytes, {ONE: 1.0})
-        if window is None:
-            continue
-        out, back = window
-        column = builder.column(f"Z[{value.name}]", integer=True)
-        account.hold_over(range(out + 1, back), -value.bytes, column)
-        account.keep_on_host(value.bytes, column)
-        if out == value.made:
-            account.move_serially("out", out, value.bytes, column)
-        else:
-            account.move("out", out, value.bytes, column)
-        account.move("in", back, value.bytes, column)
-        result.append(Leaving(value.name, out, back, column))
+        column = None
+        if window is not None:
+            column = builder.column(f"Z[{value.name}]", integer=True)
+            account.keep_on_host(value.bytes, column)
+            result.append(Leaving(value.name, *window, column))
+        for start in problem.passes:
+            account.hold_over(range(start + value.made + 1, start + value.uses[-1] + 1), value.bytes, {ONE: 1.0})
+            if window is not None and column is not None:
+                _count_leaving(value, start, window, column, account)
     return tuple(result)
 
 
+def _count_leaving(value: Value, start: int, window: tuple[int, int], column: Terms, account: Account) -> None:
+    out, back = start + window[0], start + window[1]
+    account.hold_over(range(out + 1, back), -value.bytes, column)
+    if window[0] == value.made:
+        account.move_serially("out", out, value.bytes, column)
+    else:
+        account.move("out", out, value.bytes, column)
+    account.move("in", back, value.bytes, column)
+
+
 def away_window(problem: Problem, value: Value) -> tuple[int, int] | None:
-    """The steps in which a value leaves and comes back, None where it would be away for no step."""
+    """The first pass's steps in which a value leaves and comes back, None where it would be away for no step."""
     forwards = [value.made, *(u for u in value.uses if u < problem.n_blocks)]
     backwards = [u for u in value.uses if u >= problem.n_blocks]
     if not backwards or backwards[0] - forwards[-1] < 3:

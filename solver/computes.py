@@ -39,6 +39,8 @@ def item_sizes(problem: Problem, decisions: Decisions) -> dict[str, int]:
     for plan in decisions.tensors:
         if not plan.cpu:
             sizes[f"s:{plan.name}"] = states.get(plan.name, 0)
+            if problem.micro_batches > 1:
+                sizes[f"t:{plan.name}"] = sizes.get(f"g:{plan.name}", 0)
     for value in problem.values:
         sizes[f"v:{value.name}"] = value.bytes
         sizes[f"d:{value.name}"] = value.grad_bytes if value.grad_steps else 0

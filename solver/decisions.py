@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .problem import Group, TensorSize
+from .problem import Group, Problem, TensorSize
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,14 @@ class TensorPlan:
     ----------
     name, group: the tensor and its parameter group.
     cpu: updated on the host. Its compute copy is then released at the end of the step of its last gradient.
-    grad_out: its gradient goes out (CPU part).
+    grad_out: its gradient goes out (CPU part), in the last pass.
+    lead_out: it goes out in the first pass (CPU part), and so many steps later in every other but the last.
     cpu_update: its update starts on the host (CPU part; None if the user's own code updates).
     device_update: it is updated on the device (device part of a trainable group).
     back: it comes in before its first use (CPU part, or device part that was dropped).
     out: its new values go to the host (device part).
     drop: it is released at the end of the step (device part).
-    gaps: all other gaps between its uses, in order.
+    gaps: all other gaps between its uses; what recurs in several passes is listed for each.
     state_out, state_in: its optimizer state leaves and returns (device part).
     """
 
@@ -44,6 +45,7 @@ class TensorPlan:
     group: str
     cpu: bool = False
     grad_out: int | None = None
+    lead_out: int | None = None
     cpu_update: int | None = None
     device_update: int | None = None
     back: int | None = None
@@ -81,11 +83,13 @@ def cycle(first: int, last: int, n_steps: int) -> list[int]:
     return [(first + k) % n_steps for k in range((last - first + 1) % n_steps)]
 
 
-def tensor_bytes(group: Group, tensor: TensorSize, plan: TensorPlan, n_steps: int) -> list[int]:
+def tensor_bytes(problem: Problem, group: Group, tensor: TensorSize, plan: TensorPlan) -> list[int]:
     """Bytes of one tensor's compute copy, state and pending gradient in each step, as the program counts them.
 
-    The gradient is counted from the step after the last one that adds to it; before that it is held in any case.
+    A gradient is counted from the step after the last one that adds to it; before that it is held in any case. With
+    several micro-batches the total on the device is counted from the step after the first pass's gradient.
     """
+    n_steps = problem.n_steps
     away: set[int] = set()
     for gap in plan.gaps:
         if gap.back is not None:
@@ -93,17 +97,25 @@ def tensor_bytes(group: Group, tensor: TensorSize, plan: TensorPlan, n_steps: in
     state_away: set[int] = set()
     pending: set[int] = set()
     if group.trainable:
-        last = group.grad_steps[-1]
+        last = problem.last_gradient(group)
         left = last if plan.cpu else plan.drop
         if left is not None and plan.back is not None:
             away.update(cycle((left + 1) % n_steps, (plan.back - 1) % n_steps, n_steps))
         if plan.state_out is not None and plan.state_in is not None:
             state_away.update(cycle((plan.state_out + 1) % n_steps, (plan.state_in - 1) % n_steps, n_steps))
-        until = plan.grad_out if plan.cpu else plan.device_update
-        if until is not None and until != last:
-            pending.update(cycle((last + 1) % n_steps, until, n_steps))
+        pending.update(_pending(problem, group, plan))
     state = 0 if plan.cpu else tensor.state_bytes
     return [
         tensor.param_bytes * (t not in away) + state * (t not in state_away) + tensor.grad_bytes * (t in pending)
         for t in range(n_steps)
     ]
+
+
+def _pending(problem: Problem, group: Group, plan: TensorPlan) -> list[int]:
+    """The steps in which a complete gradient, or a total, is on the device, but those that complete it."""
+    first, last = group.grad_steps[-1], problem.last_gradient(group)
+    waits = [(last, plan.grad_out)] if plan.cpu else [(first, plan.device_update)]
+    if plan.cpu and plan.lead_out is not None:
+        waits += [(start + first, start + plan.lead_out) for start in problem.passes[:-1]]
+    n = problem.n_steps
+    return [step for made, until in waits if until not in (None, made) for step in cycle((made + 1) % n, until or 0, n)]

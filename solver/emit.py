@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .computes import compute_specs, item_sizes, resident_items, value_uses
 from .decisions import Decisions, TensorPlan
 from .problem import Group, Problem, TensorSize
-from .schedule import Action, Kind, Schedule
+from .schedule import Action, Kind, Pass, Schedule
 
 
 class _Slot(IntEnum):
@@ -52,9 +52,8 @@ class _Emitter:
             self.add(step, _Slot.FREE, Kind.FREE, item)
 
     def copy_out(self, step: int, item: str, made: int) -> None:
-        slot = _Slot.OFFLOAD_MADE if step == made else _Slot.OFFLOAD_EARLIER
         if item in self.sizes:
-            self.add(step, slot, Kind.OFFLOAD, item)
+            self.add(step, _leaves(step, made), Kind.OFFLOAD, item)
 
     def prefetch(self, step: int, item: str, needed: int) -> None:
         """Bring `item` in in `step`; what is needed sooner comes first."""
@@ -65,6 +64,10 @@ class _Emitter:
     def free(self, step: int, item: str) -> None:
         if item in self.sizes:
             self.add(step, _Slot.FREE, Kind.FREE, item)
+
+
+def _leaves(step: int, made: int) -> _Slot:
+    return _Slot.OFFLOAD_MADE if step == made else _Slot.OFFLOAD_EARLIER
 
 
 def build_schedule(problem: Problem, decisions: Decisions) -> Schedule:
@@ -85,58 +88,65 @@ def build_schedule(problem: Problem, decisions: Decisions) -> Schedule:
     for group in problem.groups:
         for tensor in group.tensors:
             _emit_tensor(emitter, group, plans[tensor.name])
-    forward, backward, turn_around = _parts(problem, sorted(emitter.entries))
+    passes, turn_around = _parts(problem, sorted(emitter.entries))
     computes = compute_specs(problem, decisions, sizes)
-    actions = (*forward, *backward, *turn_around)
-    update_cpu_s, update_device_s = _update_seconds(problem, plans)
+    actions = [*(action for one in passes for action in one.forward + one.backward), *turn_around]
+    several = problem.micro_batches > 1
     return Schedule(
         options=decisions.options,
         item_bytes=sizes,
         resident=resident_items(actions, computes, sizes),
         computes=computes,
-        update_cpu_s=update_cpu_s,
-        update_device_s=update_device_s,
+        update_cpu_s=_shares(problem, plans, "cpu_update_s", cpu=True),
+        update_device_s=_shares(problem, plans, "device_update_s", cpu=False),
         rates=problem.rates,
         device_budget_bytes=problem.device_budget_bytes,
         host_budget_bytes=problem.host_budget_bytes,
         host_bytes=_host_bytes(problem, decisions, plans),
-        forward=forward,
-        backward=backward,
+        forward=passes[-1].forward,
+        backward=passes[-1].backward,
         turn_around=turn_around,
         gate=problem.gate,
+        micro_batches=problem.micro_batches,
+        lead=passes[:-1],
+        add_cpu_s=_shares(problem, plans, "cpu_add_s", cpu=True) if several else {},
+        add_device_s=_shares(problem, plans, "device_add_s", cpu=False) if several else {},
     )
 
 
 def _emit_computes(emitter: _Emitter) -> None:
     problem = emitter.problem
     n = problem.n_blocks
-    emitter.add(0, _Slot.COMPUTE, Kind.COMPUTE, "start")
-    for i in range(n):
-        emitter.add(i, _Slot.COMPUTE, Kind.COMPUTE, f"F{i}")
-        emitter.add(problem.backward_step(i), _Slot.COMPUTE, Kind.COMPUTE, f"B{i}")
-    emitter.add(n, _Slot.FIRST, Kind.COMPUTE, "user")
+    for start in problem.passes:
+        emitter.add(start, _Slot.COMPUTE, Kind.COMPUTE, "start")
+        for i in range(n):
+            emitter.add(start + i, _Slot.COMPUTE, Kind.COMPUTE, f"F{i}")
+            emitter.add(start + problem.backward_step(i), _Slot.COMPUTE, Kind.COMPUTE, f"B{i}")
+        emitter.add(start + n, _Slot.FIRST, Kind.COMPUTE, "user")
+        for shared in problem.shared:
+            last = shared.last_step if start == problem.passes[-1] else min(shared.last_step, problem.pass_steps - 1)
+            emitter.free(start + last, f"x:{shared.name}")
+        for output in problem.outputs:
+            emitter.free(start + n - 1, f"old:{output.name}")
     if problem.gate:
         emitter.add(problem.first_turn_around, _Slot.FIRST, Kind.COMPUTE, "gate")
-    for shared in problem.shared:
-        emitter.free(shared.last_step, f"x:{shared.name}")
-    for output in problem.outputs:
-        emitter.free(n - 1, f"old:{output.name}")
 
 
 def _emit_activations(emitter: _Emitter, decisions: Decisions) -> None:
     """Copies of what the options offload, and interface values, which are released after their last use."""
     problem = emitter.problem
-    for i, early in enumerate(decisions.early):
-        back = problem.backward_step(i)
-        emitter.offload(i + early, f"a:{i}", i)
-        emitter.prefetch(back - early, f"a:{i}", back)
-    for value in problem.values:
-        item = f"v:{value.name}"
-        if value.name in decisions.offloaded_values:
-            last_forward, first_backward = value_uses(problem, value)
-            emitter.offload(last_forward, item, value.made)
-            emitter.prefetch(first_backward - 1, item, first_backward)
-        emitter.free(value.uses[-1], item)
+    for start in problem.passes:
+        for i, early in enumerate(decisions.early):
+            forward, back = start + i, start + problem.backward_step(i)
+            emitter.offload(forward + early, f"a:{i}", forward)
+            emitter.prefetch(back - early, f"a:{i}", back)
+        for value in problem.values:
+            item = f"v:{value.name}"
+            if value.name in decisions.offloaded_values:
+                last_forward, first_backward = value_uses(problem, value)
+                emitter.offload(start + last_forward, item, start + value.made)
+                emitter.prefetch(start + first_backward - 1, item, start + first_backward)
+            emitter.free(start + value.uses[-1], item)
 
 
 def _emit_tensor(emitter: _Emitter, group: Group, plan: TensorPlan) -> None:
@@ -147,30 +157,44 @@ def _emit_tensor(emitter: _Emitter, group: Group, plan: TensorPlan) -> None:
             emitter.prefetch(gap.back, param, gap.before)
     if not group.trainable:
         return
-    last = group.grad_steps[-1]
     if plan.back is not None:
         emitter.prefetch(plan.back, param, group.uses[0])
     if plan.cpu:
-        _emit_host_update(emitter, plan, last)
+        _emit_host_update(emitter, group, plan)
     elif emitter.problem.update == "planned":
-        _emit_device_update(emitter, plan)
+        _emit_device_update(emitter, group, plan)
 
 
-def _emit_host_update(emitter: _Emitter, plan: TensorPlan, last: int) -> None:
+def _emit_host_update(emitter: _Emitter, group: Group, plan: TensorPlan) -> None:
+    problem = emitter.problem
+    last = problem.last_gradient(group)
     emitter.free(last, f"p:{plan.name}")
+    if plan.lead_out is not None:
+        for start in problem.passes[:-1]:
+            _emit_gradient(emitter, plan, start + plan.lead_out, start + group.grad_steps[-1])
     if plan.grad_out is not None:
-        emitter.offload(plan.grad_out, f"g:{plan.name}", last)
+        _emit_gradient(emitter, plan, plan.grad_out, last)
     if plan.cpu_update is not None:
         assert plan.back is not None
         urgency = (plan.back - plan.cpu_update) % emitter.problem.n_steps
         emitter.add(plan.cpu_update, _Slot.UPDATE_CPU, Kind.UPDATE_CPU, plan.name, urgency)
 
 
-def _emit_device_update(emitter: _Emitter, plan: TensorPlan) -> None:
-    last = plan.device_update
+def _emit_gradient(emitter: _Emitter, plan: TensorPlan, step: int, made: int) -> None:
+    """A gradient goes out, and with several micro-batches is added up before the next but one may follow it."""
+    emitter.offload(step, f"g:{plan.name}", made)
+    if emitter.problem.micro_batches > 1:
+        emitter.add(step, _leaves(step, made), Kind.ACCUMULATE_CPU, plan.name)
+
+
+def _emit_device_update(emitter: _Emitter, group: Group, plan: TensorPlan) -> None:
+    last, problem = plan.device_update, emitter.problem
     assert last is not None
+    several = problem.micro_batches > 1
+    for start in problem.passes if several else ():
+        emitter.add(start + group.grad_steps[-1], _Slot.UPDATE_DEVICE, Kind.ACCUMULATE, plan.name)
     emitter.add(last, _Slot.UPDATE_DEVICE, Kind.UPDATE_DEVICE, plan.name)
-    emitter.add(last, _Slot.UPDATE_DEVICE, Kind.FREE, f"g:{plan.name}")
+    emitter.add(last, _Slot.UPDATE_DEVICE, Kind.FREE, f"{'t' if several else 'g'}:{plan.name}")
     if plan.out is not None:
         emitter.copy_out(plan.out, f"p:{plan.name}", last)
     if plan.drop is not None:
@@ -180,38 +204,36 @@ def _emit_device_update(emitter: _Emitter, plan: TensorPlan) -> None:
         emitter.prefetch(plan.state_in, f"s:{plan.name}", last)
 
 
-def _parts(
-    problem: Problem, entries: list[_Entry]
-) -> tuple[tuple[Action, ...], tuple[Action, ...], tuple[Action, ...]]:
-    n = problem.n_blocks
-    barrier = problem.n_steps if problem.update == "planned" else problem.first_turn_around + 1
+def _parts(problem: Problem, entries: list[_Entry]) -> tuple[tuple[Pass, ...], tuple[Action, ...]]:
+    n, last = problem.n_blocks, problem.first_turn_around
+    barrier = problem.n_steps if problem.update == "planned" else last + 1
 
     def steps(first: int, end: int) -> tuple[Action, ...]:
         return tuple(entry.action for entry in entries if first <= entry.step < end)
 
-    return steps(barrier, problem.n_steps) + steps(0, n), steps(n, 2 * n), steps(2 * n, barrier)
+    passes = [Pass(steps(start, start + n), steps(start + n, start + 2 * n)) for start in problem.passes]
+    passes[0] = Pass(steps(barrier, problem.n_steps) + passes[0].forward, passes[0].backward)
+    return tuple(passes), steps(last, barrier)
 
 
-def _update_seconds(problem: Problem, plans: dict[str, TensorPlan]) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds per tensor, in proportion to its gradient, for the host's tensors and for the device's."""
-    host: dict[str, float] = {}
-    device: dict[str, float] = {}
-    for group in problem.groups:
-        if not group.trainable or problem.update == "external":
-            continue
-        for tensor in group.tensors:
-            share = tensor.grad_bytes / max(group.grad_bytes, 1)
-            if plans[tensor.name].cpu:
-                host[tensor.name] = share * group.cpu_update_s
-            else:
-                device[tensor.name] = share * group.device_update_s
-    return host, device
+def _shares(problem: Problem, plans: dict[str, TensorPlan], seconds: str, *, cpu: bool) -> dict[str, float]:
+    """A group's seconds by tensor, in proportion to its gradient, for the host's tensors or for the device's."""
+    if problem.update == "external":
+        return {}
+    return {
+        tensor.name: getattr(group, seconds) * tensor.grad_bytes / max(group.grad_bytes, 1)
+        for group in problem.groups
+        if group.trainable
+        for tensor in group.tensors
+        if plans[tensor.name].cpu == cpu
+    }
 
 
 def _host_bytes(problem: Problem, decisions: Decisions, plans: dict[str, TensorPlan]) -> int:
     total = sum(_host_bytes_of(tensor, plans[tensor.name]) for group in problem.groups for tensor in group.tensors)
     total += sum(block.options[o].offloaded_bytes for block, o in zip(problem.blocks, decisions.options))
-    return total + sum(v.bytes for v in problem.values if v.name in decisions.offloaded_values)
+    total += sum(v.bytes for v in problem.values if v.name in decisions.offloaded_values)
+    return total + problem.arrival_bytes
 
 
 def _host_bytes_of(tensor: TensorSize, plan: TensorPlan) -> int:

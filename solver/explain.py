@@ -13,7 +13,6 @@ from .solve import solve
 
 GIB = 2**30
 _FULL = 0.9  # a resource that is busy for this part of a phase limits it
-_PHASES = ("forward", "backward", "turn_around")
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,8 @@ class Phase:
 
     Parameters
     ----------
-    name: "forward", "backward" or "turn_around". seconds: how long it takes.
+    name: "forward", "backward" or "turn_around"; with several micro-batches "first forward", "middle forward" and so
+        on, where a middle one stands for all of them. seconds: how long it takes once.
     busy: by resource the part of the phase in which it works. memory: the most of the device budget in use, as a part.
     """
 
@@ -61,7 +61,7 @@ class Explanation:
             if offer.saved_s > 1e-3 * self.step_s:
                 lines.append(f"With {offer.change} a step would take {offer.saved_s:.3g} s less.")
             else:
-                lines.append(f"{offer.change[0].upper()}{offer.change[1:]} would buy nothing.")
+                lines.append(f"{offer.change.capitalize()} would buy nothing.")
         return "\n".join(lines)
 
 
@@ -91,7 +91,7 @@ def explain(
         then_s = solve(other, time_limit_s=time_limit_s, gap=gap, backend=backend).objective_s
         found.append(Offer(change, then_s, max(0.0, now_s - then_s)))
     found.sort(key=lambda offer: -offer.saved_s)
-    phases = tuple(_phase(planned.schedule, planned.simulation, name) for name in _PHASES)
+    phases = _phases(planned.schedule, planned.simulation)
     return Explanation(planned.simulation.step_s, phases, tuple(found))
 
 
@@ -113,10 +113,18 @@ def _changes(problem: Problem) -> dict[str, Problem]:
     }
 
 
-def _phase(schedule: Schedule, simulation: Simulation, name: str) -> Phase:
-    places = {"forward": 0, "backward": len(schedule.forward)}
-    first = places.get(name, len(schedule.forward) + len(schedule.backward))
-    last = first + len(getattr(schedule, name)) - 1
+def _phases(schedule: Schedule, simulation: Simulation) -> tuple[Phase, ...]:
+    words = {1: ("",), 2: ("first ", "last ")}.get(schedule.micro_batches, ("first ", "middle ", "last "))
+    parts = [part for word in words for part in (f"{word}forward", f"{word}backward")]
+    actions = [part for one in schedule.passes for part in (one.forward, one.backward)]
+    first, phases = 0, []
+    for name, part in zip([*parts, "turn_around"], [*actions, schedule.turn_around]):
+        phases.append(_phase(schedule, simulation, name, first, first + len(part) - 1))
+        first += len(part)
+    return tuple(phases)
+
+
+def _phase(schedule: Schedule, simulation: Simulation, name: str, first: int, last: int) -> Phase:
     if last < first:
         return Phase(name, 0.0, {}, 0.0)
     begin, end = simulation.taken[first][0], simulation.taken[last][1]

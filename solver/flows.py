@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .account import Account
 from .linear import ONE, Builder, Flow, Terms, add, flow, follows
@@ -22,21 +23,31 @@ class Span:
     ----------
     first, end: f_w; g_w (of a frozen group its last use).
     idle: g_w .. f_w - 1 in cyclic order, g_w included.
-    points: steps in which the whole compute copy is there, ascending: uses and g_w.
+    points: steps of the first pass in which the whole compute copy is there, ascending: uses and the last gradient.
+    between: the gaps within an iteration.
     """
 
     first: int
     end: int
     idle: tuple[int, ...]
     points: tuple[int, ...]
+    between: tuple[Stay, ...]
+
+
+@dataclass(frozen=True)
+class Stay:
+    """A gap between two uses, in steps `after` and `before`; it recurs at each of `shifts` (0 first), in steps."""
+
+    after: int
+    before: int
+    shifts: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True)
 class Away:
-    """One of the other gaps: `part` is dropped at the end of step `after` and comes back before step `before`."""
+    """What is done in a gap: `part` is dropped at the end of step `after` and comes back before step `before`."""
 
-    after: int
-    before: int
+    stay: Stay
     part: Terms
     back: Flow
 
@@ -47,6 +58,7 @@ class GroupColumns:
 
     cpu_part: Terms
     grad_out: Flow | None = None
+    lead_out: Flow | None = None
     cpu_update: Flow | None = None
     cpu_back: Flow | None = None
     out_drop: Flow | None = None
@@ -65,8 +77,10 @@ def around(first: int, last: int, n_steps: int) -> tuple[int, ...]:
 def span_of(problem: Problem, group: Group) -> Span:
     """Where the group's gaps lie."""
     points = tuple(sorted({*group.uses, *group.grad_steps[-1:]}))
-    first, end = points[0], points[-1]
-    return Span(first, end, around(end, first - 1, problem.n_steps), points)
+    first, end = points[0], points[-1] + problem.passes[-1]
+    within = [Stay(after, before, problem.passes) for after, before in pairwise(points)]
+    crossing = [Stay(points[-1], first + problem.pass_steps, problem.passes[:-1])] if problem.n_passes > 1 else []
+    return Span(first, end, around(end, first - 1, problem.n_steps), points, (*within, *crossing))
 
 
 def sparse_offsets(n: int) -> list[int]:
@@ -105,8 +119,9 @@ def updating_steps(span: tuple[int, ...]) -> tuple[int, ...]:
 def add_group(problem: Problem, group: Group, builder: Builder, account: Account) -> GroupColumns:
     """The columns and rows of `group`, counted in `account`."""
     span = span_of(problem, group)
-    for step in span.points:
-        account.hold(step, group.param_bytes, WHOLE)
+    for start in problem.passes:
+        for step in span.points:
+            account.hold(start + step, group.param_bytes, WHOLE)
     if not group.trainable:
         return _frozen(problem, group, span, builder, account)
     if problem.update == "external":
@@ -117,7 +132,7 @@ def add_group(problem: Problem, group: Group, builder: Builder, account: Account
 def _frozen(problem: Problem, group: Group, span: Span, builder: Builder, account: Account) -> GroupColumns:
     hosted = builder.column(f"h[{group.name}]")
     account.keep_on_host(group.param_bytes, hosted)
-    gaps = [*_pairs(span), (span.end, span.first)]
+    gaps = (*span.between, Stay(span.end, span.first))
     return GroupColumns(NONE, away=_others(group, gaps, hosted, problem.n_steps, builder, account))
 
 
@@ -130,7 +145,7 @@ def _external(problem: Problem, group: Group, span: Span, builder: Builder, acco
     back = flow(builder, f"ParInC[{name}]", span.idle, comes, WHOLE)
     _count_cpu_part(group, span, WHOLE, grad_out, back, account)
     account.keep_on_host(group.param_bytes, WHOLE)
-    away = _others(group, _pairs(span), WHOLE, problem.n_steps, builder, account)
+    away = _others(group, span.between, WHOLE, problem.n_steps, builder, account)
     return GroupColumns(WHOLE, grad_out=grad_out, cpu_back=back, away=away)
 
 
@@ -148,6 +163,7 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     for step, part in update.each():
         account.spend_cpu(step, group.cpu_update_s, part)
     _count_cpu_part(group, span, x, grad_out, cpu_back, account)
+    lead_out = _sums(problem, group, span, x, grad_out, builder, account)
 
     after_update = around(updated, span.first - 1, problem.n_steps)
     dropped, kept = builder.column(f"D[{name}]"), builder.column(f"K[{name}]")
@@ -166,11 +182,14 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     account.hold_over(idle[1:], group.param_bytes, rest)
     account.hold_sums(after_update[1:], -group.param_bytes, out_drop.prior)
     account.hold_sums(after_update[1:], group.param_bytes, back.sums)
-    account.hold_over(around(span.end, updated, problem.n_steps)[1:], group.grad_bytes, rest)
+    # Where there are several micro-batches the first one's gradient becomes the total.
+    account.hold_over(around(span.points[-1], updated, problem.n_steps)[1:], group.grad_bytes, rest)
+    for start in problem.passes[1:]:
+        account.compute_in(start + span.points[-1], group.device_add_s, rest)
 
     state_out, state_in = _states(problem, group, updated, x, builder, account)
-    away = _others(group, _pairs(span), hosted, problem.n_steps, builder, account)
-    return GroupColumns(x, grad_out, update, cpu_back, out_drop, out_keep, back, state_out, state_in, away)
+    away = _others(group, span.between, hosted, problem.n_steps, builder, account)
+    return GroupColumns(x, grad_out, lead_out, update, cpu_back, out_drop, out_keep, back, state_out, state_in, away)
 
 
 def _count_cpu_part(group: Group, span: Span, x: Terms, grad_out: Flow, cpu_back: Flow, account: Account) -> None:
@@ -183,6 +202,26 @@ def _count_cpu_part(group: Group, span: Span, x: Terms, grad_out: Flow, cpu_back
     account.keep_on_host(group.grad_bytes + group.state_bytes, x)
 
 
+def _sums(
+    problem: Problem, group: Group, span: Span, x: Terms, grad_out: Flow, builder: Builder, account: Account
+) -> Flow | None:
+    """The CPU part's gradients of all passes but the last, and the host's additions, a step after each copy."""
+    if problem.n_passes == 1:
+        return None
+    end = span.points[-1]
+    window = around(end, problem.pass_steps + group.grad_steps[0] - 1, problem.n_steps)
+    lead_out = flow(builder, f"LeadOut[{group.name}]", window, leaving_steps(window), x)
+    leaving = [(start + end, lead_out.later(start)) for start in problem.passes[:-1]]
+    for made, gone in leaving:
+        _leave(group.grad_bytes, made, gone, account)
+        account.hold_over(gone.span[1:], group.grad_bytes, x)
+        account.hold_sums(gone.span[1:], -group.grad_bytes, gone.prior)
+    for gone in (*(gone for _, gone in leaving), grad_out):
+        for step, part in gone.each():
+            account.spend_cpu((step + 1) % problem.n_steps, group.cpu_add_s, part)
+    return lead_out
+
+
 def _states(
     problem: Problem, group: Group, updated: int, x: Terms, builder: Builder, account: Account
 ) -> tuple[Flow | None, Flow | None]:
@@ -192,8 +231,9 @@ def _states(
     name, cycle = group.name, around(updated, updated - 1, problem.n_steps)
     rest = add((1.0, WHOLE), (-1.0, x))
     total = builder.column(f"S[{name}]")
-    gone = flow(builder, f"OutO[{name}]", cycle, leaving_steps(cycle, 2), total)
-    back = flow(builder, f"InO[{name}]", cycle, coming_steps(cycle, 2), total)
+    may = [step for step in cycle if not problem.in_middle(step)]
+    gone = flow(builder, f"OutO[{name}]", cycle, leaving_steps(tuple(may), 2), total)
+    back = flow(builder, f"InO[{name}]", cycle, coming_steps(tuple(may), 2), total)
     follows(builder, f"InO after OutO[{name}]", back, gone)
     builder.at_most_zero(f"states[{name}]", add((1.0, total), (-1.0, rest)))
     account.keep_on_host(group.state_bytes, total)
@@ -205,14 +245,9 @@ def _states(
     return gone, back
 
 
-def _pairs(span: Span) -> list[tuple[int, int]]:
-    """The gaps inside the iteration."""
-    return list(zip(span.points, span.points[1:]))
-
-
 def _others(
     group: Group,
-    gaps: list[tuple[int, int]],
+    gaps: tuple[Stay, ...],
     hosted: Terms,
     n_steps: int,
     builder: Builder,
@@ -220,19 +255,22 @@ def _others(
 ) -> tuple[Away, ...]:
     """Every gap but a trainable group's idle one: what has a host copy may be dropped and comes back in time."""
     result = []
-    for after, before in gaps:
-        between = around(after, before - 1, n_steps)[1:]
+    for stay in gaps:
+        between = around(stay.after, stay.before - 1, n_steps)[1:]
         if len(between) < 2:  # what leaves would be back in the same step
-            account.hold_over(between, group.param_bytes, WHOLE)
+            for shift in stay.shifts:
+                account.hold_over([step + shift for step in between], group.param_bytes, WHOLE)
             continue
-        label = f"{group.name},{after}"
+        label = f"{group.name},{stay.after}"
         part = builder.column(f"d[{label}]")
         builder.at_most_zero(f"d[{label}]", add((1.0, part), (-1.0, hosted)))
         back = flow(builder, f"Back[{label}]", between, coming_steps(between, 1), part)
-        _come(group.param_bytes, back, account)
-        account.hold_over(between, group.param_bytes, add((1.0, WHOLE), (-1.0, part)))
-        account.hold_sums(between, group.param_bytes, back.sums)
-        result.append(Away(after, before, part, back))
+        for shift in stay.shifts:
+            again = back.later(shift)
+            _come(group.param_bytes, again, account)
+            account.hold_over(again.span, group.param_bytes, add((1.0, WHOLE), (-1.0, part)))
+            account.hold_sums(again.span, group.param_bytes, again.sums)
+        result.append(Away(stay, part, back))
     return tuple(result)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from .computes import resident_items
-from .schedule import Action, Kind, Schedule
+from .schedule import Action, Kind, Pass, Schedule
 from .simulate import memory_highs, simulate
 
 _AHEAD = 2  # computes by which a copy is to be ready earlier than needed
@@ -21,7 +21,8 @@ def improve(schedule: Schedule) -> Schedule:
     Host updates start as soon as their gradient is on its way. Prefetches move up, in their order and not before the
     host's copy is valid, so that they are done about two computes before they are needed, the time the link needs for
     what is behind them included. Frees of items on their way out move to just before the first action that needs
-    their bytes. All three may cross the end of the iteration, unless the user's own code updates there.
+    their bytes. All three may cross the end of the iteration, unless the user's own code updates there, but not the
+    border between two micro-batches: a middle one must leave behind what it found.
 
     Parameters
     ----------
@@ -42,30 +43,46 @@ def improve(schedule: Schedule) -> Schedule:
 
 @dataclass(frozen=True)
 class _Placed:
-    """An action and the part of the iteration (0 forward, 1 backward, 2 turn-around) that it belongs to."""
+    """An action, the part of the iteration that it belongs to, and that part's pass; the turn-around is the last's."""
 
     action: Action
     part: int
+    of_pass: int
 
 
 def _placed(schedule: Schedule) -> list[_Placed]:
-    parts = (schedule.forward, schedule.backward, schedule.turn_around)
-    return [_Placed(action, part) for part, actions in enumerate(parts) for action in actions]
+    last = len(schedule.lead)
+    return [
+        _Placed(action, part, min(part // 2, last))
+        for part, actions in enumerate(_parts(schedule))
+        for action in actions
+    ]
+
+
+def _parts(schedule: Schedule) -> list[tuple[Action, ...]]:
+    """Forward and backward of every pass, and the turn-around."""
+    return [*(part for one in schedule.passes for part in (one.forward, one.backward)), schedule.turn_around]
+
+
+def _crosses(entry: _Placed, following: _Placed) -> bool:
+    """Whether another pass of the same iteration begins between two neighbours."""
+    return entry.of_pass < following.of_pass
 
 
 def _rebuilt(schedule: Schedule, placed: Iterable[_Placed]) -> Schedule:
     """The schedule with these actions; the order within each part is theirs."""
-    parts: tuple[list[Action], ...] = ([], [], [])
+    parts: list[list[Action]] = [[] for _ in _parts(schedule)]
     for entry in placed:
         parts[entry.part].append(entry.action)
-    forward, backward, turn_around = (tuple(part) for part in parts)
-    resident = resident_items([*forward, *backward, *turn_around], schedule.computes, schedule.item_bytes)
-    return replace(schedule, forward=forward, backward=backward, turn_around=turn_around, resident=resident)
+    *passes, turn_around = (tuple(part) for part in parts)
+    *lead, last = (Pass(*pair) for pair in zip(passes[::2], passes[1::2]))
+    rebuilt = replace(schedule, lead=tuple(lead), forward=last.forward, backward=last.backward, turn_around=turn_around)
+    return replace(rebuilt, resident=resident_items(rebuilt.actions, schedule.computes, schedule.item_bytes))
 
 
-def _behind(moved: _Placed, neighbour: _Placed) -> _Placed:
-    """`moved` as an action right after `neighbour`: in its step and part."""
-    return _Placed(replace(moved.action, step=neighbour.action.step), neighbour.part)
+def _beside(moved: _Placed, neighbour: _Placed) -> _Placed:
+    """`moved` as an action next to `neighbour`: in its step and part."""
+    return replace(neighbour, action=replace(moved.action, step=neighbour.action.step))
 
 
 def _has_barrier(schedule: Schedule) -> bool:
@@ -80,15 +97,16 @@ def _moved(actions: list[_Placed], places: dict[int, int]) -> Iterable[_Placed]:
     for i, place in sorted(places.items()):
         before.setdefault(place, []).append(i)
     for i, entry in enumerate(actions):
+        ahead = actions[max(i - 1, 0)]
         for j in before.get(i, ()):
-            yield actions[j] if i == j else _behind(actions[j], actions[max(i - 1, 0)])
+            yield actions[j] if i == j else _beside(actions[j], entry if _crosses(ahead, entry) else ahead)
         if i not in places:
             yield entry
 
 
 def _early_updates(schedule: Schedule) -> Schedule:
     """Host updates, in their order, right after the copies of their gradients have been queued."""
-    cut = len(schedule.forward)
+    cut = len(schedule.passes[0].forward)
     actions = _placed(schedule)
     actions = actions[cut:] + actions[:cut]  # from the first backward on: gradient, update, use
     sent: dict[str, int] = {}
@@ -99,6 +117,8 @@ def _early_updates(schedule: Schedule) -> Schedule:
         action = entry.action
         if action.kind is Kind.OFFLOAD:
             sent[action.name] = i
+        elif action.kind is Kind.ACCUMULATE_CPU:
+            sent[f"g:{action.name}"] = i
         elif action.kind is Kind.UPDATE_CPU:
             places[i] = min(i, max(earliest, sent.get(f"g:{action.name}", i - 1) + 1))
             earliest = max(earliest, places[i])
@@ -113,7 +133,7 @@ def _late_frees(schedule: Schedule) -> Schedule:
         if [late.action for late in held] == [late.action for late in still_held]:
             return _rebuilt(schedule, done)
     done, held = _hold_back(schedule, ())
-    return _rebuilt(schedule, [*done, *(_behind(late, done[-1]) for late in held)])
+    return _rebuilt(schedule, [*done, *(_beside(late, done[-1]) for late in held)])
 
 
 def _hold_back(schedule: Schedule, held_before: Sequence[_Placed]) -> tuple[list[_Placed], list[_Placed]]:
@@ -126,10 +146,11 @@ def _hold_back(schedule: Schedule, held_before: Sequence[_Placed]) -> tuple[list
     for entry, high in zip(_placed(schedule), memory_highs(schedule)):
         action = entry.action
         again = _brings(schedule, action)
-        while held and (high + extra > budget or any(late.action.name in again for late in held)):
+        border = bool(done) and _crosses(done[-1], entry)
+        while held and (border or high + extra > budget or any(late.action.name in again for late in held)):
             late = held.popleft()
             extra -= sizes[late.action.name]
-            done.append(_behind(late, done[-1] if done else entry))
+            done.append(_beside(late, done[-1] if done else entry))
         if action.kind is Kind.OFFLOAD:
             leaving.add(action.name)
         if action.kind is Kind.FREE and action.name in leaving:
@@ -156,10 +177,11 @@ def _hoist(schedule: Schedule, *, rotated: bool) -> Schedule:
     """Move prefetches up so that they are done two computes before they are needed, where they fit.
 
     Seen from the first forward on nothing moves into the iteration before; `rotated` sees it from the first backward.
+    Nothing moves into the pass before.
     """
     if rotated and _has_barrier(schedule):
         return schedule
-    cut = len(schedule.forward) if rotated else 0
+    cut = len(schedule.passes[0].forward) if rotated else 0
     actions, highs = _placed(schedule), memory_highs(schedule)
     actions, highs = actions[cut:] + actions[:cut], highs[cut:] + highs[:cut]
     plain = [entry.action for entry in actions]
@@ -168,6 +190,8 @@ def _hoist(schedule: Schedule, *, rotated: bool) -> Schedule:
     places: dict[int, int] = {}
     earliest = int(rotated)  # behind the user's code, which comes first in the backward part
     for i, action in enumerate(plain):
+        if i and _crosses(actions[i - 1], actions[i]):
+            earliest = i
         if action.kind is not Kind.PREFETCH:
             continue
         size = schedule.item_bytes[action.name]
@@ -205,7 +229,7 @@ def _goals(schedule: Schedule, actions: list[Action]) -> dict[int, int]:
         if action.kind is Kind.COMPUTE:
             needed.update(dict.fromkeys(schedule.computes[action.name].needs, i))
         elif action.kind is Kind.UPDATE_DEVICE:
-            needed.update({f"{kind}:{action.name}": i for kind in "pgs"})
+            needed.update({f"{kind}:{action.name}": i for kind in "pgts"})
         elif action.kind is Kind.PREFETCH:
             due_s = clock[needed.pop(action.name, len(actions))]
             start_s = min(due_s, start_s) - schedule.item_bytes[action.name] / schedule.rates.in_bytes_per_s

@@ -145,6 +145,16 @@ class Flow:
         """What has moved when `step` begins, a step of the span."""
         return self.prior[step]
 
+    def later(self, steps: int) -> Flow:
+        """The same flow, by the same columns, `steps` later."""
+        return Flow(
+            tuple(step + steps for step in self.span),
+            tuple(step + steps for step in self.steps),
+            {step + steps: terms for step, terms in self.sums.items()},
+            {step + steps: terms for step, terms in self.prior.items()},
+            self.total,
+        )
+
     def each(self) -> Iterable[tuple[int, Terms]]:
         """What moves in each step in which it may."""
         last: Terms = {}

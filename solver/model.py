@@ -10,6 +10,7 @@ has moved up to a step (see Flow), written `Flow.upto(t)`, and `Flow.before(t)` 
 | x | cpu_part | updated on the host; the rest on the device, in g; with a gate in u | [0, 1] | |
 | u | updated | step of the device's update; g without a gate | step | device part: r stays, flows begin at u, not g |
 | GradOut | grad_out | CPU part's gradient leaves | idle gap | sum = x |
+| | lead_out | the same in all passes but the last | after g | sum = x, gone before the next pass makes it again |
 | Opt | cpu_update | CPU part is updated | after g; with a gate from 2L on | upto(t) <= GradOut.before(t), sum = x |
 | ParInC | cpu_back | CPU part's new parameters come in | after g | upto(t) <= Opt.before(t), sum = x |
 | ParOut | out_drop, out_keep | device part's new parameters leave | idle gap | sum = v = D + K <= 1 - x |
@@ -25,6 +26,11 @@ has moved up to a step (see Flow), written `Flow.upto(t)`, and `Flow.before(t)` 
 | Level | level | everything on the device in a step | <= budget | Level[t] = Level[t - 1] + what step t holds more |
 | In, Out | link_in, link_out | seconds of its copies alone | s | |
 | M | least | the budget, where the program asks for the least | bytes | |
+
+With several micro-batches the steps hold up to three passes (see problem.py). What is decided within a pass, Comp, Z, d
+and the gradients of all passes but the last, is decided once and counted in each; so are the gaps between passes. f is
+the first pass's, g the last's. The device part's total of gradients stays from the first pass's last gradient until u.
+The seconds of the middle pass's steps count M - 2 times.
 
 That ParOut has two parts costs nothing: whatever is released may be taken to have left as early as anything did.
 Bytes and seconds are scaled only here: a budget counts 1000, and so do the seconds that no plan can avoid.
@@ -59,7 +65,8 @@ class Program:
     ----------
     memory: device bytes by step; host: host bytes. Unscaled; `memory` is empty if the goal is the host.
     device_rows: everything that the device budget bounds: (step, bytes).
-    time: seconds of each step, in units of `time_unit_s`; empty unless the goal is time.
+    time: seconds of each step, in units of `time_unit_s`; empty unless the goal is time. times: how often each step
+        happens.
     traffic_slack_s: the most that the tie-breaking term can add to the objective.
     """
 
@@ -71,6 +78,7 @@ class Program:
     device_rows: tuple[tuple[int, Terms], ...]
     host: Terms
     time: tuple[Terms, ...]
+    times: tuple[int, ...]
     time_unit_s: float
     traffic_slack_s: float
 
@@ -86,6 +94,7 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
     Source: OffMate, section 4.1, with the two-part flows of the legend above.
     """
     builder, account = Builder(), Account.of(problem.n_steps)
+    account.keep_on_host(problem.arrival_bytes, {ONE: 1.0})
     choices = add_blocks(problem, builder, account)
     leaving = add_values(problem, builder, account)
     groups = {g.name: add_group(problem, g, builder, account) for g in problem.groups}
@@ -96,7 +105,7 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
         time = _time_rows(problem, builder, account, unit_s)
         traffic_bytes = _most(account.traffic, builder)
         weight = TRAFFIC_WEIGHT * SCALE / traffic_bytes if traffic_bytes else 0.0
-        objective = add(*((1.0, t) for t in time), (weight, account.traffic))
+        objective = add(*((problem.times(step), t) for step, t in enumerate(time)), (weight, account.traffic))
     else:
         objective = builder.column("M", inf)
     memory: tuple[Terms, ...] = ()
@@ -104,15 +113,15 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
     if goal != "host":
         unit = (_most_on_device(problem) if goal == "device" else problem.device_budget_bytes) / SCALE or 1.0
         memory = _levels(builder, account, unit)
-        outside = (
-            (0, add((1.0, memory[0]), (1.0, start))),
-            (problem.n_blocks, add((1.0, memory[problem.n_blocks]), (1.0, user))),
-        )
+        outside = [
+            (step, add((1.0, memory[step]), (1.0, more)))
+            for first in problem.passes
+            for step, more in ((first, start), (first + problem.n_blocks, user))
+        ]
         device_rows = (*enumerate(memory), *outside)
         most = objective if goal == "device" else {ONE: problem.device_budget_bytes / unit}
-        for name, (_, terms) in zip(
-            [*(f"memory[{t}]" for t in range(len(memory))), "memory[start]", "memory[user]"], device_rows
-        ):
+        for i, (step, terms) in enumerate(device_rows):
+            name = f"memory[{step}{'' if i < len(memory) else ',outside'}]"
             builder.at_most_zero(name, add((1 / unit, terms), (-1.0, most)))
     _host_row(problem, builder, account, goal, objective)
     if goal == "device":
@@ -128,6 +137,7 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
         device_rows=device_rows,
         host=account.host,
         time=time,
+        times=tuple(map(problem.times, range(problem.n_steps))),
         time_unit_s=unit_s,
         traffic_slack_s=TRAFFIC_WEIGHT * SCALE * unit_s,
     )
@@ -136,8 +146,8 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
 def _hold_the_rest(problem: Problem, choices: tuple[Choices, ...], account: Account) -> tuple[Terms, Terms]:
     """Count held bytes and the blocks' own peaks.
 
-    Returns: what is there beyond the first step's bytes while the code before it runs, and beyond the first backward
-    step's while the user's code runs.
+    Returns: what is there beyond a pass's first step's bytes while the code before it runs, and beyond its first
+    backward step's while the user's code runs.
     """
     n = problem.n_blocks
     shared_bytes = sum(s.bytes for s in problem.shared)
@@ -149,8 +159,9 @@ def _hold_the_rest(problem: Problem, choices: tuple[Choices, ...], account: Acco
     for i, block in enumerate(choices):
         for (o, _), column in block.columns.items():
             option = problem.blocks[i].options[o]
-            account.hold(i, option.forward_peak_bytes, column)
-            account.hold(problem.backward_step(i), option.backward_peak_bytes, column)
+            for first in problem.passes:
+                account.hold(first + i, option.forward_peak_bytes, column)
+                account.hold(first + problem.backward_step(i), option.backward_peak_bytes, column)
             if i == 0:
                 accumulate(start, -option.forward_peak_bytes, column)
             if i == n - 1:  # the user's code runs between this block's forward and its backward
@@ -180,8 +191,10 @@ def _host_row(problem: Problem, builder: Builder, account: Account, goal: Goal, 
 def _time_rows(problem: Problem, builder: Builder, account: Account, unit_s: float) -> tuple[Terms, ...]:
     """Time of every step, at least the seconds of each resource, in units of `unit_s`."""
     rates, times = problem.rates, []
-    account.compute_in(0, problem.start_s, {ONE: 1.0})
+    for first in problem.passes:
+        account.compute_in(first, problem.start_s, {ONE: 1.0})
     account.compute_in(problem.first_turn_around, problem.gate_s, {ONE: 1.0})
+    account.spend_cpu(problem.first_turn_around, problem.gate_s, {ONE: 1.0})  # updates wait for the gate
     for t in range(problem.n_steps):
         time, link_in, link_out = (builder.column(f"{name}[{t}]", inf) for name in ("Time", "In", "Out"))
         in_units, out_units = 1 / (rates.in_bytes_per_s * unit_s), 1 / (rates.out_bytes_per_s * unit_s)
@@ -208,9 +221,9 @@ def _time_rows(problem: Problem, builder: Builder, account: Account, unit_s: flo
 
 
 def _unavoidable_s(problem: Problem) -> float:
-    """Seconds that no plan avoids: each block's cheapest option and the code before the first block."""
+    """Seconds that no plan avoids: each block's cheapest option, the code before the first block, the gate."""
     computes = (min(o.forward_s + o.backward_s for o in b.options) for b in problem.blocks)
-    return sum(computes) + problem.start_s
+    return problem.micro_batches * (sum(computes) + problem.start_s) + problem.gate_s
 
 
 def _most(terms: Terms, builder: Builder) -> float:
@@ -220,7 +233,7 @@ def _most(terms: Terms, builder: Builder) -> float:
 
 def _most_on_device(problem: Problem) -> float:
     """More than any plan can have on the device at once."""
-    groups = sum(g.param_bytes + g.grad_bytes + g.state_bytes for g in problem.groups)
+    groups = sum(g.param_bytes + g.grad_bytes * min(problem.micro_batches, 2) + g.state_bytes for g in problem.groups)
     options = [o for block in problem.blocks for o in block.options]
     saved = sum(max(o.saved_bytes + o.offloaded_bytes for o in block.options) for block in problem.blocks)
     peaks = max(max(o.forward_peak_bytes, o.backward_peak_bytes) for o in options)

@@ -76,7 +76,7 @@ def _finished(solution: Solution, schedule: Schedule) -> Planned:
     schedule = improve(schedule)
     validate(schedule)
     simulation = simulate(schedule)
-    return Planned(solution, schedule, simulation, simulation.step_s - sum(solution.step_s))
+    return Planned(solution, schedule, simulation, simulation.step_s - solution.objective_s)
 
 
 def _streamed(problem: Problem, failed: Solution) -> Planned:

@@ -238,8 +238,11 @@ class Problem:
 
     def times(self, step: int) -> int:
         """How often a step happens in an iteration: those of the middle pass stand for all middle ones."""
-        middle = self.micro_batches > 2 and self.pass_steps <= step < 2 * self.pass_steps
-        return self.micro_batches - 2 if middle else 1
+        return self.micro_batches - 2 if self.in_middle(step) else 1
+
+    def in_middle(self, step: int) -> bool:
+        """Whether a step belongs to the middle pass, which ends with what it starts with."""
+        return self.n_passes > 2 and self.pass_steps <= step < 2 * self.pass_steps
 
     def backward_step(self, block: int) -> int:
         """The step of the first pass in which `block` (0-based) runs backward."""

@@ -21,7 +21,7 @@ def read_solution(program: Program, answer: RawAnswer) -> Solution:
         for block in program.choices
     ]
     step_s = tuple(evaluate(t, values) * program.time_unit_s for t in program.time)
-    objective_s = sum(step_s)
+    objective_s = sum(seconds * program.times[step] for step, seconds in enumerate(step_s))
     # the objective's tie-breaking part belongs to no plan's seconds
     bound_s = min(max(0.0, answer.lower_bound * program.time_unit_s - program.traffic_slack_s), objective_s)
     return Solution(
@@ -45,6 +45,7 @@ def read_group(columns: GroupColumns, values: tuple[float, ...]) -> GroupFlow:
     return GroupFlow(
         cpu_part=_fraction(columns.cpu_part, values),
         grad_out=_steps([columns.grad_out], values),
+        lead_out=_steps([columns.lead_out], values),
         cpu_update=_steps([columns.cpu_update], values),
         cpu_back=_steps([columns.cpu_back], values),
         out=_steps([columns.out_drop, columns.out_keep], values),
@@ -57,7 +58,8 @@ def read_group(columns: GroupColumns, values: tuple[float, ...]) -> GroupFlow:
 
 
 def _gap(away: Away, values: tuple[float, ...]) -> Gap:
-    return Gap(away.after, away.before, _fraction(away.part, values), _steps([away.back], values))
+    stay = away.stay
+    return Gap(stay.after, stay.before, _fraction(away.part, values), _steps([away.back], values), stay.shifts)
 
 
 def _steps(flows: Iterable[Flow | None], values: tuple[float, ...]) -> dict[int, float]:

@@ -16,7 +16,7 @@ from .knapsack import select
 from .problem import Group, Problem
 from .rounding_host import host_chain
 from .rounding_walk import NOISE, Allowance, Curve, at_least, envelope, walk
-from .solution import GroupFlow, Solution
+from .solution import Gap, GroupFlow, Solution
 
 
 def round_solution(problem: Problem, solution: Solution) -> Decisions:
@@ -59,7 +59,7 @@ def _round_group(
 ) -> list[TensorPlan]:
     """Plans of one group: parameters first, then the states, then the gradients of the host's part."""
     plans = [TensorPlan(tensor.name, group.name) for tensor in group.tensors]
-    needs = [_gap_need(problem, group, allowance, gap.after, gap.before) for gap in flow.gaps]
+    needs = [_gap_need(problem, allowance, gap) for gap in flow.gaps]
     most = max((need[0] for need in needs if need), default=0)
     if group.trainable:
         plans = _idle_gap(problem, group, flow, allowance, plans, excess_s, most)
@@ -68,7 +68,7 @@ def _round_group(
         sizes = {tensor.name: tensor.param_bytes for tensor in group.tensors}
         may_leave = {name: sizes[name] for name in select(sizes, min(most, group.param_bytes))}
     for gap, need in zip(flow.gaps, needs):
-        plans = _gap(problem, plans, need, may_leave, gap.after, gap.before)
+        plans = _gap(problem, plans, need, may_leave, gap)
     # What never leaves needs no copy on the host.
     plans = [replace(p, out=None) if p.drop is None and not _leaves(p) else p for p in plans]
     allowance.use_params(plans)
@@ -96,7 +96,7 @@ def _idle_gap(
 ) -> list[TensorPlan]:
     """Which tensors are updated on the host, go out, are dropped and come back between last gradient and first use."""
     sizes = {tensor.name: tensor.param_bytes for tensor in group.tensors}
-    last, updated = group.grad_steps[-1], problem.device_update(group)
+    last, updated = problem.last_gradient(group), problem.device_update(group)
     n = (group.uses[0] - last) % problem.n_steps
     host_part = _host_part(problem, group, flow, allowance, excess_s)
     part = sum(sizes[name] for name in host_part) / max(group.param_bytes, 1)
@@ -158,11 +158,11 @@ def _outs(
     In time for what must be absent, otherwise at the fractions' pace, and no more than some gap needs.
     """
     rest = {tensor.name: tensor.param_bytes for tensor in group.tensors if tensor.name not in host_part}
-    curve = Curve(problem, group.grad_steps[-1], flow.out)
+    curve = Curve(problem, problem.last_gradient(group), flow.out)
     most = max([*need, most_in_gaps])
     valid = group.param_bytes - sum(rest.values())
     outs: dict[str, int] = {}
-    updated = (problem.device_update(group) - group.grad_steps[-1]) % problem.n_steps
+    updated = (problem.device_update(group) - problem.last_gradient(group)) % problem.n_steps
     for k in range(updated, len(need) + 1):
         pace = most if k == len(need) else at_least(flow.cpu_part + curve.up_to(k), group.param_bytes)
         target = max([*need[: k + 1], min(most, pace)])
@@ -179,7 +179,7 @@ class _Returns:
     """
 
     def __init__(self, problem: Problem, group: Group, flow: GroupFlow, host_part: frozenset[str]) -> None:
-        last = group.grad_steps[-1]
+        last = problem.last_gradient(group)
         external = problem.update == "external"
         self._sizes = {tensor.name: tensor.param_bytes for tensor in group.tensors}
         self._host_part = host_part
@@ -202,23 +202,27 @@ class _Returns:
                 yield name
 
 
-def _gap_need(problem: Problem, group: Group, allowance: Allowance, after: int, before: int) -> list[int]:
-    """Bytes that must be absent by position in a gap, from the step after `after`: all leave at its beginning."""
-    n = (before - after) % problem.n_steps or problem.n_steps
-    need = [allowance.absent_params(_step(problem, after, k)) for k in range(1, n)]
+def _gap_need(problem: Problem, allowance: Allowance, gap: Gap) -> list[int]:
+    """Bytes that must be absent by position in a gap, wherever it recurs: all leave at its beginning."""
+    n = (gap.before - gap.after) % problem.n_steps or problem.n_steps
+    need = [
+        max(allowance.absent_params(_step(problem, gap.after + shift, k)) for shift in gap.shifts) for k in range(1, n)
+    ]
     return [max(need[k:]) for k in range(len(need))]
 
 
 def _gap(
-    problem: Problem, plans: list[TensorPlan], need: list[int], may_leave: dict[str, int], after: int, before: int
+    problem: Problem, plans: list[TensorPlan], need: list[int], may_leave: dict[str, int], gap: Gap
 ) -> list[TensorPlan]:
-    """The plans with one gap added: which tensors are dropped after its first use, and when they come back."""
+    """The plans with one gap added, wherever it recurs: what is dropped after its first use, and when it comes back."""
     leaving = select(may_leave, min(need[0] if need else 0, sum(may_leave.values())))
     _, back = walk(may_leave, need, leaving, lambda _: (), lambda _k, _r: may_leave)
-    return [
-        replace(plan, gaps=(*plan.gaps, TensorGap(after, before, _step_of(problem, after, back, plan.name))))
-        for plan in plans
-    ]
+
+    def stays(name: str) -> tuple[TensorGap, ...]:
+        after = ((gap.after + shift, gap.before + shift) for shift in gap.shifts)
+        return tuple(TensorGap(a, b % problem.n_steps, _step_of(problem, a, back, name)) for a, b in after)
+
+    return [replace(plan, gaps=plan.gaps + stays(plan.name)) for plan in plans]
 
 
 def _states(problem: Problem, group: Group, allowance: Allowance, plans: list[TensorPlan]) -> list[TensorPlan]:
@@ -227,8 +231,21 @@ def _states(problem: Problem, group: Group, allowance: Allowance, plans: list[Te
     sizes = {t.name: t.state_bytes for t, p in zip(group.tensors, plans) if t.state_bytes and not p.cpu}
     held = sum(sizes.values())
     steps = [_step(problem, last, k) for k in range(1, problem.n_steps)]
-    need = envelope([max(0, held - allowance.states(step)) for step in steps])
-    out, into = walk(sizes, need, frozenset(), lambda _: sizes, lambda _k, _r: sizes)
+    need = [max(0, held - allowance.states(step)) for step in steps]
+    if problem.n_passes > 2:  # none leaves or returns within the middle pass: what the next step needs has left before
+        span = [
+            k
+            for k, step in enumerate(steps)
+            if problem.in_middle((step - 1) % problem.n_steps) or problem.in_middle(step)
+        ]
+        need = [max(need[i] for i in span) if k in span else least for k, least in enumerate(need)]
+    out, into = walk(
+        sizes,
+        envelope(need),
+        frozenset(),
+        lambda k: () if problem.in_middle(_step(problem, last, k - 1)) else sizes,
+        lambda k, _: () if problem.in_middle(_step(problem, last, k)) else sizes,
+    )
     return [
         replace(
             plan,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import ceil
 
 from .decisions import TensorPlan
 from .knapsack import select
 from .problem import Group, Problem
-from .rounding_walk import Allowance, Curve
+from .rounding_walk import Allowance, Curve, lead_window
 from .solution import GroupFlow
 
 
@@ -30,17 +30,21 @@ def host_chain(
     if not back:
         return list(plans)
     sizes = {tensor.name: tensor.grad_bytes for tensor in group.tensors if tensor.name in back}
+    last = problem.last_gradient(group)
     if problem.update == "external":
-        last_out = dict.fromkeys(back, problem.first_turn_around - group.grad_steps[-1])
-        outs = _grad_outs(problem, group, flow, sizes, last_out, allowance)
-        updates: dict[str, int] = {}
+        last_out = dict.fromkeys(back, problem.first_turn_around - last)
     else:
         last_out = {name: position - 2 for name, position in back.items()}
-        outs = _grad_outs(problem, group, flow, sizes, last_out, allowance)
-        updates = _updates(problem, group, flow, sizes, outs, back)
-    step = {k: (group.grad_steps[-1] + k) % problem.n_steps for k in range(problem.n_steps)}
+    outs = _grad_outs(problem, group, flow, sizes, last_out, allowance)
+    updates = {} if problem.update == "external" else _updates(problem, group, flow, sizes, outs, back)
+    led = _lead_outs(problem, group, flow, sizes, allowance) if problem.n_passes > 1 else {}
     return [
-        replace(plan, grad_out=step[outs[plan.name]], cpu_update=step[updates[plan.name]] if updates else None)
+        replace(
+            plan,
+            grad_out=(last + outs[plan.name]) % problem.n_steps,
+            lead_out=group.grad_steps[-1] + led[plan.name] if led else None,
+            cpu_update=(last + updates[plan.name]) % problem.n_steps if updates else None,
+        )
         if plan.cpu
         else plan
         for plan in plans
@@ -50,7 +54,7 @@ def host_chain(
 def _position(problem: Problem, group: Group, step: int | None) -> int:
     if step is None:
         raise ValueError(f"group {group.name}: a tensor updated on the host never comes back")
-    return (step - group.grad_steps[-1]) % problem.n_steps
+    return (step - problem.last_gradient(group)) % problem.n_steps
 
 
 def _grad_outs(
@@ -61,18 +65,48 @@ def _grad_outs(
     last_out: dict[str, int],
     allowance: Allowance,
 ) -> dict[str, int]:
-    """Position in which each gradient goes out: when memory demands it, when due, or at the fractions' pace."""
-    curve = Curve(problem, group.grad_steps[-1], flow.grad_out)
+    """Position in which each gradient of the last pass goes out."""
+    last = problem.last_gradient(group)
+    updated = (problem.device_update(group) - last) % problem.n_steps if group.trainable else 0
+    waiting = group.grad_bytes - sum(sizes.values())  # gradients of the device part stay until its update
+
+    def pending(k: int) -> int:
+        return allowance.grads((last + k + 1) % problem.n_steps) - waiting * (k < updated)
+
+    return _leaving(sizes, last_out, pending, Curve(problem, last, flow.grad_out), flow.cpu_part)
+
+
+def _lead_outs(
+    problem: Problem, group: Group, flow: GroupFlow, sizes: dict[str, int], allowance: Allowance
+) -> dict[str, int]:
+    """Position in which each gradient of the other passes goes out, the same in all of them."""
+    first = group.grad_steps[-1]
+    waiting = group.grad_bytes - sum(sizes.values())
+
+    def pending(k: int) -> int:
+        return min(allowance.grads(start + first + k + 1) for start in problem.passes[:-1]) - waiting
+
+    last_out = dict.fromkeys(sizes, lead_window(problem, group) - 1)
+    return _leaving(sizes, last_out, pending, Curve(problem, first, flow.lead_out), flow.cpu_part)
+
+
+def _leaving(
+    sizes: dict[str, int], last_out: dict[str, int], allowed: Callable[[int], int], curve: Curve, cpu_part: float
+) -> dict[str, int]:
+    """Position in which each gradient goes out: when memory demands it, when due, or at the fractions' pace.
+
+    Parameters
+    ----------
+    last_out: the last position by tensor. allowed: bytes that may still be there after a position.
+    curve: what the fractions let go out, of `cpu_part` in all.
+    """
     total = sum(sizes.values())
-    pace = total / max(flow.cpu_part, 1e-9)
+    pace = total / max(cpu_part, 1e-9)
     outs: dict[str, int] = {}
-    updated = (problem.device_update(group) - group.grad_steps[-1]) % problem.n_steps if group.trainable else 0
-    waiting = group.grad_bytes - total  # gradients of the device part stay until its update
     for k in range(max(last_out.values()) + 1):
         rest = {name: size for name, size in sizes.items() if name not in outs}
         due = {name for name in rest if last_out[name] <= k}
-        pending = allowance.grads((group.grad_steps[-1] + k + 1) % problem.n_steps) - waiting * (k < updated)
-        short = sum(rest.values()) - max(0, pending) - sum(rest[name] for name in due)
+        short = sum(rest.values()) - max(0, allowed(k)) - sum(rest[name] for name in due)
         left = {name: size for name, size in rest.items() if name not in due}
         going = due | select(left, min(short, sum(left.values())))
         gone = total - sum(rest.values()) + sum(rest[name] for name in going)
@@ -92,11 +126,12 @@ def _updates(
     back: dict[str, int],
 ) -> dict[str, int]:
     """Position of each update: after its gradient is out, before it comes in, most urgent first."""
-    curve = Curve(problem, group.grad_steps[-1], flow.cpu_update)
+    last = problem.last_gradient(group)
+    curve = Curve(problem, last, flow.cpu_update)
     total = sum(sizes.values())
     pace = total / max(flow.cpu_part, 1e-9)
     done: dict[str, int] = {}
-    first = (problem.first_update(group) - group.grad_steps[-1]) % problem.n_steps
+    first = (problem.first_update(group) - last) % problem.n_steps
     for k in range(first, max(back.values())):
         ready = sorted((n for n in sizes if n not in done and outs[n] < k), key=lambda n: (back[n], outs[n], n))
         for name in ready:

@@ -47,34 +47,46 @@ class Allowance:
     def __init__(self, problem: Problem, group: Group, flow: GroupFlow, spare: Sequence[float]) -> None:
         self.spare = list(spare)
         self._group = group
-        self._last = group.grad_steps[-1] if group.trainable else 0
+        self._last = problem.last_gradient(group) if group.trainable else 0
         self._updated = problem.device_update(group) if group.trainable else 0
         self._gate = problem.gate
-        self._idle = [(group.grad_steps[-1] + k) % problem.n_steps for k in range(1, _idle_steps(problem, group))]
+        self._idle = [(self._last + k) % problem.n_steps for k in range(1, _idle_steps(problem, group))]
         self._excess = self._reserve = 0.0
         self._params = [float(group.param_bytes)] * problem.n_steps
         self._states = [0.0] * problem.n_steps
         self._grads = [0.0] * problem.n_steps
+        self._problem = problem
         n = problem.n_steps
         for gap in flow.gaps:
             back = Curve(problem, gap.after, gap.back)
             for k in range(1, (gap.before - gap.after) % n or n):
-                self._params[(gap.after + k) % n] *= 1 - gap.dropped + back.up_to(k)
+                for shift in gap.shifts:
+                    self._params[(gap.after + shift + k) % n] *= 1 - gap.dropped + back.up_to(k)
         if group.trainable:
             self._add_idle_gap(problem, group, flow)
+            self._add_totals(problem, group, flow)
 
     def _add_idle_gap(self, problem: Problem, group: Group, flow: GroupFlow) -> None:
-        n, last, x = problem.n_steps, group.grad_steps[-1], flow.cpu_part
+        n, last, x = problem.n_steps, self._last, flow.cpu_part
         flows = (flow.cpu_back, flow.drop, flow.back, flow.grad_out)
         came, drop, back, grad_out = (Curve(problem, last, f) for f in flows)
         out, into = (Curve(problem, self._updated, f) for f in (flow.state_out, flow.state_in))
-        waits = (self._updated - last) % n
         for k in range(n):
             self._states[(self._updated + k) % n] = group.state_bytes * (1 - x - out.up_to(k - 1) + into.up_to(k))
             step = (last + k) % n
             if step in self._idle:
                 self._params[step] *= 1 - x + came.up_to(k) - drop.up_to(k - 1) + back.up_to(k)
-                self._grads[step] = group.grad_bytes * (x - grad_out.up_to(k - 1) + (1 - x) * (k <= waits))
+                self._grads[step] = group.grad_bytes * (x - grad_out.up_to(k - 1))
+
+    def _add_totals(self, problem: Problem, group: Group, flow: GroupFlow) -> None:
+        """The device part's gradients until its update, and the CPU part's of all passes but the last."""
+        first, n = group.grad_steps[-1], problem.n_steps
+        for k in range(1, (self._updated - first) % n + 1):
+            self._grads[(first + k) % n] += group.grad_bytes * (1 - flow.cpu_part)
+        gone = Curve(problem, first, flow.lead_out)
+        for start in problem.passes[:-1]:
+            for k in range(1, lead_window(problem, group)):
+                self._grads[start + first + k] += group.grad_bytes * (flow.cpu_part - gone.up_to(k - 1))
 
     def room(self) -> float:
         """The fraction of the group that can be updated on the device on top, by what is spare around its update."""
@@ -131,13 +143,18 @@ class Allowance:
     def _use(self, fractional: list[float], plans: Sequence[TensorPlan], kind: str) -> None:
         for tensor, plan in zip(self._group.tensors, plans):
             alone = replace(TensorSize(tensor.name, 0), **{kind: getattr(tensor, kind)})
-            rows = tensor_bytes(self._group, alone, plan, len(fractional))
+            rows = tensor_bytes(self._problem, self._group, alone, plan)
             self.spare = [spare - used for spare, used in zip(self.spare, rows)]
         self.spare = [spare + allowed for spare, allowed in zip(self.spare, fractional)]
 
 
 def _idle_steps(problem: Problem, group: Group) -> int:
-    return (group.uses[0] - group.grad_steps[-1]) % problem.n_steps if group.trainable else 0
+    return (group.uses[0] - problem.last_gradient(group)) % problem.n_steps if group.trainable else 0
+
+
+def lead_window(problem: Problem, group: Group) -> int:
+    """The steps from a pass's last gradient, included, to where the next pass begins to make it again."""
+    return problem.pass_steps + group.grad_steps[0] - group.grad_steps[-1]
 
 
 def envelope(need: Sequence[int]) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .chain import away_window
-from .flows import around, span_of
+from .flows import Stay, around, span_of
 from .problem import Block, Group, Problem
 from .solution import Gap, GroupFlow, Solution, Status
 
@@ -21,7 +21,7 @@ def streaming_solution(problem: Problem) -> Solution:
     step_s = _seconds(problem, options, groups, values)
     return Solution(
         status=Status.STREAMED,
-        objective_s=sum(step_s),
+        objective_s=sum(seconds * problem.times(step) for step, seconds in enumerate(step_s)),
         lower_bound_s=0.0,
         gap=1.0,
         solve_s=0.0,
@@ -46,45 +46,55 @@ def _least(block: Block, may_offload: bool) -> int:
 
 def _streamed(problem: Problem, group: Group) -> GroupFlow:
     span, total = span_of(problem, group), problem.n_steps
-    pairs = list(zip(span.points, span.points[1:]))
     if not group.trainable:
-        return GroupFlow(gaps=tuple(_gap(a, b, total) for a, b in [*pairs, (span.end, span.first)]))
-    gaps = tuple(_gap(a, b, total) for a, b in pairs)
+        return GroupFlow(gaps=tuple(_gap(stay, total) for stay in [*span.between, Stay(span.end, span.first)]))
+    gaps = tuple(_gap(stay, total) for stay in span.between)
     last = span.idle[-1]
     if problem.update == "external":
         return GroupFlow(cpu_part=1.0, grad_out={span.end: 1.0}, cpu_back={last: 1.0}, gaps=gaps)
     update = {problem.first_update(group): 1.0}
-    return GroupFlow(cpu_part=1.0, grad_out={span.end: 1.0}, cpu_update=update, cpu_back={last: 1.0}, gaps=gaps)
+    led = {span.points[-1]: 1.0} if problem.n_passes > 1 else {}
+    flows = {"grad_out": {span.end: 1.0}, "lead_out": led, "cpu_update": update, "cpu_back": {last: 1.0}}
+    return GroupFlow(cpu_part=1.0, gaps=gaps, **flows)
 
 
-def _gap(after: int, before: int, total: int) -> Gap:
-    between = around(after, (before - 1) % total, total)[1:]
+def _gap(stay: Stay, total: int) -> Gap:
+    between = around(stay.after, (stay.before - 1) % total, total)[1:]
     if len(between) < 2:
-        return Gap(after, before, 0.0)
-    return Gap(after, before, 1.0, {between[-1]: 1.0})
+        return Gap(stay.after, stay.before, 0.0, shifts=stay.shifts)
+    return Gap(stay.after, stay.before, 1.0, {between[-1]: 1.0}, stay.shifts)
 
 
 def _seconds(
     problem: Problem, options: tuple[int, ...], groups: dict[str, GroupFlow], values: Iterable[str]
 ) -> list[float]:
-    rates, n = problem.rates, problem.n_blocks
+    rates = problem.rates
     seconds = [rates.manage_s] * problem.n_steps
-    seconds[0] += problem.start_s
-    for i, (block, o) in enumerate(zip(problem.blocks, options)):
-        option = block.options[o]
-        seconds[i] += option.forward_s + option.offloaded_bytes / rates.out_bytes_per_s
-        seconds[2 * n - 1 - i] += option.backward_s + option.offloaded_bytes / rates.in_bytes_per_s
+    seconds[problem.first_turn_around] += problem.gate_s
+    for start in problem.passes:
+        seconds[start] += problem.start_s
+        for i, (block, o) in enumerate(zip(problem.blocks, options)):
+            option = block.options[o]
+            seconds[start + i] += option.forward_s + option.offloaded_bytes / rates.out_bytes_per_s
+            back = start + problem.backward_step(i)
+            seconds[back] += option.backward_s + option.offloaded_bytes / rates.in_bytes_per_s
     for group in problem.groups:
-        flow = groups[group.name]
-        for step in flow.grad_out:
-            seconds[step] += group.grad_bytes / rates.out_bytes_per_s
-        for step in flow.cpu_update:
-            seconds[step] += group.cpu_update_s
-        for step in [*flow.cpu_back, *(step for gap in flow.gaps for step in gap.back)]:
-            seconds[step] += group.param_bytes / rates.in_bytes_per_s
+        _add_group(problem, group, groups[group.name], seconds)
     gone = set(values)
     for value in problem.values:
-        if value.name in gone:
-            seconds[value.made] += value.bytes / rates.out_bytes_per_s
-            seconds[value.uses[-1]] += value.bytes / rates.in_bytes_per_s
+        for start in problem.passes if value.name in gone else ():
+            seconds[start + value.made] += value.bytes / rates.out_bytes_per_s
+            seconds[start + value.uses[-1]] += value.bytes / rates.in_bytes_per_s
     return seconds
+
+
+def _add_group(problem: Problem, group: Group, flow: GroupFlow, seconds: list[float]) -> None:
+    rates = problem.rates
+    added_s = group.cpu_add_s if flow.lead_out else 0.0
+    for step in (*flow.grad_out, *(step + start for step in flow.lead_out for start in problem.passes[:-1])):
+        seconds[step] += group.grad_bytes / rates.out_bytes_per_s + added_s
+    for step in flow.cpu_update:
+        seconds[step] += group.cpu_update_s
+    back = [step + shift for gap in flow.gaps for step in gap.back for shift in gap.shifts]
+    for step in [*flow.cpu_back, *back]:
+        seconds[step] += group.param_bytes / rates.in_bytes_per_s

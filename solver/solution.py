@@ -25,12 +25,14 @@ class Gap:
     after, before: the steps of the two uses; `before` may be smaller, the gap then wraps round the cycle's end.
     dropped: fraction released at the end of step `after`.
     back: fraction that comes in, by step, from `after` + 1 to `before` - 1 (cyclic).
+    shifts: the gap recurs that many steps later, with the same fractions: once per pass, or between every two passes.
     """
 
     after: int
     before: int
     dropped: float
     back: dict[int, float] = field(default_factory=dict)
+    shifts: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class GroupFlow:
     Parameters
     ----------
     cpu_part: x_w, the fraction updated on the host.
-    grad_out: GradOut, CPU part.
+    grad_out: GradOut, CPU part, of the last pass.
+    lead_out: the same of the first pass, and of every other but the last.
     cpu_update: Opt, CPU part.
     cpu_back: ParInC, CPU part's new parameters coming in.
     out: ParOut, device part's new parameters going to the host.
@@ -52,6 +55,7 @@ class GroupFlow:
 
     cpu_part: float = 0.0
     grad_out: dict[int, float] = field(default_factory=dict)
+    lead_out: dict[int, float] = field(default_factory=dict)
     cpu_update: dict[int, float] = field(default_factory=dict)
     cpu_back: dict[int, float] = field(default_factory=dict)
     out: dict[int, float] = field(default_factory=dict)
@@ -72,7 +76,8 @@ class Solution:
     early: per block, True if what the option offloads is held one step longer on either side so that its copies overlap
         with compute; False if they run in the block's own steps, serially, to save memory.
     offloaded_values: names of the interface values that leave between their last forward and first backward use.
-    step_s: predicted seconds per step.
+    step_s: predicted seconds per step, each taken once. `objective_s` is their sum, those of the middle pass's steps
+        (`Problem.times`) M - 2 times.
     memory_bytes: device bytes per step as the program counts them.
     lower_bound_s: no plan whose copies and host updates keep to the program's steps (see flows.py) is faster.
     gap: (objective - bound) / objective.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Literal
 
 from offmate.solver.problem import (
@@ -63,6 +64,22 @@ def random_problem(
         start_s=rng.choice([0.0, 1e-3]),
         start_peak_bytes=shared_bytes + rng.choice([0, 512]),
         turn_around_steps=rng.choice([2, 3, 4]),
+    )
+
+
+def gated(problem: Problem, rng: random.Random, micro_batches: int) -> Problem:
+    """The problem with a gate and that many micro-batches per update, the seconds of additions made up."""
+    groups = tuple(
+        replace(g, cpu_add_s=g.cpu_update_s * rng.choice([0.0, 0.3]), device_add_s=g.device_update_s / 3)
+        for g in problem.groups
+    )
+    return replace(
+        problem,
+        groups=groups,
+        gate=True,
+        gate_s=rng.choice([0.0, 1e-3]),
+        micro_batches=micro_batches,
+        turn_around_steps=rng.choice([3, 4, 6]),
     )
 
 

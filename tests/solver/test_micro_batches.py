@@ -21,13 +21,13 @@ from .random_problems import random_problem
 from .tiny_schedule import after, without
 
 
-def gated(m: int, **changes: object) -> Problem:
+def with_gate(m: int, **changes: object) -> Problem:
     problem = replace(random_problem(random.Random(4)), gate=True, turn_around_steps=3)
     return replace(problem, micro_batches=m, **changes)  # type: ignore[arg-type]
 
 
 def test_steps_go_on_through_three_passes_at_most() -> None:
-    one, two, many = gated(1), gated(2), gated(7)
+    one, two, many = with_gate(1), with_gate(2), with_gate(7)
     assert (one.n_steps, two.n_steps, many.n_steps) == (9, 15, 21)
     assert many.passes == (0, 6, 12)
     assert [many.times(step) for step in (0, 6, 11, 12, 18)] == [1, 5, 5, 1, 1]
@@ -37,7 +37,7 @@ def test_steps_go_on_through_three_passes_at_most() -> None:
 
 
 def test_what_no_decision_changes_is_held_in_every_pass() -> None:
-    once, twice = gated(1), gated(2)
+    once, twice = with_gate(1), with_gate(2)
     held, again = held_bytes(once), held_bytes(twice)
     assert again[6:] == held
     old = sum(output.bytes for output in once.outputs)
@@ -56,16 +56,16 @@ def test_what_no_decision_changes_is_held_in_every_pass() -> None:
 )
 def test_problems_that_cannot_be(change: dict[str, object], words: str) -> None:
     with pytest.raises(ProblemError, match=words):
-        replace(gated(1), **change)  # type: ignore[arg-type]
+        replace(with_gate(1), **change)  # type: ignore[arg-type]
 
 
 def test_problems_survive_json_and_older_files_have_one_micro_batch() -> None:
-    problem = gated(5, gate_s=0.5)
+    problem = with_gate(5, gate_s=0.5)
     data = json.loads(json.dumps(problem_to_dict(problem)))
     assert problem_from_dict(data) == problem
     for name in ("micro_batches", "gate_s"):
         del data[name]
-    assert problem_from_dict(data) == gated(1)
+    assert problem_from_dict(data) == with_gate(1)
 
 
 def spans(simulation: Simulation) -> dict[str, tuple[float, float]]:

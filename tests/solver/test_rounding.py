@@ -153,7 +153,7 @@ def test_the_bytes_of_a_tensor_follow_its_plan():
     flow = {"cpu_part": 1.0, "grad_out": {3: 1.0}, "cpu_update": {4: 1.0}, "cpu_back": {0: 1.0}}
     (plan_of_w,) = round_solution(problem, solution(**flow)).tensors
     # Steps 0 (back in) to 6; its gradient is pending in step 3, its parameter away in steps 3 to 6.
-    assert tensor_bytes(group, group.tensors[0], plan_of_w, 7) == [100, 100, 100, 100, 0, 0, 0]
+    assert tensor_bytes(problem, group, group.tensors[0], plan_of_w) == [100, 100, 100, 100, 0, 0, 0]
 
 
 def test_the_same_problem_gives_the_same_schedule():
