@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .api import compile, plan
+    from .budgets import SweepPoint, sweep
     from .config import Config
     from .errors import (
         BudgetExceeded,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     )
     from .plans import Plan, load_plan
     from .reports.plots import plot_sweep
+    from .trace import Trace
 
 __version__ = "0.1.0"
 
@@ -29,6 +31,9 @@ _HOME = {
     "Plan": "plans",
     "load_plan": "plans",
     "plot_sweep": "reports.plots",
+    "SweepPoint": "budgets",
+    "sweep": "budgets",
+    "Trace": "trace",
     **dict.fromkeys(
         (
             "BudgetExceeded",
@@ -54,11 +59,14 @@ __all__ = [
     "Plan",
     "PlanFileError",
     "ProtocolError",
+    "SweepPoint",
+    "Trace",
     "__version__",
     "compile",
     "load_plan",
     "plan",
     "plot_sweep",
+    "sweep",
 ]
 
 

@@ -21,6 +21,7 @@ from .host_memory import default_host_budget_bytes
 from .optimizer import Updater, parameter_names
 from .planner import Request, make_plan, plan_elsewhere
 from .plans import Plan
+from .probe import check_optimizer
 from .progress import planning_progress
 from .session import Session
 from .sizes import parse_bytes
@@ -55,7 +56,10 @@ def compile(
     gpu_budget: device bytes, as an integer or text such as "12GiB"; "auto" takes what is free, less a margin.
     optimizer: the instance that the loop steps; its updates become part of the plan. Without one, gradients land in
         `.grad` on the host.
-    max_grad_norm, accumulation_steps: not supported yet; anything but None and 1 is refused.
+    max_grad_norm: clip the global norm of all gradients to this, as `torch.nn.utils.clip_grad_norm_` before the step
+        would; infinity only measures it (`model.offmate.grad_norm`). Needs optimizer=.
+    accumulation_steps: how many forwards and backwards make one optimizer step. Fewer before a step work, but that
+        update then waits for the host. Needs optimizer=; without one, gradients add up in `.grad` as usual.
     device: "cuda", "cuda:1" or "emulated".
     cpu_budget: host bytes; None or "auto" takes what is available to this process, less a margin.
     plan: one that `offmate.plan` or `offmate.load_plan` returned.
@@ -65,13 +69,15 @@ def compile(
     Source: OffMate, section 1 (the one-line interface).
     """
     config = config or Config()
-    _refuse_for_now(max_grad_norm, accumulation_steps)
+    _check_gate(max_grad_norm, accumulation_steps, optimizer is not None)
     check_model(model)
     request = _request(gpu_budget, cpu_budget, device, config, plan)
+    request = replace(request, micro_batches=accumulation_steps, clips=max_grad_norm is not None)
     names = parameter_names(model, optimizer) if optimizer is not None else {}
     if optimizer is not None:
         _check_coverage(model, names)
-    session = Session(model, request, optimizer, names, plan, planning_progress)
+        check_optimizer(optimizer)
+    session = Session(model, request, optimizer, names, plan, planning_progress, max_grad_norm)
     facade.take_over(model, session)
     if optimizer is not None:
         optimizers.take_over(optimizer, session)
@@ -102,13 +108,15 @@ def plan(
     Returns: the plan, to look at, save, or hand to `compile`. Raises: as `compile`, and InfeasibleBudget.
     """
     config = config or Config()
-    _refuse_for_now(max_grad_norm, accumulation_steps)
+    _check_gate(max_grad_norm, accumulation_steps, optimizer is not None)
     check_model(model)
     request = _request(gpu_budget, cpu_budget, device, config, None)
+    request = replace(request, micro_batches=accumulation_steps, clips=max_grad_norm is not None)
     updater = None
     if optimizer is not None:
         names = parameter_names(model, optimizer)
         _check_coverage(model, names)
+        check_optimizer(optimizer)
         updater = Updater(optimizer, names)
     args = example_inputs if isinstance(example_inputs, tuple) else ()
     kwargs = example_inputs if isinstance(example_inputs, dict) else {}
@@ -127,7 +135,9 @@ def plan(
             if machine is not None:
                 if request.automatic_host:
                     request = replace(request, host_budget_bytes=machine.host_memory_bytes or _ENDLESS_BYTES)
-                request = replace(request, device=machine.name)
+                if gpu_budget == "auto":
+                    request = replace(request, budget_bytes=machine.default_budget_bytes)
+                request = replace(request, device="emulated" if machine.shared_cores else machine.name)
                 return plan_elsewhere(model, args, kwargs, request, updater, machine, say)
             return make_plan(model, args, kwargs, request, updater, say).plan
     finally:
@@ -135,16 +145,30 @@ def plan(
             module.training = mode
 
 
-def _refuse_for_now(max_grad_norm: float | None, accumulation_steps: int) -> None:
+def _check_gate(max_grad_norm: float | None, accumulation_steps: int, planned: bool) -> None:
     if max_grad_norm is not None:
-        raise OffmateError(
-            f"max_grad_norm={max_grad_norm} is not supported yet; compile without optimizer= and call "
-            "torch.nn.utils.clip_grad_norm_ before your own optimizer.step()"
-        )
-    if accumulation_steps != 1:
+        number = isinstance(max_grad_norm, int | float) and not isinstance(max_grad_norm, bool)
+        if not number or not max_grad_norm > 0:
+            raise OffmateError(
+                f"max_grad_norm is {max_grad_norm!r}; it must be a number above 0, or None to leave gradients as they "
+                'are; float("inf") only measures the norm'
+            )
+        if not planned:
+            raise OffmateError(
+                f"max_grad_norm={max_grad_norm} needs optimizer=; without one the gradients are in .grad after "
+                "backward(), for torch.nn.utils.clip_grad_norm_ before your own optimizer.step()"
+            )
+    if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
+        raise OffmateError(f"accumulation_steps is {accumulation_steps!r}; it must be a whole number, 1 or more")
+    if accumulation_steps > 1 and planned:
         raise OffmateError(
             f"accumulation_steps={accumulation_steps} is not supported yet; compile without optimizer=, then several "
             "backward() calls add up in .grad as usual"
+        )
+    if accumulation_steps > 1 and not planned:
+        raise OffmateError(
+            f"accumulation_steps={accumulation_steps} needs optimizer=; without one several backward() calls add up in "
+            ".grad as usual, and the plan is the same"
         )
 
 

@@ -58,6 +58,11 @@ class Handle:
         """Start counting the peak anew."""
         self._session.device.ledger.reset_peak()
 
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The global norm of all gradients of the last iteration, before clipping; None without `max_grad_norm`."""
+        return self._session.grad_norm
+
     def sync(self) -> None:
         """Wait for updates and copies under way; afterwards parameters and optimizer states read current."""
         self._session.sync()
@@ -110,7 +115,7 @@ class PlannedParameter(torch.nn.Parameter):
         session = self.__dict__["_offmate"]
         if session.uncleared:
             raise ProtocolError(
-                "the planned optimizer has consumed this gradient during backward(); to clip by global norm pass "
+                "the planned optimizer has taken this gradient in backward(); to clip by global norm pass "
                 "max_grad_norm= to offmate.compile, to work on .grad yourself compile without optimizer="
             )
         return _TENSOR.grad.__get__(self)

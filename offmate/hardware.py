@@ -36,6 +36,7 @@ class Hardware:
     in_bytes_per_s, out_bytes_per_s, both_bytes_per_s: of the link to the host, each way alone and both together.
     cpu_update_bytes_per_s, device_update_bytes_per_s: bytes of float32 parameters that Adam updates per second.
     manage_s: H, seconds of the CPU per step for everything else.
+    shared_cores: compute, copies and CPU updates share the same cores (the emulated device).
     """
 
     name: str
@@ -50,6 +51,12 @@ class Hardware:
     device_update_bytes_per_s: float
     host_memory_bytes: int = 0
     manage_s: float = 0.0
+    shared_cores: bool = False
+
+    @property
+    def default_budget_bytes(self) -> int:
+        """Device memory less a sixteenth, for the context and what others hold."""
+        return self.device_memory_bytes - self.device_memory_bytes // 16
 
     def flops_per_s(self, dtype: str) -> float:
         """Rate of matrix products in a dtype; float32's where the file does not name it."""
@@ -72,8 +79,11 @@ def load(name_or_path: str) -> Hardware:
     path = Path(name_or_path)
     if not path.exists():
         near = difflib.get_close_matches(name_or_path.lower(), names(), n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise OffmateError(f"hardware {name_or_path!r} is not known; {hint}There are {', '.join(names())}, or a file")
+        hint = f"Did you mean {' or '.join(near)}? " if near else ""
+        raise OffmateError(
+            f"hardware {name_or_path!r} is not known. {hint}Known are {', '.join(names())}; or name a file that "
+            "`offmate profile --json FILE` wrote"
+        )
     try:
         return _parse(json.loads(path.read_text()), name_or_path)
     except ValueError as error:
@@ -98,6 +108,7 @@ def _parse(data: Any, where: str) -> Hardware:
         matrix_flops_per_s=flops,
         host_memory_bytes=int(_figure(data, "host_memory_bytes", where)) if "host_memory_bytes" in data else 0,
         manage_s=_figure(data, "manage_s", where) if "manage_s" in data else 0.0,
+        shared_cores=data.get("shared_cores") is True,
         **figures,
     )
 

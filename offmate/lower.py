@@ -53,11 +53,18 @@ class BlockClass:
 
 @dataclass(frozen=True)
 class Trainable:
-    """What training a parameter takes: bytes of its optimizer state that move, and seconds to update it."""
+    """What training a parameter takes: bytes of its optimizer state that move, and seconds on host and device.
+
+    Parameters
+    ----------
+    cpu_update_s, device_update_s: to update it. cpu_add_s, device_add_s: to add up a micro-batch's gradient.
+    """
 
     state_bytes: int
     cpu_update_s: float
     device_update_s: float
+    cpu_add_s: float
+    device_add_s: float
 
 
 @dataclass(frozen=True)
@@ -321,7 +328,7 @@ class Lowering:
 
     def _groups(self) -> tuple[Group, ...]:
         members: dict[tuple[Any, ...], list[tuple[TensorSize, Trainable]]] = {}
-        nothing = Trainable(0, 0.0, 0.0)
+        nothing = Trainable(0, 0.0, 0.0, 0.0, 0.0)
         for node in self.captured.graph.nodes:
             if node.name not in self.captured.params:
                 continue
@@ -343,6 +350,8 @@ class Lowering:
                 grad_steps=grads,
                 cpu_update_s=sum(t.cpu_update_s for _, t in tensors),
                 device_update_s=sum(t.device_update_s for _, t in tensors),
+                cpu_add_s=sum(t.cpu_add_s for _, t in tensors),
+                device_add_s=sum(t.device_add_s for _, t in tensors),
             )
             for (uses, grads, _), tensors in members.items()
         )

@@ -17,7 +17,7 @@ from .programs import NodeCost
 
 log = logging.getLogger("offmate")
 
-FORMAT = 2
+FORMAT = 3
 
 _kept: dict[str, Measured] = {}
 

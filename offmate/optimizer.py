@@ -6,6 +6,7 @@ import logging
 import statistics
 import time
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +23,20 @@ _REPEATS = 3
 
 @dataclass(frozen=True)
 class UpdateCost:
-    """What updating a parameter takes: bytes of state that can move, bytes of scalar state, seconds on each side."""
+    """What updating a parameter takes: bytes of state that can move, bytes of scalar state, seconds on each side.
+
+    Parameters
+    ----------
+    cpu_add_s, device_add_s: seconds to add a gradient to the sum of earlier ones. norm_s: to measure its norm.
+    """
 
     state_bytes: int
     scalar_bytes: int
     cpu_update_s: float
     device_update_s: float
+    cpu_add_s: float
+    device_add_s: float
+    norm_s: float
 
 
 class Updater:
@@ -44,7 +53,7 @@ class Updater:
     def __init__(self, optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> None:
         self.optimizer = optimizer
         self.names = names
-        self.base: Any = next(c for c in type(optimizer).__mro__ if not c.__name__.startswith("Offmate"))
+        self.base: Any = next(c for c in type(optimizer).__mro__ if not issubclass(c, PlannedOptimizer))
         self.fuse = self._fuses()
         self.groups: dict[str, dict[str, Any]] = {}
         self.snapshot()
@@ -119,19 +128,30 @@ class Updater:
         """
         state: dict[str, Any] = {}
         param, grad = torch.zeros(like.shape, dtype=like.dtype), torch.zeros(like.shape, dtype=like.dtype)
-        taken = []
-        for _ in range(_REPEATS if like.numel() <= _TIMED_ELEMENTS else 2):
-            start = time.perf_counter()
-            self.step_one(hyper, param, grad, state)
-            taken.append(time.perf_counter() - start)
+        repeats = _REPEATS if like.numel() <= _TIMED_ELEMENTS else 2
+        update_s = _seconds(lambda: self.step_one(hyper, param, grad, state), repeats)
+        add_s = _seconds(lambda: param.add_(grad), repeats)
         tensors = [v for v in state.values() if isinstance(v, torch.Tensor)]
         return UpdateCost(
             state_bytes=sum(t.untyped_storage().nbytes() for t in tensors if is_bulk(t)),
             scalar_bytes=sum(t.untyped_storage().nbytes() for t in tensors if not is_bulk(t)),
             # A worker has one thread where the training thread has all.
-            cpu_update_s=torch.get_num_threads() * statistics.median(taken[1:]),
-            device_update_s=statistics.median(taken[1:]),
+            cpu_update_s=torch.get_num_threads() * update_s,
+            device_update_s=update_s,
+            cpu_add_s=torch.get_num_threads() * add_s,
+            device_add_s=add_s,
+            norm_s=_seconds(lambda: torch.linalg.vector_norm(grad), repeats),
         )
+
+
+def _seconds(work: Callable[[], object], repeats: int) -> float:
+    """The median after a first run that does not count."""
+    taken = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:])
 
 
 def _hyper(group: dict[str, Any]) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table
+
+from .sizes import format_bytes
 
 if TYPE_CHECKING:
     from .plans import BlockRow
@@ -24,6 +26,47 @@ def plan_table(blocks: Sequence[BlockRow]) -> Table:
 
     Returns: a table that 80 columns hold.
     """
+    alike: dict[tuple[str, str, int, tuple[int, ...]], list[int]] = {}
+    for index, row in enumerate(blocks):
+        alike.setdefault((row.class_id, row.option, row.recomputed, _sizes(row)), []).append(index)
+    rows = [(_spans(indices), *key) for key, indices in alike.items()]
+    return _table("per block, and in all", rows, blocks)
+
+
+def class_table(blocks: Sequence[BlockRow]) -> Table:
+    """One row for all blocks of a class that run with the same option, added up, then the totals.
+
+    Parameters
+    ----------
+    blocks: in the order of the chain.
+
+    Returns: a table that 80 columns hold.
+    """
+    rows = [(f"{n} ×", *rest) for n, *rest in _by_class(blocks)]
+    return _table("of all blocks of a class", rows, blocks)
+
+
+def class_lines(blocks: Sequence[BlockRow]) -> Iterator[str]:
+    """The same in lines, for screens that are too narrow for a table."""
+    for n, class_id, option, recomputed, sizes in _by_class(blocks):
+        words = [
+            f"{heading.replace(chr(10), ' ')} {format_bytes(size)}" for heading, size in zip(_SIZES, sizes) if size
+        ]
+        words += [f"{recomputed} operators run again"] if recomputed else []
+        yield f"class {class_id}, {n} × {option}: {', '.join(words) or 'nothing to keep or move'}"
+
+
+def _by_class(blocks: Sequence[BlockRow]) -> Iterator[tuple[int, str, str, int, tuple[int, ...]]]:
+    """Per class and option: how many blocks, and their operators run again and bytes, added up."""
+    found: dict[tuple[str, str], list[BlockRow]] = {}
+    for row in blocks:
+        found.setdefault((row.class_id, row.option), []).append(row)
+    for (class_id, option), rows in found.items():
+        sizes = tuple(sum(column) for column in zip(*map(_sizes, rows)))
+        yield len(rows), class_id, option, sum(row.recomputed for row in rows), sizes
+
+
+def _table(what: str, rows: Sequence[Any], blocks: Sequence[BlockRow]) -> Table:
     totals = [sum(column) for column in zip(*map(_sizes, blocks))]
     unit_bytes, unit = (1 << 20, "MiB") if max(totals) >= 1 << 20 else (1 << 10, "KiB")
     digits = 2 if max(totals) < _MANY_UNITS * unit_bytes else 0
@@ -32,11 +75,8 @@ def plan_table(blocks: Sequence[BlockRow]) -> Table:
         texts = [_number(size / unit_bytes, digits) for size in sizes]
         return [*texts[:2], str(recomputed or "-"), *texts[2:]]
 
-    alike: dict[tuple[str, str, int, tuple[int, ...]], list[int]] = {}
-    for index, row in enumerate(blocks):
-        alike.setdefault((row.class_id, row.option, row.recomputed, _sizes(row)), []).append(index)
     table = Table(
-        title=f"Plan: {unit} per block, and in all",
+        title=f"Plan: {unit} {what}",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         show_footer=True,
@@ -49,10 +89,10 @@ def plan_table(blocks: Sequence[BlockRow]) -> Table:
     table.add_column("class", no_wrap=True, justify="center")
     table.add_column("option", no_wrap=True)
     headings = (*_SIZES[:2], "ops\nrerun", *_SIZES[2:])
-    for heading, total in zip(headings, cells(totals, sum(row.recomputed for row in blocks))):
-        table.add_column(heading, footer=total, justify="right", no_wrap=True)
-    for (class_id, option, recomputed, sizes), indices in alike.items():
-        table.add_row(_spans(indices), class_id, option, *cells(sizes, recomputed))
+    for name, total in zip(headings, cells(totals, sum(row.recomputed for row in blocks))):
+        table.add_column(name, footer=total, justify="right", no_wrap=True)
+    for first, class_id, option, recomputed, sizes in rows:
+        table.add_row(first, class_id, option, *cells(sizes, recomputed))
     return table
 
 

@@ -52,6 +52,7 @@ class Request:
     device: kind of device. user_bytes: reserved for the user's code; None estimates it, as `user_factor` times what
         usual losses hold.
     automatic_host: the host budget is what is available now; a stored plan need only fit into it.
+    micro_batches: how many forwards and backwards make one planned update. clips: whether gradients are clipped.
     """
 
     budget_bytes: int
@@ -61,6 +62,13 @@ class Request:
     user_bytes: int | None = None
     user_factor: float = 1.0
     automatic_host: bool = False
+    micro_batches: int = 1
+    clips: bool = False
+
+    @property
+    def gate(self) -> bool:
+        """Whether updates wait until all gradients are complete."""
+        return self.clips or self.micro_batches > 1
 
 
 @dataclass(frozen=True)
@@ -266,7 +274,7 @@ def _search(
     )
     if found.schedule is None:
         raise refusal(lowered, request.budget_bytes, request.host_budget_bytes, fixed, config)
-    say("least budget", 0.0)
+    say(f"least budget (this plan is within {found.solution.gap:.1%} of the bound)", 0.0)
     least = least_budget(problem, time_limit_s=config.solver_time_limit_s, backend=config.solver)
     plan = Plan(
         fingerprint=fingerprint,
@@ -282,6 +290,7 @@ def _search(
         status=found.solution.status.value,
         user_bytes=request.user_bytes or 0,
         plan_s=time.perf_counter() - start,
+        problem=problem,
     )
     return plan, lowered
 
@@ -306,7 +315,10 @@ def _lower(
             f"scalars, {format_bytes(fixed)}; raise gpu_budget",
             budget_bytes=request.budget_bytes,
         )
-    trainable = {n: Trainable(c.state_bytes, c.cpu_update_s, c.device_update_s) for n, c in updates.items()}
+    trainable = {
+        n: Trainable(c.state_bytes, c.cpu_update_s, c.device_update_s, c.cpu_add_s, c.device_add_s)
+        for n, c in updates.items()
+    }
     lowering = Lowering(captured, traced.chain, traced.blocks, classes, prelude, traced.differentiated, trainable)
     lowered = lowering.problem(
         rates,
@@ -315,7 +327,10 @@ def _lower(
         host_budget_bytes=request.host_budget_bytes,
         update="planned" if updater is not None else "external",
         user_bytes=request.user_bytes or 0,
-        turn_around_steps=request.config.turn_around_steps,
+        turn_around_steps=max(request.config.turn_around_steps, 3 if request.gate else 2),
+        gate=request.gate,
+        micro_batches=request.micro_batches,
+        gate_s=sum(c.norm_s for c in updates.values()) if request.clips else 0.0,
     )
     return lowered, fixed
 
@@ -379,6 +394,7 @@ def _fingerprint(
     if budgets:
         host = None if request.automatic_host else request.host_budget_bytes
         parts += (request.budget_bytes, host, request.user_bytes, _planning(request.config))
+        parts += (request.micro_batches, request.clips)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
 
 

@@ -13,8 +13,12 @@ from rich.table import Table
 
 from .errors import PlanFileError
 from .files import write_whole
+from .limits import endless_s, limits
 from .plan_table import plan_table
 from .sizes import format_bytes, format_least_bytes
+from .solver.files import problem_from_dict
+from .solver.files import to_dict as problem_to_dict
+from .solver.problem import Problem
 from .solver.schedule import Kind, Schedule
 from .solver.simulate import Simulation, simulate
 from .solver.text import from_dict, to_dict
@@ -25,7 +29,8 @@ if TYPE_CHECKING:
 
     from .reports.diff import PlanDiff
 
-FORMAT = 2
+FORMAT = 3
+_WORTH_SAYING_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,8 @@ class Plan:
     lower_bound_s: no plan of the same problem is faster. gap: of the program's answer to it.
     status: how the search ended, with advice.
     user_bytes: reserved for what the user's code holds between the model's return and backward().
-    plan_s: seconds that planning took. from_cache: whether it was read from disk.
+    plan_s: seconds that planning took. problem: what was solved, as plain numbers; None for a forward only.
+    from_cache: whether it was read from disk.
     """
 
     fingerprint: str
@@ -100,6 +106,7 @@ class Plan:
     status: str
     user_bytes: int
     plan_s: float
+    problem: Problem | None = None
     from_cache: bool = field(default=False, compare=False)
 
     @cached_property
@@ -118,6 +125,11 @@ class Plan:
         return self.simulation.step_s
 
     @property
+    def endless_s(self) -> float:
+        """Seconds of one iteration on such a device with endless memory: nothing moves, nothing is recomputed."""
+        return endless_s(self.problem) if self.problem is not None else self.predicted_step_s
+
+    @property
     def host_bytes(self) -> int:
         """What the plan holds in host memory."""
         return self.schedule.host_bytes
@@ -130,8 +142,14 @@ class Plan:
         out = sum(sizes[a.name] for a in self.schedule.actions if a.kind is Kind.OFFLOAD)
         return into, out
 
-    def explain(self) -> str:
-        """The plan in words: budget, peak, time, what moves and what is recomputed."""
+    def explain(self, offers: bool = False) -> str:
+        """The plan in words: budget, peak, time, what moves, what is recomputed, and what limits each phase.
+
+        Parameters
+        ----------
+        offers: also say what more memory, a faster link or faster updates would buy. The problem is solved again for
+            each, which takes some seconds for a large model.
+        """
         into, out = self.moved_bytes
         updates = sum(r.cpu_update_bytes for r in self.blocks), sum(r.params_bytes for r in self.blocks)
         recomputing = [r for r in self.blocks if r.recomputed]
@@ -146,8 +164,10 @@ class Plan:
             f"the host updates {format_bytes(updates[0])} of {format_bytes(updates[1])} of parameters; "
             f"{len(recomputing)} of {len(self.blocks)} blocks recompute",
         ]
-        if self.user_bytes:
+        if self.user_bytes >= _WORTH_SAYING_BYTES:
             lines.append(f"{format_bytes(self.user_bytes)} are reserved for your code between forward and backward")
+        if self.problem is not None:
+            lines += limits(self, offers).text().splitlines()
         return "\n".join(lines)
 
     def table(self) -> Table:
@@ -234,6 +254,7 @@ def _to_json(plan: Plan) -> dict[str, Any]:
         "format": FORMAT,
         **{name: getattr(plan, name) for name in (*plain, "user_bytes", "plan_s")},
         "schedule": to_dict(plan.schedule),
+        "problem": None if plan.problem is None else problem_to_dict(plan.problem),
         "blocks": [vars(row) for row in plan.blocks],
         "classes": {
             key: {
@@ -253,6 +274,7 @@ def _from_json(data: dict[str, Any]) -> Plan:
         )
         for key, stored in data["classes"].items()
     }
-    rest = {k: v for k, v in data.items() if k not in ("format", "schedule", "blocks", "classes")}
+    rest = {k: v for k, v in data.items() if k not in ("format", "schedule", "problem", "blocks", "classes")}
     blocks = tuple(BlockRow(**row) for row in data["blocks"])
-    return Plan(schedule=from_dict(data["schedule"]), classes=classes, blocks=blocks, **rest)
+    problem = None if data["problem"] is None else problem_from_dict(data["problem"])
+    return Plan(schedule=from_dict(data["schedule"]), problem=problem, classes=classes, blocks=blocks, **rest)

@@ -13,11 +13,23 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 Progress = Callable[[str, float], None]
 """Told the phase of planning and how much of it is done, from 0 to 1."""
 
+_quiet: list[bool] = []
+
+
+@contextlib.contextmanager
+def quiet(wanted: bool) -> Iterator[None]:
+    """No progress bars inside the `with` block, if wanted."""
+    _quiet.extend([True] * wanted)
+    try:
+        yield
+    finally:
+        del _quiet[len(_quiet) - wanted :]
+
 
 @contextlib.contextmanager
 def planning_progress() -> Iterator[Progress]:
     """A progress bar on stderr with the phase of planning; nothing where stderr is no terminal."""
-    if not sys.stderr.isatty():
+    if _quiet or not sys.stderr.isatty():
         yield lambda phase, share: None
         return
     columns = (TextColumn("planning: {task.description}"), BarColumn(), TimeElapsedColumn())

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from . import handover
 from .caches import has_cache, without_cache
 from .errors import BudgetExceeded, CaptureError, OffmateError, ProtocolError
 from .evaluate import make_stream
-from .measure import AllocationLog
 from .optimizer import Updater
 from .planner import Prepared, Request, make_plan
 from .plans import Plan
@@ -26,14 +26,13 @@ from .runtime import interrupts
 from .runtime.contents import on_storage
 from .runtime.emulated import EmulatedDevice
 from .runtime.executor import Executor
+from .runtime.gate import Clip
 from .runtime.ledger import LimitExceeded
-from .sizes import format_bytes
 from .truth import Truth
+from .user_code import UserCode
 from .variants import CallKind, Numbers, Variant, Variants, kind_of
 
 log = logging.getLogger("offmate")
-
-_BACKWARD = "backward"
 
 
 class Turn(Enum):
@@ -48,8 +47,13 @@ class Session:
     """What stands behind a compiled model.
 
     State: `active`, the variant whose tensors are on the device; `training`, the one that trained last; `turn`, and the
-    `iteration` that is under way; `uncleared`, whether zero_grad() is due; `truth`, what the host holds; `user_bytes`,
-    what the user's code was seen to hold between forward and backward. Changed on the training thread only.
+    `iteration` that is under way and its `micro_batches` so far; `uncleared`, whether zero_grad() is due; `truth`, what
+    the host holds; `user_code`, what it was seen to hold. Changed on the training thread only.
+
+    Parameters
+    ----------
+    request: what plans are for. max_grad_norm: of all gradients; None clips nothing.
+    optimizer: the one whose updates are planned, and the names of its parameters. given: a plan to use.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Session:
         names: dict[torch.Tensor, str],
         given: Plan | None,
         progress: Callable[[], contextlib.AbstractContextManager[Progress]],
+        max_grad_norm: float | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self.plain_class = type(model)
@@ -75,10 +80,10 @@ class Session:
         self.training: Variant | None = None
         self.turn = Turn.FORWARD
         self.iteration: Iteration | None = None
+        self.micro_batches = 0
+        self.max_grad_norm = max_grad_norm
         self.uncleared = False
-        self.log: AllocationLog | None = None
-        self.user_bytes: dict[CallKind, int] = {}
-        self.user_factor = 1.0
+        self.user_code = UserCode()
         self.said_cache = False
 
     @property
@@ -102,7 +107,7 @@ class Session:
         leaves = pytree.tree_leaves((args, kwargs))
         trains = torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
         self._check_call(leaves, trains)
-        self._end_user_log()
+        self._account_for_user_code()
         edited = self.truth.check_edits()
         self.truth.adopt_tensors()
         try:
@@ -130,9 +135,9 @@ class Session:
             self._refuse_second_forward()
         if self.turn is Turn.STEP:
             raise ProtocolError(
-                "a forward after backward() without optimizer.step(); updates of this iteration have begun. Call "
-                "optimizer.step() first; gradient accumulation is not supported with a planned optimizer yet, without "
-                "optimizer= several backward() calls add up in .grad as usual"
+                f"a forward after backward() without optimizer.step(); {self.request.micro_batches} backward() calls "
+                "make one update in this plan. Call optimizer.step() first; to add up the gradients of more "
+                "micro-batches compile with accumulation_steps="
             )
         for leaf in leaves:
             if trains and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -169,8 +174,7 @@ class Session:
         with self._whole():
             flat = Replay.apply(self, variant, iteration, tensors, anchor, *params)
             self.turn, self.iteration = Turn.BACKWARD, iteration
-        if variant.kind not in self.user_bytes and self._user_computes(variant):
-            self.log = AllocationLog().__enter__()
+        self.user_code.begins(variant)
         return dict(zip(variant.output_nodes, flat))
 
     def _rebuild(self, variant: Variant, outputs: dict[str, torch.Tensor]) -> Any:
@@ -204,7 +208,9 @@ class Session:
                 return self._bound(make_stream(model, args, kwargs, self.request, say), kind)
             if self.training is not None:
                 log.info("planning for batches with %s", ", ".join(str(list(shape)) for shape in kind.shapes))
-            request = replace(self.request, user_bytes=self.user_bytes.get(kind), user_factor=self.user_factor)
+            request = replace(
+                self.request, user_bytes=self.user_code.held_bytes.get(kind), user_factor=self.user_code.factor
+            )
             given = self.given if self.training is None else None
             near = self.variants.near(kind)
             prepared = make_plan(model, args, kwargs, request, self.updater, say, given, near=near)
@@ -230,9 +236,20 @@ class Session:
     def _bound(self, prepared: Prepared, kind: CallKind) -> Variant:
         plan = prepared.plan
         executor = Executor(
-            plan.schedule, prepared.binding, self.truth.host, self.device, self.updater, plan.fixed_bytes
+            plan.schedule,
+            prepared.binding,
+            self.truth.host,
+            self.device,
+            self.updater,
+            plan.fixed_bytes,
+            self._clip() if kind.trains else None,
         )
         return Variant(prepared, executor, kind)
+
+    def _clip(self) -> Clip | None:
+        if self.max_grad_norm is None:
+            return None
+        return Clip(self.max_grad_norm, tuple(name for name, _ in self.model.named_parameters()))
 
     def _activate(self, variant: Variant, edited: tuple[str, ...]) -> None:
         """Make the device hold this variant's tensors, as they are now."""
@@ -249,34 +266,29 @@ class Session:
     def forward(self, variant: Variant, tensors: list[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
         """The forwards, on behalf of autograd."""
         self.truth.current = self.updater is None
-        outputs = variant.executor.forward(tensors)
+        outputs = variant.executor.forward(tensors, self.micro_batches)
         # Tensors of their own, since autograd ties what it is given to the graph, and the executor keeps its outputs.
         return tuple(on_storage(outputs[name], outputs[name]) for name in variant.output_nodes)
 
     def backward(self, variant: Variant, iteration: Iteration, grads: tuple[torch.Tensor | None, ...]) -> None:
         """The backwards, on behalf of autograd."""
-        if self.log is not None:
-            # The profiler's state is restored when autograd returns, so it can only be marked here, not stopped.
-            self.log.stretch(_BACKWARD, lambda: None)
+        self.user_code.ends()
         self._check_backward(iteration)
-        planned = [item[2:] for item in variant.prepared.plan.schedule.computes["user"].makes]
-        gradients = {}
-        for name, grad in zip(variant.output_nodes, grads):
-            if name in planned:
-                gradients[name] = self._user_gradient(variant, name, grad)
-            elif grad is not None:
-                raise ProtocolError(self._unplanned(variant, name))
+        gradients = handover.take_in(variant.prepared, grads)
         with self._whole():
             if self.updater is None:
                 variant.executor.backward(gradients)
                 variant.executor.turn_around()
-                self._hand_out_gradients(variant.executor.take_host_grads())
+                handover.hand_out(self.model, variant.executor.take_host_grads())
                 self.turn = Turn.FORWARD
             else:
                 self.truth.current = False
-                self.updater.snapshot()
-                variant.executor.backward(gradients)
-                self.turn, self.uncleared = Turn.STEP, True
+                if not self.request.gate:
+                    self.updater.snapshot()
+                variant.executor.backward(gradients, self.micro_batches)
+                self.micro_batches += 1
+                whole = self.micro_batches == self.request.micro_batches
+                self.turn, self.uncleared = Turn.STEP if whole else Turn.FORWARD, True
             self.iteration = None
 
     def _check_backward(self, iteration: Iteration) -> None:
@@ -285,7 +297,7 @@ class Session:
                 f"a second backward() through the same forward; next comes {self.turn.value}. The plan frees what a "
                 "backward has read, so retain_graph cannot be honoured; sum the losses and call backward() once"
             )
-        if self.uncleared:
+        if self.uncleared and not self.micro_batches:
             raise ProtocolError(
                 "the gradients of the last iteration were not cleared, so plain PyTorch would add to them, but the "
                 "planned optimizer has consumed them. Call optimizer.zero_grad() before backward()"
@@ -298,60 +310,26 @@ class Session:
                 "used from the next forward on. Edit parameters after optimizer.step()"
             )
 
-    def _user_gradient(self, variant: Variant, name: str, grad: torch.Tensor | None) -> torch.Tensor:
-        like = variant.prepared.gradient_like[name]
-        if grad is None:
-            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
-        if grad.stride() != like.stride() or grad.dtype != like.dtype:
-            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(grad)
-        return grad
-
-    def _unplanned(self, variant: Variant, node: str) -> str:
-        captured = variant.prepared.captured
-        names = [n for o, n in zip(captured.outputs, captured.output_names) if o == node]
-        return (
-            f"backward() hands a gradient into the output {names[0]!r}, which was planned without one (a scalar output "
-            f"is taken for the loss). Compile with config=offmate.Config(gradients_into=({names[0]!r},))"
-        )
-
-    def _hand_out_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
-        params = dict(self.model.named_parameters())
-        for name, grad in gradients.items():
-            param = params[name]
-            if param.grad is None:
-                param.grad = grad
-            else:
-                param.grad.add_(grad)
-
-    @staticmethod
-    def _user_computes(variant: Variant) -> bool:
-        """Whether the loss is computed outside the model, from outputs of some size."""
-        return any(like.numel() > 1 for like in variant.prepared.gradient_like.values())
-
-    def _end_user_log(self) -> None:
-        """Take what the user's code was seen to hold between forward and backward; plan anew if it was more."""
-        if self.log is None or self.training is None:
-            return
-        self.log.__exit__(None, None, None)
-        measured = self.log.peak_bytes(until=_BACKWARD)
-        self.log = None
-        variant = self.training
-        reserved = variant.prepared.plan.user_bytes
-        self.user_bytes[variant.kind] = max(measured, reserved)
-        log.info("your code holds %s between forward and backward", format_bytes(measured))
-        if measured > reserved:
-            log.info("that is more than the %s reserved; the next iteration is planned anew", format_bytes(reserved))
-            self.user_factor *= measured / max(reserved, 1)
-            self.variants.forget(variant)
+    def _account_for_user_code(self) -> None:
+        if self.user_code.account(self.training):
+            assert self.training is not None
+            self.variants.forget(self.training)
 
     def step(self) -> None:
         """The user's optimizer.step()."""
-        if self.turn is not Turn.STEP:
+        if self.turn is Turn.BACKWARD or not self.micro_batches:
             raise ProtocolError(f"optimizer.step() without a backward(); next comes {self.turn.value}")
-        assert self.updater is not None and self.active is not None
-        self.updater.check_unchanged()
+        assert self.updater is not None
+        if self.request.gate:
+            self.updater.snapshot()
+        else:
+            self.updater.check_unchanged()
         edited = self.truth.check_edits()
-        self._end_user_log()
+        self._account_for_user_code()
+        if self.request.gate and (edited or self.turn is not Turn.STEP):
+            self._finish_on_host()
+            return
+        self.micro_batches = 0
         if edited:
             # Everything was brought home for the edit; what the plan would still do would undo it.
             self.bring_home()
@@ -360,15 +338,43 @@ class Session:
                 f"{edited[0]} was edited between backward() and optimizer.step(), after its update had been made "
                 "instead of before it; the step is done and the edit stays. Edit parameters after optimizer.step()"
             )
+        assert self.active is not None
         with self._whole():
             self.truth.current = False
             self.active.executor.turn_around()
             self.turn = Turn.FORWARD
 
+    def _finish_on_host(self) -> None:
+        """End an iteration that the plan does not end: it had fewer micro-batches, or parameters were edited."""
+        assert self.training is not None
+        self.bring_home()
+        self.active = self.training
+        with self._whole():
+            self.truth.current = False
+            self.training.executor.finish()
+        self.active, self.micro_batches, self.turn, self.truth.current = None, 0, Turn.FORWARD, True
+        self.truth.accept()
+        self.truth.publish_states()
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The global norm of the last iteration's gradients, before clipping."""
+        return self.training.executor.gate.norm if self.training is not None else None
+
     def zero_grad(self) -> None:
         """The user's zero_grad(); with a planned optimizer the gradients are consumed already."""
         if self.updater is None:
             return
+        if self.micro_batches and self.request.gate:
+            if self.turn is Turn.BACKWARD:
+                raise ProtocolError(
+                    "gradients were cleared between a forward and its backward() while those of earlier micro-batches "
+                    "were being added up; call zero_grad() after optimizer.step()"
+                )
+            log.info(
+                "zero_grad() before optimizer.step(): the gradients of %d backward() are dropped", self.micro_batches
+            )
+            self.give_up()
         if self.turn is Turn.STEP:
             raise ProtocolError(
                 "gradients were cleared between backward() and optimizer.step(), but updates with them have begun; "
@@ -402,6 +408,8 @@ class Session:
     def give_up(self) -> None:
         """End the iteration where it is; what was updated stays, and the host holds the truth."""
         self.turn, self.iteration, self.uncleared = Turn.FORWARD, None, False
+        self.micro_batches = 0
+        self.truth.host.totals.clear()
         variant, self.active = self.active, None
         if variant is None:
             return
@@ -427,7 +435,7 @@ class Session:
 
     def read(self, what: str) -> None:
         """Make `what` current for the user, and say so if it is not what plain PyTorch would show now."""
-        if self.turn is Turn.STEP:
+        if self.turn is Turn.STEP and not self.request.gate:
             log.warning("%s between backward() and optimizer.step(): the update has been made already", what)
         self.sync()
 
@@ -436,7 +444,8 @@ class Session:
         if self.turn is Turn.BACKWARD:
             self.give_up()
         self.bring_home()
-        self.turn, self.uncleared = Turn.FORWARD, False
+        self.turn, self.uncleared, self.micro_batches = Turn.FORWARD, False, 0
+        self.truth.host.totals.clear()
 
     def bring_home(self) -> None:
         """Take everything off the device; the host holds the truth."""

@@ -98,12 +98,16 @@ class HostState:
     params: host tensor of every parameter. buffers: of every buffer.
     states: optimizer state of every trainable parameter, empty until its first update.
     updates: how many updates each parameter has had.
+    grads: host memory that gradients leave to, kept from one iteration to the next.
+    totals: parameters of which `grads` holds the sum of this iteration's micro-batches so far.
     """
 
     params: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     states: dict[str, dict[str, object]] = field(default_factory=dict)
     updates: dict[str, int] = field(default_factory=dict)
+    grads: dict[str, torch.Tensor] = field(default_factory=dict)
+    totals: set[str] = field(default_factory=set)
 
 
 Update = Callable[[str, torch.Tensor, torch.Tensor, dict[str, object]], None]

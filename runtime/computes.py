@@ -10,6 +10,7 @@ from ..solver.schedule import Schedule
 from .binding import Binding, BlockBinding, HostState, Port
 from .contents import Buffer, Contents, Saved
 from .device import Device
+from .gate import Gate
 from .program import run
 
 
@@ -20,23 +21,25 @@ class Computes:
 
     Parameters
     ----------
-    contents: what is on the device; changed here.
+    contents: what is on the device; changed here. gate: opened by the compute of that name.
     """
 
     def __init__(
-        self, schedule: Schedule, binding: Binding, host: HostState, device: Device, contents: Contents
+        self, schedule: Schedule, binding: Binding, host: HostState, device: Device, contents: Contents, gate: Gate
     ) -> None:
         self._schedule, self._binding, self._host, self._device = schedule, binding, host, device
-        self._contents = contents
+        self._contents, self._gate = contents, gate
         self.batch: tuple[torch.Tensor | None, ...] = ()
         self.incoming: dict[str, torch.Tensor] = {}
 
     def run(self, name: str) -> None:
-        """Run the compute of this name: "start", "F3", "user", "B3"."""
+        """Run the compute of this name: "start", "F3", "user", "B3", "gate"."""
         if name == "start":
             self._start()
         elif name == "user":
             self._user()
+        elif name == "gate":
+            self._gate.open()
         elif name[0] == "F":
             self._forward_block(int(name[1:]))
         else:
@@ -105,6 +108,8 @@ class Computes:
             here.grads[port.name] = registers[port.register]
             if port.name.startswith("param:"):
                 here.pending.add(port.name[6:])
+                # That of the micro-batch before has left.
+                here.grad_leaving.pop(port.name[6:], None)
 
     def _registers(self, block: BlockBinding, n_registers: int) -> list[Any]:
         registers: list[Any] = [None] * n_registers

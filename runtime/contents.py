@@ -81,7 +81,9 @@ class Contents:
     newer: items ("p:NAME", "s:NAME") whose device copy is newer than the host's.
     written: by item, or by name for a parameter, the event after which its host copy may be read.
     pending: parameters whose gradient is there and whose update has not been started.
-    grad_leaving: by parameter, its gradient's way to the host. views: how tensors view the storages that have left.
+    grad_leaving, grad_adding: by parameter, its gradient's way to the host, and its addition to the total there.
+    totals: by parameter, the sum of its gradients so far, where it is kept on the device.
+    views: how tensors view the storages that have left.
     """
 
     params: dict[str, Buffer] = field(default_factory=dict)
@@ -95,6 +97,8 @@ class Contents:
     written: dict[str, Event] = field(default_factory=dict)
     pending: set[str] = field(default_factory=set)
     grad_leaving: dict[str, Event] = field(default_factory=dict)
+    grad_adding: dict[str, Event] = field(default_factory=dict)
+    totals: dict[str, Buffer] = field(default_factory=dict)
     views: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
 
     def clear(self) -> None:

@@ -12,6 +12,8 @@ from .binding import Binding, HostState, Update
 from .computes import Computes
 from .contents import Buffer, Contents
 from .device import Device
+from .gate import Clip, Gate
+from .gradients import Gradients
 from .transfers import Transfers
 from .updates import Updates
 
@@ -21,10 +23,10 @@ _MOVING = (Kind.PREFETCH, Kind.OFFLOAD, Kind.UPDATE_CPU)
 class Executor:
     """Replays one schedule on one device.
 
-    State: `contents`, what is on the device and under way; `loaded`, whether what an iteration starts from is there;
-    `complete`, whether the last backward has ended, so that all its gradients are whole. All of it is changed on the
-    thread that calls `forward`, `backward` and `turn_around`, in the order of the schedule's actions; workers only
-    fill tensors they were given.
+    State: `contents`, what is on the device and under way; `loaded`, whether what a micro-batch starts from is there;
+    `complete`, whether the last backward has ended, so that all its gradients are whole; `gate`. All of it is changed
+    on the thread that calls `forward`, `backward` and `turn_around`, in the order of the schedule's actions; workers
+    only fill tensors they were given.
 
     Parameters
     ----------
@@ -33,6 +35,7 @@ class Executor:
     device: where; its ledger counts every byte.
     update: the optimizer's update of one tensor; None if the user's code updates.
     fixed_bytes: what lies on the device whatever the schedule does (buffers, scalar states).
+    clip: how gradients are clipped when the schedule's gate opens.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Executor:
         device: Device,
         update: Update | None,
         fixed_bytes: int = 0,
+        clip: Clip | None = None,
     ) -> None:
         self.schedule, self.binding, self.host, self.device, self.update = schedule, binding, host, device, update
         self.fixed_bytes = fixed_bytes
@@ -51,26 +55,30 @@ class Executor:
         self.on_action: Callable[[Action], None] | None = None
         self._contents = contents = Contents()
         self._homeless = _never_moved(schedule)
-        self._transfers = Transfers(schedule, binding, host, device, contents)
-        self._updates = Updates(host, device, contents, self._transfers, update, self._homeless)
-        self._computes = Computes(schedule, binding, host, device, contents)
+        self._gradients = Gradients(schedule, host, device, contents)
+        self.gate = Gate(schedule.gate, clip, self._gradients)
+        self._transfers = Transfers(schedule, binding, host, device, contents, self._gradients)
+        self._updates = Updates(host, device, contents, self._gradients, self.gate, update, self._homeless)
+        self._computes = Computes(schedule, binding, host, device, contents, self.gate)
         self._updating = False
         self._handlers: dict[Kind, Callable[[str], None]] = {
             Kind.COMPUTE: self._computes.run,
             Kind.PREFETCH: self._transfers.prefetch,
             Kind.OFFLOAD: self._transfers.offload,
             Kind.FREE: self._transfers.free,
+            Kind.ACCUMULATE: self._gradients.accumulate,
+            Kind.ACCUMULATE_CPU: self._gradients.accumulate_on_host,
             Kind.UPDATE_CPU: self._updates.on_host,
             Kind.UPDATE_DEVICE: self._updates.on_device,
         }
 
     # -- an iteration -------------------------------------------------------------------------------------------------
 
-    def load(self) -> None:
-        """Bring to the device what an iteration finds there when it starts."""
+    def load(self, micro_batch: int = 0) -> None:
+        """Bring to the device what a micro-batch finds there when it starts."""
         ledger = self.device.ledger
         ledger.add("b", self.fixed_bytes)
-        for item in self.schedule.resident:
+        for item in self.schedule.resident_at(micro_batch):
             if item.startswith(("old:", "g:")):
                 # What the last iteration would have left; in the first one it is only counted.
                 ledger.add(item.split(":")[0], self.schedule.item_bytes[item])
@@ -81,39 +89,46 @@ class Executor:
                 self._take(Action(0, Kind.PREFETCH, item))
         self.loaded = True
 
-    def forward(self, batch: Iterable[torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    def forward(self, batch: Iterable[torch.Tensor | None], micro_batch: int = 0) -> dict[str, torch.Tensor]:
         """Run the forwards.
 
         Parameters
         ----------
-        batch: tensors in the order of `StartBinding.batch`.
+        batch: tensors in the order of `StartBinding.batch`. micro_batch: which one of the iteration, from 0.
 
         Returns: the model's output tensors by name.
         """
         if not self.loaded:
-            self.load()
+            self.load(micro_batch)
         self._computes.batch = tuple(batch)
-        self._walk(self.schedule.forward)
+        self._walk(self.schedule.pass_of(micro_batch).forward)
         outputs, self._contents.outputs = self._contents.outputs, {}
         return outputs
 
-    def backward(self, gradients: dict[str, torch.Tensor]) -> None:
+    def backward(self, gradients: dict[str, torch.Tensor], micro_batch: int = 0) -> None:
         """Run the backwards.
 
         Parameters
         ----------
-        gradients: of those outputs that the plan differentiates, by name.
+        gradients: of those outputs that the plan differentiates, by name. micro_batch: as in `forward`.
         """
         self.complete = False
+        self.gate.close()
         self._computes.incoming = gradients
-        self._walk(self.schedule.backward)
+        self._walk(self.schedule.pass_of(micro_batch).backward)
         self.complete, self._updating = True, False
-
-    def turn_around(self) -> None:
-        """Run what lies between the last backward and the next forward."""
-        self._walk(self.schedule.turn_around)
         for name in self.binding.outputs:
             self._contents.values.pop(name, None)
+
+    def turn_around(self) -> None:
+        """Run what lies between the last backward and the next forward; a gate opens in it."""
+        self._walk(self.schedule.turn_around)
+
+    def finish(self) -> None:
+        """End an iteration of fewer micro-batches than planned: all updates are made on the host, now."""
+        self.unload()
+        self.gate.open()
+        self.sync()
 
     def _walk(self, actions: tuple[Action, ...]) -> None:
         recorder = self.device.recorder
@@ -141,26 +156,25 @@ class Executor:
 
     def take_host_grads(self) -> dict[str, torch.Tensor]:
         """Hand over the gradients that have left for the host, once they are there."""
-        leaving = self._contents.grad_leaving
-        for event in leaving.values():
-            event.wait()
-        leaving.clear()
-        grads, self._transfers.host_grads = self._transfers.host_grads, {}
-        return grads
+        return self._gradients.take()
 
     def sync(self) -> None:
-        """Wait for everything under way, do the updates that are still to come, and bring home what is newer."""
+        """Wait for everything under way, do the updates that are due, and bring home what is newer."""
         self._updates.start_pending()
-        for event in [*self._contents.written.values(), *self._contents.grad_leaving.values()]:
+        here = self._contents
+        for event in [*here.written.values(), *here.grad_leaving.values(), *here.grad_adding.values()]:
             event.wait()
         self._updates.rescue()
 
     def unload(self) -> None:
-        """Take everything off the device; afterwards the host holds the truth."""
+        """Take everything off the device; afterwards the host holds the truth, sums of gradients included."""
         self.sync()
+        if not self.gate.is_open:
+            self._gradients.store_totals()
         for buffer in [*self._contents.params.values(), *self._contents.states.values()]:
             buffer.settle()
         self._transfers.release_host()
+        self._gradients.release_host()
         self._empty()
 
     def abandon(self) -> None:
@@ -170,6 +184,7 @@ class Executor:
             self._updates.salvage_pending()
         self._updates.rescue()
         self._transfers.release_host()
+        self._gradients.forget()
         self._empty()
         self.complete, self._updating = True, False
 

@@ -8,13 +8,13 @@ from ..solver.schedule import Schedule
 from .binding import Binding, HostState
 from .contents import Buffer, Contents, UnderWay, is_bulk, meta_of, on_storage, storage_view
 from .device import Device, Event
+from .gradients import Gradients
 
 
 class Transfers:
     """Starts copies and releases tensors.
 
-    State: `host_grads` and `host_copies`, host memory that gradients, activations and values leave to; it is kept
-    from one iteration to the next.
+    State: `host_copies`, host memory that activations and values leave to; it is kept from one iteration to the next.
 
     Parameters
     ----------
@@ -22,16 +22,20 @@ class Transfers:
     """
 
     def __init__(
-        self, schedule: Schedule, binding: Binding, host: HostState, device: Device, contents: Contents
+        self,
+        schedule: Schedule,
+        binding: Binding,
+        host: HostState,
+        device: Device,
+        contents: Contents,
+        gradients: Gradients,
     ) -> None:
         self._sizes, self._binding, self._host, self._device = schedule.item_bytes, binding, host, device
-        self._contents = contents
-        self.host_grads: dict[str, torch.Tensor] = {}
+        self._contents, self._gradients = contents, gradients
         self.host_copies: dict[str, dict[str, torch.Tensor]] = {}
 
     def release_host(self) -> None:
         """Let go of the host memory that things left to; nothing may be under way, and nothing there still needed."""
-        self.host_grads.clear()
         self.host_copies.clear()
 
     # -- in -----------------------------------------------------------------------------------------------------------
@@ -49,6 +53,8 @@ class Transfers:
             after = (here.written[item],) if item in here.written else ()
             state = {k: v for k, v in self._host.states.get(name, {}).items() if isinstance(v, torch.Tensor)}
             here.states[name] = self._bring(item, {k: v for k, v in state.items() if is_bulk(v)}, after)
+        elif kind == "t":
+            here.totals[name] = self._gradients.restore(name)
         else:
             self._restore(item, kind, name)
 
@@ -83,18 +89,9 @@ class Transfers:
         elif kind == "s":
             self._send(item, here.states[name], self._host_state(name), item)
         elif kind == "g":
-            if name in here.pending:
-                self.send_gradient(name)
+            self._gradients.offload(name)
         else:
             self._put_away(item, kind, name)
-
-    def send_gradient(self, name: str) -> None:
-        """Start the copy of a parameter's gradient to the host."""
-        grad = self._contents.grads[f"param:{name}"]
-        if name not in self.host_grads:
-            self.host_grads[name] = self._device.empty_host_like(grad)
-        copy = self._device.copy_out(self.host_grads[name], grad, ())
-        self._contents.grad_leaving[name] = UnderWay(f"the copy of the gradient of {name} to the host", (copy,))
 
     def _send(self, item: str, buffer: Buffer, targets: dict[str, torch.Tensor], key: str) -> None:
         after = () if buffer.arrived is None else (buffer.arrived,)
@@ -149,9 +146,9 @@ class Transfers:
             del buffers[name]
             here.newer.discard(item)
         elif kind == "g":
-            if name in here.grad_leaving:
-                here.grad_leaving[name].wait()
-            here.grads.pop(f"param:{name}", None)
+            self._gradients.free(name)
+        elif kind == "t":
+            here.totals.pop(name, None)
         elif kind == "d":
             here.grads.pop(f"value:{name}")
         elif kind == "x":

@@ -9,7 +9,8 @@ import torch
 from .binding import HostState, Update
 from .contents import Buffer, Contents, UnderWay, is_bulk
 from .device import Device
-from .transfers import Transfers
+from .gate import Gate
+from .gradients import Gradients
 
 
 class Updates:
@@ -26,32 +27,38 @@ class Updates:
         host: HostState,
         device: Device,
         contents: Contents,
-        transfers: Transfers,
+        gradients: Gradients,
+        gate: Gate,
         update: Update | None,
         homeless: frozenset[str],
     ) -> None:
-        self._host, self._device, self._contents, self._transfers = host, device, contents, transfers
+        self._host, self._device, self._contents = host, device, contents
+        self._gradients, self._gate = gradients, gate
         self._update, self._homeless = update, homeless
 
     def on_host(self, name: str) -> None:
         """Start the update of a parameter on a worker, unless it has been started already."""
         here, host = self._contents, self._host
-        if name not in here.pending:
+        if not self._gradients.exists(name):
             return
-        here.pending.remove(name)
-        update, grad = self._known(), self._transfers.host_grads[name]
+        here.pending.discard(name)
+        host.totals.discard(name)
+        update, grad, scale = self._known(), host.grads[name], self._gate.scale_of(name)
 
         def work() -> None:
+            if scale is not None:
+                grad.mul_(scale)
             update(name, host.params[name], grad, host.states.setdefault(name, {}))
             host.updates[name] = host.updates.get(name, 0) + 1
 
-        under_way = self._device.update_on_host(work, (here.grad_leaving.pop(name),))
+        arrived = (here.grad_leaving.pop(name, None), here.grad_adding.pop(name, None))
+        under_way = self._device.update_on_host(work, tuple(event for event in arrived if event is not None))
         here.written[name] = UnderWay(f"the update of {name} on the host", (under_way,))
 
     def on_device(self, name: str) -> None:
         """Update a parameter on the device."""
         here = self._contents
-        param, grad = here.params[name], here.grads[f"param:{name}"]
+        param, grad = here.params[name], self._gradients.whole(name).tensor
         buffer = here.states.setdefault(name, Buffer({}))
         # A copy to the host may still read what is overwritten here.
         param.settle()
@@ -75,19 +82,27 @@ class Updates:
 
     def start_pending(self) -> None:
         """Start now what the schedule starts later; it will find it done."""
-        for name in sorted(self._contents.pending) if self._update is not None else ():
+        for name in self._owed():
             self._start(name)
 
     def salvage_pending(self) -> None:
         """After a failure: do the updates that were still to come, as far as their gradients can be had."""
-        for name in sorted(self._contents.pending) if self._update is not None else ():
+        for name in self._owed():
             with contextlib.suppress(Exception):
                 self._start(name)
         self._device.drain()
 
+    def _owed(self) -> list[str]:
+        if self._update is None or not self._gate.is_open:
+            return []
+        return sorted(self._contents.pending | self._host.totals)
+
     def _start(self, name: str) -> None:
-        if name not in self._contents.grad_leaving:
-            self._transfers.send_gradient(name)
+        self._gradients.bring_home(name)
+        for item in (f"p:{name}", f"s:{name}"):
+            if item in self._contents.newer:
+                self._rescue(item)
+                self._contents.newer.discard(item)
         self.on_host(name)
 
     def rescue(self) -> None:
@@ -95,12 +110,16 @@ class Updates:
         here = self._contents
         with torch.no_grad():
             for item in sorted(here.newer):
-                kind, name = item.split(":", 1)
-                if kind == "p" and name in here.params and name not in self._homeless:
-                    self._host.params[name].copy_(here.params[name].tensors[""])
-                elif kind == "s" and name in here.states:
-                    self._rescue_state(name)
+                self._rescue(item)
         here.newer.clear()
+
+    def _rescue(self, item: str) -> None:
+        here = self._contents
+        kind, name = item.split(":", 1)
+        if kind == "p" and name in here.params and name not in self._homeless:
+            self._host.params[name].copy_(here.params[name].tensors[""])
+        elif kind == "s" and name in here.states:
+            self._rescue_state(name)
 
     def _rescue_state(self, name: str) -> None:
         state = self._host.states[name]

@@ -61,7 +61,7 @@ class Explanation:
             if offer.saved_s > 1e-3 * self.step_s:
                 lines.append(f"With {offer.change} a step would take {offer.saved_s:.3g} s less.")
             else:
-                lines.append(f"{offer.change.capitalize()} would buy nothing.")
+                lines.append(f"{offer.change[0].upper()}{offer.change[1:]} would buy nothing.")
         return "\n".join(lines)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from ..errors import OffmateError
+from ..optimizer import Updater
+from ..states import state_bytes
 from .settings import Settings
 
 _LEARNING_RATE, _LORA_LEARNING_RATE = 2e-5, 2e-4
@@ -93,9 +95,9 @@ class Updates:
     def state_bytes(self) -> int:
         """What the states will take on disk and on the host, the copies included."""
         copies = sum(m.numel() * m.element_size() for m in self.masters.values())
-        moments = {"AdamW": 2, "Adam": 2, "SGD": 1}.get(type(self.optimizer).__name__.removeprefix("Offmate"), 1)
-        updated = [self.masters.get(n, p) for n, p in self.params.items()]
-        return copies + moments * sum(p.numel() * p.element_size() for p in updated)
+        updated: dict[torch.Tensor, str] = {self.masters.get(n, p): n for n, p in self.params.items()}
+        updater = Updater(self.optimizer, updated)
+        return copies + sum(sum(state_bytes(updater, p, updater.groups[n])) for p, n in updated.items())
 
 
 def _optimizer(params: list[torch.nn.Parameter], settings: Settings) -> torch.optim.Optimizer:

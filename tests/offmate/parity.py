@@ -47,6 +47,7 @@ class Case:
     loss: of the model's output and the batch.
     optimizer: makes it. scheduler: makes one, or None. planned: whether offmate is given the optimizer.
     before_step: what the loop does between backward and step. micro: backwards per step.
+    max_grad_norm: gradients are clipped to it; their norms are compared with the losses.
     compares_outputs: whether every output is compared, not only losses.
     """
 
@@ -61,6 +62,7 @@ class Case:
     planned: bool = True
     before_step: Callable[[torch.nn.Module], None] | None = None
     micro: int = 1
+    max_grad_norm: float | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     compares_outputs: bool = True
 
@@ -122,7 +124,12 @@ def _train(
             losses.append(loss)
         if case.before_step is not None:
             case.before_step(model)
+        planned = hasattr(model, "offmate") and case.planned
+        if case.max_grad_norm is not None and not planned:
+            losses.append(torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm))
         optimizer.step()
+        if case.max_grad_norm is not None and planned:
+            losses.append(model.offmate.grad_norm.clone())
         if scheduler is not None:
             scheduler.step()
         optimizer.zero_grad()
@@ -172,6 +179,7 @@ def budgeted(case: Case, budget: str | int, cache_dir: str | None) -> Run:
         model,
         budget_bytes,
         optimizer=optimizer if case.planned else None,
+        **gate_of(case),
         device="emulated",
         cpu_budget=HOST_BYTES,
         config=offmate.Config(cache_dir=cache_dir, **case.config),
@@ -180,6 +188,13 @@ def budgeted(case: Case, budget: str | int, cache_dir: str | None) -> Run:
     losses, outputs = _train(case, model, optimizer)
     plan = model.offmate.plan
     return _run(model, optimizer, losses, outputs, model.offmate.peak_bytes, plan)
+
+
+def gate_of(case: Case) -> dict[str, Any]:
+    """What compile and plan are told of clipping and accumulation."""
+    if not case.planned:
+        return {}
+    return {"max_grad_norm": case.max_grad_norm, "accumulation_steps": case.micro}
 
 
 def _bytes_of(case: Case, budget: str, cache_dir: str | None) -> int:
@@ -198,6 +213,7 @@ def least_bytes(case: Case, cache_dir: str | None) -> int:
             AMPLE_BYTES,
             example_inputs=case.inputs(case.batches()[0]),
             optimizer=case.optimizer(model) if case.planned else None,
+            **gate_of(case),
             device="emulated",
             cpu_budget=HOST_BYTES,
             config=offmate.Config(cache_dir=cache_dir, **case.config),

@@ -175,7 +175,7 @@ def test_show(tmp_path, capsys):
     plan.save(path)
     assert load_plan(path) == plan
     assert main(["show", str(path)]) == 0
-    assert "predicted peak" in capsys.readouterr().out
+    assert "the least budget that works" in capsys.readouterr().out
     assert main(["show", str(path), "--html", str(page), "--trace", str(traced)]) == 0
     assert page.read_text().startswith("<!doctype html>")
     assert json.loads(traced.read_text())["traceEvents"]

@@ -12,7 +12,8 @@ from ..errors import OffmateError
 from ..files import write_whole
 
 _EXAMPLES = """examples:
-  offmate show plan.json                      the plan in words and as a table
+  offmate show plan.json                      the plan in words, and per class of blocks
+  offmate show plan.json --blocks --what-if   block by block, and what more memory or a faster link would buy
   offmate show plan.json --html plan.html     a picture for the browser
   offmate show plan.json --trace trace.json   a trace for https://ui.perfetto.dev
   offmate show plan.json --text               every action of an iteration
@@ -32,6 +33,8 @@ def add_parser(verbs: Any) -> argparse.ArgumentParser:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page with the picture")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
     parser.add_argument("--text", action="store_true", help="print every action with its bytes")
+    parser.add_argument("--blocks", action="store_true", help="block by block instead of per class")
+    parser.add_argument("--what-if", action="store_true", help="also say what more memory or a faster link would buy")
     parser.set_defaults(run=run)
     return parser
 
@@ -41,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Parameters
     ----------
-    arguments: `plan`, and `html`, `trace` (paths or None) and `text`.
+    arguments: `plan`, `html` and `trace` (paths or None), `text`, `blocks` and `what_if`.
 
     Returns: the exit status, 0.
 
@@ -51,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     plan = load_plan(arguments.plan)
     if arguments.html is not None:
-        from .html import plan_document
+        from ..reports.html import plan_document
 
         _write(arguments.html, lambda path: write_whole(path, plan_document(plan)))
     if arguments.trace is not None:
@@ -61,11 +64,10 @@ def run(arguments: argparse.Namespace) -> int:
 
         sys.stdout.write(to_text(plan.schedule))
     elif arguments.html is None and arguments.trace is None:
-        from rich.console import Console
+        from .screen import console
+        from .summary import print_plan
 
-        # Without a terminal there is no width to ask for, and rich's 80 columns would fold the table.
-        console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-        console.print(plan.explain(), "", plan.table(), sep="\n", markup=False)
+        print_plan(console(), plan, offers=arguments.what_if, every_block=arguments.blocks)
     return 0
 
 

@@ -1,0 +1,50 @@
+"""What the user's code holds on the device between forward and backward(), measured once per kind of call."""
+
+from __future__ import annotations
+
+import logging
+
+from .measure import AllocationLog
+from .sizes import format_bytes
+from .variants import CallKind, Variant
+
+log = logging.getLogger("offmate")
+
+_BACKWARD = "backward"
+
+
+class UserCode:
+    """State: `held_bytes` by kind of call; `factor`, how far usual losses were from it; the log under way."""
+
+    def __init__(self) -> None:
+        self.held_bytes: dict[CallKind, int] = {}
+        self.factor = 1.0
+        self._log: AllocationLog | None = None
+
+    def begins(self, variant: Variant) -> None:
+        """The model returns: watch, if the loss is computed outside of it and this kind was not seen yet."""
+        computes = any(like.numel() > 1 for like in variant.prepared.gradient_like.values())
+        if computes and variant.kind not in self.held_bytes:
+            self._log = AllocationLog().__enter__()
+
+    def ends(self) -> None:
+        """backward() begins."""
+        if self._log is not None:
+            # The profiler's state is restored when autograd returns, so it can only be marked here, not stopped.
+            self._log.stretch(_BACKWARD, lambda: None)
+
+    def account(self, variant: Variant | None) -> bool:
+        """Take what was seen; whether it was more than `variant` reserves, so that it must be planned anew."""
+        if self._log is None or variant is None:
+            return False
+        self._log.__exit__(None, None, None)
+        measured = self._log.peak_bytes(until=_BACKWARD)
+        self._log = None
+        reserved = variant.prepared.plan.user_bytes
+        self.held_bytes[variant.kind] = max(measured, reserved)
+        log.info("your code holds %s between forward and backward", format_bytes(measured))
+        if measured <= reserved:
+            return False
+        log.info("that is more than the %s reserved; the next iteration is planned anew", format_bytes(reserved))
+        self.factor *= measured / max(reserved, 1)
+        return True

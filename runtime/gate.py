@@ -1,0 +1,66 @@
+"""Holds updates back until every gradient is complete, and clips the gradients by their global norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .gradients import Gradients
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Clipping by the global norm of all gradients, as `torch.nn.utils.clip_grad_norm_` does it.
+
+    Parameters
+    ----------
+    max_norm: gradients are scaled down where their norm is above; infinity only measures it.
+    names: all parameters, in the order in which their norms are added up.
+    """
+
+    max_norm: float
+    names: tuple[str, ...]
+
+
+class Gate:
+    """Closed from an iteration's first backward to its optimizer step if the schedule has a gate, else always open.
+
+    State: `is_open`; `norm`, the global norm of the last iteration; `_scale`, by which the gradients in `_unscaled`
+    are still to be multiplied: they had left for the host when the gate opened.
+
+    Parameters
+    ----------
+    exists: whether the schedule has a gate. clip: None clips nothing.
+    """
+
+    def __init__(self, exists: bool, clip: Clip | None, gradients: Gradients) -> None:
+        self._exists, self._clip, self._gradients = exists, clip, gradients
+        self.is_open = True
+        self.norm: torch.Tensor | None = None
+        self._scale: torch.Tensor | None = None
+        self._unscaled: frozenset[str] = frozenset()
+
+    def close(self) -> None:
+        """An iteration's first backward begins."""
+        self.is_open = not self._exists
+
+    def open(self) -> None:
+        """All gradients are complete: measure their norm, scale those on the device, and let updates begin."""
+        self.is_open = True
+        self._scale, self._unscaled = None, frozenset()
+        if self._clip is None:
+            return
+        gradients = {name: self._gradients.whole(name) for name in self._clip.names if self._gradients.exists(name)}
+        self.norm = torch.nn.utils.get_total_norm([g.tensor for g in gradients.values()])
+        scale = torch.clamp(self._clip.max_norm / (self.norm + 1e-6), max=1.0)
+        if bool(scale == 1.0):  # would change nothing
+            return
+        for gradient in gradients.values():
+            if not gradient.on_host:
+                gradient.tensor.mul_(scale.to(gradient.tensor.device))
+        self._scale, self._unscaled = scale.cpu(), frozenset(n for n, g in gradients.items() if g.on_host)
+
+    def scale_of(self, name: str) -> torch.Tensor | None:
+        """What the gradient of this parameter on the host is still to be multiplied by."""
+        return self._scale if name in self._unscaled else None
