@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         PlanFileError,
         ProtocolError,
     )
+    from .masters import with_master_weights
     from .plans import Plan, load_plan
     from .reports.plots import plot_sweep
     from .trace import Trace
@@ -30,6 +31,7 @@ _HOME = {
     "Config": "config",
     "Plan": "plans",
     "load_plan": "plans",
+    "with_master_weights": "masters",
     "plot_sweep": "reports.plots",
     "SweepPoint": "budgets",
     "sweep": "budgets",
@@ -67,6 +69,7 @@ __all__ = [
     "plan",
     "plot_sweep",
     "sweep",
+    "with_master_weights",
 ]
 
 

@@ -116,17 +116,16 @@ class PlannedParameter(torch.nn.Parameter):
         if session.uncleared:
             raise ProtocolError(
                 "the planned optimizer has taken this gradient in backward(); to clip by global norm pass "
-                "max_grad_norm= to offmate.compile, to work on .grad yourself compile without optimizer="
+                "max_grad_norm= to offmate.compile; to work on .grad yourself (torch.amp.GradScaler does) compile "
+                "without optimizer=, or train in bfloat16, which needs no scaling"
             )
         return _TENSOR.grad.__get__(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if value is not None:
-            raise ProtocolError(
-                "a gradient was assigned to a parameter whose updates are planned; the plan would not see it. Compile "
-                "without optimizer= to work on .grad"
-            )
+            self.__dict__["_offmate"].assigned.take(self, value)
+            return
         self.__dict__["_offmate"].zero_grad()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
@@ -195,9 +194,20 @@ def take_over(model: torch.nn.Module, session: Any) -> None:
         with session.plain() as model:
             return model.save_pretrained(*args, **kwargs)
 
+    def generate(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        session = self.__dict__["_offmate_session"]
+        session.read("generate()")
+        session.say_once(
+            "generate() runs on the host as plain PyTorch does, cache included, outside of any plan; to generate on a "
+            "device save the model with save_pretrained() and load it there"
+        )
+        with session.plain() as model:
+            return model.generate(*args, **kwargs)
+
     members: dict[str, Any] = {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__}
-    if hasattr(base, "save_pretrained"):
-        members["save_pretrained"] = functools.wraps(base.save_pretrained)(save_pretrained)
+    for own in (save_pretrained, generate):
+        if hasattr(base, own.__name__):
+            members[own.__name__] = functools.wraps(getattr(base, own.__name__))(own)
     model.__class__ = type(f"Offmate{base.__name__}", (PlannedModule, base), members)
     model.__dict__["_offmate_session"] = session
     model.__dict__["offmate"] = Handle(session)

@@ -204,9 +204,12 @@ class PlannedOptimizer:
                 "optimizer.step(closure) would run the model again in the middle of an update; call the model and "
                 "backward() yourself, then optimizer.step()"
             )
+        self._opt_called = True
+        if self._offmate.assigned.params:
+            self._offmate.assigned.step(self)
+            return
         for hook in self._optimizer_step_pre_hooks.values():
             hook(self, (), {})
-        self._opt_called = True
         self._offmate.step()
         for hook in self._optimizer_step_post_hooks.values():
             hook(self, (), {})

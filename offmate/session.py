@@ -14,6 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from . import handover
+from .assigned import Assigned
 from .caches import has_cache, without_cache
 from .errors import BudgetExceeded, CaptureError, OffmateError, ProtocolError
 from .evaluate import make_stream
@@ -74,6 +75,7 @@ class Session:
         self.progress = progress
         self.device = EmulatedDevice(request.budget_bytes)
         self.truth = Truth(model, self.updater)
+        self.assigned = Assigned(self)
         self.variants = Variants(request.config.shape_buckets, request.config.max_plans)
         self.numbers = Numbers()
         self.active: Variant | None = None
@@ -84,7 +86,7 @@ class Session:
         self.max_grad_norm = max_grad_norm
         self.uncleared = False
         self.user_code = UserCode()
-        self.said_cache = False
+        self.said: set[str] = set()
 
     @property
     def model(self) -> torch.nn.Module:
@@ -97,6 +99,11 @@ class Session:
     def plan(self) -> Plan | None:
         """The plan of the training iteration, once there is one."""
         return self.training.prepared.plan if self.training is not None else self.given
+
+    @property
+    def in_iteration(self) -> bool:
+        """Whether a forward or a backward waits for what follows it, or for zero_grad()."""
+        return self.turn is not Turn.FORWARD or self.uncleared
 
     # -- a call -------------------------------------------------------------------------------------------------------
 
@@ -146,6 +153,7 @@ class Session:
                     "only. Detach the input, or make it a parameter of the model"
                 )
         if trains:
+            self.assigned.check_none()
             self.truth.check_trained()
 
     def _refuse_second_forward(self) -> None:
@@ -162,10 +170,15 @@ class Session:
 
     def _without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A cache of keys and values does not export and training never reads it."""
-        if has_cache(self.model, kwargs) and not self.said_cache:
-            log.info("use_cache is ignored: the key-value cache is dropped from the model's outputs")
-            self.said_cache = True
+        if has_cache(self.model, kwargs):
+            self.say_once("use_cache is ignored: the key-value cache is dropped from the model's outputs")
         return args, without_cache(self.model, kwargs)
+
+    def say_once(self, words: str) -> None:
+        """Tell the log what the user should know once."""
+        if words not in self.said:
+            self.said.add(words)
+            log.info(words)
 
     def _train(self, variant: Variant, tensors: list[torch.Tensor | None]) -> dict[str, torch.Tensor]:
         iteration = Iteration()
@@ -365,6 +378,7 @@ class Session:
         """The user's zero_grad(); with a planned optimizer the gradients are consumed already."""
         if self.updater is None:
             return
+        self.assigned.clear()
         if self.micro_batches and self.request.gate:
             if self.turn is Turn.BACKWARD:
                 raise ProtocolError(

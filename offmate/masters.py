@@ -1,0 +1,77 @@
+"""Optimizers that update float32 copies of parameters of less precision."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+
+MASTER = "master"
+
+
+@functools.cache
+def with_master_weights(kind: type[torch.optim.Optimizer]) -> Any:
+    """The class of optimizers that do what `kind` does, on float32 copies of bfloat16 and float16 parameters.
+
+    A copy is a part of its parameter's state, under "master", and so are moments in float32: saved, loaded and moved
+    as any state. Parameters of float32 are updated as they are.
+
+    Parameters
+    ----------
+    kind: a torch.optim class whose update is per parameter, such as `torch.optim.AdamW`.
+
+    Returns: the class; it takes what `kind` takes.
+    """
+    return type(f"{kind.__name__}WithMasters", (WithMasters, kind), {"_kind": kind, "__module__": kind.__module__})
+
+
+class WithMasters:
+    """Mixed into an optimizer class, `_kind`; see `with_master_weights`."""
+
+    _kind: Any
+    param_groups: list[dict[str, Any]]
+    state: dict[torch.Tensor, dict[str, Any]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update every parameter that has a gradient, then give it its copy's value."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._step_one(group, param)
+        return loss
+
+    def _step_one(self, group: dict[str, Any], param: torch.Tensor) -> None:
+        state = self.state[param]
+        low = param.dtype in (torch.bfloat16, torch.float16)
+        if low and MASTER not in state:
+            state[MASTER] = param.detach().float()
+        leaf = torch.nn.Parameter(state[MASTER] if low else param.data)
+        leaf.grad = param.grad.float() if low else param.grad  # type: ignore[union-attr]
+        inner: Any = object.__new__(self._kind)
+        inner.__dict__.update(self.__dict__)
+        inner.__dict__.pop("step", None)
+        # Hooks are for the whole step, once.
+        inner.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
+        inner.param_groups = [{**group, "params": [leaf]}]
+        inner.state = defaultdict(dict, {leaf: {k: v for k, v in state.items() if k != MASTER}})
+        self._kind.step(inner)
+        state.update(inner.state[leaf])
+        if low:
+            param.copy_(leaf)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; float32 stays float32, where torch would give it the parameter's dtype."""
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, param in zip(saved, params):
+            for key, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
+                    self.state[param][key] = value.clone()
