@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import functools
+import logging
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from .errors import ProtocolError
-from .plans import Plan
+from .errors import PlanFileError, ProtocolError
+from .plans import Plan, load_plan
 from .runtime.trace import Recorder
 from .trace import Trace
+
+log = logging.getLogger("offmate")
 
 
 class Handle:
@@ -48,6 +53,26 @@ class Handle:
     def plan(self) -> Plan | None:
         """The plan of the training iteration; None before the first batch unless one was given."""
         return self._session.plan
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans that are kept for training, one per kind of batch; the one used last at the end."""
+        return tuple(variant.prepared.plan for variant in self._session.variants.of_training())
+
+    def save_plans(self, folder: str | os.PathLike[str]) -> None:
+        """Write the plans kept for training into a folder, one file each, for `load_plans` of a later run."""
+        for plan in self.plans:
+            plan.save(Path(folder, f"{plan.fingerprint}.json"))
+
+    def load_plans(self, folder: str | os.PathLike[str]) -> None:
+        """Have the plans in a folder used where they fit a batch, instead of searching; damaged ones are left out."""
+        for file in sorted(Path(folder).glob("*.json")):
+            try:
+                plan = load_plan(file)
+            except PlanFileError as error:
+                log.warning("an earlier plan is ignored: %s", error)
+                continue
+            self._session.earlier_plans[plan.fingerprint] = plan
 
     @property
     def peak_bytes(self) -> int:

@@ -7,6 +7,7 @@ import logging
 import math
 import platform
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,7 @@ def make_plan(
     machine: Hardware | None = None,
     real: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     near: tuple[Prepared, ...] = (),
+    kept: Mapping[str, Plan] | None = None,
 ) -> Prepared:
     """Plan one training iteration of a model for batches like this one.
 
@@ -111,6 +113,7 @@ def make_plan(
     machine: rates of a machine that is not here; nothing is measured then, and model and batch may be fake.
     real: the batch to take data-dependent decisions on, where the given one is fake.
     near: plans for larger batches of the same kind; the decisions of the first one that can be are taken over.
+    kept: plans of an earlier run by fingerprint, used where one fits.
 
     Returns: the plan, bound to the model's tensors.
     Raises: CaptureError, InfeasibleBudget, PlanFileError.
@@ -125,7 +128,7 @@ def make_plan(
             f"here {fingerprint}); plan again with offmate.plan"
         )
     path = Path(request.config.cache_dir, f"{fingerprint}.json") if request.config.cache_dir else None
-    stored = given or _cached(path, request)
+    stored = given or _fitting((kept or {}).get(fingerprint), request) or _cached(path, request)
     if stored is not None:
         lowered = _relower(model, traced, request, updater, stored)
         elapsed = time.perf_counter() - start
@@ -171,8 +174,12 @@ def _cached(path: Path | None, request: Request) -> Plan | None:
     except PlanFileError as error:
         log.warning("a cached plan is ignored: %s", error)
         return None
-    if plan.host_bytes > request.host_budget_bytes:
-        log.info("a cached plan needs %s of host memory, more than there is now", format_bytes(plan.host_bytes))
+    return _fitting(plan, request)
+
+
+def _fitting(plan: Plan | None, request: Request) -> Plan | None:
+    if plan is not None and plan.host_bytes > request.host_budget_bytes:
+        log.info("an earlier plan needs %s of host memory, more than there is now", format_bytes(plan.host_bytes))
         return None
     return plan
 

@@ -72,6 +72,7 @@ class Session:
         self.request = request
         self.updater = Updater(optimizer, names) if optimizer is not None else None
         self.given = given
+        self.earlier_plans: dict[str, Plan] = {}
         self.progress = progress
         self.device = EmulatedDevice(request.budget_bytes)
         self.truth = Truth(model, self.updater)
@@ -226,7 +227,9 @@ class Session:
             )
             given = self.given if self.training is None else None
             near = self.variants.near(kind)
-            prepared = make_plan(model, args, kwargs, request, self.updater, say, given, near=near)
+            prepared = make_plan(
+                model, args, kwargs, request, self.updater, say, given, near=near, kept=self.earlier_plans
+            )
         log.info("plan ready:\n%s", prepared.plan.explain())
         return self._bound(prepared, kind)
 

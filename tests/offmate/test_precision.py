@@ -97,7 +97,7 @@ def test_masters_are_saved_in_float32():
 def test_scaled_gradients_are_refused_with_a_planned_optimizer():
     loop, scaler = compiled("ample", steps=1), torch.amp.GradScaler("cpu")
     scaler.scale(loop.forward(1)).backward()
-    with pytest.raises(ProtocolError, match="GradScaler.*without optimizer=.*bfloat16"):
+    with pytest.raises(ProtocolError, match=r"GradScaler.*without optimizer=.*bfloat16"):
         scaler.step(loop.optimizer)
 
 
