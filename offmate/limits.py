@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 def endless_s(problem: Problem) -> float:
     """Seconds of one iteration in endless device memory: every block's fastest option, every update on the device."""
     blocks_s = sum(min(o.forward_s + o.backward_s for o in block.options) for block in problem.blocks)
-    return problem.start_s + blocks_s + sum(group.device_update_s for group in problem.groups)
+    passes_s = problem.micro_batches * (problem.start_s + blocks_s)
+    return passes_s + sum(group.device_update_s for group in problem.groups)
 
 
 def limits(plan: Plan, offers: bool) -> Explanation:

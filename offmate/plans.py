@@ -19,7 +19,7 @@ from .sizes import format_bytes, format_least_bytes
 from .solver.files import problem_from_dict
 from .solver.files import to_dict as problem_to_dict
 from .solver.problem import Problem
-from .solver.schedule import Kind, Schedule
+from .solver.schedule import Action, Kind, Schedule
 from .solver.simulate import Simulation, simulate
 from .solver.text import from_dict, to_dict
 
@@ -138,9 +138,15 @@ class Plan:
     def moved_bytes(self) -> tuple[int, int]:
         """Bytes per iteration that go to the device and to the host."""
         sizes = self.schedule.item_bytes
-        into = sum(sizes[a.name] for a in self.schedule.actions if a.kind is Kind.PREFETCH)
-        out = sum(sizes[a.name] for a in self.schedule.actions if a.kind is Kind.OFFLOAD)
+        into = sum(sizes[a.name] for a in self._all_actions if a.kind is Kind.PREFETCH)
+        out = sum(sizes[a.name] for a in self._all_actions if a.kind is Kind.OFFLOAD)
         return into, out
+
+    @cached_property
+    def _all_actions(self) -> tuple[Action, ...]:
+        """The actions of an iteration with every micro-batch's own."""
+        passes = map(self.schedule.pass_of, range(self.schedule.micro_batches))
+        return tuple(a for one in passes for a in one.forward + one.backward) + self.schedule.turn_around
 
     def explain(self, offers: bool = False) -> str:
         """The plan in words: budget, peak, time, what moves, what is recomputed, and what limits each phase.
@@ -153,7 +159,8 @@ class Plan:
         into, out = self.moved_bytes
         updates = sum(r.cpu_update_bytes for r in self.blocks), sum(r.params_bytes for r in self.blocks)
         recomputing = [r for r in self.blocks if r.recomputed]
-        compute_s = sum(c.seconds for c in self.schedule.computes.values())
+        computes = (self.schedule.computes[a.name] for a in self._all_actions if a.kind is Kind.COMPUTE)
+        compute_s = sum(spec.seconds for spec in computes)
         lines = [
             f"budget {format_bytes(self.budget_bytes)}, predicted peak {format_bytes(self.predicted_peak_bytes)}, "
             f"least budget that works {format_least_bytes(self.least_budget_bytes)}",

@@ -100,7 +100,7 @@ class Recorder:
 
     def begin(self, schedule: Schedule, actions: tuple[Action, ...]) -> None:
         """The executor starts to walk a part of a schedule."""
-        if actions is schedule.forward:
+        if actions is schedule.passes[0].forward:
             self._walks, self._jobs, self._before = [[]], [], self._jobs
             self._fixed_bytes = self._ledger.fixed_bytes
         elif self._walks:

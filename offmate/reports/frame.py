@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .extra import viz
-from .items import block_of_items, item_of, kind_of
+from .items import block_of_items, item_of, kind_of, parts_of
 
 if TYPE_CHECKING:
     import pandas
@@ -26,8 +26,7 @@ def plan_frame(plan: Plan) -> pandas.DataFrame:
     schedule, simulation = plan.schedule, plan.simulation
     blocks = block_of_items(schedule)
     events = {event.action: event for event in simulation.timeline}
-    parts = {"forward": schedule.forward, "backward": schedule.backward, "turn-around": schedule.turn_around}
-    names = [part for part, actions in parts.items() for _ in actions]
+    names = [part for part, actions in parts_of(schedule) for _ in actions]
     rows = []
     for part, action, taken, (_, high) in zip(names, schedule.actions, simulation.taken, simulation.memory):
         event, item = events.get(action), item_of(action)

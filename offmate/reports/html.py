@@ -15,7 +15,7 @@ from ..solver.machine import Resource
 from .colours import KIND_COLOURS, NO_BLOCK_COLOUR, block_colour, text_on
 from .items import KINDS, describe_action, describe_item
 from .style import SCRIPT, STYLE
-from .timeline import ROWS, Bar, Sample, Timeline, Wait, plan_timeline
+from .timeline import ROWS, THIN, Bar, Sample, Timeline, Wait, plan_timeline
 from .units import byte_ticks, format_seconds, second_ticks, ticks
 
 if TYPE_CHECKING:
@@ -135,8 +135,7 @@ def _block_legend(timeline: Timeline) -> str:
 
 
 def _side(timeline: Timeline, row: Resource) -> str:
-    part = timeline.busy_s(row) / timeline.step_s if timeline.step_s > 0 else 0.0
-    return f'<div class="om-label om-row"><span>{ROWS[row]}</span><small>{part:.0%} busy</small></div>'
+    return f'<div class="om-label om-row"><span>{ROWS[row]}</span><small>{timeline.busy(row):.0%} busy</small></div>'
 
 
 def _row(timeline: Timeline, row: Resource, end_s: float) -> str:
@@ -153,7 +152,7 @@ def _row(timeline: Timeline, row: Resource, end_s: float) -> str:
 
 def _bar(bar: Bar, end_s: float) -> str:
     start, end = (round(seconds / end_s * _BAR_X) for seconds in (bar.start_s, bar.end_s))
-    edge = "y='25' height='50'" if bar.word == "update on the device" else "y='0' height='100'"
+    edge = "y='25' height='50'" if bar.word in THIN else "y='0' height='100'"
     of_block = "n" if bar.block is None else bar.block
     return (
         f'<rect class="om-{of_block}" x="{start}" width="{max(end - start, 1)}" {edge}>'
@@ -171,7 +170,7 @@ def _label(bar: Bar, n_blocks: int, end_s: float) -> str:
 
 
 def _bar_words(bar: Bar) -> str:
-    what = "" if bar.row is Resource.COMPUTE and bar.word != "update on the device" else describe_item(bar.name)
+    what = "" if bar.row is Resource.COMPUTE and bar.word not in THIN else describe_item(bar.name)
     of = "" if bar.block is None else f"block {bar.block}"
     size = format_bytes(bar.bytes) if bar.bytes else ""
     first = f"{bar.word}: {what}" if what else f"{bar.word} of {of}" if of else bar.word

@@ -19,6 +19,7 @@ _KIND_OF_PREFIX = {
     "p": "parameters",
     "s": "optimizer states",
     "g": "gradients",
+    "t": "gradients",
     "d": "gradients",
     "v": "activations",
     "k": "activations",
@@ -31,6 +32,7 @@ _WORD_OF_PREFIX = {
     "p": "parameter",
     "s": "optimizer state of",
     "g": "gradient of",
+    "t": "total gradient of",
     "d": "gradient of",
     "v": "value",
     "o": "output",
@@ -43,8 +45,15 @@ _ACTION_WORDS = {
     Kind.FREE: "free",
     Kind.UPDATE_CPU: "update on the CPU",
     Kind.UPDATE_DEVICE: "update on the device",
+    Kind.ACCUMULATE: "add to the total",
+    Kind.ACCUMULATE_CPU: "add to the total on the CPU",
 }
-_COMPUTE_WORDS = {"start": "start: the batch comes in", "user": "your code between forward and backward"}
+_COMPUTE_WORDS = {
+    "start": "start: the batch comes in",
+    "user": "your code between forward and backward",
+    "gate": "the gate: all gradients are complete",
+}
+_ABOUT_PARAMETERS = (Kind.UPDATE_CPU, Kind.UPDATE_DEVICE, Kind.ACCUMULATE, Kind.ACCUMULATE_CPU)
 
 
 def kind_of(item: str) -> str:
@@ -54,7 +63,22 @@ def kind_of(item: str) -> str:
 
 def item_of(action: Action) -> str:
     """The item that an action is about; a compute's own name, and the parameter of an update."""
-    return f"p:{action.name}" if action.kind in (Kind.UPDATE_CPU, Kind.UPDATE_DEVICE) else action.name
+    return f"p:{action.name}" if action.kind in _ABOUT_PARAMETERS else action.name
+
+
+def parts_of(schedule: Schedule) -> list[tuple[str, tuple[Action, ...]]]:
+    """The parts of an iteration by name, in order; of several micro-batches one middle pass stands for all."""
+    named = []
+    for number, one in enumerate(schedule.passes):
+        which = _pass_words(schedule, number)
+        named += [(f"forward{which}", one.forward), (f"backward{which}", one.backward)]
+    return [*named, ("turn-around", schedule.turn_around)]
+
+
+def _pass_words(schedule: Schedule, number: int) -> str:
+    if len(schedule.passes) == 1:
+        return ""
+    return f" {schedule.micro_batches if number == len(schedule.passes) - 1 else number + 1}"
 
 
 def describe_item(item: str) -> str:

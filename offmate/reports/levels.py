@@ -12,6 +12,7 @@ class Levels:
     def __init__(self, schedule: Schedule, fixed_bytes: int) -> None:
         self._schedule = schedule
         self._bytes = dict.fromkeys(KINDS, 0) | {"fixed": fixed_bytes}
+        self._totals: set[str] = set()
         for item in schedule.resident:
             self._add(item)
 
@@ -24,6 +25,12 @@ class Levels:
         """What has come and gone when an action ends."""
         if action.kind is Kind.FREE:
             self._add(action.name, -1)
+            self._totals.discard(action.name.removeprefix("t:"))
+        elif action.kind is Kind.ACCUMULATE:
+            # The first gradient becomes the total: both are of one kind, and nothing comes or goes.
+            if action.name in self._totals:
+                self._add(f"g:{action.name}", -1)
+            self._totals.add(action.name)
         elif action.kind is Kind.COMPUTE:
             spec = self._schedule.computes[action.name]
             for item in spec.makes:

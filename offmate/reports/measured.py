@@ -37,15 +37,17 @@ def measured_timeline(recording: Recording, budget_bytes: int, name: str = "meas
     for before, after in pairwise(filter(None, recording.walks)):
         user = Action(after[0].action.step, Kind.COMPUTE, "user")
         bars.append(_bar(user, Resource.COMPUTE, before[-1].end_s, after[0].start_s, 0, blocks))
+    waits = tuple(wait for one, ready_s in taken for wait in waiting.causes(one, ready_s))
     return Timeline(
         name=name,
         step_s=recording.step_s,
         n_blocks=len(recording.schedule.options),
         phases=_phases(recording),
         bars=tuple(sorted(bars, key=lambda bar: bar.start_s)),
-        waits=tuple(wait for one, ready_s in taken for wait in waiting.causes(one, ready_s)),
+        waits=waits,
         memory=tuple(_memory(recording, taken)),
         budget_bytes=budget_bytes,
+        stall_s=sum(wait.end_s - wait.start_s for wait in waits),
         cyclic=False,
     )
 
@@ -64,7 +66,8 @@ def _joined(jobs: Iterable[Ran]) -> Iterator[Ran]:
 
 def _phases(recording: Recording) -> tuple[tuple[str, float, float], ...]:
     passes = recording.walks[:-1]
-    names = ["forward", "backward"] * (len(passes) // 2)
+    numbers = [f" {n + 1}" if len(passes) > 2 else "" for n in range(len(passes) // 2)]
+    names = [f"{part}{number}" for number in numbers for part in ("forward", "backward")]
     starts = [walk[0].start_s for walk in passes] + [passes[-1][-1].end_s]
     ends = [*starts[1:], recording.step_s]
     return tuple(zip([*names, "turn-around"], starts, ends))

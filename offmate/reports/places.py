@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from ..solver.schedule import Kind, Schedule
+from ..solver.schedule import Kind, Schedule, made_old
 from .items import kind_of
 
 
@@ -43,8 +43,11 @@ def tracks(schedule: Schedule) -> tuple[Track, ...]:
     columns = {step: column for column, step in enumerate(step_order(schedule))}
     places = {item: [Place.HOST] * len(columns) for item in schedule.item_bytes}
     since = dict.fromkeys(schedule.resident, -1)  # the column in which an item came; -1: it was there before
+    starts = {id(one.forward[0]) for one in schedule.passes[1:]}
     for action in schedule.actions:
         column = columns[action.step]
+        if id(action) in starts:
+            _age_outputs(places, since, column)
         comes: tuple[str, ...] = ()
         goes: tuple[str, ...] = ()
         if action.kind is Kind.COMPUTE:
@@ -54,6 +57,9 @@ def tracks(schedule: Schedule) -> tuple[Track, ...]:
             comes = (action.name,)
         elif action.kind is Kind.FREE:
             goes = (action.name,)
+        elif action.kind is Kind.ACCUMULATE:
+            comes = (f"t:{action.name}",) if f"t:{action.name}" not in since else ()
+            goes = (f"g:{action.name}",)
         for item in comes:
             since[item] = column
         for item in goes:
@@ -61,6 +67,13 @@ def tracks(schedule: Schedule) -> tuple[Track, ...]:
     for item, column in since.items():
         _stay(places[item], column, len(columns) - 1, Place.DEVICE)
     return tuple(Track(item, kind_of(item), schedule.item_bytes[item], tuple(where)) for item, where in places.items())
+
+
+def _age_outputs(places: dict[str, list[Place]], since: dict[str, int], column: int) -> None:
+    """A new pass starts: the outputs of the one before are old ones from here on."""
+    for item in [item for item in since if made_old(item) != item]:
+        _stay(places[item], since.pop(item), column - 1, Place.DEVICE)
+        since[made_old(item)] = column
 
 
 def _stay(places: list[Place], first: int, last: int, at_end: Place) -> None:

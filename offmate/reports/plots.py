@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ..sizes import format_bytes
-from ..solver.machine import Resource
 from .colours import KIND_COLOURS, STALL_COLOUR, block_colour
 from .extra import viz
-from .items import KINDS
+from .items import KINDS, parts_of
 from .places import Place, Track, step_order, tracks
-from .timeline import ROWS, Timeline, plan_timeline
+from .timeline import ROWS, THIN, Timeline, plan_timeline
 from .units import byte_ticks, format_seconds, second_ticks
 
 if TYPE_CHECKING:
@@ -43,14 +42,14 @@ def draw_timeline(timeline: Timeline, ax: Axes | None = None) -> Axes:
     ax = ax or _axes(10, 2.8)
     for place, row in enumerate(ROWS):
         for thin in (False, True):
-            bars = [b for b in timeline.wrapped() if b.row is row and (b.word == "update on the device") is thin]
+            bars = [b for b in timeline.wrapped() if b.row is row and (b.word in THIN) is thin]
             spans = [(bar.start_s, bar.end_s - bar.start_s) for bar in bars]
             colours = [block_colour(bar.block, timeline.n_blocks) for bar in bars]
             height = 0.4 if thin else 0.8
             ax.broken_barh(spans, (place - height / 2, height), facecolors=colours, linewidth=0)
     waits = [(wait.start_s, wait.end_s - wait.start_s) for wait in timeline.waits]
     ax.broken_barh(waits, (-0.4, 0.8), facecolors="none", edgecolor=STALL_COLOUR, hatch="/////", linewidth=0)
-    ax.set_yticks(range(len(ROWS)), [f"{name}\n{_busy(timeline, row)}" for row, name in ROWS.items()])
+    ax.set_yticks(range(len(ROWS)), [f"{name}\n{timeline.busy(row):.0%} busy" for row, name in ROWS.items()])
     ax.set_ylim(len(ROWS) - 0.5, -0.5)
     _phase_lines(ax, timeline)
     _time_axis(ax, timeline)
@@ -161,10 +160,6 @@ def _axes(width: float, height: float) -> Axes:
     return viz("matplotlib.pyplot").subplots(figsize=(width, height), layout="constrained")[1]
 
 
-def _busy(timeline: Timeline, row: Resource) -> str:
-    return f"{timeline.busy_s(row) / timeline.step_s if timeline.step_s > 0 else 0:.0%} busy"
-
-
 def _frameless(ax: Axes) -> None:
     ax.spines[["top", "right"]].set_visible(False)
 
@@ -216,11 +211,10 @@ def _kind_label(kind: str, shown: list[Track]) -> str:
 
 def _step_axis(ax: Axes, steps: tuple[int, ...], plan: Plan) -> None:
     columns = {step: column for column, step in enumerate(steps)}
-    n = len(plan.schedule.options)
-    for name, step in (("forward", 0), ("backward", n), ("turn-around", 2 * n)):
-        if step in columns:
-            ax.axvline(columns[step], color="0.5", linewidth=0.8)
-            _above(ax, columns[step], name)
+    for name, actions in parts_of(plan.schedule):
+        if actions:
+            ax.axvline(columns[actions[0].step], color="0.5", linewidth=0.8)
+            _above(ax, columns[actions[0].step], name)
     every = max(1, len(steps) // 12)
     ax.set_xticks([c + 0.5 for c in range(0, len(steps), every)], [str(s) for s in steps[::every]])
     ax.set_xlabel("step")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..solver.machine import Resource
 from ..solver.schedule import Action, Kind, Schedule
 from ..solver.simulate import Event, Simulation
-from .items import KINDS, block_of_items, item_of
+from .items import KINDS, block_of_items, item_of, parts_of
 from .levels import Levels
 
 if TYPE_CHECKING:
@@ -27,7 +27,12 @@ _WORDS = {
     Kind.OFFLOAD: "copy out",
     Kind.UPDATE_CPU: "update on the CPU",
     Kind.UPDATE_DEVICE: "update on the device",
+    Kind.ACCUMULATE: "add to the total",
+    Kind.ACCUMULATE_CPU: "add to the total on the CPU",
 }
+_MORE = " more"
+_COMPUTE_WORDS = {"start": "the batch comes in", "user": "your code", "gate": "the gate"}
+THIN = ("update on the device", "add to the total")  # computes beside the blocks' own
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,7 @@ class Timeline:
     phases: name, start and end in seconds of the forward part, the backward part and the turn-around.
     bars, waits: in the order of the actions. memory: in the order of time, without gaps.
     budget_bytes: what the memory curve must stay below.
+    stall_s: seconds in which the executor waits. skipped_s: of micro-batches that are counted but not shown.
     cyclic: whether what runs past the iteration's end is what it begins with, as in a steady prediction.
     """
 
@@ -100,6 +106,8 @@ class Timeline:
     waits: tuple[Wait, ...]
     memory: tuple[Sample, ...]
     budget_bytes: int
+    stall_s: float
+    skipped_s: float = 0.0
     cyclic: bool = True
 
     @cached_property
@@ -107,13 +115,14 @@ class Timeline:
         """The first moment at which the most bytes are on the device."""
         return max(self.memory, key=lambda sample: sample.total_bytes)
 
-    @cached_property
-    def stall_s(self) -> float:
-        return sum(wait.end_s - wait.start_s for wait in self.waits)
-
     def busy_s(self, row: Resource) -> float:
-        """Seconds of an iteration in which a resource works."""
+        """Seconds of what is shown in which a resource works."""
         return sum(bar.end_s - bar.start_s for bar in self.wrapped() if bar.row is row)
+
+    def busy(self, row: Resource) -> float:
+        """The part of what is shown in which a resource works."""
+        shown_s = self.step_s - self.skipped_s
+        return self.busy_s(row) / shown_s if shown_s > 0 else 0.0
 
     def kinds(self) -> tuple[str, ...]:
         """The kinds of bytes that there are, in the order of `KINDS`."""
@@ -149,15 +158,18 @@ def build_timeline(
     Returns: a timeline; without fixed bytes its peak is the dry run's, to the byte.
     """
     blocks = block_of_items(schedule)
+    phases = _phases(schedule, simulation)
     return Timeline(
         name=name,
         step_s=simulation.step_s,
         n_blocks=len(schedule.options),
-        phases=_phases(schedule, simulation),
+        phases=phases,
         bars=tuple(_bar(event, blocks.get(item_of(event.action))) for event in simulation.timeline),
         waits=_waits(schedule, simulation),
         memory=_memory(schedule, simulation, fixed_bytes),
         budget_bytes=budget_bytes or schedule.device_budget_bytes,
+        stall_s=sum(simulation.stall_s.values()),
+        skipped_s=sum(end_s - start_s for name, start_s, end_s in phases if name.endswith(_MORE)),
     )
 
 
@@ -172,16 +184,24 @@ def word_of(action: Action) -> str:
     """What an action does, as the word of its bar."""
     if action.kind is not Kind.COMPUTE:
         return _WORDS[action.kind]
-    words = {"F": "forward", "B": "backward", "s": "the batch comes in", "u": "your code"}
-    return words.get(action.name[0], action.name)
+    return _COMPUTE_WORDS.get(action.name) or {"F": "forward", "B": "backward"}[action.name[0]]
 
 
 def _phases(schedule: Schedule, simulation: Simulation) -> tuple[tuple[str, float, float], ...]:
-    ends, done = [], 0
-    for part in (schedule.forward, schedule.backward, schedule.turn_around):
-        done += len(part)
-        ends.append(simulation.taken[done - 1][1] if done else 0.0)
-    return tuple(zip(("forward", "backward", "turn-around"), (0.0, *ends), ends))
+    """The parts one after the other, and between them the middle micro-batches that are only counted."""
+    phases: list[tuple[str, float, float]] = []
+    done, at_s = 0, 0.0
+    for name, actions in parts_of(schedule):
+        if actions:
+            start_s = simulation.taken[done][0]
+            if start_s > at_s:
+                phases.append((f"{schedule.micro_batches - 3}{_MORE}", at_s, start_s))
+            at_s = max(start_s, at_s)
+        done += len(actions)
+        end_s = simulation.taken[done - 1][1] if actions else at_s
+        phases.append((name, at_s, end_s))
+        at_s = end_s
+    return tuple(phases)
 
 
 def _waits(schedule: Schedule, simulation: Simulation) -> tuple[Wait, ...]:
@@ -207,7 +227,8 @@ def _memory(schedule: Schedule, simulation: Simulation, fixed_bytes: int) -> tup
     levels = Levels(schedule, fixed_bytes)
     starts = {e.action: e.start_s for e in simulation.timeline if e.action.kind is Kind.COMPUTE}
     samples: list[Sample] = []
-    for action, (start_s, end_s) in zip(schedule.actions, simulation.taken):
+    ends_s = [*(start_s for start_s, _ in simulation.taken[1:]), simulation.step_s]
+    for action, (start_s, end_s), next_s in zip(schedule.actions, simulation.taken, ends_s):
         levels.begin(action)
         if action.kind is Kind.COMPUTE:
             if starts[action] > start_s:
@@ -217,4 +238,6 @@ def _memory(schedule: Schedule, simulation: Simulation, fixed_bytes: int) -> tup
         else:
             samples.append(Sample(start_s, end_s, action, levels.bytes()))
         levels.end(action)
+        if next_s > end_s:  # middle micro-batches that are only counted
+            samples.append(Sample(end_s, next_s, action, levels.bytes()))
     return tuple(samples)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from offmate.solver.machine import Resource
 from offmate.solver.plan import plan
-from offmate.solver.schedule import Action
+from offmate.solver.schedule import Action, Kind
 from offmate.solver.simulate import memory_highs, simulate
 from offmate.solver.solve import least_budget
 from rich.console import Console
@@ -25,6 +25,7 @@ from offmate.reports.timeline import build_timeline, plan_timeline
 from offmate.reports.trace import trace
 from offmate.reports.units import byte_ticks, format_seconds, second_ticks, ticks
 
+from ..solver.micro_schedule import micro_schedule
 from ..solver.random_problems import random_problem
 from ..solver.tiny_schedule import tiny_schedule
 from .report_plans import plan_of, resident_plan, tiny_plan
@@ -100,6 +101,29 @@ def test_timelines_agree_with_the_dry_run(seed, update, room, shared_cores):
     schedule = plan(replace(tight, rates=replace(tight.rates, shared_cores=shared_cores))).schedule
     assert schedule is not None
     check_against_simulation(schedule)
+
+
+@pytest.mark.parametrize("micro_batches", [2, 3, 6])
+def test_several_micro_batches(micro_batches):
+    schedule = micro_schedule(micro_batches)
+    simulation = simulate(schedule)
+    timeline = build_timeline(schedule, simulation)
+    assert timeline.peak.total_bytes == simulation.peak_bytes
+    assert all(a.end_s == b.start_s for a, b in pairwise(timeline.memory))
+    assert all(a[2] == b[1] for a, b in pairwise(timeline.phases))
+    names = [name for name, _, _ in timeline.phases]
+    assert names[-3:] == [f"forward {micro_batches}", f"backward {micro_batches}", "turn-around"]
+    assert ("3 more" in names) is (micro_batches == 6)
+    highs = dict(zip(schedule.actions, memory_highs(schedule)))
+    assert all(sample.total_bytes <= highs[sample.action] for sample in timeline.memory)
+    where = {track.item: track.places for track in tracks(schedule)}
+    assert where["t:u"][2] == Place.ARRIVING and where["t:u"][-1] == Place.LEAVING
+    assert Place.HOST not in where["t:u"][2:-1]
+    plan = plan_of(schedule)
+    one = sum(schedule.item_bytes[a.name] for a in schedule.forward + schedule.backward if a.kind is Kind.PREFETCH)
+    state = sum(schedule.item_bytes[a.name] for a in schedule.turn_around if a.kind is Kind.PREFETCH)
+    assert plan.moved_bytes[0] == micro_batches * one + state
+    assert "add to the total" in plan._repr_html_()
 
 
 def test_items_in_words_and_their_blocks():
