@@ -184,7 +184,7 @@ def _check_coverage(model: torch.nn.Module, names: dict[torch.Tensor, str]) -> N
 def _request(
     gpu_budget: int | str, cpu_budget: int | str | None, device: Any, config: Config, plan: Plan | None
 ) -> Request:
-    kind = _device_kind(device)
+    kind = device_kind(device)
     automatic = cpu_budget in (None, "auto")
     host = default_host_budget_bytes() if automatic else parse_bytes(cpu_budget)  # type: ignore[arg-type]
     if plan is not None and gpu_budget == "auto":
@@ -194,7 +194,8 @@ def _request(
     return Request(budget, host, kind, config, automatic_host=automatic)
 
 
-def _device_kind(device: str | torch.device | None) -> str:
+def device_kind(device: str | torch.device | None) -> str:
+    """The kind of a device that a user names. Raises: DeviceError if there is none such here."""
     if device is None:
         log.info("device: emulated (the CPU plays the device)")
         return "emulated"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from . import __version__
 from .errors import OffmateError
 from .finetune.command import add_parser as add_finetune
-from .verbs import plan, show
+from .verbs import doctor, plan, profile, show
 from .verbs.arguments import count, output_file, size
 from .verbs.screen import console
 
@@ -72,6 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
     plan.add_parser(verbs)
     show.add_parser(verbs)
+    profile.add_parser(verbs)
+    doctor.add_parser(verbs)
     add_finetune(verbs)
     return parser
 

@@ -27,12 +27,12 @@ def quiet(wanted: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def planning_progress() -> Iterator[Progress]:
-    """A progress bar on stderr with the phase of planning; nothing where stderr is no terminal."""
+def planning_progress(what: str = "planning") -> Iterator[Progress]:
+    """A progress bar on stderr with the phase of planning, or of `what`; nothing where stderr is no terminal."""
     if _quiet or not sys.stderr.isatty():
         yield lambda phase, share: None
         return
-    columns = (TextColumn("planning: {task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (TextColumn(f"{what}: {{task.description}}"), BarColumn(), TimeElapsedColumn())
     with rich.progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=1.0)
         yield lambda phase, share: bar.update(task, description=phase, completed=share)

@@ -89,6 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace, machine: Hardware) -> int:
+    from rich.text import Text
+
     from ..errors import InfeasibleBudget
     from .screen import console, pairs
     from .summary import print_plan
@@ -98,7 +100,7 @@ def _plan(arguments: argparse.Namespace, machine: Hardware) -> int:
         plan, headline = _make(arguments, machine, arguments.gpu_budget or machine.default_budget_bytes)
     except InfeasibleBudget as error:
         if not arguments.quiet:
-            screen.print(pairs([("fits", f"[red]no[/red]: {error}")]))
+            screen.print(pairs([("fits", Text.assemble(("no", "red"), f": {error}"))]))
         return _DOES_NOT_FIT
     if arguments.json is not None:
         plan.save(arguments.json)

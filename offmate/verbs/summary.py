@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ..budgets import SweepPoint
 from ..limits import limits
@@ -62,13 +63,14 @@ def _classes(plan: Plan) -> Iterator[str]:
             yield f"{row.class_id} {'.'.join(parts[:end]) or 'the model'}"
 
 
-def summary(plan: Plan, tokens: int = 0) -> Iterator[tuple[str, str]]:
+def summary(plan: Plan, tokens: int = 0) -> Iterator[tuple[str, str | Text]]:
     """The most important figures, each as a word and a text."""
     step_s, endless_s = plan.predicted_step_s, plan.endless_s
     into, out = plan.moved_bytes
     peak, budget = format_bytes(plan.predicted_peak_bytes), format_bytes(plan.budget_bytes)
     rate = f", {tokens / step_s:,.0f} tokens/s" if tokens else ""
-    yield "fits", f"[green]yes[/green]; the least budget that works is {format_least_bytes(plan.least_budget_bytes)}"
+    least = f"; the least budget that works is {format_least_bytes(plan.least_budget_bytes)}"
+    yield "fits", Text.assemble(("yes", "green"), least)
     yield "one step", f"{format_seconds(step_s)} predicted{rate}"
     yield (
         "overhead",

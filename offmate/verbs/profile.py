@@ -1,0 +1,69 @@
+"""`offmate profile`: measure this machine, and write what it can do as a hardware file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from .arguments import output_file
+
+_EXAMPLES = """examples:
+  offmate profile                              measure and show
+  offmate profile --json mine.json             then: offmate plan MODEL --hardware mine.json
+exit status: 0 all well, 1 it failed, 2 the arguments cannot work
+"""
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb `profile` to the subparsers of the command line; its `run` is `run`."""
+    parser = verbs.add_parser(
+        "profile",
+        help="measure this machine's copies, updates, matrix products and memory into a hardware file",
+        description="Measure this machine: copy rates by size and direction, both directions at once, optimizer "
+        "updates on host and device, matrix products, memory. Takes about half a minute; let nothing else run.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", choices=("emulated", "cuda"), default="emulated", help="(default: %(default)s)")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the hardware file")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print, write.
+
+    Returns: the exit status, 0. Raises: DeviceError if there is no such device.
+    """
+    from ..api import device_kind
+    from ..progress import planning_progress, quiet
+    from ..rates import measure_machine
+
+    device_kind(arguments.device)
+    with quiet(arguments.quiet), planning_progress("measuring") as say:
+        data = measure_machine(say)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+    if not arguments.quiet:
+        _show(data)
+    return 0
+
+
+def _show(data: dict[str, Any]) -> None:
+    from ..reports.units import format_seconds
+    from ..sizes import format_bytes
+    from .screen import console, copies_table, pairs
+
+    def rate(name: str) -> str:
+        return f"{format_bytes(int(data[name]['value']))}/s"
+
+    screen = console()
+    products = ", ".join(f"{d} {f['value'] / 1e9:,.0f} GFLOP/s" for d, f in data["matrix_flops_per_s"].items())
+    screen.print(data["name"], markup=False)
+    screen.print()
+    screen.print(copies_table(data["copies"]))
+    updates = f"host {rate('cpu_update_bytes_per_s')}, device {rate('device_update_bytes_per_s')}"
+    rows = [("updates", f"{updates} of float32 parameters"), ("matrices", products)]
+    rows += [("memory", rate("memory_bytes_per_s")), ("launch", format_seconds(data["launch_s"]["value"]))]
+    screen.print(pairs(rows))
