@@ -1,4 +1,4 @@
-"""From a problem to a valid schedule: solve, round, build, improve, validate."""
+"""From a problem to a valid schedule: solve, round, build, improve, validate; where that costs time, settle first."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from .emit import build_schedule
 from .improve import improve
+from .parts import settle
 from .problem import Problem
 from .rounding import round_solution
 from .safe import streaming_solution
@@ -24,7 +25,7 @@ class Planned:
 
     Parameters
     ----------
-    solution: the program's last answer; its status says why there is no schedule, if there is none.
+    solution: the program's last answer, in fractions; its status says why there is no schedule, if there is none.
     schedule, simulation: the schedule, valid for the problem's budgets, and its dry run; None if there is none.
     rounding_loss_s: simulated seconds above the fractional plan's, negative if the simulator finds more overlap.
     """
@@ -39,6 +40,8 @@ def plan(problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.01, bac
     """Find a schedule for a problem.
 
     Whole tensors can need more of the host than fractions do: the program is then solved again with less of it.
+    Where rounding costs more than `gap` it is solved again with whole host parts (see parts.py), and the faster of the
+    two schedules is taken.
 
     Parameters
     ----------
@@ -60,7 +63,11 @@ def plan(problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.01, bac
         device = max(memory_highs(schedule)) - problem.device_budget_bytes
         host = schedule.host_bytes - problem.host_budget_bytes
         if device <= 0 and host <= 0:
-            return _finished(solution, schedule)
+            planned = _finished(solution, schedule)
+            if planned.rounding_loss_s <= gap * solution.objective_s:
+                return planned
+            settled = settle(tried, solution, time_limit_s=time_limit_s, gap=gap, backend=backend)
+            return _better(problem, planned, settled)
         tried = replace(
             tried,
             device_budget_bytes=max(0, tried.device_budget_bytes - attempt * max(0, device)),
@@ -77,6 +84,17 @@ def _finished(solution: Solution, schedule: Schedule) -> Planned:
     validate(schedule)
     simulation = simulate(schedule)
     return Planned(solution, schedule, simulation, simulation.step_s - solution.objective_s)
+
+
+def _better(problem: Problem, planned: Planned, settled: Solution | None) -> Planned:
+    """The faster of a plan and what rounding makes of a solution with whole parts, if that keeps the budgets."""
+    if settled is None:
+        return planned
+    schedule = build_schedule(problem, round_solution(problem, settled))
+    if max(memory_highs(schedule)) > problem.device_budget_bytes or schedule.host_bytes > problem.host_budget_bytes:
+        return planned
+    other = _finished(planned.solution, schedule)
+    return min(planned, other, key=lambda one: one.rounding_loss_s)
 
 
 def _streamed(problem: Problem, failed: Solution) -> Planned:

@@ -1,0 +1,71 @@
+"""Whole host parts near the fractions, and what planning makes of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from offmate.solver.parts import settle, whole_parts
+from offmate.solver.plan import plan
+from offmate.solver.problem import Group, TensorSize
+from offmate.solver.simulate import simulate
+from offmate.solver.solution import GroupFlow, Solution, Status
+from offmate.solver.solve import least_budget, solve
+from offmate.solver.validate import validate
+
+from .random_problems import random_problem
+from .test_gate import chain
+
+
+def test_excesses_of_groups_even_out() -> None:
+    """Three groups of four equal tensors: 0.3 each is 1.2 tensors, then 1.2 - 0.2 more, then 1.2 + 0.4: 1, 1, 2."""
+    problem = chain(cpu_s=1.0, device_s=1.0, budget=10**6, n=3)
+    groups = tuple(
+        replace(group, tensors=tuple(TensorSize(f"{group.name}.{k}", 25, 25, 50) for k in range(4)))
+        for group in problem.groups
+    )
+    flows = {group.name: GroupFlow(cpu_part=0.3) for group in groups}
+    solution = Solution(Status.OPTIMAL, 1.0, 1.0, 0.0, 0.0, (0, 0, 0), (False,) * 3, groups=flows)
+    assert whole_parts(replace(problem, groups=groups), solution) == {"g2": 0.25, "g1": 0.25, "g0": 0.5}
+
+
+def test_a_trace_on_the_host_is_not_worth_a_whole_tensor() -> None:
+    """The next forward hides a thousandth of a host update; the whole of one would take 100 s."""
+    problem = chain(cpu_s=100.0, device_s=0.5, budget=10**6)
+    solution = solve(problem)
+    assert 0 < sum(flow.cpu_part for flow in solution.groups.values()) < 0.1
+    planned = plan(problem)
+    assert planned.schedule is not None and planned.simulation is not None
+    assert not planned.schedule.update_cpu_s
+    assert planned.simulation.step_s == pytest.approx(7.0)
+
+
+def test_what_does_not_fit_in_whole_parts_is_left() -> None:
+    """Parameter, gradient and state take 400; nearest to 0.4 on the host is nothing, and that does not fit into 320."""
+    group = Group("w", (TensorSize("w", 100, 100, 200),), (0, 3), (3,), cpu_update_s=1.0, device_update_s=0.1)
+    problem = replace(chain(cpu_s=1.0, device_s=0.1, budget=320), groups=(group,), gate=False)
+    solution = replace(solve(problem), groups={"w": GroupFlow(cpu_part=0.4)})
+    assert whole_parts(problem, solution) == {"w": 0.0}
+    assert settle(problem, solution) is None
+    assert settle(replace(problem, device_budget_bytes=400), solution) is not None
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10**6), st.floats(0.0, 1.0))
+def test_settled_plans_are_valid_and_not_slower(seed: int, roomy: float) -> None:
+    problem = random_problem(random.Random(seed), tensors=3)
+    least, ample = least_budget(problem).bytes, max(solve(problem).memory_bytes)
+    problem = replace(problem, device_budget_bytes=int(least * 1.02 + roomy * max(0, ample - least)))
+    solution = solve(problem)
+    settled = settle(problem, solution)
+    if settled is not None:
+        assert max(settled.memory_bytes) <= problem.device_budget_bytes
+        assert settled.objective_s >= solution.lower_bound_s - 1e-9
+    planned = plan(problem)
+    assert planned.schedule is not None and planned.simulation is not None
+    validate(planned.schedule)
+    assert simulate(planned.schedule).step_s == planned.simulation.step_s
+    assert planned.rounding_loss_s == pytest.approx(planned.simulation.step_s - planned.solution.objective_s)
