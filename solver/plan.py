@@ -1,4 +1,4 @@
-"""From a problem to a valid schedule: solve, round, build, improve, validate; where that costs time, settle first."""
+"""From a problem to a valid schedule: solve, round, build, improve, validate; where rounding costs time, settle."""
 
 from __future__ import annotations
 
