@@ -94,8 +94,13 @@ def test_plots_draw_what_the_plan_says(monkeypatch):
     assert kinds == ["parameters", "optimizer states", "activations"]
     sweep = offmate.plot_sweep({"one card": [plan], "another": [resident_plan(), plan]})
     assert {"one card", "another"} < {text.get_text() for text in sweep.get_legend().get_texts()}
-    with pytest.raises(ValueError, match="at least one plan"):
-        offmate.plot_sweep([])
+    fits = offmate.SweepPoint(100, 50, 1.0, 90, 10, 0.9)
+    points = [offmate.SweepPoint(20, 50), fits, offmate.SweepPoint(60, 50, 2.0, 60, 30, 1.5)]
+    curve = offmate.plot_sweep(points).lines[0]
+    assert list(curve.get_xdata()) == [60, 100] and list(curve.get_ydata()) == [2.0, 1.0]
+    for nothing in ([], points[:1]):
+        with pytest.raises(ValueError, match="at least one plan"):
+            offmate.plot_sweep(nothing)
     for figure in map(plt.figure, plt.get_fignums()):
         figure.canvas.draw()
     plt.close("all")
