@@ -195,11 +195,6 @@ def _check_gate(max_grad_norm: float | None, accumulation_steps: int, planned: b
             )
     if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
         raise OffmateError(f"accumulation_steps is {accumulation_steps!r}; it must be a whole number, 1 or more")
-    if accumulation_steps > 1 and planned:
-        raise OffmateError(
-            f"accumulation_steps={accumulation_steps} is not supported yet; compile without optimizer=, then several "
-            "backward() calls add up in .grad as usual"
-        )
     if accumulation_steps > 1 and not planned:
         raise OffmateError(
             f"accumulation_steps={accumulation_steps} needs optimizer=; without one several backward() calls add up in "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 
 import offmate
 
-from .parity import BUDGETS, HOST_BYTES, LEAST, Case, adamw, check
-from .test_parity_language import text_case
+from .parity import AMPLE, BUDGETS, HOST_BYTES, LEAST, Case, adamw, check
+from .test_parity_language import language_model, text_batches, text_case
 from .test_parity_models import (
     Decoder,
     convolutions,
@@ -54,6 +55,35 @@ def test_clipping(case: Case, budget: str, cache_dir: str) -> None:
     ids=lambda case: case.name,
 )
 def test_clipping_in_other_loops(case: Case, cache_dir: str) -> None:
+    check(case, LEAST, cache_dir)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        text_case("llama", "padding", "-2", micro=2),
+        text_case("llama", "padding", "-4-clip", micro=4, **CLIP),
+        token_case("tied-3-clip", lambda: Decoder(tied=True), micro=3, **CLIP),
+        vector_case("convolutions-2", convolutions, batches=pictures, micro=2),
+    ],
+    ids=lambda case: case.name,
+)
+def test_accumulation(case: Case, budget: str, cache_dir: str) -> None:
+    check(case, budget, cache_dir)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        token_case("dropout-2", lambda: Decoder(dropout=0.2), micro=2),
+        token_case("frozen-5-clip", frozen_but_last(Decoder), micro=5, **CLIP),
+        token_case("momentum-2", Decoder, optimizer=momentum, micro=2),
+        token_case("two_groups-3", Decoder, optimizer=two_groups, scheduler=decaying, micro=3),
+    ],
+    ids=lambda case: case.name,
+)
+def test_accumulation_in_other_loops(case: Case, cache_dir: str) -> None:
     check(case, LEAST, cache_dir)
 
 
@@ -103,6 +133,63 @@ def nothing(model: Any, optimizer: Any, step: int, micro: int) -> None:
 def assert_same(expected: Any, found: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected[0], found[0], strict=True))
     assert [k for k, v in expected[1].items() if not torch.equal(v, found[1][k])] == []
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_fewer_micro_batches_at_the_end_of_an_epoch(clip):
+    counts = (4, 1, 4, 3, 2, 4)
+    gate = {"accumulation_steps": 4, "max_grad_norm": clip}
+    compiled = decoder(budget=least_of(**gate), **gate)
+    assert_same(train(*decoder(), counts, clip, nothing), train(*compiled, counts, clip, nothing))
+    assert compiled[0].offmate.peak_bytes == compiled[0].offmate.plan.predicted_peak_bytes
+
+
+def test_more_micro_batches_than_planned():
+    model, optimizer = decoder(budget="1GiB", accumulation_steps=2)
+    with pytest.raises(offmate.ProtocolError, match=r"2 backward\(\) calls make one update.*accumulation_steps="):
+        train(model, optimizer, (3,), None, nothing)
+
+
+def look_around(model: Any, optimizer: Any, step: int, micro: int) -> None:
+    """Evaluates and saves in the middle of an accumulation."""
+    if (step, micro) == (1, 0):
+        with torch.no_grad():
+            model(**token_batches()[0])
+    if (step, micro) in ((1, 1), (2, 0)):
+        model.state_dict()
+        optimizer.state_dict()
+
+
+def test_evaluation_and_saving_between_micro_batches():
+    gate = {"accumulation_steps": 3, "max_grad_norm": 0.5}
+    compiled = decoder(budget=least_of(**gate), **gate)
+    assert_same(train(*decoder(), (3,) * 4, 0.5, look_around), train(*compiled, (3,) * 4, 0.5, look_around))
+
+
+def drop_second(model: Any, optimizer: Any, step: int, micro: int) -> None:
+    if (step, micro) == (1, 0):
+        optimizer.zero_grad()
+
+
+def test_gradients_dropped_before_the_step(caplog):
+    """As loops do that skip a batch: what was added up so far does not count."""
+    gate = {"accumulation_steps": 3, "max_grad_norm": 0.5}
+    compiled = decoder(budget=least_of(**gate), **gate)
+    with caplog.at_level(logging.INFO, "offmate"):
+        found = train(*compiled, (3,) * 4, 0.5, drop_second)
+    assert_same(train(*decoder(), (3,) * 4, 0.5, drop_second), found)
+    assert "dropped" in caplog.text
+
+
+def test_masks_alternate_between_micro_batches(cache_dir):
+    """Each outcome of the model's question about its mask has a plan; sums go over from one to the other."""
+
+    def batches() -> list[Any]:
+        padded, plain = text_batches("padding"), text_batches("ones")
+        return [padded[0], plain[0], plain[1], padded[1]]
+
+    case = Case("llama-alternating", lambda: language_model("llama"), batches, micro=4, max_grad_norm=0.5)
+    check(case, AMPLE, cache_dir)
 
 
 def test_hyperparameters_count_at_the_step():
