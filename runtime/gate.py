@@ -27,8 +27,8 @@ class Clip:
 class Gate:
     """Closed from an iteration's first backward to its optimizer step if the schedule has a gate, else always open.
 
-    State: `HostState.gate_is_open`; `norm`, the global norm of the last iteration; `_scale`, by which the gradients in `_unscaled`
-    are still to be multiplied: they had left for the host when the gate opened.
+    State: `HostState.gate_is_open`; `norm`, the global norm of the last iteration; `_scale`, by which the gradients in
+    `_unscaled` are still to be multiplied: they had left for the host when the gate opened.
 
     Parameters
     ----------

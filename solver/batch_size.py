@@ -81,8 +81,8 @@ def try_batch_sizes(
     ----------
     problem: for a batch of `batch_size` samples. time_limit_s, gap, backend: of each solve.
 
-    Returns: the sizes in the order in which they are tried: doubled while that helps, then those half-way to the best
-        one's neighbours.
+    Returns: the sizes in the order in which they are tried: doubled while that helps, halved while that does not hurt,
+        then those half-way to the best one's neighbours.
     """
 
     def attempt(size: int) -> BatchSizeTrial:
@@ -108,10 +108,9 @@ def _climb(attempt: Callable[[int], BatchSizeTrial], first: int) -> Iterator[Bat
     while size <= _LARGEST and best(known.values()).batch_size == size:
         size *= 2
         yield from measured(size)
-    top = best(known.values()).batch_size
-    smaller, larger = max((s for s in known if s < top), default=0), min((s for s in known if s > top), default=top)
-    if not smaller:
+    while (top := best(known.values()).batch_size) == min(known) and top > 1:
         yield from measured(top // 2)
+    smaller, larger = max((s for s in known if s < top), default=top), min((s for s in known if s > top), default=top)
     yield from measured((smaller + top) // 2)
     yield from measured((top + larger) // 2)
 
