@@ -208,3 +208,15 @@ def test_gradients_cannot_be_read_or_clipped_by_hand():
     with pytest.raises(offmate.ProtocolError, match="max_grad_norm="):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
+
+
+def test_the_plan_counts_all_micro_batches():
+    gate = {"accumulation_steps": 6, "max_grad_norm": 0.5}
+    model, optimizer = decoder()
+    settings = {"device": "emulated", "cpu_budget": HOST_BYTES, "config": offmate.Config(cache_dir=None)}
+    plan = offmate.plan(
+        model, least_of(**gate), example_inputs=token_batches()[0], optimizer=optimizer, **settings, **gate
+    )
+    gradients = sum(size for item, size in plan.schedule.item_bytes.items() if item.startswith("g:"))
+    assert plan.moved_bytes[1] >= 6 * gradients
+    assert plan.predicted_step_s >= 6 * sum(s.seconds for n, s in plan.schedule.computes.items() if n[0] in "FB")
