@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
 from typing import Any
 
@@ -220,3 +222,46 @@ def test_the_plan_counts_all_micro_batches():
     gradients = sum(size for item, size in plan.schedule.item_bytes.items() if item.startswith("g:"))
     assert plan.moved_bytes[1] >= 6 * gradients
     assert plan.predicted_step_s >= 6 * sum(s.seconds for n, s in plan.schedule.computes.items() if n[0] in "FB")
+
+
+@pytest.fixture(scope="module")
+def gated_loop() -> Any:
+    """A model with clipping and two micro-batches in the tightest budget, and plain PyTorch's state after each step."""
+    gate = {"accumulation_steps": 2, "max_grad_norm": 0.5}
+    model, optimizer = decoder(budget=least_of(**gate), **gate)
+    train(model, optimizer, (2,), 0.5, nothing)
+    start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    after = [train(*decoder(), (2,) * steps, 0.5, nothing)[1] for steps in (1, 2)]
+    return model, optimizer, start, after
+
+
+@pytest.mark.parametrize("share", [0.02, 0.2, 0.45, 0.6, 0.8, 0.9, 0.95, 0.98, 0.999])
+def test_an_interrupted_iteration_is_whole(gated_loop: Any, share: float) -> None:
+    """Before the gate nothing was updated; once it is open all updates are made, whatever happens."""
+    model, optimizer, start, after = gated_loop
+    model_state, optimizer_state = copy.deepcopy(start)
+    model.load_state_dict(model_state)
+    optimizer.load_state_dict(optimizer_state)
+    executor = model._offmate_session.training.executor
+    schedule = executor.schedule
+    left = int(share * len(schedule.actions))
+
+    def interrupt(action: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            executor.on_action = None
+            raise KeyboardInterrupt
+
+    executor.on_action = interrupt
+    batches = token_batches()
+    with contextlib.suppress(KeyboardInterrupt):
+        for micro in range(2):
+            (model(**batches[1 + micro]) / 2).backward()
+        optimizer.step()
+    executor.on_action = None
+    assert not model._offmate_session.truth.torn
+    found = model.state_dict()
+    done = [all(torch.equal(v, found[k]) for k, v in state.items()) for state in after]
+    assert sum(done) == 1, done
+    assert done[1] == (share * len(schedule.actions) > len(schedule.actions) - len(schedule.turn_around) + 1)
