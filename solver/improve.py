@@ -18,7 +18,8 @@ _AHEAD = 2  # computes by which a copy is to be ready earlier than needed
 def improve(schedule: Schedule) -> Schedule:
     """A schedule that is at least as fast in the simulator and stays within the device budget at every action.
 
-    Host updates start as soon as their gradient is on its way. Prefetches move up, in their order and not before the
+    Host updates start as soon as their gradient is on its way; of those that wait for the CPU either the first goes
+    first, or the one whose parameter comes in first. Prefetches move up, in their order and not before the
     host's copy is valid, so that they are done about two computes before they are needed, the time the link needs for
     what is behind them included. Frees of items on their way out move to just before the first action that needs
     their bytes. All three may cross the end of the iteration, unless the user's own code updates there, but not the
@@ -30,11 +31,16 @@ def improve(schedule: Schedule) -> Schedule:
 
     Returns: the fastest of a few variants, the given one among them.
     """
-    base = _early_updates(schedule)
+    early = _early_updates(schedule)
+    base = _fastest(early, _urgent_updates(early))
     late, hoisted = _late_frees(base), _hoisted(base)
-    variants = (base, late, hoisted, _late_frees(hoisted), _hoisted(late))
-    best, best_s = schedule, simulate(schedule).step_s
-    for variant in variants:
+    return _fastest(schedule, base, late, hoisted, _late_frees(hoisted), _hoisted(late))
+
+
+def _fastest(*variants: Schedule) -> Schedule:
+    """The first of those that the simulator finds fastest."""
+    best, best_s = variants[0], simulate(variants[0]).step_s
+    for variant in variants[1:]:
         seconds = simulate(variant).step_s
         if seconds < best_s * (1 - 1e-9):
             best, best_s = variant, seconds
@@ -92,9 +98,9 @@ def _has_barrier(schedule: Schedule) -> bool:
 
 
 def _moved(actions: list[_Placed], places: dict[int, int]) -> Iterable[_Placed]:
-    """The actions with those at the keys of `places` moved up to just before the index given there."""
+    """The actions with those at the keys of `places`, in their order, moved to just before the index given there."""
     before: dict[int, list[int]] = {}
-    for i, place in sorted(places.items()):
+    for i, place in places.items():
         before.setdefault(place, []).append(i)
     for i, entry in enumerate(actions):
         ahead = actions[max(i - 1, 0)]
@@ -106,23 +112,64 @@ def _moved(actions: list[_Placed], places: dict[int, int]) -> Iterable[_Placed]:
 
 def _early_updates(schedule: Schedule) -> Schedule:
     """Host updates, in their order, right after the copies of their gradients have been queued."""
-    cut = len(schedule.passes[0].forward)
-    actions = _placed(schedule)
-    actions = actions[cut:] + actions[:cut]  # from the first backward on: gradient, update, use
-    sent: dict[str, int] = {}
+    actions = _from_backward(schedule)
     places: dict[int, int] = {}
-    gates = (i for i, entry in enumerate(actions) if entry.action.name == "gate")
-    earliest = next(gates) + 1 if schedule.gate else 0
-    for i, entry in enumerate(actions):
-        action = entry.action
-        if action.kind is Kind.OFFLOAD:
-            sent[action.name] = i
-        elif action.kind is Kind.ACCUMULATE_CPU:
-            sent[f"g:{action.name}"] = i
-        elif action.kind is Kind.UPDATE_CPU:
-            places[i] = min(i, max(earliest, sent.get(f"g:{action.name}", i - 1) + 1))
-            earliest = max(earliest, places[i])
+    earliest = 0
+    for i, ready in _ready_updates(schedule, actions).items():
+        earliest = places[i] = max(earliest, min(i, ready))
     return _rebuilt(schedule, _moved(actions, places))
+
+
+def _urgent_updates(schedule: Schedule) -> Schedule:
+    """Host updates in the order in which a CPU takes them that always begins the one whose parameter comes in first.
+
+    What is ready when is what the simulator says of the schedule as it is.
+    """
+    simulation, cut = simulate(schedule), len(schedule.passes[0].forward)
+    actions = _from_backward(schedule)
+    plain = [entry.action for entry in actions]
+    ready = _ready_updates(schedule, actions)
+    due = {i: _next_prefetch(plain, i) for i in ready}
+    clock = [began for began, _ in simulation.taken]
+    clock = clock[cut:] + [began + simulation.step_s for began in clock[:cut]]
+    places: dict[int, int] = {}
+    earliest, now_s, waiting = 0, 0.0, sorted(ready, key=lambda i: (ready[i], due[i]))
+    while waiting:
+        now_s = max(now_s, clock[ready[waiting[0]] - 1])
+        chosen = min((i for i in waiting if clock[ready[i] - 1] <= now_s), key=lambda i: (due[i], i))
+        waiting.remove(chosen)
+        earliest = places[chosen] = max(earliest, ready[chosen])
+        now_s += schedule.update_cpu_s[plain[chosen].name]
+    return _rebuilt(schedule, _moved(actions, places))
+
+
+def _next_prefetch(actions: list[Action], update: int) -> int:
+    """The index at which the parameter of an update comes in."""
+    item = f"p:{actions[update].name}"
+    later = range(update, len(actions))
+    return next((i for i in later if actions[i].name == item and actions[i].kind is Kind.PREFETCH), len(actions))
+
+
+def _from_backward(schedule: Schedule) -> list[_Placed]:
+    """The actions from the first backward on, in which order a gradient, its update and the next use come."""
+    actions, cut = _placed(schedule), len(schedule.passes[0].forward)
+    return actions[cut:] + actions[:cut]
+
+
+def _ready_updates(schedule: Schedule, actions: list[_Placed]) -> dict[int, int]:
+    """By host update the index from which on it can start: its gradient is on its way, and the gate is open."""
+    sent: dict[str, int] = {}
+    opens = next(i for i, entry in enumerate(actions) if entry.action.name == "gate") + 1 if schedule.gate else 0
+    ready: dict[int, int] = {}
+    for i, entry in enumerate(actions):
+        name = entry.action.name
+        if entry.action.kind is Kind.OFFLOAD:
+            sent[name] = i
+        elif entry.action.kind is Kind.ACCUMULATE_CPU:
+            sent[f"g:{name}"] = i
+        elif entry.action.kind is Kind.UPDATE_CPU:
+            ready[i] = max(opens, sent.get(f"g:{name}", i - 1) + 1)
+    return ready
 
 
 def _late_frees(schedule: Schedule) -> Schedule:

@@ -17,6 +17,7 @@ from .solve import solve
 from .validate import validate
 
 _TRIES = 8
+_WORTH = 0.02  # part of the program's seconds that rounding must cost before it is worth another solve
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ def plan(problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.01, bac
     """Find a schedule for a problem.
 
     Whole tensors can need more of the host than fractions do: the program is then solved again with less of it.
-    Where rounding costs more than `gap` it is solved again with whole host parts (see parts.py), and the faster of the
-    two schedules is taken.
+    Where rounding costs more than 2 % it is solved again with whole parts (see parts.py), and the fastest schedule is
+    taken.
 
     Parameters
     ----------
@@ -64,10 +65,10 @@ def plan(problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.01, bac
         host = schedule.host_bytes - problem.host_budget_bytes
         if device <= 0 and host <= 0:
             planned = _finished(solution, schedule)
-            if planned.rounding_loss_s <= gap * solution.objective_s:
-                return planned
-            settled = settle(tried, solution, time_limit_s=time_limit_s, gap=gap, backend=backend)
-            return _better(problem, planned, settled)
+            rest = settle(tried, solution, time_limit_s=time_limit_s, gap=gap, backend=backend)
+            while planned.rounding_loss_s > _WORTH * solution.objective_s and (settled := next(rest, None)) is not None:
+                planned = _better(problem, planned, settled)
+            return planned
         tried = replace(
             tried,
             device_budget_bytes=max(0, tried.device_budget_bytes - attempt * max(0, device)),
@@ -86,10 +87,8 @@ def _finished(solution: Solution, schedule: Schedule) -> Planned:
     return Planned(solution, schedule, simulation, simulation.step_s - solution.objective_s)
 
 
-def _better(problem: Problem, planned: Planned, settled: Solution | None) -> Planned:
+def _better(problem: Problem, planned: Planned, settled: Solution) -> Planned:
     """The faster of a plan and what rounding makes of a solution with whole parts, if that keeps the budgets."""
-    if settled is None:
-        return planned
     schedule = build_schedule(problem, round_solution(problem, settled))
     if max(memory_highs(schedule)) > problem.device_budget_bytes or schedule.host_bytes > problem.host_budget_bytes:
         return planned

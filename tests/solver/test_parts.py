@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from offmate.solver.parts import settle, whole_parts
+from offmate.solver.parts import settle, whole_parts, whole_states
 from offmate.solver.plan import plan
 from offmate.solver.problem import Group, TensorSize
 from offmate.solver.simulate import simulate
@@ -32,6 +32,18 @@ def test_excesses_of_groups_even_out() -> None:
     assert whole_parts(replace(problem, groups=groups), solution) == {"g2": 0.25, "g1": 0.25, "g0": 0.5}
 
 
+def test_states_that_leave_are_never_less_than_the_fractions() -> None:
+    """Three groups of four tensors with states of 50, one tensor each on the host: 0.2 is 40, then 80, then 120."""
+    problem = chain(cpu_s=1.0, device_s=1.0, budget=10**6, n=3)
+    groups = tuple(
+        replace(group, tensors=tuple(TensorSize(f"{group.name}.{k}", 25, 25, 50) for k in range(4)))
+        for group in problem.groups
+    )
+    flows = {group.name: GroupFlow(cpu_part=0.25, state_out={8: 0.2}) for group in groups}
+    settled = Solution(Status.OPTIMAL, 1.0, 1.0, 0.0, 0.0, (0, 0, 0), (False,) * 3, groups=flows)
+    assert whole_states(replace(problem, groups=groups), settled) == {"g2": 0.25, "g1": 0.25, "g0": 0.25}
+
+
 def test_a_trace_on_the_host_is_not_worth_a_whole_tensor() -> None:
     """The next forward hides a thousandth of a host update; the whole of one would take 100 s."""
     problem = chain(cpu_s=100.0, device_s=0.5, budget=10**6)
@@ -49,8 +61,8 @@ def test_what_does_not_fit_in_whole_parts_is_left() -> None:
     problem = replace(chain(cpu_s=1.0, device_s=0.1, budget=320), groups=(group,), gate=False)
     solution = replace(solve(problem), groups={"w": GroupFlow(cpu_part=0.4)})
     assert whole_parts(problem, solution) == {"w": 0.0}
-    assert settle(problem, solution) is None
-    assert settle(replace(problem, device_budget_bytes=400), solution) is not None
+    assert not list(settle(problem, solution))
+    assert list(settle(replace(problem, device_budget_bytes=400), solution))
 
 
 @settings(max_examples=20, deadline=None)
@@ -60,8 +72,7 @@ def test_settled_plans_are_valid_and_not_slower(seed: int, roomy: float) -> None
     least, ample = least_budget(problem).bytes, max(solve(problem).memory_bytes)
     problem = replace(problem, device_budget_bytes=int(least * 1.02 + roomy * max(0, ample - least)))
     solution = solve(problem)
-    settled = settle(problem, solution)
-    if settled is not None:
+    for settled in settle(problem, solution):
         assert max(settled.memory_bytes) <= problem.device_budget_bytes
         assert settled.objective_s >= solution.lower_bound_s - 1e-9
     planned = plan(problem)
