@@ -1,6 +1,7 @@
 # make demo    fine-tune a small model inside a budget and compare it with plain PyTorch (ARGS="--steps 5" and such)
 # make test    the test suite (make test TORCH=2.11.0 tries another torch; ARGS="-k sizes" and such)
 # make lint    style and format; make types: type check of the installed package
+# make docs    the documentation as HTML in docs/_build; a warning is an error
 #
 # Each makes the virtual environment that it needs, and renews it when what it is made from has changed.
 # PYTHON=python3.12 names the interpreter that a new environment is made with.
@@ -13,7 +14,7 @@ VENV := .venv$(if $(TORCH),-$(TORCH))
 TYPES_VENV := .venv-types
 PIP_INSTALL = -m pip --disable-pip-version-check install -qq
 
-.PHONY: help demo test lint types
+.PHONY: help demo test lint types docs
 .DELETE_ON_ERROR:
 
 help:
@@ -28,6 +29,9 @@ test: $(VENV)/installed
 lint: $(VENV)/installed
 	@$(VENV)/bin/python -m ruff check .
 	@$(VENV)/bin/python -m ruff format --check .
+
+docs: $(VENV)/installed
+	@$(VENV)/bin/python -m sphinx -W --keep-going -q -b html docs docs/_build
 
 # Type checkers cannot follow an editable install of folders that are imported under another name, so the package
 # itself is installed, and checked from a folder where `offmate` is not also the source folder. build/ goes before and
@@ -53,7 +57,7 @@ endef
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(call make_venv,$(VENV))
-	@$(VENV)/bin/python $(PIP_INSTALL) -c $(VENV)/constraints.txt -e ".[hf,dev]"
+	@$(VENV)/bin/python $(PIP_INSTALL) -c $(VENV)/constraints.txt -e ".[hf,dev,docs]"
 	@touch $@
 
 $(TYPES_VENV)/installed: pyproject.toml constraints.txt

@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from . import facade
 from . import optimizer as optimizers
+from .batch_size import batch_size_of, check_batch_size, fastest_batch_size, planned_within, resized
 from .caches import without_cache
 from .checks import check_model
 from .config import Config
 from .errors import DeviceError, OffmateError
 from .fake import is_without_memory
-from .hardware import load
+from .hardware import Hardware, load
 from .hardware import names as names_of_hardware
 from .host_memory import default_host_budget_bytes
 from .optimizer import Updater, parameter_names
 from .planner import Request, make_plan, plan_elsewhere
 from .plans import Plan
 from .probe import check_optimizer
-from .progress import planning_progress
+from .progress import Progress, planning_progress
 from .session import Session
 from .sizes import parse_bytes
 
 log = logging.getLogger("offmate")
 
 _ENDLESS_BYTES = 2**62
+_SIZING_S = 20.0  # the most that the search for one batch size takes
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -95,6 +97,7 @@ def plan(
     device: str | torch.device | None = None,
     cpu_budget: int | str | None = None,
     hardware: str | None = None,
+    batch_size: int | Literal["auto"] | None = None,
     config: Config | None = None,
 ) -> Plan:
     """Plan a model's training iteration without changing the model.
@@ -103,12 +106,15 @@ def plan(
     ----------
     example_inputs: one batch, as keyword arguments (dict) or positional ones (tuple).
     hardware: name of a hardware file ("rtx3060", ...) or its path: plan for that machine instead of this one, from
-        its rates. Parameters and batch may then be on the meta device. The others: as in `compile`.
+        its rates. Parameters and batch may then be on the meta device.
+    batch_size: plan for this many samples instead of the example's; "auto" takes the size with the most predicted
+        samples per second (`Plan.batch_size`), for training that does not mind. The others: as in `compile`.
 
     Returns: the plan, to look at, save, or hand to `compile`. Raises: as `compile`, and InfeasibleBudget.
     """
     config = config or Config()
     _check_gate(max_grad_norm, accumulation_steps, optimizer is not None)
+    check_batch_size(batch_size)
     check_model(model)
     request = _request(gpu_budget, cpu_budget, device, config, None)
     request = replace(request, micro_batches=accumulation_steps, clips=max_grad_norm is not None)
@@ -138,11 +144,40 @@ def plan(
                 if gpu_budget == "auto":
                     request = replace(request, budget_bytes=machine.default_budget_bytes)
                 request = replace(request, device="emulated" if machine.shared_cores else machine.name)
-                return plan_elsewhere(model, args, kwargs, request, updater, machine, say)
-            return make_plan(model, args, kwargs, request, updater, say).plan
+            return _sized(model, (args, kwargs), batch_size, request, updater, machine, say)
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def _sized(
+    model: torch.nn.Module,
+    batch: tuple[tuple[Any, ...], dict[str, Any]],
+    batch_size: int | Literal["auto"] | None,
+    request: Request,
+    updater: Updater | None,
+    machine: Hardware | None,
+    say: Progress,
+) -> Plan:
+    """Plan for a batch of this size; "auto" first asks the solver for the fastest one."""
+
+    def planned(size: int | None) -> Plan:
+        args, kwargs = batch if size is None else resized(batch, size)
+        if machine is not None:
+            return plan_elsewhere(model, args, kwargs, request, updater, machine, say)
+        return make_plan(model, args, kwargs, request, updater, say).plan
+
+    if batch_size is None:
+        return planned(None)
+    size = batch_size_of(batch) if batch_size == "auto" else batch_size
+    plan = planned_within(planned, size) if batch_size == "auto" else replace(planned(size), batch_size=size)
+    if batch_size == "auto" and plan.problem is not None and plan.batch_size is not None:
+        config = request.config
+        limit_s = min(config.solver_time_limit_s, _SIZING_S)
+        fastest = fastest_batch_size(plan.problem, plan.batch_size, limit_s, config.solver_gap, say)
+        if fastest != plan.batch_size:
+            plan = planned_within(planned, fastest)
+    return plan
 
 
 def _check_gate(max_grad_norm: float | None, accumulation_steps: int, planned: bool) -> None:
@@ -160,11 +195,6 @@ def _check_gate(max_grad_norm: float | None, accumulation_steps: int, planned: b
             )
     if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
         raise OffmateError(f"accumulation_steps is {accumulation_steps!r}; it must be a whole number, 1 or more")
-    if accumulation_steps > 1 and planned:
-        raise OffmateError(
-            f"accumulation_steps={accumulation_steps} is not supported yet; compile without optimizer=, then several "
-            "backward() calls add up in .grad as usual"
-        )
     if accumulation_steps > 1 and not planned:
         raise OffmateError(
             f"accumulation_steps={accumulation_steps} needs optimizer=; without one several backward() calls add up in "

@@ -91,7 +91,8 @@ class Plan:
     status: how the search ended, with advice.
     user_bytes: reserved for what the user's code holds between the model's return and backward().
     plan_s: seconds that planning took. problem: what was solved, as plain numbers; None for a forward only.
-    from_cache: whether it was read from disk.
+    from_cache: whether it was read from disk. batch_size: samples per micro-batch, where `offmate.plan` was asked for
+        one.
     """
 
     fingerprint: str
@@ -107,6 +108,7 @@ class Plan:
     user_bytes: int
     plan_s: float
     problem: Problem | None = None
+    batch_size: int | None = field(default=None, compare=False)
     from_cache: bool = field(default=False, compare=False)
 
     @cached_property
@@ -171,6 +173,10 @@ class Plan:
             f"the host updates {format_bytes(updates[0])} of {format_bytes(updates[1])} of parameters; "
             f"{len(recomputing)} of {len(self.blocks)} blocks recompute",
         ]
+        if self.batch_size is not None:
+            samples = self.batch_size * self.schedule.micro_batches
+            rate = samples / self.predicted_step_s if self.predicted_step_s else 0.0
+            lines.append(f"batch size {self.batch_size}: {rate:.3g} samples/s predicted")
         if self.user_bytes >= _WORTH_SAYING_BYTES:
             lines.append(f"{format_bytes(self.user_bytes)} are reserved for your code between forward and backward")
         if self.problem is not None:

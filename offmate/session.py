@@ -256,7 +256,7 @@ class Session:
             prepared.binding,
             self.truth.host,
             self.device,
-            self.updater,
+            self.updater if kind.trains else None,
             plan.fixed_bytes,
             self._clip() if kind.trains else None,
         )

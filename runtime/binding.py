@@ -100,6 +100,7 @@ class HostState:
     updates: how many updates each parameter has had.
     grads: host memory that gradients leave to, kept from one iteration to the next.
     totals: parameters of which `grads` holds the sum of this iteration's micro-batches so far.
+    gate_is_open: whether updates may begin; plans that share an iteration's micro-batches share its gate.
     """
 
     params: dict[str, torch.Tensor]
@@ -108,6 +109,7 @@ class HostState:
     updates: dict[str, int] = field(default_factory=dict)
     grads: dict[str, torch.Tensor] = field(default_factory=dict)
     totals: set[str] = field(default_factory=set)
+    gate_is_open: bool = True
 
 
 Update = Callable[[str, torch.Tensor, torch.Tensor, dict[str, object]], None]

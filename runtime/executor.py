@@ -56,7 +56,7 @@ class Executor:
         self._contents = contents = Contents()
         self._homeless = _never_moved(schedule)
         self._gradients = Gradients(schedule, host, device, contents)
-        self.gate = Gate(schedule.gate, clip, self._gradients)
+        self.gate = Gate(schedule.gate, clip, host, self._gradients)
         self._transfers = Transfers(schedule, binding, host, device, contents, self._gradients)
         self._updates = Updates(host, device, contents, self._gradients, self.gate, update, self._homeless)
         self._computes = Computes(schedule, binding, host, device, contents, self.gate)

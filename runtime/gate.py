@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .binding import HostState
 from .gradients import Gradients
 
 
@@ -26,28 +27,32 @@ class Clip:
 class Gate:
     """Closed from an iteration's first backward to its optimizer step if the schedule has a gate, else always open.
 
-    State: `is_open`; `norm`, the global norm of the last iteration; `_scale`, by which the gradients in `_unscaled`
-    are still to be multiplied: they had left for the host when the gate opened.
+    State: `HostState.gate_is_open`; `norm`, the global norm of the last iteration; `_scale`, by which the gradients in
+    `_unscaled` are still to be multiplied: they had left for the host when the gate opened.
 
     Parameters
     ----------
     exists: whether the schedule has a gate. clip: None clips nothing.
     """
 
-    def __init__(self, exists: bool, clip: Clip | None, gradients: Gradients) -> None:
-        self._exists, self._clip, self._gradients = exists, clip, gradients
-        self.is_open = True
+    def __init__(self, exists: bool, clip: Clip | None, host: HostState, gradients: Gradients) -> None:
+        self._exists, self._clip, self._host, self._gradients = exists, clip, host, gradients
         self.norm: torch.Tensor | None = None
         self._scale: torch.Tensor | None = None
         self._unscaled: frozenset[str] = frozenset()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether updates may begin."""
+        return self._host.gate_is_open
+
     def close(self) -> None:
-        """An iteration's first backward begins."""
-        self.is_open = not self._exists
+        """A backward begins."""
+        self._host.gate_is_open = not self._exists
 
     def open(self) -> None:
         """All gradients are complete: measure their norm, scale those on the device, and let updates begin."""
-        self.is_open = True
+        self._host.gate_is_open = True
         self._scale, self._unscaled = None, frozenset()
         if self._clip is None:
             return

@@ -53,8 +53,8 @@ class Gradients:
     # -- items --------------------------------------------------------------------------------------------------------
 
     def offload(self, name: str) -> None:
-        """Start the copy of a gradient to the host, unless its update has begun already."""
-        if name in self._contents.pending:
+        """Start the copy of a gradient to the host, unless it is on its way or its update has begun already."""
+        if name in self._contents.pending and name not in self._contents.grad_leaving:
             self._send(name)
 
     def free(self, name: str) -> None:

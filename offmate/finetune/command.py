@@ -29,7 +29,7 @@ _SETTINGS: tuple[tuple[str, Any, str, str], ...] = (
     ("warmup-steps", int, "N", "steps of linear warm-up (default: 0)"),
     ("optimizer", str, "NAME", "adamw, adam, sgd or adafactor (default: adamw)"),
     ("weight-decay", float, "RATE", "(default: 0)"),
-    ("max-grad-norm", float, "NORM", "clip gradients to this global norm (default: no clipping, updates are planned)"),
+    ("max-grad-norm", float, "NORM", "clip gradients to this global norm (default: no clipping)"),
     ("precision", str, "NAME", "fp32, bf16, or bf16-master for bf16 with fp32 master weights (default: fp32)"),
     ("lora", str, "SPEC", "train a low-rank adapter: r=16, or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"),
     ("seed", int, "N", "of data order, dropout and adapters (default: 0)"),

@@ -209,6 +209,7 @@ def _plan(settings: Settings, loaded: _Loaded) -> Plan:
         settings.gpu_budget,
         example_inputs=batch,
         optimizer=loaded.updates.optimizer if settings.planned_updates else None,
+        **settings.gate,
         device=settings.device,
         cpu_budget=settings.cpu_budget,
     )
@@ -247,6 +248,7 @@ def _train(
         loaded.model,
         settings.gpu_budget,
         optimizer=loaded.updates.optimizer if settings.planned_updates else None,
+        **settings.gate,
         device=settings.device,
         cpu_budget=settings.cpu_budget,
         plan=plan,

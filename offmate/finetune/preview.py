@@ -45,7 +45,8 @@ class Preview:
     @property
     def step_s(self) -> float:
         """Predicted seconds of one update, without the host's own where it is not part of the plan."""
-        return self.plan.predicted_step_s * self.settings.accumulation
+        repeats = 1 if self.settings.planned_updates else self.settings.accumulation
+        return self.plan.predicted_step_s * repeats
 
     @property
     def left_s(self) -> float:
@@ -84,7 +85,8 @@ class Preview:
     def doubts(self) -> list[str]:
         """What looks wrong, each as a sentence; empty if nothing does."""
         settings, found = self.settings, []
-        compute_s = sum(c.seconds for c in self.plan.schedule.computes.values())
+        schedule = self.plan.schedule
+        compute_s = schedule.micro_batches * sum(c.seconds for c in schedule.computes.values())
         if self.plan.predicted_step_s > max(_SLOW * compute_s, _SLOW_S):
             found.append(
                 f"a step takes {self.plan.predicted_step_s / compute_s:.1f} times its compute, so moving data bounds "
@@ -118,11 +120,4 @@ def check_disk(folder: Path, needed_bytes: int) -> None:
 def _updates_words(settings: Settings) -> str:
     if settings.planned_updates:
         return "updates are part of the plan"
-    causes = []
-    if settings.max_grad_norm is not None:
-        causes.append(f"max_grad_norm={settings.max_grad_norm:g}")
-    if settings.accumulation > 1:
-        causes.append(f"accumulation={settings.accumulation}")
-    if settings.precision == "bf16-master":
-        causes.append("fp32 copies")
-    return f"plus updates, which run on the host after each backward because of {', '.join(causes)}"
+    return "plus updates, which run on the host after the backward, on fp32 copies"

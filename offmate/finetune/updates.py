@@ -40,13 +40,14 @@ class Updates:
     """
 
     def __init__(self, model: torch.nn.Module, settings: Settings) -> None:
+        self.model = model
         self.params = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.masters: dict[str, torch.nn.Parameter] = {}
         if settings.precision == "bf16-master":
             low = {n: p for n, p in self.params.items() if p.dtype == torch.bfloat16}
             self.masters = {n: torch.nn.Parameter(p.detach().float()) for n, p in low.items()}
         self.max_grad_norm = settings.max_grad_norm
-        self.planned = settings.planned_updates
+        self.planned, self.measures_norm = settings.planned_updates, bool(settings.gate.get("max_grad_norm"))
         self.optimizer = _optimizer([self.masters.get(n, p) for n, p in self.params.items()], settings)
 
     def set_learning_rate(self, value: float) -> None:
@@ -55,7 +56,7 @@ class Updates:
             group["lr"] = value
 
     def step(self) -> float | None:
-        """Clip, update and clear; returns the norm of all gradients, None where a plan has consumed them."""
+        """Clip, update and clear; returns the norm of all gradients, None where a plan has consumed them unmeasured."""
         norm = None
         if not self.planned:
             for name, master in self.masters.items():
@@ -68,7 +69,7 @@ class Updates:
         with torch.no_grad():
             for name, master in self.masters.items():
                 self.params[name].copy_(master)
-        return norm
+        return self.model.offmate.grad_norm.item() if self.measures_norm else norm
 
     def _clip(self) -> float:
         updated = [self.masters.get(n, p) for n, p in self.params.items()]

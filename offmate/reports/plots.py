@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..sizes import format_bytes
 from .colours import KIND_COLOURS, STALL_COLOUR, block_colour
@@ -16,7 +16,10 @@ from .units import byte_ticks, format_seconds, second_ticks
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from ..budgets import SweepPoint
     from ..plans import Plan
+
+    Point: TypeAlias = Plan | SweepPoint
 
 _TENSOR_KINDS = ("parameters", "optimizer states", "activations")
 _LEAST_PART = 0.12
@@ -116,12 +119,13 @@ def plot_tensors(plan: Plan, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def plot_sweep(plans: Iterable[Plan] | Mapping[str, Iterable[Plan]], ax: Axes | None = None) -> Axes:
+def plot_sweep(plans: Iterable[Point] | Mapping[str, Iterable[Point]], ax: Axes | None = None) -> Axes:
     """Budget against step time: one curve per name, with its lower bound and the least budget that works.
 
     Parameters
     ----------
-    plans: of one model for several budgets, or such plans by name, for example by card.
+    plans: of one model for several budgets, or points of `offmate.sweep`; or such by name, for example by card.
+        Points that do not fit are left out.
     ax: axes to draw on; new ones if None.
 
     Returns: the axes.
@@ -129,9 +133,9 @@ def plot_sweep(plans: Iterable[Plan] | Mapping[str, Iterable[Plan]], ax: Axes | 
     Raises: ValueError without plans; ImportError if matplotlib is not installed.
     """
     curves = plans if isinstance(plans, Mapping) else {"": plans}
-    sorted_plans = {name: sorted(some, key=lambda plan: plan.budget_bytes) for name, some in curves.items()}
+    sorted_plans = {name: _that_fit(some) for name, some in curves.items()}
     if not any(sorted_plans.values()):
-        raise ValueError("plot_sweep needs at least one plan")
+        raise ValueError("plot_sweep needs at least one plan that fits")
     ax = ax or _axes(7, 4)
     for name, curve in sorted_plans.items():
         budgets = [plan.budget_bytes for plan in curve]
@@ -154,6 +158,11 @@ def plot_sweep(plans: Iterable[Plan] | Mapping[str, Iterable[Plan]], ax: Axes | 
     ax.legend(frameon=False)
     _frameless(ax)
     return ax
+
+
+def _that_fit(points: Iterable[Point]) -> list[Any]:
+    fitting = [point for point in points if point.predicted_step_s is not None]
+    return sorted(fitting, key=lambda point: point.budget_bytes)
 
 
 def _axes(width: float, height: float) -> Axes:

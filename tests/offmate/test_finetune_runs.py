@@ -21,7 +21,7 @@ from offmate.finetune import loop
 from .finetune_kit import TEXT, arguments, finetune, losses, make_models, plain_run, refused, same, weights
 
 STEPS = 6
-HOST_UPDATES = {"max_grad_norm": 0.5, "accumulation": 2}
+GATED = {"max_grad_norm": 0.5, "accumulation": 2}
 
 # A process that kills itself at a given call of a function of the tool; nothing is cleaned up, as by kill -9.
 KILLED = """
@@ -65,7 +65,7 @@ def usual(base: Path, output: Path, model: str = "llama", **more: object) -> lis
     return arguments(base / model, base / "text.txt", output, **(settings | more))
 
 
-@pytest.mark.parametrize(("model", "more"), [("llama", {}), ("gpt2", HOST_UPDATES)])
+@pytest.mark.parametrize(("model", "more"), [("llama", {}), ("gpt2", GATED)])
 def test_equals_plain_pytorch_bit_for_bit(base, tmp_path, model, more):
     output = tmp_path / "out"
     events = finetune(usual(base, output, model, eval_fraction=0.04, **more))
@@ -103,10 +103,10 @@ def test_killed_anywhere_it_resumes_bit_for_bit(base, tmp_path):
 
 def test_dropout_and_host_updates_resume_bit_for_bit(base, tmp_path, monkeypatch):
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
-    finetune(usual(base, unbroken, "gpt2", precision="bf16-master", **HOST_UPDATES))
+    finetune(usual(base, unbroken, "gpt2", precision="bf16-master", **GATED))
     stop_after(monkeypatch, random.randint(2, STEPS - 1))
     with pytest.raises(OffmateError, match="stopped by the test"):
-        finetune_raising(usual(base, broken, "gpt2", precision="bf16-master", **HOST_UPDATES))
+        finetune_raising(usual(base, broken, "gpt2", precision="bf16-master", **GATED))
     monkeypatch.undo()
     finetune(usual(base, broken, "gpt2", resume=True))
     assert same(weights(broken), weights(unbroken))

@@ -1,8 +1,6 @@
 """Pictures: the HTML page in a real browser without a network, and matplotlib's axes."""
 
 import re
-import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from xml.etree import ElementTree
@@ -11,19 +9,12 @@ import pytest
 
 from offmate.reports.colours import KIND_COLOURS, block_colour, text_on
 from offmate.reports.extra import viz
-from offmate.reports.html import document, plan_document
+from offmate.reports.html import plan_document
 from offmate.reports.items import KINDS
 from offmate.reports.timeline import plan_timeline
 
 from ..solver.tiny_schedule import tiny_schedule
 from .report_plans import plan_of, resident_plan, tiny_plan
-
-CHROMIUM = next((path for name in ("chromium", "google-chrome", "chrome") if (path := shutil.which(name))), None)
-CHROMIUM_FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update", "--enable-logging=stderr", "--dump-dom",
-    "--host-resolver-rules=MAP * ~NOTFOUND",
-)  # fmt: skip
 
 
 def test_the_page_holds_every_bar_and_needs_nothing_else():
@@ -65,17 +56,6 @@ def test_a_budget_far_above_the_peak_does_not_flatten_the_curve():
     assert "of 1 TiB" in plan_document(plan)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-def test_the_page_works_in_a_browser_without_a_network(tmp_path):
-    path = tmp_path / "plan.html"
-    path.write_text(document([plan_timeline(tiny_plan()), plan_timeline(resident_plan(), "measured")], "Two"))
-    command = [CHROMIUM, *CHROMIUM_FLAGS, f"--user-data-dir={tmp_path / 'profile'}", path.as_uri()]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert "om-live" in result.stdout, result.stderr
-    assert "data-tip" in result.stdout and "<h3>measured</h3>" in result.stdout
-    assert "CONSOLE" not in result.stderr
-
-
 def test_plots_draw_what_the_plan_says(monkeypatch):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
@@ -94,8 +74,13 @@ def test_plots_draw_what_the_plan_says(monkeypatch):
     assert kinds == ["parameters", "optimizer states", "activations"]
     sweep = offmate.plot_sweep({"one card": [plan], "another": [resident_plan(), plan]})
     assert {"one card", "another"} < {text.get_text() for text in sweep.get_legend().get_texts()}
-    with pytest.raises(ValueError, match="at least one plan"):
-        offmate.plot_sweep([])
+    fits = offmate.SweepPoint(100, 50, 1.0, 90, 10, 0.9)
+    points = [offmate.SweepPoint(20, 50), fits, offmate.SweepPoint(60, 50, 2.0, 60, 30, 1.5)]
+    curve = offmate.plot_sweep(points).lines[0]
+    assert list(curve.get_xdata()) == [60, 100] and list(curve.get_ydata()) == [2.0, 1.0]
+    for nothing in ([], points[:1]):
+        with pytest.raises(ValueError, match="at least one plan"):
+            offmate.plot_sweep(nothing)
     for figure in map(plt.figure, plt.get_fignums()):
         figure.canvas.draw()
     plt.close("all")
