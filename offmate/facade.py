@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -166,6 +166,23 @@ class PlannedModule:
     """Mixed into the model's own class; `offmate` is the handle, `_offmate_session` what stands behind it."""
 
     offmate: Handle
+    # transformers.Trainer takes a model with a map of other devices for one that places itself: it neither moves it nor
+    # puts it into DataParallel where several GPUs are visible.
+    hf_device_map: ClassVar[dict[str, str]] = {"": "meta"}
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Convert the dtype; a device is ignored, since the plan says what is where."""
+        session = self.__dict__["_offmate_session"]
+        _, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        if dtype is None and memory_format is None:
+            session.say_once("to(device) is ignored: the plan says what is on which device")
+            return self
+        session.read("to()")
+        return super().to(dtype=dtype, non_blocking=non_blocking, memory_format=memory_format)  # type: ignore[misc]
+
+    def cuda(self, device: Any = None) -> Any:
+        """Ignored, as `to(device)` is."""
+        return self.to("cuda")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; with a planned optimizer none is left."""
@@ -195,7 +212,7 @@ class PlannedModule:
         session.read("a copy of the model")
         with session.plain() as model:
             _, _, state, *_ = model.__reduce_ex__(protocol)
-        kept = {k: v for k, v in state.items() if k not in _OWN}
+            kept = {k: v for k, v in state.items() if k not in _OWN}
         # Pickle refuses the usual way, since this object is not of the plain class.
         return copyreg._reconstructor, (session.plain_class, object, None), kept  # type: ignore[attr-defined]
 
@@ -206,8 +223,9 @@ _OWN = ("_offmate_session", "offmate")
 def take_over(model: torch.nn.Module, session: Any) -> None:
     """Turn the model, in place, into one that runs as planned; it stays an instance of its own class."""
     base = type(model)
+    own_forward = model.__dict__.pop("forward", base.forward)
 
-    @functools.wraps(base.forward)
+    @functools.wraps(getattr(own_forward, "__func__", own_forward))
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["_offmate_session"].call(args, kwargs)
 

@@ -69,6 +69,7 @@ class Session:
     ) -> None:
         self._model = weakref.ref(model)
         self.plain_class = type(model)
+        self.plain_forward = model.__dict__.get("forward")
         self.request = request
         self.updater = Updater(optimizer, names) if optimizer is not None else None
         self.given = given
@@ -239,6 +240,10 @@ class Session:
         model = self.model
         compiled = type(model)
         params = {p: type(p) for p in model.parameters()}
+        # Others put a forward on the instance: before, it is the one to run; since then, it leads here (accelerate's).
+        around = model.__dict__.pop("forward", None)
+        if self.plain_forward is not None:
+            model.__dict__["forward"] = self.plain_forward
         model.__class__ = self.plain_class
         for param in params:
             param.__class__ = torch.nn.Parameter
@@ -246,6 +251,9 @@ class Session:
             yield model
         finally:
             model.__class__ = compiled
+            model.__dict__.pop("forward", None)
+            if around is not None:
+                model.__dict__["forward"] = around
             for param, own in params.items():
                 param.__class__ = own
 

@@ -45,6 +45,15 @@ class Computes:
         else:
             self._backward_block(int(name[1:]))
 
+    def take_outputs(self) -> dict[str, torch.Tensor]:
+        """Hand over what the model returns, that which depends on no parameter included."""
+        outputs, self._contents.outputs = self._contents.outputs, {}
+        for name in self._binding.outputs:
+            if name not in outputs:
+                shared = self._contents.shared
+                outputs[name] = shared[name] if name in shared else self._binding.constants[name]
+        return outputs
+
     def _start(self) -> None:
         start, ledger, here = self._binding.start, self._device.ledger, self._contents
         batch_bytes: dict[str, int] = {}

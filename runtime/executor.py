@@ -102,8 +102,7 @@ class Executor:
             self.load(micro_batch)
         self._computes.batch = tuple(batch)
         self._walk(self.schedule.pass_of(micro_batch).forward)
-        outputs, self._contents.outputs = self._contents.outputs, {}
-        return outputs
+        return self._computes.take_outputs()
 
     def backward(self, gradients: dict[str, torch.Tensor], micro_batch: int = 0) -> None:
         """Run the backwards.

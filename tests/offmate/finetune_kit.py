@@ -47,10 +47,11 @@ def make_models(folder: Path) -> None:
     gpt2 = GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=POSITIONS, **common)
     GPT2LMHeadModel(gpt2).save_pretrained(folder / "gpt2")
     for name in ("llama", "gpt2"):
-        _tokenizer().save_pretrained(folder / name)
+        make_tokenizer().save_pretrained(folder / name)
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer trained on the corpus."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

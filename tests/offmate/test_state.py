@@ -108,6 +108,16 @@ def test_generate():
     assert all(map(torch.equal, run(True), run(False)))
 
 
+def test_parameters_and_states_outlive_their_model():
+    loop, reference = compiled("least", steps=2), plain(2)
+    parameters, optimizer = list(loop.model.parameters()), loop.optimizer
+    del loop
+    gc.collect()
+    assert all(map(torch.equal, parameters, reference.model.parameters()))
+    states = zip(optimizer.state_dict()["state"].values(), reference.optimizer.state_dict()["state"].values())
+    assert all(torch.equal(a[key], b[key]) for a, b in states for key in a)
+
+
 def test_a_hundred_mixed_steps_leak_nothing():
     loop = trained("least", steps=1)
     device, process = loop.session.device, psutil.Process()

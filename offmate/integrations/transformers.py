@@ -1,0 +1,183 @@
+"""`transformers.Trainer`, and trainers made from it, with updates that are part of the plan."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..api import compile as compile_model
+from ..config import Config
+from ..errors import OffmateError
+from ..facade import PlannedModule
+from .trl import DIFFERENTIATED, make_plannable
+
+log = logging.getLogger("offmate")
+
+PLANS = "offmate"
+
+# What a mixin's methods call on the class it is mixed into.
+_Base = Trainer if TYPE_CHECKING else object
+
+
+class OffmateCallback(TrainerCallback):
+    """Adds to the Trainer's own log how steps went, and saves the plans with every checkpoint.
+
+    Logged with every loss: `offmate_step_s` (seconds of a step, the mean since the last log) beside
+    `offmate_predicted_step_s`, `offmate_peak_gib` beside `offmate_predicted_peak_gib`, and `offmate_stall_s`, the
+    seconds of the last step in which the device waited for a copy or an update.
+
+    Reporters see what is added if this callback comes before them: use `OffmateTrainerMixin`, or `add_to(trainer)`.
+
+    State: `_taken_s`, seconds of the steps since the last log; `_recording`, the step that is under way.
+    """
+
+    def __init__(self) -> None:
+        self._taken_s: list[float] = []
+        self._began_s = 0.0
+        self._recording: Any = None
+
+    def add_to(self, trainer: Trainer) -> None:
+        """Have a trainer call this callback before all others."""
+        trainer.callback_handler.callbacks.insert(0, self)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Start the clock."""
+        handle = _handle(model)
+        if handle is not None:
+            self._recording = handle.record()
+            self._recording.__enter__()
+        self._began_s = time.perf_counter()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop it: evaluation and saving do not count."""
+        self._taken_s.append(time.perf_counter() - self._began_s)
+        if self._recording is not None:
+            self._recording.__exit__(None, None, None)
+            self._recording = None
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Add to what is logged."""
+        handle = _handle(model)
+        if handle is None or handle.plan is None or logs is None or "loss" not in logs:
+            return
+        found = {
+            "offmate_predicted_step_s": handle.plan.predicted_step_s,
+            "offmate_peak_gib": handle.peak_bytes / 2**30,
+            "offmate_predicted_peak_gib": handle.plan.predicted_peak_bytes / 2**30,
+        }
+        if self._taken_s:
+            found["offmate_step_s"] = sum(self._taken_s) / len(self._taken_s)
+        if handle.trace is not None:
+            found["offmate_stall_s"] = sum(handle.trace.stall_s.values())
+        self._taken_s.clear()
+        logs.update(found)
+        state.log_history[-1].update(found)
+
+    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Put the plans beside the weights, for `OffmateTrainerMixin` to find when training resumes."""
+        handle = _handle(model)
+        if handle is not None:
+            handle.save_plans(Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", PLANS))
+
+
+class OffmateTrainerMixin(_Base):
+    """Makes a Trainer compile its model with its own optimizer, clipping and accumulation, when training starts.
+
+    `class MyTrainer(OffmateTrainerMixin, Trainer)`, likewise with TRL's `SFTTrainer`. Taken from the arguments:
+    `max_grad_norm`, `gradient_accumulation_steps`, the optimizer (`optim`, or the one handed in) and its scheduler,
+    `bf16`. With `max_grad_norm=0` updates overlap the backward, and no gradient norm is logged.
+
+    Parameters
+    ----------
+    gpu_budget, cpu_budget, device, config: as in `offmate.compile`. All others: as the trainer has them.
+
+    Raises: OffmateError when training starts with what a plan cannot do: fp16, torch.compile, several processes.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        gpu_budget: int | str = "auto",
+        cpu_budget: int | str | None = None,
+        device: str | torch.device | None = None,
+        config: Config | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._offmate_settings: dict[str, Any] = {
+            "gpu_budget": gpu_budget, "cpu_budget": cpu_budget, "device": device, "config": config,
+        }  # fmt: skip
+        given = kwargs.get("args", args[1] if len(args) > 1 else None)
+        if given is not None:
+            _check_arguments(given)
+            # Several visible GPUs would be for DataParallel.
+            given._n_gpu = min(given.n_gpu, 1)
+        super().__init__(*args, **kwargs)
+        OffmateCallback().add_to(self)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """The optimizer, and with it the plan."""
+        optimizer = super().create_optimizer(model)
+        if isinstance(self.model, PlannedModule):
+            return optimizer
+        settings = dict(self._offmate_settings)
+        if make_plannable(self.model):
+            settings["config"] = replace(settings["config"] or Config(), gradients_into=(DIFFERENTIATED,))
+        norm = self.args.max_grad_norm
+        compile_model(
+            self.model,
+            optimizer=optimizer,
+            max_grad_norm=norm if norm else None,
+            accumulation_steps=self.args.gradient_accumulation_steps,
+            **settings,
+        )
+        return optimizer
+
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        handle = _handle(self.model)
+        if handle is not None and checkpoint is not None:
+            handle.load_plans(Path(checkpoint, PLANS))
+
+    def _clip_grad_norm(self, model: Any) -> None:
+        """The plan clips."""
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
+        """The plan measures the norm when the optimizer steps."""
+
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        handle = _handle(self.model)
+        if handle is not None:
+            grad_norm = handle.grad_norm
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+
+
+class OffmateTrainer(OffmateTrainerMixin, Trainer):
+    """`transformers.Trainer` inside a device-memory budget; see `OffmateTrainerMixin`."""
+
+
+def _handle(model: Any) -> Any:
+    return model.offmate if isinstance(model, PlannedModule) else None
+
+
+def _check_arguments(args: Any) -> None:
+    """Refuse what a plan cannot do, each with the reason and what to do instead."""
+    refused = {
+        "fp16=True": (args.fp16, "scaling float16 gradients reads each of them between backward and step; use bf16"),
+        "torch_compile=True": (args.torch_compile, "offmate runs its own graph of the model; leave it out"),
+        "fsdp": (args.fsdp, "offmate plans one unsharded model on one device; leave it out"),
+        "deepspeed": (args.deepspeed, "it places tensors itself; leave it out"),
+        "auto_find_batch_size=True": (args.auto_find_batch_size, "a plan keeps its budget; choose a batch size"),
+        f"{args.world_size} processes": (args.world_size > 1, "offmate runs one process on one device so far"),
+    }
+    for name, (asked, why) in refused.items():
+        if asked:
+            raise OffmateError(f"OffmateTrainerMixin cannot train with {name}: {why}")
