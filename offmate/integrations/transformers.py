@@ -23,7 +23,10 @@ log = logging.getLogger("offmate")
 PLANS = "offmate"
 
 # What a mixin's methods call on the class it is mixed into.
-_Base = Trainer if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
 
 
 class OffmateCallback(TrainerCallback):
@@ -62,9 +65,7 @@ class OffmateCallback(TrainerCallback):
             self._recording.__exit__(None, None, None)
             self._recording = None
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **kwargs: Any) -> None:
         """Add to what is logged."""
         handle = _handle(model)
         if handle is None or handle.plan is None or logs is None or "loss" not in logs:
@@ -128,6 +129,7 @@ class OffmateTrainerMixin(_Base):
         optimizer = super().create_optimizer(model)
         if isinstance(self.model, PlannedModule):
             return optimizer
+        assert self.model is not None
         settings = dict(self._offmate_settings)
         if make_plannable(self.model):
             settings["config"] = replace(settings["config"] or Config(), gradients_into=(DIFFERENTIATED,))

@@ -181,14 +181,12 @@ def test_sft_trainer_with_its_defaults(packing, tmp_path, cache_dir):
     trainers = []
     for kind, more in ((trl.SFTTrainer, {}), (OffmateSFTTrainer, {"gpu_budget": "6MiB", **settings(cache_dir)})):
         args = trl.SFTConfig(
-            str(tmp_path / kind.__name__), per_device_train_batch_size=2, max_steps=3, logging_steps=1, report_to=[],
+            str(tmp_path / kind.__name__), per_device_train_batch_size=2, max_steps=2, logging_steps=1, report_to=[],
             use_cpu=True, disable_tqdm=True, save_strategy="no", max_length=48, bf16=False, packing=packing,
         )  # fmt: skip
         torch.manual_seed(0)
         fresh = LlamaForCausalLM(LlamaConfig(**{**CONFIG, "vocab_size": VOCABULARY, "eos_token_id": 1}))
-        trainer = kind(
-            fresh, args, train_dataset=datasets.Dataset.from_list(texts), processing_class=tokenizer, **more
-        )
+        trainer = kind(fresh, args, train_dataset=datasets.Dataset.from_list(texts), processing_class=tokenizer, **more)
         trainer.train()
         trainers.append(trainer)
     reference, ours = trainers
@@ -199,8 +197,7 @@ def test_sft_trainer_with_its_defaults(packing, tmp_path, cache_dir):
         assert torch.allclose(a, b, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize(("precision", "planned"), [("no", True), ("bf16", False)])
 def test_accelerate(precision, planned, cache_dir):
     accelerate = pytest.importorskip("accelerate")
 
