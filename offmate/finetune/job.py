@@ -208,7 +208,7 @@ def _plan(settings: Settings, loaded: _Loaded) -> Plan:
         loaded.model,
         settings.gpu_budget,
         example_inputs=batch,
-        optimizer=loaded.updates.optimizer if settings.planned_updates else None,
+        optimizer=loaded.updates.optimizer,
         **settings.gate,
         device=settings.device,
         cpu_budget=settings.cpu_budget,
@@ -247,7 +247,7 @@ def _train(
     model = compile_model(
         loaded.model,
         settings.gpu_budget,
-        optimizer=loaded.updates.optimizer if settings.planned_updates else None,
+        optimizer=loaded.updates.optimizer,
         **settings.gate,
         device=settings.device,
         cpu_budget=settings.cpu_budget,

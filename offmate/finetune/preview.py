@@ -44,9 +44,8 @@ class Preview:
 
     @property
     def step_s(self) -> float:
-        """Predicted seconds of one update, without the host's own where it is not part of the plan."""
-        repeats = 1 if self.settings.planned_updates else self.settings.accumulation
-        return self.plan.predicted_step_s * repeats
+        """Predicted seconds of one update."""
+        return self.plan.predicted_step_s
 
     @property
     def left_s(self) -> float:
@@ -56,8 +55,7 @@ class Preview:
     @property
     def host_bytes(self) -> int:
         """Predicted host memory of tensors."""
-        # A plan with updates counts states where it puts them; otherwise all of them are on the host.
-        return self.plan.host_bytes + (0 if self.settings.planned_updates else self.states_bytes)
+        return self.plan.host_bytes
 
     @property
     def disk_bytes(self) -> int:
@@ -73,8 +71,7 @@ class Preview:
         return [
             f"fits: device peak {format_bytes(plan.predicted_peak_bytes)} of {format_bytes(plan.budget_bytes)}; the "
             f"least budget that works is {format_least_bytes(plan.least_budget_bytes)}",
-            f"speed: {self.step_s:.3g} s per step predicted, {self.tokens_per_step / self.step_s:,.0f} tokens/s; "
-            + _updates_words(settings),
+            f"speed: {self.step_s:.3g} s per step predicted, {self.tokens_per_step / self.step_s:,.0f} tokens/s",
             f"host: {format_bytes(self.host_bytes)} of tensors; {format_bytes(self.disk_bytes)} of disk for "
             f"{settings.keep_checkpoints} checkpoints and the result",
             f"data: {sequences}, {self.batches.steps_per_epoch:,} steps per epoch; {held_out}",
@@ -115,9 +112,3 @@ def check_disk(folder: Path, needed_bytes: int) -> None:
             f"{folder}: checkpoints and the result need up to {format_bytes(needed_bytes)}, the disk has "
             f"{format_bytes(free)} free; keep fewer (keep_checkpoints), or write elsewhere"
         )
-
-
-def _updates_words(settings: Settings) -> str:
-    if settings.planned_updates:
-        return "updates are part of the plan"
-    return "plus updates, which run on the host after the backward, on fp32 copies"

@@ -28,7 +28,7 @@ class StepRow:
 
     Parameters
     ----------
-    step: counted from 1. gradient_norm: before clipping; None where planned updates have consumed the gradients.
+    step: counted from 1. gradient_norm: before clipping; None where nothing has measured it.
     left_s: predicted seconds to the end. device_bytes: peak so far. host_bytes: of this process now.
     """
 

@@ -55,7 +55,7 @@ class Settings:
     learning_rate: None takes 2e-5, with LoRA 2e-4. warmup_steps: during which it rises from zero.
     max_grad_norm: gradients are clipped to this global norm; None does not clip, so that updates can begin during the
         backward.
-    precision: "bf16-master" computes in bf16 and updates fp32 copies on the host.
+    precision: "bf16-master" computes in bf16 and updates fp32 copies, which are part of the optimizer's state.
     eval_fraction: of the documents, held out. eval_every: steps; None evaluates with every checkpoint.
     keep_checkpoints: how many of the newest stay on disk. report: "tensorboard", "wandb".
 
@@ -116,15 +116,8 @@ class Settings:
             _size(name, getattr(self, name))
 
     @property
-    def planned_updates(self) -> bool:
-        """Whether updates are part of the plan; otherwise gradients land on the host and the loop updates there."""
-        return self.precision != "bf16-master"
-
-    @property
     def gate(self) -> dict[str, Any]:
-        """What `offmate.plan` and `offmate.compile` are told of planned updates."""
-        if not self.planned_updates:
-            return {}
+        """What `offmate.plan` and `offmate.compile` are told of clipping and accumulation."""
         measured = math.inf if self.accumulation > 1 else None
         norm = self.max_grad_norm if self.max_grad_norm is not None else measured
         return {"max_grad_norm": norm, "accumulation_steps": self.accumulation}

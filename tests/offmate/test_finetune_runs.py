@@ -101,7 +101,7 @@ def test_killed_anywhere_it_resumes_bit_for_bit(base, tmp_path):
     assert same(weights(broken), weights(unbroken))
 
 
-def test_dropout_and_host_updates_resume_bit_for_bit(base, tmp_path, monkeypatch):
+def test_dropout_and_float32_copies_resume_bit_for_bit(base, tmp_path, monkeypatch):
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
     finetune(usual(base, unbroken, "gpt2", precision="bf16-master", **GATED))
     stop_after(monkeypatch, random.randint(2, STEPS - 1))
