@@ -39,11 +39,14 @@ def sweep(plan: Plan, budgets: Iterable[int], time_limit_s: float = 20.0) -> Ite
     ----------
     plan: of the model, for any budget. budgets: in bytes. time_limit_s: for each search.
 
+    What was found for a smaller budget fits a larger one too, so no point is slower than one of less memory before it.
+
     Returns: one point per budget, as they are found.
     Raises: ValueError if the plan holds no problem (a forward only).
     """
     if plan.problem is None:
         raise ValueError("this plan is of a forward only; there is no training step to sweep over")
+    best: SweepPoint | None = None
     for budget_bytes in budgets:
         point = SweepPoint(budget_bytes, plan.least_budget_bytes)
         if budget_bytes < plan.least_budget_bytes:
@@ -54,10 +57,18 @@ def sweep(plan: Plan, budgets: Iterable[int], time_limit_s: float = 20.0) -> Ite
         if found.schedule is None or found.simulation is None:
             yield point
             continue
-        yield replace(
+        point = replace(
             point,
             predicted_step_s=found.simulation.step_s,
             predicted_peak_bytes=found.simulation.peak_bytes + plan.fixed_bytes,
             host_bytes=found.schedule.host_bytes,
             lower_bound_s=found.solution.lower_bound_s,
         )
+        if best is not None and best.budget_bytes <= budget_bytes and _faster(best, point):
+            point = replace(best, budget_bytes=budget_bytes, lower_bound_s=point.lower_bound_s)
+        best = point
+        yield point
+
+
+def _faster(a: SweepPoint, b: SweepPoint) -> bool:
+    return a.predicted_step_s is not None and b.predicted_step_s is not None and a.predicted_step_s < b.predicted_step_s

@@ -53,15 +53,23 @@ def class_lines(blocks: Sequence[BlockRow]) -> Iterator[str]:
             f"{heading.replace(chr(10), ' ')} {format_bytes(size)}" for heading, size in zip(_SIZES, sizes) if size
         ]
         words += [f"{recomputed} operators run again"] if recomputed else []
-        yield f"class {class_id}, {n} × {option}: {', '.join(words) or 'nothing to keep or move'}"
+        of = f"class {class_id}, {n} × {option}" if words else f"{n} other"
+        yield f"{of}: {', '.join(words) or 'nothing to keep or move'}"
 
 
 def _by_class(blocks: Sequence[BlockRow]) -> Iterator[tuple[int, str, str, int, tuple[int, ...]]]:
-    """Per class and option: how many blocks, and their operators run again and bytes, added up."""
+    """Per class and option: how many blocks, and their operators run again and bytes, added up.
+
+    Blocks of which there is nothing to say share the last row.
+    """
     found: dict[tuple[str, str], list[BlockRow]] = {}
+    silent: dict[tuple[str, str], list[BlockRow]] = {}
     for row in blocks:
-        found.setdefault((row.class_id, row.option), []).append(row)
-    for (class_id, option), rows in found.items():
+        if row.recomputed or any(_sizes(row)):
+            found.setdefault((row.class_id, row.option), []).append(row)
+        else:
+            silent.setdefault(("other", "-"), []).append(row)
+    for (class_id, option), rows in (found | silent).items():
         sizes = tuple(sum(column) for column in zip(*map(_sizes, rows)))
         yield len(rows), class_id, option, sum(row.recomputed for row in rows), sizes
 

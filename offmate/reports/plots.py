@@ -89,7 +89,8 @@ def draw_memory(timeline: Timeline, ax: Axes | None = None, beside: Timeline | N
     _time_axis(ax, timeline)
     _frameless(ax)
     budget = f"budget {format_bytes(timeline.budget_bytes)}{' (dashed)' if drawn else ''}"
-    ax.set_title(f"On the device: peak {format_bytes(peak)}, {budget}", loc="left", pad=18)
+    name = f", {timeline.name}" if beside is not None else ""
+    ax.set_title(f"On the device{name}: peak {format_bytes(peak)}, {budget}", loc="left", pad=18)
     ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, reverse=True)
     return ax
 

@@ -60,7 +60,7 @@ def _classes(plan: Plan) -> Iterator[str]:
             parts = ["*" if part.isdigit() else part for part in largest[index][1].split(".")[:-1]]
             # Below a layer one name says which part of it: self_attn, mlp.
             end = len(parts) - parts[::-1].index("*") + 1 if "*" in parts else len(parts)
-            yield f"{row.class_id} {'.'.join(parts[:end]) or 'the model'}"
+            yield f"{row.class_id}={'.'.join(parts[:end]) or 'the model'}"
 
 
 def summary(plan: Plan, tokens: int = 0) -> Iterator[tuple[str, str | Text]]:

@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from offmate.plan_table import _spans, plan_table
+from offmate.plan_table import _spans, class_lines, class_table, plan_table
 from offmate.plans import BlockRow
 
 MIB = 1 << 20
@@ -50,3 +50,26 @@ def test_a_model_of_many_blocks_fits_eighty_columns():
     lines = printed(rows, 80)
     assert max(map(len, lines)) <= 80
     assert any("128000" in line for line in lines)
+
+
+def test_blocks_of_a_class_are_added_up_and_silent_ones_share_a_row():
+    rows = [
+        row(0, "A"),
+        row(1, "B"),
+        row(2, "B"),
+        row(3, "B", "offload", 0),
+        row(4, "C", "keep", 0, 0),
+        row(5, "D", "keep", 0, 0),
+    ]
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    console.print(class_table(rows))
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    assert ["2", "×", "B", "keep", "4.00", "-", "-", "2.00", "-", "2.00"] in lines
+    assert ["2", "×", "other", "-", "-", "-", "-", "-", "-", "-"] in lines
+    assert ["all", "6.00", "-", "-", "4.00", "-", "4.00"] in lines
+    assert list(class_lines(rows)) == [
+        "class A, 1 × keep: kept 2 MiB, parameters 1 MiB, updated on CPU 1 MiB",
+        "class B, 2 × keep: kept 4 MiB, parameters 2 MiB, updated on CPU 2 MiB",
+        "class B, 1 × offload: parameters 1 MiB, updated on CPU 1 MiB",
+        "2 other: nothing to keep or move",
+    ]
