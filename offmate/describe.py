@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from .config import Config
@@ -11,6 +12,8 @@ from .plans import BlockRow
 from .sizes import format_bytes, format_least_bytes
 from .solver.schedule import Kind, Schedule
 from .solver.solve import least_budget, least_host
+
+_AMPLE_HOST_BYTES = 2**44  # more than any machine has, and few enough for the solver's arithmetic
 
 
 def refusal(
@@ -37,10 +40,18 @@ def refusal(
             least_budget_bytes=needed,
         )
     where = f"block {least.block} in step {least.step} of {problem.n_steps}"
+    roomy = replace(problem, host_budget_bytes=_AMPLE_HOST_BYTES)
+    alone = fixed + least_budget(roomy, time_limit_s=config.solver_time_limit_s, backend=config.solver).bytes
+    host_words = ""
+    if alone < needed:
+        host_words = (
+            f"; host memory binds too: with more than the {format_bytes(host_budget_bytes)} of cpu_budget, "
+            f"{format_least_bytes(alone)} would do"
+        )
     return InfeasibleBudget(
         f"a budget of {format_bytes(budget_bytes)} cannot work; the least that does is "
-        f"{format_least_bytes(needed)}, where {where} binds. Raise gpu_budget to that, or make the batch or the "
-        "sequence shorter, or keep fewer outputs (Config(outputs=...))",
+        f"{format_least_bytes(needed)}, where {where} binds{host_words}. Raise gpu_budget to that, or make the batch "
+        "or the sequence shorter, or keep fewer outputs (Config(outputs=...))",
         budget_bytes=budget_bytes,
         least_budget_bytes=needed,
         block=least.block,

@@ -72,6 +72,14 @@ def test_host_memory_too_small():
         planned(optimizer=None, cpu_budget="20KiB")
 
 
+def test_both_budgets_tight():
+    """With little host memory states stay on the device; the message says that more of it would help, and how much."""
+    least = plan("ample").least_budget_bytes
+    with pytest.raises(InfeasibleBudget, match=r"host memory binds too.*40 KiB of cpu_budget.*would do") as caught:
+        planned(gpu_budget=least, cpu_budget="40KiB")
+    assert caught.value.least_budget_bytes > least
+
+
 @pytest.mark.parametrize(
     "size", ["12Gb", "lots", "-1GiB", "0", "1.5.2GiB", "12 XB", "", 0, -5, True, 1.5, float("nan")]
 )
