@@ -41,7 +41,7 @@ def main() -> None:
     table = Table(*COLUMNS)
     for result in results:
         table.add_row(*(_shown(result[name]) for name in COLUMNS))
-    Console().print(table)
+    Console(width=120).print(table)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     if arguments.plot:
