@@ -116,7 +116,9 @@ def plan(
     _check_gate(max_grad_norm, accumulation_steps, optimizer is not None)
     check_batch_size(batch_size)
     check_model(model)
-    request = _request(gpu_budget, cpu_budget, device, config, None)
+    # A machine that is not here has its own device; which one is found here says nothing.
+    here = device if hardware is None else device or "emulated"
+    request = _request(gpu_budget, cpu_budget, here, config, None)
     request = replace(request, micro_batches=accumulation_steps, clips=max_grad_norm is not None)
     updater = None
     if optimizer is not None:
