@@ -12,7 +12,7 @@ from . import __version__
 from .errors import OffmateError
 from .finetune.command import add_parser as add_finetune
 from .verbs import doctor, plan, profile, show
-from .verbs.arguments import count, output_file, size
+from .verbs.arguments import Help, count, output_file, size
 from .verbs.screen import console
 
 _FAILED = 1
@@ -54,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Fine-tune a Llama-architecture model of 23.9 M parameters on Python's help text inside a device "
         "budget, then do the same with plain PyTorch and compare losses, memory and time. Exits with 1 if a loss or a "
         "parameter differs or the budget was passed.",
+        epilog="examples:\n  offmate demo\n  offmate demo --gpu-budget 60MiB --steps 5 --json demo.json",
+        formatter_class=Help,
     )
     demo.add_argument(
         "--gpu-budget",
@@ -69,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         help="where to train; the emulated device runs on any machine (default: emulated)",
     )
     demo.add_argument("--json", type=output_file, metavar="FILE", help="also write the comparison to FILE")
+    demo.add_argument("--quiet", action="store_true", help="print nothing but errors")
     demo.set_defaults(run=_demo)
     plan.add_parser(verbs)
     show.add_parser(verbs)
@@ -84,7 +87,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         return _CANNOT_START
     from .demo import run_demo
 
-    comparison = run_demo(arguments.gpu_budget, arguments.steps, arguments.device, console())
+    comparison = run_demo(arguments.gpu_budget, arguments.steps, arguments.device, console(arguments.quiet))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(comparison.to_json(), indent=2) + "\n")
     return 0 if comparison.holds else _FAILED

@@ -20,6 +20,7 @@ import offmate
 from .errors import DeviceError
 from .reference import ReferenceMeter
 from .sizes import format_bytes, format_least_bytes
+from .verbs.summary import print_blocks
 
 SEED = 0
 BATCH = 4
@@ -221,7 +222,7 @@ def _run_offmate(budget_bytes: int, batches: list[Batch], device: str, console: 
     model = demo_model()
     optimizer = demo_optimizer(model)
     plan = offmate.plan(model, budget_bytes, optimizer=optimizer, device=device, example_inputs=batches[0])
-    console.print(plan.table())
+    print_blocks(console, plan, every_block=True)
     console.print(_plan_line(plan))
     model = offmate.compile(model, budget_bytes, optimizer=optimizer, device=device, plan=plan)
     run = _train("offmate", model, optimizer, batches, console, finish=model.offmate.sync)

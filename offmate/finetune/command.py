@@ -8,6 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..verbs.arguments import Help
+
+_EXAMPLES = """examples:
+  offmate finetune --model ./llama --data notes.txt --output ./tuned --dry-run
+  offmate finetune --config run.yaml --gpu-budget 11GiB --lora r=16
+  offmate finetune --config run.yaml --resume
+"""
 _CANNOT_START = 2
 _NEEDED = ("transformers", "tokenizers", "safetensors", "yaml")
 
@@ -53,6 +60,8 @@ def add_parser(subparsers: Any) -> None:
         description="Fine-tune a causal language model on a file of text inside a device-memory budget. The result is "
         "a folder that plain transformers (or peft) loads. Every setting may also stand in a YAML file, with _ for -.",
         argument_default=argparse.SUPPRESS,
+        epilog=_EXAMPLES,
+        formatter_class=Help,
     )
     for name, kind, metavar, words in _SETTINGS:
         parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=words)

@@ -10,6 +10,13 @@ from ..sizes import parse_bytes
 _MOST_POINTS = 64
 
 
+class Help(argparse.HelpFormatter):
+    """Folds descriptions to the terminal's width, and leaves examples, which have lines of their own, as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
+
 def size(text: str) -> int:
     """Bytes as people write them."""
     try:

@@ -7,10 +7,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from .arguments import output_file
+from .arguments import Help, output_file
 
 _EXAMPLES = """examples:
-  offmate doctor                    paste what it prints into a problem report
+  offmate doctor
   offmate doctor --json doctor.json
 """
 
@@ -22,7 +22,7 @@ def add_parser(verbs: Any) -> None:
         help="print versions, devices, link rates and limits, for problem reports",
         description="Print what matters about this machine and installation. It names no user, host or folder.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write it to FILE")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")

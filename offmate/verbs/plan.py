@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from .arguments import count, output_file, size, sweep
+from .arguments import Help, count, output_file, size, sweep
 
 if TYPE_CHECKING:
     from ..hardware import Hardware
@@ -19,8 +19,9 @@ _CANNOT_START = 2
 _DOES_NOT_FIT = 1
 _EXAMPLES = """examples:
   offmate plan llama2-7b --gpu-budget 12GiB
-  offmate plan mistral-7b --gpu-budget 22GiB --hardware rtx4090 --batch 8 --what-if
-  offmate plan ./my-model --gpu-budget 10GiB --json plan.json    then: offmate show plan.json --html plan.html
+  offmate plan mistral-7b --gpu-budget 22GiB --hardware rtx4090 --what-if
+  offmate plan ./my-model --gpu-budget 10GiB --json plan.json
+  offmate show plan.json --html plan.html
   offmate plan llama3-8b --sweep 6GiB:24GiB:2GiB --hardware rtx3090
 exit status: 0 it fits, 1 it does not or it failed, 2 the arguments cannot work
 """
@@ -34,7 +35,7 @@ def add_parser(verbs: Any) -> None:
         description="Plan one training step of a language model inside a device budget: fits or not, step time, "
         "memory, what limits it. Nothing is trained and no weights are needed.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.add_argument("model", metavar="MODEL", help="a built-in shape (llama2-7b, gpt2, ...), a folder, or a Hub id")
     budget = parser.add_mutually_exclusive_group()

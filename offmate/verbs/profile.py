@@ -6,11 +6,12 @@ import argparse
 import json
 from typing import Any
 
-from .arguments import output_file
+from .arguments import Help, output_file
 
 _EXAMPLES = """examples:
-  offmate profile                              measure and show
-  offmate profile --json mine.json             then: offmate plan MODEL --hardware mine.json
+  offmate profile
+  offmate profile --json mine.json
+  offmate plan gpt2 --hardware mine.json
 exit status: 0 all well, 1 it failed, 2 the arguments cannot work
 """
 
@@ -23,7 +24,7 @@ def add_parser(verbs: Any) -> None:
         description="Measure this machine: copy rates by size and direction, both directions at once, optimizer "
         "updates on host and device, matrix products, memory. Takes about half a minute; let nothing else run.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.add_argument("--device", choices=("emulated", "cuda"), default="emulated", help="(default: %(default)s)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the hardware file")

@@ -17,11 +17,16 @@ from ..sizes import format_bytes
 NARROW = 76  # below so many columns a table's rows become lines
 
 
-def console() -> Console:
-    """Standard output: as wide as the terminal, or as COLUMNS says; 120 columns where there is neither."""
+def console(quiet: bool = False) -> Console:
+    """Standard output: as wide as the terminal, or as COLUMNS says; 120 columns where there is neither.
+
+    Parameters
+    ----------
+    quiet: print nothing.
+    """
     # Without a terminal there is no width to ask for, and rich's 80 columns would fold the tables.
     known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
-    return Console(highlight=False, width=None if known else 120)
+    return Console(highlight=False, width=None if known else 120, quiet=quiet)
 
 
 def pairs(rows: Iterable[tuple[str, str | Text]]) -> Table:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -39,11 +41,29 @@ def print_plan(
         rows += _limit_rows(limits(plan, offers))
     console.print(pairs(rows))
     console.print()
+    print_blocks(console, plan, every_block=every_block)
+    console.print(f"classes, by their largest parameter: {', '.join(_classes(plan))}", style="dim", markup=False)
+
+
+def print_blocks(console: Console, plan: Plan, *, every_block: bool) -> None:
+    """Print what happens to the blocks: as a table, or as lines per class where a table has no room."""
     if console.width < NARROW:
         console.print("\n".join(class_lines(plan.blocks)), markup=False)
     else:
         console.print(plan_table(plan.blocks) if every_block else class_table(plan.blocks))
-    console.print(f"classes, by their largest parameter: {', '.join(_classes(plan))}", style="dim", markup=False)
+
+
+def figures(plan: Plan) -> dict[str, Any]:
+    """A plan's figures as JSON's own types, in bytes and seconds."""
+    names = (
+        "budget_bytes", "predicted_peak_bytes", "least_budget_bytes", "host_bytes", "moved_bytes", "predicted_step_s",
+        "endless_s", "lower_bound_s", "gap", "status",
+    )  # fmt: skip
+    return {
+        **{name: getattr(plan, name) for name in names},
+        "stall_s": plan.simulation.stall_s,
+        "blocks": [asdict(row) for row in plan.blocks],
+    }
 
 
 def _classes(plan: Plan) -> Iterator[str]:

@@ -27,6 +27,18 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"offmate {__version__}\n"
 
 
+@pytest.mark.parametrize("verb", ["plan", "show", "profile", "doctor", "demo", "finetune"])
+def test_help_has_examples_and_fits_eighty_columns(verb, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as caught:
+        cli.main([verb, "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert f"\n  offmate {verb}" in text[text.index("examples:") :]
+    assert "--quiet" in text and "--json" in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
 def test_demo_arguments(tmp_path):
     arguments = parsed("demo", "--gpu-budget", "1.5MiB", "--steps", "3", "--json", str(tmp_path / "out.json"))
     assert arguments.gpu_budget == 3 << 19

@@ -204,6 +204,10 @@ def test_show(tmp_path, capsys):
     assert page.read_text().startswith("<!doctype html>")
     assert json.loads(traced.read_text())["traceEvents"]
     capsys.readouterr()
+    assert main(["show", str(path), "--json", str(tmp_path / "figures.json"), "--quiet"]) == 0
+    assert capsys.readouterr().out == ""
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["predicted_peak_bytes"] == plan.predicted_peak_bytes and len(figures["blocks"]) == 2
     assert main(["show", str(path), "--text"]) == 0
     assert "update-cpu w" in capsys.readouterr().out
 
