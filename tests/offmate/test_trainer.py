@@ -96,7 +96,7 @@ class Listener(TrainerCallback):
     "more",
     [
         {"eval_strategy": "steps", "eval_steps": 2},
-        {"bf16": True, "max_grad_norm": 0.1, "lr_scheduler_type": "cosine", "activation_checkpointing": True},
+        {"bf16": True, "max_grad_norm": 0.1, "gradient_accumulation_steps": 2, "activation_checkpointing": True},
         {"optim": "adafactor", "max_grad_norm": 0.0},
     ],
     ids=["defaults", "bf16", "adafactor"],
