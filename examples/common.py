@@ -1,7 +1,7 @@
 """What the examples share: a tiny model with its tokenizer, made on the spot, or a model of yours, and some text.
 
-    python examples/trainer.py                                    # tiny, a few seconds
-    python examples/trainer.py --model Qwen/Qwen3-0.6B --gpu-budget 8GiB --steps 100
+python examples/trainer.py                                    # tiny, a few seconds
+python examples/trainer.py --model Qwen/Qwen3-0.6B --gpu-budget 8GiB --steps 100
 """
 
 from __future__ import annotations

@@ -29,13 +29,19 @@ def run(loop: Loop, sizes: tuple[int, ...] = SIZES) -> list[float]:
     return losses
 
 
-def compiled(budget: int | None = None, planned: bool = True, **config) -> Loop:
+GATE = ("max_grad_norm", "accumulation_steps")
+
+
+def compiled(budget: int | None = None, planned: bool = True, **more) -> Loop:
     model = tiny()
     optimizer = adamw(model)
-    settings = {"device": "emulated", "cpu_budget": CPU_BUDGET, "config": offmate.Config(cache_dir=None, **config)}
+    config = offmate.Config(cache_dir=None, **{name: value for name, value in more.items() if name not in GATE})
+    settings = {"device": "emulated", "cpu_budget": CPU_BUDGET, "config": config}
     given = {"optimizer": optimizer} if planned else {}
-    least = offmate.plan(model, 1 << 30, example_inputs=batch(0), **given, **settings).least_budget_bytes
-    offmate.compile(model, budget or least, **given, **settings)
+    given |= {name: more[name] for name in GATE if name in more}
+    if budget is None:
+        budget = offmate.plan(model, 1 << 30, example_inputs=batch(0), **given, **settings).least_budget_bytes
+    offmate.compile(model, budget, **given, **settings)
     return Loop(model, optimizer)
 
 
@@ -47,6 +53,28 @@ def test_alternating_shapes(planned):
     assert ours.model.offmate.peak_bytes <= ours.model.offmate.plan.budget_bytes
     ours.session.bring_home()
     assert ours.session.device.ledger.level_bytes == 0
+
+
+def test_micro_batches_of_several_shapes():
+    """Each goes by its own plan; what they add up is one total."""
+
+    def accumulated(loop: Loop, sizes: tuple[int, ...]) -> list[float]:
+        losses = []
+        for step, size in enumerate(sizes):
+            loss = loop.model(**cut(step, size))["loss"] / 3
+            loss.backward()
+            losses.append(loss.item())
+            if step % 3 == 2:
+                if loop is reference:
+                    torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.5)
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+        return losses
+
+    ours, reference = compiled(max_grad_norm=0.5, accumulation_steps=3), plain()
+    sizes = (8, 8, 5, 8, 3, 5, 8, 1, 8)
+    assert accumulated(ours, sizes) == accumulated(reference, sizes)
+    assert_same(ours, reference)
 
 
 def test_a_smaller_batch_takes_over_decisions(monkeypatch):
