@@ -94,7 +94,7 @@ class Handle:
 
     def __repr__(self) -> str:
         plan = self.plan
-        return f"<offmate: {plan.explain()}>" if plan is not None else "<offmate: planned at the first batch>"
+        return f"<offmate: {plan!r}>" if plan is not None else "<offmate: planned at the first batch>"
 
 
 def _shows_no_values() -> frozenset[Any]:

@@ -98,11 +98,13 @@ def _check_hub_id(model: str, known: tuple[str, ...]) -> None:
 def _class_for(config: Any, model: str) -> Any:
     import transformers as hf
 
-    kinds = (
-        (hf.MODEL_FOR_CAUSAL_LM_MAPPING, hf.AutoModelForCausalLM),
+    kinds = [
         (hf.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, hf.AutoModelForSeq2SeqLM),
         (hf.MODEL_FOR_MASKED_LM_MAPPING, hf.AutoModelForMaskedLM),
-    )
+        (hf.MODEL_FOR_CAUSAL_LM_MAPPING, hf.AutoModelForCausalLM),
+    ]
+    if getattr(config, "is_decoder", False):
+        kinds.reverse()
     for mapping, maker in kinds:
         if type(config) in mapping:
             return maker

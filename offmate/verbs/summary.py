@@ -99,7 +99,7 @@ def summary(plan: Plan, tokens: int = 0) -> Iterator[tuple[str, str | Text]]:
     yield "device", f"{peak} at most, budget {budget}"
     yield "host", f"{format_bytes(plan.host_bytes)} of tensors"
     yield "moved", f"{format_bytes(into)} in and {format_bytes(out)} out per step"
-    yield "bound", f"no plan is faster than {format_seconds(plan.lower_bound_s)}; {plan.status}"
+    yield "bound", f"{plan.bound_words}; {plan.status}"
 
 
 def _limit_rows(found: Explanation) -> Iterator[tuple[str, str]]:
@@ -122,7 +122,8 @@ def _limit_rows(found: Explanation) -> Iterator[tuple[str, str]]:
 
 
 def _percent(part: float) -> str:
-    return f"{100 * part:+.1f} %"
+    rounded = round(100 * part, 1)
+    return f"{rounded:+.1f} %" if rounded else "0 %"
 
 
 def curve(points: Sequence[SweepPoint], endless_s: float, width: int) -> Table:

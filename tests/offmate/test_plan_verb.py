@@ -182,6 +182,34 @@ def test_configurations_on_disk(tmp_path):
         build(str(empty), "bf16")
 
 
+def test_the_kind_of_language_model_follows_from_the_configuration(tmp_path):
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
+    t5 = {
+        "vocab_size": 32,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 16,
+        "num_layers": 1,
+        "num_heads": 2,
+        "decoder_start_token_id": 0,
+    }
+    expected = {
+        "BertForMaskedLM": {"model_type": "bert", **sizes},
+        "BertLMHeadModel": {"model_type": "bert", "is_decoder": True, **sizes},
+        "T5ForConditionalGeneration": {"model_type": "t5", **t5},
+        "LlamaForCausalLM": {"model_type": "llama", **sizes},
+    }
+    for name, config in expected.items():
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert type(build(str(tmp_path), "fp32")).__name__ == name
+
+
 def test_optimizers_and_batches():
     model = build("tiny-llama", "fp32")
     assert optimizer_for(model, "none") is None

@@ -255,3 +255,9 @@ def test_the_formulation_names_what_the_code_has():
     names = re.findall(r"`([A-Za-z_.]+)`", (root / "docs" / "formulation.md").read_text())
     assert len(names) > 40
     assert [name for name in names if not re.search(rf"\b{name.split('.')[-1]}\b", code)] == []
+
+
+def test_what_the_bound_says():
+    plan = tiny_plan()
+    assert plan.bound_words == "no plan is faster than 9 s"
+    assert "faster than the program's bound of 90 s" in replace(plan, lower_bound_s=90.0).explain()
