@@ -105,8 +105,8 @@ def plan(
     Parameters
     ----------
     example_inputs: one batch, as keyword arguments (dict) or positional ones (tuple).
-    hardware: name of a hardware file ("rtx3060", ...) or its path: plan for that machine instead of this one, from
-        its rates. Parameters and batch may then be on the meta device.
+    hardware: name of a hardware file ("rtx3060", ...) or path of one (`offmate profile` writes such): plan for that
+        machine instead of this one, from its rates. Parameters and batch may then be on the meta device.
     batch_size: plan for this many samples instead of the example's; "auto" takes the size with the most predicted
         samples per second (`Plan.batch_size`), for training that does not mind. The others: as in `compile`.
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -195,10 +196,12 @@ def run_demo(budget_bytes: int | None, n_steps: int, device: str, console: Conso
 def comparison_table(comparison: Comparison) -> Table:
     """Memory, time and losses of both runs, with what the plan predicted."""
     ours, reference, plan = comparison.ours, comparison.reference, comparison.plan
-    table = Table(title="offmate and plain PyTorch on the same data")
+    table = Table(
+        title="offmate and plain PyTorch on the same data", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False
+    )
     table.add_column("")
     for header in ("plain PyTorch", "offmate", "predicted"):
-        table.add_column(header, justify="right")
+        table.add_column(header, justify="right", overflow="fold")
     share = 100 * comparison.peak_bytes / comparison.reference_peak_bytes
     table.add_row(
         "device memory, peak",

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import json
 import os
+import select
 import shutil
 import subprocess
 import time
@@ -18,7 +19,8 @@ CHROMIUM = next((path for name in ("chromium", "google-chrome", "chrome") if (pa
 WHY_SKIPPED = "needs chromium: apt-get install chromium"
 _FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update", "--hide-scrollbars", "--remote-debugging-pipe",
+    "--disable-background-networking", "--disable-component-update", "--hide-scrollbars", "--disable-dev-shm-usage",
+    "--remote-debugging-pipe",
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )  # fmt: skip
 _PATIENCE_S = 60.0
@@ -80,6 +82,8 @@ class Page:
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._received:
+            ready, _, _ = select.select([self._read], [], [], _PATIENCE_S)
+            assert ready, f"the browser does not answer; complaints: {self.errors}"
             part = os.read(self._read, 1 << 16)
             assert part, "the browser has gone"
             self._received += part
