@@ -2,13 +2,14 @@
 
 Rounding alone takes to the host at least what the fractions say, group by group: no step then needs more memory, but
 the host and the links get more to do than the program counted. Here the groups' excesses even out, and the program
-says what else must follow.
+says what else must follow. A group that takes a large part of an iteration is tried both ways.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from math import ceil, floor, inf
 
 from .backends import default, get
 from .knapsack import select
@@ -17,7 +18,19 @@ from .model import Program, state_program
 from .problem import Group, Problem
 from .readback import read_solution
 from .rounding_walk import NOISE
-from .solution import Solution, Status
+from .solution import GroupFlow, Solution, Status
+
+_LARGE = 0.1  # a group is large if its states or its update take this part of an iteration on a link or on the host
+_SPLIT = 1e-4  # fractions this close to none or all are whole
+_TRIED = 3  # large groups that are tried both ways
+
+
+@dataclass(frozen=True)
+class Parts:
+    """By trainable group the fraction updated on the host, and the fraction whose states leave the device."""
+
+    host: Mapping[str, float] = field(default_factory=dict)
+    states: Mapping[str, float] = field(default_factory=dict)
 
 
 def settle(
@@ -33,66 +46,114 @@ def settle(
     states is, too; each one only if it fits.
     Raises: BackendError if the backend is not installed.
     """
-    parts = whole_parts(problem, solution)
-    settled = with_parts(problem, solution, parts, time_limit_s=time_limit_s, gap=gap, backend=backend)
+    solver = Resolver(problem, solution, time_limit_s=time_limit_s, gap=gap, backend=backend)
+    large, near = _settle_large(problem, solver)
+    parts = Parts(whole_parts(problem, near, large.host), large.states)
+    settled = solver.solve(parts)
     if settled is None:
         return
     yield settled
-    states = whole_states(problem, settled)
-    again = with_parts(problem, solution, parts, states, time_limit_s=time_limit_s, gap=gap, backend=backend)
+    again = solver.solve(Parts(parts.host, whole_states(problem, settled) | dict(large.states)))
     if again is not None:
         yield again
 
 
-def with_parts(
-    problem: Problem,
-    solution: Solution,
-    parts: Mapping[str, float],
-    states: Mapping[str, float] | None = None,
-    *,
-    time_limit_s: float = 60.0,
-    gap: float = 0.01,
-    backend: str | None = None,
-) -> Solution | None:
-    """The best flows for the solution's choices and given parts.
+class Resolver:
+    """Solves a problem again with a solution's choices and given parts; the program is stated once.
 
     Parameters
     ----------
-    solution: an answer to the problem, with a plan. parts: by trainable group the fraction updated on the host.
-    states: by trainable group the fraction whose states leave the device; as the program decides if None.
+    solution: an answer to the problem, with a plan. time_limit_s, gap, backend: as in `solve`.
 
-    Returns: a solution with the first one's bound; None if there is no plan with these parts.
+    Raises: BackendError if the backend is not installed.
     """
-    program = state_program(problem)
-    held = _choices(program, solution)
-    for name, part in parts.items():
-        held |= dict.fromkeys(program.groups[name].cpu_part, part)
-    for name, part in (states or {}).items():
-        leaving = program.groups[name].state_out
-        held |= dict.fromkeys(leaving.total, part) if leaving is not None else {}
-    model, kept = fixed(program.model, held)
-    answer = (get(backend) if backend else default()).solve(model, time_limit_s, gap)
-    if not answer.values:
-        return None
-    found = held | dict(zip(kept, answer.values))
-    values = tuple(found[c] for c in range(len(program.model.upper)))
-    settled = read_solution(program, replace(answer, values=values, status=Status.OPTIMAL))
-    bound_s = min(solution.lower_bound_s, settled.objective_s)
-    gap_to_bound = (settled.objective_s - bound_s) / settled.objective_s if settled.objective_s > 0 else 0.0
-    return replace(settled, status=solution.status, lower_bound_s=bound_s, gap=gap_to_bound)
+
+    def __init__(
+        self,
+        problem: Problem,
+        solution: Solution,
+        *,
+        time_limit_s: float = 60.0,
+        gap: float = 0.01,
+        backend: str | None = None,
+    ) -> None:
+        self.solution = solution
+        self._program = state_program(problem)
+        self._backend = get(backend) if backend else default()
+        self._limits = (time_limit_s, gap)
+
+    def solve(self, parts: Parts) -> Solution | None:
+        """The best flows for these parts, as the program decides where they say nothing.
+
+        Returns: a solution with the first one's bound; None if there is no plan with these parts.
+        """
+        program, solution = self._program, self.solution
+        held = _choices(program, solution)
+        for name, part in parts.host.items():
+            held |= dict.fromkeys(program.groups[name].cpu_part, part)
+        for name, part in parts.states.items():
+            leaving = program.groups[name].state_out
+            held |= dict.fromkeys(leaving.total, part) if leaving is not None else {}
+        model, kept = fixed(program.model, held)
+        answer = self._backend.solve(model, *self._limits)
+        if not answer.values:
+            return None
+        found = held | dict(zip(kept, answer.values))
+        values = tuple(found[c] for c in range(len(program.model.upper)))
+        settled = read_solution(program, replace(answer, values=values, status=Status.OPTIMAL))
+        bound_s = min(solution.lower_bound_s, settled.objective_s)
+        gap = (settled.objective_s - bound_s) / settled.objective_s if settled.objective_s > 0 else 0.0
+        return replace(settled, status=solution.status, lower_bound_s=bound_s, gap=gap)
 
 
-def whole_parts(problem: Problem, solution: Solution) -> dict[str, float]:
+def _settle_large(problem: Problem, solver: Resolver) -> tuple[Parts, Solution]:
+    """Whole parts of the large groups that the solution splits, one after the other the best of those near it."""
+    near, parts = solver.solution, Parts()
+    large = [group for group in _in_order(problem) if _weight(problem, group, near) > _LARGE]
+    for group in sorted(large, key=lambda g: (-_weight(problem, g, near), g.name))[:_TRIED]:
+        best: tuple[Parts, Solution] | None = None
+        for host, states in _around(group, near.groups[group.name]):
+            tried = Parts({**parts.host, group.name: host}, {**parts.states, group.name: states})
+            found = solver.solve(tried)
+            if found is not None and found.objective_s < (best[1].objective_s if best else inf):
+                best = tried, found
+        parts, near = best or (parts, near)
+    return parts, near
+
+
+def _weight(problem: Problem, group: Group, solution: Solution) -> float:
+    """Part of an iteration that a group's states take on a link, or its update on the host."""
+    copy_s = group.state_bytes / min(problem.rates.in_bytes_per_s, problem.rates.out_bytes_per_s)
+    return max(copy_s, group.cpu_update_s) / max(solution.objective_s, NOISE)
+
+
+def _around(group: Group, flow: GroupFlow) -> Iterator[tuple[float, float]]:
+    """Whole host parts and, for each, whole parts whose states leave, next to a flow's below and above."""
+    for host_bytes in sorted({*_neighbours(_sizes(group), flow.cpu_part * group.param_bytes)}):
+        rest = _device_states(group, host_bytes)
+        wanted = min(sum(flow.state_out.values()) * group.state_bytes, sum(rest.values()))
+        for states in sorted({*_neighbours(rest, wanted), 0}):
+            yield host_bytes / group.param_bytes, states / max(group.state_bytes, 1)
+
+
+def whole_parts(problem: Problem, solution: Solution, settled: Mapping[str, float] | None = None) -> dict[str, float]:
     """By trainable group the fraction that whole tensors updated on the host make up.
 
     In the order of their last gradients each group takes the tensors with which the bytes updated on the host of all
     groups so far are nearest to the fractions'.
+
+    Parameters
+    ----------
+    settled: parts that are whole already.
     """
-    parts: dict[str, float] = {}
+    parts = dict(settled or {})
     ahead = 0.0
     for group in _in_order(problem):
+        if group.name in parts:
+            continue
         wanted = solution.groups[group.name].cpu_part * group.param_bytes
-        chosen = _nearest(group, wanted - ahead)
+        below, above = _neighbours(_sizes(group), wanted - ahead)
+        chosen = above if above - (wanted - ahead) <= wanted - ahead - below else below
         ahead += chosen - wanted
         parts[group.name] = chosen / group.param_bytes
     return parts
@@ -101,24 +162,28 @@ def whole_parts(problem: Problem, solution: Solution) -> dict[str, float]:
 def whole_states(problem: Problem, settled: Solution) -> dict[str, float]:
     """By trainable group the fraction that whole states leaving the device make up.
 
+    Of the states that the solution splits those leave that together are the least that reach its bytes: what stays
+    needs room all the time.
+
     Parameters
     ----------
     settled: a solution with whole host parts.
-
-    All groups so far together always send at least the fractions' bytes: what stays needs room all the time.
     """
-    states: dict[str, float] = {}
-    ahead = 0.0
+    sizes: dict[tuple[str, str], int] = {}
+    gone: dict[str, int] = {}
+    target = 0.0
     for group in _in_order(problem):
         flow = settled.groups[group.name]
-        on_host = select({t.name: t.param_bytes for t in group.tensors}, round(flow.cpu_part * group.param_bytes))
-        sizes = {t.name: t.state_bytes for t in group.tensors if t.name not in on_host}
-        wanted = sum(flow.state_out.values()) * group.state_bytes
-        target = min(round(wanted - ahead - NOISE * group.state_bytes), sum(sizes.values()))
-        chosen = sum(sizes[name] for name in select(sizes, target))
-        ahead += chosen - wanted
-        states[group.name] = chosen / group.state_bytes if group.state_bytes else 0.0
-    return states
+        rest = _device_states(group, round(flow.cpu_part * group.param_bytes))
+        part = sum(flow.state_out.values()) * group.state_bytes / max(sum(rest.values()), 1)
+        gone[group.name] = sum(rest.values()) if part > 1 - _SPLIT else 0
+        if _SPLIT < part <= 1 - _SPLIT:
+            sizes |= {(group.name, name): size for name, size in rest.items()}
+            target += part * sum(rest.values())
+    names = {str(key): key for key in sizes}
+    for chosen in select({label: sizes[key] for label, key in names.items()}, min(round(target), sum(sizes.values()))):
+        gone[names[chosen][0]] += sizes[names[chosen]]
+    return {group.name: gone[group.name] / max(group.state_bytes, 1) for group in _in_order(problem)}
 
 
 def _in_order(problem: Problem) -> list[Group]:
@@ -126,14 +191,23 @@ def _in_order(problem: Problem) -> list[Group]:
     return sorted(trainable, key=lambda g: (g.grad_steps[-1], g.name))
 
 
-def _nearest(group: Group, target_bytes: float) -> int:
-    """The bytes of the subset of a group's tensors that is nearest to a target."""
-    sizes = {tensor.name: tensor.param_bytes for tensor in group.tensors}
-    total = group.param_bytes
-    target = min(max(0, round(target_bytes)), total)
-    above = sum(sizes[name] for name in select(sizes, target))
-    below = total - sum(sizes[name] for name in select(sizes, total - target))
-    return above if above - target_bytes <= target_bytes - below else below
+def _sizes(group: Group) -> dict[str, int]:
+    return {tensor.name: tensor.param_bytes for tensor in group.tensors}
+
+
+def _device_states(group: Group, host_bytes: int) -> dict[str, int]:
+    """State bytes by tensor of the device part, when that many bytes of parameters are updated on the host."""
+    on_host = select(_sizes(group), host_bytes)
+    return {t.name: t.state_bytes for t in group.tensors if t.name not in on_host}
+
+
+def _neighbours(sizes: Mapping[str, int], target_bytes: float) -> tuple[int, int]:
+    """The bytes of the subsets that are nearest to a target, below and above."""
+    total = sum(sizes.values())
+    least = min(max(0, ceil(target_bytes - NOISE * total)), total)
+    most = min(max(0, floor(target_bytes + NOISE * total)), total)
+    above = sum(sizes[name] for name in select(sizes, least))
+    return total - sum(sizes[name] for name in select(sizes, total - most)), above
 
 
 def _choices(program: Program, solution: Solution) -> dict[int, float]:

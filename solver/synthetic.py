@@ -115,7 +115,7 @@ def llama(
     )
     batch_bytes = shape.tokens * 8
     return Problem(
-        blocks=_blocks(parts, interface, precision),
+        blocks=_blocks(parts, interface, precision, shape.tied),
         groups=_groups(parts, shape, speeds, precision),
         values=values,
         shared=(Shared("batch", batch_bytes, 2 * n - 1),),
@@ -195,11 +195,13 @@ def _slower(part: _Part, scale: float) -> _Part:
     return replace(part, forward_s=part.forward_s * scale, saved=saved)
 
 
-def _blocks(parts: list[_Part], interface: int, precision: Precision) -> tuple[Block, ...]:
+def _blocks(parts: list[_Part], interface: int, precision: Precision, tied: bool) -> tuple[Block, ...]:
     blocks = []
     for i, part in enumerate(parts):
         made = interface if i < len(parts) - 1 else LOSS_BYTES
-        grads = sum(part.params.values()) * precision.grad_bytes
+        # The head makes a tied embedding's gradient, the embedding adds to it.
+        made_here = parts[0].params if tied and i == len(parts) - 1 else part.params
+        grads = sum(made_here.values()) * precision.grad_bytes
         workspace = max((s.bytes for s in part.saved), default=0) + part.logits_bytes
         arrives = made + (interface if i else 0) + grads + workspace
         blocks.append(Block(part.name, _options(part, made + workspace, arrives)))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from offmate.solver.parts import settle, whole_parts, whole_states
+from offmate.solver.parts import Parts, Resolver, settle, whole_parts, whole_states
 from offmate.solver.plan import plan
 from offmate.solver.problem import Group, TensorSize
 from offmate.solver.simulate import simulate
@@ -33,7 +33,7 @@ def test_excesses_of_groups_even_out() -> None:
 
 
 def test_states_that_leave_are_never_less_than_the_fractions() -> None:
-    """Three groups of four tensors with states of 50, one tensor each on the host: 0.2 is 40, then 80, then 120."""
+    """Three groups of four tensors with states of 50, one tensor each on the host: 0.2 of each is 120, so 150."""
     problem = chain(cpu_s=1.0, device_s=1.0, budget=10**6, n=3)
     groups = tuple(
         replace(group, tensors=tuple(TensorSize(f"{group.name}.{k}", 25, 25, 50) for k in range(4)))
@@ -41,7 +41,21 @@ def test_states_that_leave_are_never_less_than_the_fractions() -> None:
     )
     flows = {group.name: GroupFlow(cpu_part=0.25, state_out={8: 0.2}) for group in groups}
     settled = Solution(Status.OPTIMAL, 1.0, 1.0, 0.0, 0.0, (0, 0, 0), (False,) * 3, groups=flows)
-    assert whole_states(replace(problem, groups=groups), settled) == {"g2": 0.25, "g1": 0.25, "g0": 0.25}
+    assert sum(whole_states(replace(problem, groups=groups), settled).values()) * 200 == 150
+
+
+def test_a_large_group_is_tried_both_ways() -> None:
+    """Rounded alone, a state that takes half an iteration to move would move for the sake of a few bytes."""
+    group = Group("w", (TensorSize("w", 100, 100, 3000),), (0, 3), (3,), cpu_update_s=0.5, device_update_s=0.1)
+    problem = replace(chain(cpu_s=0.5, device_s=0.1, budget=3190), groups=(group,), gate=False)
+    solution = solve(problem, gap=1e-6)
+    assert 0 < solution.groups["w"].cpu_part < 0.1
+    (settled, *_) = settle(problem, solution)
+    assert settled.groups["w"].cpu_part == pytest.approx(1.0)
+    planned = plan(problem)
+    assert planned.simulation is not None and planned.schedule is not None
+    assert planned.schedule.update_cpu_s == {"w": 0.5}
+    assert planned.simulation.step_s == pytest.approx(6 + 0.1 + 0.5 + 0.1, rel=0.05)
 
 
 def test_a_trace_on_the_host_is_not_worth_a_whole_tensor() -> None:
@@ -61,8 +75,10 @@ def test_what_does_not_fit_in_whole_parts_is_left() -> None:
     problem = replace(chain(cpu_s=1.0, device_s=0.1, budget=320), groups=(group,), gate=False)
     solution = replace(solve(problem), groups={"w": GroupFlow(cpu_part=0.4)})
     assert whole_parts(problem, solution) == {"w": 0.0}
-    assert not list(settle(problem, solution))
-    assert list(settle(replace(problem, device_budget_bytes=400), solution))
+    assert Resolver(problem, solution).solve(Parts({"w": 0.0})) is None
+    assert Resolver(replace(problem, device_budget_bytes=400), solution).solve(Parts({"w": 0.0})) is not None
+    # It is large: so all of it on the host is tried, too.
+    assert next(settle(problem, solution)).groups["w"].cpu_part == pytest.approx(1.0)
 
 
 @settings(max_examples=20, deadline=None)
