@@ -40,6 +40,12 @@ _SETTINGS: tuple[tuple[str, Any, str, str], ...] = (
     ("precision", str, "NAME", "fp32, bf16, or bf16-master for bf16 with fp32 master weights (default: fp32)"),
     ("lora", str, "SPEC", "train a low-rank adapter: r=16, or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"),
     ("seed", int, "N", "of data order, dropout and adapters (default: 0)"),
+    (
+        "train-on",
+        str,
+        "WHAT",
+        "all, or of chats what the assistant says, if the template marks it (default: all)",
+    ),
     ("eval-fraction", float, "SHARE", "of the documents, held out for evaluation (default: 0.05)"),
     ("eval-every", int, "N", "steps between evaluations (default: with every checkpoint)"),
     ("checkpoint-every", int, "N", "steps between checkpoints (default: 500)"),

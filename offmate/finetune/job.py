@@ -32,6 +32,7 @@ from .checkpoint import (
     save_result,
 )
 from .data import check_source, pieces
+from .lock import locked
 from .loop import Run, train
 from .packing import Batch, Batches, Packed, read_tokens, tokenized, verify_tokens, write_tokens
 from .preview import Preview, check_disk
@@ -84,7 +85,7 @@ def finetune(given: Mapping[str, Any], *, resume: bool, dry_run: bool, yes: bool
     _check_vocabulary(tokenizer, folder)
     if not (resume and (output / TOKENS).is_dir()):
         check_source(settings.data)
-        list(tokenized(islice(pieces(settings.data), _GLIMPSE_PIECES), tokenizer))
+        list(tokenized(islice(pieces(settings.data), _GLIMPSE_PIECES), tokenizer, settings.assistant_only))
     with _place(output, keep=resume, dry_run=dry_run) as (place, begun):
         if not resume and not dry_run:
             _save_settings(settings, place)
@@ -176,12 +177,13 @@ def _place(output: Path, keep: bool, dry_run: bool) -> Iterator[tuple[Path, list
     except OSError as error:
         raise OffmateError(f"output {str(output)!r} cannot be made: {error.strerror}") from None
     begun: list[bool] = []
-    try:
-        yield output, begun
-    except BaseException:
-        if not keep and not begun:
-            shutil.rmtree(output, ignore_errors=True)
-        raise
+    with locked(output):
+        try:
+            yield output, begun
+        except BaseException:
+            if not keep and not begun:
+                shutil.rmtree(output, ignore_errors=True)
+            raise
 
 
 def _load(settings: Settings, folder: Path, tokenizer: Any, place: Path) -> _Loaded:
@@ -230,7 +232,9 @@ def _earlier(plan: Plan, checkpoint: Path | None) -> Plan | None:
 def _tokens(settings: Settings, loaded: _Loaded, place: Path) -> Packed:
     folder = place / TOKENS
     if not folder.is_dir():
-        packed = write_tokens(settings.data, loaded.tokenizer, settings.eval_fraction, folder)
+        packed = write_tokens(
+            settings.data, loaded.tokenizer, settings.eval_fraction, folder, assistant_only=settings.assistant_only
+        )
     else:
         packed = read_tokens(folder)
         if not verify_tokens(packed):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ class Packed:
 
     Parameters
     ----------
-    train, eval: all tokens of each split. digest: of both, by which a resumed run knows them again.
+    train, eval: all tokens of each split; one that is read but not trained on as its bitwise complement, which is
+        negative. digest: of both, by which a resumed run knows them again.
     """
 
     train: np.ndarray
@@ -42,7 +44,12 @@ class Packed:
 
 
 def write_tokens(
-    data: str, tokenizer: Any, eval_fraction: float, folder: Path, say: Callable[[int], None] = lambda n_tokens: None
+    data: str,
+    tokenizer: Any,
+    eval_fraction: float,
+    folder: Path,
+    say: Callable[[int], None] = lambda n_tokens: None,
+    assistant_only: bool = False,
 ) -> Packed:
     """Tokenize a source into a folder, streamed; the folder appears whole or not at all.
 
@@ -58,7 +65,7 @@ def write_tokens(
     hashes = [hashlib.sha256(), hashlib.sha256()]
     share = Fraction(str(eval_fraction))
     with (aside / _TRAIN).open("wb") as train, (aside / _EVAL).open("wb") as held_out:
-        for number, ids in enumerate(tokenized(pieces(data), tokenizer)):
+        for number, ids in enumerate(tokenized(pieces(data), tokenizer, assistant_only)):
             split = int((number + 1) * share) - int(number * share)
             encoded = np.asarray(ids, dtype="<i4").tobytes()
             (train, held_out)[split].write(encoded)
@@ -151,8 +158,8 @@ class Batches:
         """The given sequences as `input_ids` and `labels`."""
         length = self.sequence_length
         rows = np.stack([self.tokens[n * length : (n + 1) * length] for n in numbers])
-        input_ids = torch.from_numpy(rows.astype(np.int64))
-        return {"input_ids": input_ids, "labels": input_ids.clone()}
+        input_ids, labels = _read_and_trained(rows)
+        return {"input_ids": input_ids, "labels": labels}
 
 
 def eval_batches(tokens: np.ndarray, sequence_length: int, batch_size: int) -> Iterator[Batch]:
@@ -164,9 +171,15 @@ def eval_batches(tokens: np.ndarray, sequence_length: int, batch_size: int) -> I
             return
         input_ids = torch.zeros(size, dtype=torch.long)
         labels = torch.full((size,), IGNORED)
-        input_ids[: len(part)] = labels[: len(part)] = torch.from_numpy(part.astype(np.int64))
+        input_ids[: len(part)], labels[: len(part)] = _read_and_trained(part)
         shape = (batch_size, sequence_length)
         yield {"input_ids": input_ids.view(shape), "labels": labels.view(shape)}
+
+
+def _read_and_trained(tokens: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the model reads, and the labels: `IGNORED` where it is not trained."""
+    found = torch.from_numpy(tokens.astype(np.int64))
+    return torch.where(found < 0, ~found, found), torch.where(found < 0, IGNORED, found)
 
 
 def _mapped(path: Path, n_tokens: int) -> np.ndarray:
@@ -175,10 +188,33 @@ def _mapped(path: Path, n_tokens: int) -> np.ndarray:
     return np.memmap(path, dtype="<i4", mode="r") if n_tokens else np.empty(0, dtype="<i4")
 
 
-def tokenized(source: Iterator[Piece], tokenizer: Any) -> Iterator[list[int]]:
-    """Token ids of every piece, tokenized many at a time."""
+def tokenized(source: Iterator[Piece], tokenizer: Any, assistant_only: bool = False) -> Iterator[list[int]]:
+    """Token ids of every piece, tokenized many at a time.
+
+    Parameters
+    ----------
+    assistant_only: complement those of a chat that are not the assistant's.
+
+    Raises: OffmateError if the tokenizer has no chat template, or one that does not mark the assistant's tokens.
+    """
     while some := list(islice(source, _BATCH_PIECES)):
-        yield from _ids(some, tokenizer)
+        ids = _ids(some, tokenizer)
+        for piece, own in zip(some, ids):
+            yield _marked(piece, own, tokenizer) if assistant_only and not isinstance(piece.content, str) else own
+
+
+def _marked(piece: Piece, ids: list[int], tokenizer: Any) -> list[int]:
+    template = tokenizer.get_chat_template()
+    if not re.search(r"\{%-?\s*generation\s*-?%\}", template):
+        raise OffmateError(
+            f"{piece.place}: the tokenizer's chat template does not mark what the assistant says (no "
+            "{% generation %} in it), so train_on='assistant' cannot tell; train on all, or mark it in the template"
+        )
+    marked = tokenizer.apply_chat_template(
+        piece.content, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert list(marked["input_ids"]) == ids, "a chat template writes the same tokens every time"
+    return [i if own else ~i for i, own in zip(ids, marked["assistant_masks"])]
 
 
 def _ids(some: list[Piece], tokenizer: Any) -> Iterator[list[int]]:

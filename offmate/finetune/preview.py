@@ -74,7 +74,9 @@ class Preview:
             f"speed: {self.step_s:.3g} s per step predicted, {self.tokens_per_step / self.step_s:,.0f} tokens/s",
             f"host: {format_bytes(self.host_bytes)} of tensors; {format_bytes(self.disk_bytes)} of disk for "
             f"{settings.keep_checkpoints} checkpoints and the result",
-            f"data: {sequences}, {self.batches.steps_per_epoch:,} steps per epoch; {held_out}",
+            f"data: {sequences}, {self.batches.steps_per_epoch:,} steps per epoch; {held_out}; "
+            + ("of chats only the assistant's tokens are" if settings.assistant_only else "all tokens are")
+            + " trained on",
             f"end: after {self.n_steps:,} steps, {format_left(self.left_s)} from the start"
             + (f", of which {self.done:,} are done" if self.done else ""),
         ]

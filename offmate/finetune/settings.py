@@ -17,6 +17,7 @@ from ..sizes import parse_bytes
 SCHEDULES = ("cosine", "linear", "constant")
 OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")
 PRECISIONS = ("fp32", "bf16", "bf16-master")
+TRAINED_ON = ("all", "assistant")
 REPORTERS = ("tensorboard", "wandb")
 DEVICES = ("emulated", "cuda")
 
@@ -56,6 +57,8 @@ class Settings:
     max_grad_norm: gradients are clipped to this global norm; None does not clip, so that updates can begin during the
         backward.
     precision: "bf16-master" computes in bf16 and updates fp32 copies, which are part of the optimizer's state.
+    train_on: "all" tokens, or of chats the "assistant"'s only, where the tokenizer's template marks them; text counts
+        whole in any case.
     eval_fraction: of the documents, held out. eval_every: steps; None evaluates with every checkpoint.
     keep_checkpoints: how many of the newest stay on disk. report: "tensorboard", "wandb".
 
@@ -82,6 +85,7 @@ class Settings:
     precision: str = "fp32"
     lora: Lora | None = None
     seed: int = 0
+    train_on: str = "all"
     eval_fraction: float = 0.05
     eval_every: int | None = None
     checkpoint_every: int = 500
@@ -110,10 +114,16 @@ class Settings:
         _choice("schedule", self.schedule, SCHEDULES)
         _choice("optimizer", self.optimizer, OPTIMIZERS)
         _choice("precision", self.precision, PRECISIONS)
+        _choice("train_on", self.train_on, TRAINED_ON)
         for name in self.report:
             _choice("report", name, REPORTERS)
         for name in ("gpu_budget", "cpu_budget"):
             _size(name, getattr(self, name))
+
+    @property
+    def assistant_only(self) -> bool:
+        """Whether of a chat only what the assistant says is trained on."""
+        return self.train_on == "assistant"
 
     @property
     def gate(self) -> dict[str, Any]:

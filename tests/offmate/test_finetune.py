@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import types
@@ -19,8 +20,9 @@ from offmate.errors import OffmateError
 from offmate.finetune import preview
 from offmate.finetune.checkpoint import Moment, load_moment, newest_checkpoint, save_checkpoint
 from offmate.finetune.data import check_source, pieces
+from offmate.finetune.lock import locked
 from offmate.finetune.packing import IGNORED, Batches, eval_batches, read_tokens, verify_tokens, write_tokens
-from offmate.finetune.report import make_reporters
+from offmate.finetune.report import StepRow, make_reporters
 from offmate.finetune.settings import Lora, differences, make_settings, read_yaml
 from offmate.finetune.updates import Updates, learning_rate
 from offmate.finetune.weights import load_model
@@ -179,6 +181,61 @@ def test_a_long_text_is_one_document(tmp_path, tokenizer):
     packed = write_tokens(written(tmp_path, "a.txt", TEXT[:20_000]), tokenizer, 0.0, tmp_path / "tokens")
     assert int((packed.train == tokenizer.eos_token_id).sum()) == 1
     assert tokenizer.decode(packed.train[:-1]) == TEXT[:20_000]
+
+
+def test_of_chats_only_the_assistant_is_trained_on(tmp_path, base):
+    tokenizer = AutoTokenizer.from_pretrained(base / "llama")
+    rows = [
+        {"messages": [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "answer"}]},
+        {"text": "t"},
+    ]
+    file = written(tmp_path, "a.jsonl", "\n".join(map(json.dumps, rows)))
+    tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}</s>\n{% endfor %}"
+    with pytest.raises(OffmateError, match=r"line 1: .*does not mark what the assistant says.*train on all"):
+        write_tokens(file, tokenizer, 0.0, tmp_path / "tokens", assistant_only=True)
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}]{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+        "</s>{% endgeneration %}{% else %}{{ m['content'] }}</s>{% endif %}{% endfor %}"
+    )
+    packed = write_tokens(file, tokenizer, 0.0, tmp_path / "tokens", assistant_only=True)
+    everything = write_tokens(file, tokenizer, 0.0, tmp_path / "all")
+    assert packed.digest != everything.digest
+    batch = Batches(packed.train, len(packed.train), 1, 1, 0).batch([0])
+    assert batch["input_ids"].tolist() == [everything.train.tolist()]
+    trained = batch["labels"][batch["labels"] != IGNORED]
+    assert tokenizer.decode(trained) == "answer</s>t</s>"
+    held = next(eval_batches(packed.train, len(packed.train), 1))
+    assert all(torch.equal(held[name], batch[name]) for name in batch)
+
+
+def test_one_run_at_a_time(tmp_path):
+    with locked(tmp_path), pytest.raises(OffmateError, match=f"another run.*{os.getpid()}"), locked(tmp_path):
+        pytest.fail("two runs at once")
+    with locked(tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_reporters_write_what_they_are_told(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    reporters = make_reporters(("tensorboard", "wandb"), tmp_path, {"steps": 1}, "quiet")
+    row = StepRow(1, 2.5, 1e-3, 0.5, 100.0, 0.0, 1024, 2048)
+    for reporter in reporters:
+        reporter.start(0, 1)
+        reporter.step(row)
+        reporter.evaluation(1, 2.25)
+        reporter.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [event.value for event in found.Scalars("train/loss")] == [2.5]
+    assert [event.value for event in found.Scalars("eval/loss")] == [2.25]
+    (record,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert b"train/gradient_norm" in record.read_bytes()
 
 
 def test_chats_go_through_the_template(tmp_path, base):

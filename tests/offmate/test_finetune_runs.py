@@ -90,12 +90,12 @@ def kill(moment: str, count: int, argv: list[str]) -> None:
 
 def test_killed_anywhere_it_resumes_bit_for_bit(base, tmp_path):
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
-    events = finetune(usual(base, unbroken))
+    events = finetune(usual(base, unbroken, keep_checkpoints=1))
     first = random.randint(1, 4)
-    kill("step", first, usual(base, broken))
+    kill("step", first, usual(base, broken, keep_checkpoints=1))
     resume = usual(base, broken, resume=True)
     kill("writing", 1, resume)
-    kill("saved", 1, resume)
+    kill("pruning", 1, resume)
     rest = finetune(resume)
     assert losses(rest) == losses(events)[STEPS - len(losses(rest)) :]
     assert same(weights(broken), weights(unbroken))
