@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import logging
+import os
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -86,8 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
     from ..progress import quiet
 
     machine = load(arguments.hardware)
-    for library in ("transformers", "huggingface_hub"):  # what they warn of concerns weights, of which there are none
-        logging.getLogger(library).setLevel(logging.ERROR)
+    for variable in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
+        os.environ.setdefault(variable, "error")  # what they warn of concerns weights, of which there are none
     with quiet(arguments.quiet):
         return _sweep(arguments, machine) if arguments.sweep else _plan(arguments, machine)
 

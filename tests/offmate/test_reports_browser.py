@@ -15,6 +15,7 @@ from offmate.reports.timeline import plan_timeline
 from offmate.reports.trace import save_trace
 
 from ..browser import CHROMIUM, WHY_SKIPPED, browser
+from .loops import trained
 from .report_plans import resident_plan, tiny_plan
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=WHY_SKIPPED)
@@ -45,6 +46,19 @@ def test_a_page_asks_for_nothing_and_complains_about_nothing(page, tmp_path):
     assert page.run("document.querySelectorAll('h3').length") == 2
     assert page.run("document.querySelectorAll('.om-live').length") == 1
     assert page.errors == [] and page.requests == [path.as_uri()]
+
+
+def test_what_was_recorded_can_be_looked_at(page, tmp_path):
+    loop = trained("middle", steps=1)
+    with loop.model.offmate.record():
+        loop.steps(1, 2)
+    trace = loop.model.offmate.trace
+    trace.save_html(tmp_path / "trace.html")
+    page.open((tmp_path / "trace.html").as_uri())
+    bars = page.run("document.querySelectorAll('rect').length")
+    assert bars == sum(b.end_s > b.start_s for t in (trace.predicted, trace.measured) for b in t.wrapped())
+    assert page.run("[...document.querySelectorAll('h3')].map(e => e.innerText)") == ["predicted", "measured"]
+    assert page.errors == []
 
 
 def test_pointing_shows_what_is_there(page, tmp_path):
