@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 import offmate
@@ -73,10 +74,10 @@ def main() -> None:
         parser.error("--steps must be at least 1, --share between 0 and 1")
     peak_bytes = reference_peak_bytes("emulated")
     budgets = {"ample": 2 * peak_bytes, f"{arguments.share:.0%}": int(arguments.share * peak_bytes)}
+    cases = [(name, budget, way) for name, budget in budgets.items() for way in WAYS]
     rows = [
         {"way": way.name, "budget": name, "budget_bytes": budget, **measure(way, budget, arguments.steps)}
-        for name, budget in budgets.items()
-        for way in WAYS
+        for name, budget, way in track(cases, "measuring", console=Console(stderr=True), transient=True)
     ]
     result = {"machine": machine(), "reference_peak_bytes": peak_bytes, "rows": rows}
     _show(result)
