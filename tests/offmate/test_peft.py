@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from offmate.solver.schedule import Kind
 
 import offmate
-from offmate.solver.schedule import Kind
 
 from .loops import CPU_BUDGET
 
