@@ -50,6 +50,9 @@ def settle(
     large, near = _settle_large(problem, solver)
     parts = Parts(whole_parts(problem, near, large.host), large.states)
     settled = solver.solve(parts)
+    if settled is None:  # more of the host takes less of the device
+        parts = Parts(whole_parts(problem, near, large.host, at_least=True), large.states)
+        settled = solver.solve(parts)
     if settled is None:
         return
     yield settled
@@ -136,7 +139,9 @@ def _around(group: Group, flow: GroupFlow) -> Iterator[tuple[float, float]]:
             yield host_bytes / group.param_bytes, states / max(group.state_bytes, 1)
 
 
-def whole_parts(problem: Problem, solution: Solution, settled: Mapping[str, float] | None = None) -> dict[str, float]:
+def whole_parts(
+    problem: Problem, solution: Solution, settled: Mapping[str, float] | None = None, *, at_least: bool = False
+) -> dict[str, float]:
     """By trainable group the fraction that whole tensors updated on the host make up.
 
     In the order of their last gradients each group takes the tensors with which the bytes updated on the host of all
@@ -144,7 +149,7 @@ def whole_parts(problem: Problem, solution: Solution, settled: Mapping[str, floa
 
     Parameters
     ----------
-    settled: parts that are whole already.
+    settled: parts that are whole already. at_least: the groups so far together never have less than the fractions.
     """
     parts = dict(settled or {})
     ahead = 0.0
@@ -153,7 +158,8 @@ def whole_parts(problem: Problem, solution: Solution, settled: Mapping[str, floa
             continue
         wanted = solution.groups[group.name].cpu_part * group.param_bytes
         below, above = _neighbours(_sizes(group), wanted - ahead)
-        chosen = above if above - (wanted - ahead) <= wanted - ahead - below else below
+        nearer = above - (wanted - ahead) <= wanted - ahead - below
+        chosen = above if nearer or at_least else below
         ahead += chosen - wanted
         parts[group.name] = chosen / group.param_bytes
     return parts
