@@ -95,6 +95,7 @@ class Recorder:
         self._walks: list[list[Taken]] = []
         self._jobs: list[_Job] = []
         self._before: list[_Job] = []
+        self._schedule: Schedule | None = None
         self._fixed_bytes = 0
         self._whole: tuple[Schedule, int, list[list[Taken]], list[_Job], list[_Job]] | None = None
 
@@ -102,7 +103,10 @@ class Recorder:
         """The executor starts to walk a part of a schedule."""
         if actions is schedule.passes[0].forward:
             self._walks, self._jobs, self._before = [[]], [], self._jobs
-            self._fixed_bytes = self._ledger.fixed_bytes
+            self._schedule, self._fixed_bytes = schedule, self._ledger.fixed_bytes
+        elif schedule is not self._schedule:
+            # Micro-batches of several shapes go by several schedules: there is no one iteration to show.
+            self._walks = []
         elif self._walks:
             self._walks.append([])
 
