@@ -78,7 +78,7 @@ def test_accumulation(case: Case, budget: str, cache_dir: str) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        token_case("dropout-2", lambda: Decoder(dropout=0.2), micro=2),
+        token_case("dropout-two-micro-batches", lambda: Decoder(dropout=0.2), micro=2),
         token_case("frozen-5-clip", frozen_but_last(Decoder), micro=5, **CLIP),
         token_case("momentum-2", Decoder, optimizer=momentum, micro=2),
         token_case("two_groups-3", Decoder, optimizer=two_groups, scheduler=decaying, micro=3),
@@ -190,7 +190,7 @@ def test_masks_alternate_between_micro_batches(cache_dir):
         padded, plain = text_batches("padding"), text_batches("ones")
         return [padded[0], plain[0], plain[1], padded[1]]
 
-    case = Case("llama-alternating", lambda: language_model("llama"), batches, micro=4, max_grad_norm=0.5)
+    case = Case("llama-alternating-4-clip", lambda: language_model("llama"), batches, micro=4, max_grad_norm=0.5)
     check(case, AMPLE, cache_dir)
 
 
