@@ -155,7 +155,7 @@ def _show(result: dict[str, Any]) -> None:
             f"{row['predicted_step_s']:.3f}",
             "identical" if row["identical"] else "DIFFERENT",
         )
-    Console(highlight=False).print(table)
+    Console(highlight=False, width=120).print(table)
 
 
 if __name__ == "__main__":
