@@ -128,28 +128,39 @@ def plan(
         updater = Updater(optimizer, names)
     args = example_inputs if isinstance(example_inputs, tuple) else ()
     kwargs = example_inputs if isinstance(example_inputs, dict) else {}
-    machine = load(hardware) if hardware is not None else None
-    if machine is None and is_without_memory(model):
-        raise OffmateError(
-            "parameters are on the meta device, so nothing can be measured; name a machine with hardware=, one of "
-            f"{', '.join(names_of_hardware())}"
-        )
+    machine = _machine(hardware, model)
+    if machine is not None:
+        request = _elsewhere(request, machine, gpu_budget)
     modes = {module: module.training for module in model.modules()}
     if not model.training:
         model.train()
     kwargs = without_cache(model, kwargs)
     try:
         with planning_progress() as say, torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            if machine is not None:
-                if request.automatic_host:
-                    request = replace(request, host_budget_bytes=machine.host_memory_bytes or _ENDLESS_BYTES)
-                if gpu_budget == "auto":
-                    request = replace(request, budget_bytes=machine.default_budget_bytes)
-                request = replace(request, device="emulated" if machine.shared_cores else machine.name)
             return _sized(model, (args, kwargs), batch_size, request, updater, machine, say)
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def _machine(hardware: str | None, model: torch.nn.Module) -> Hardware | None:
+    if hardware is not None:
+        return load(hardware)
+    if is_without_memory(model):
+        raise OffmateError(
+            "parameters are on the meta device, so nothing can be measured; name a machine with hardware=, one of "
+            f"{', '.join(names_of_hardware())}"
+        )
+    return None
+
+
+def _elsewhere(request: Request, machine: Hardware, gpu_budget: int | str) -> Request:
+    """The request for a machine that is not here: what was left open is that machine's."""
+    if request.automatic_host:
+        request = replace(request, host_budget_bytes=machine.host_memory_bytes or _ENDLESS_BYTES)
+    if gpu_budget == "auto":
+        request = replace(request, budget_bytes=machine.default_budget_bytes)
+    return replace(request, device="emulated" if machine.shared_cores else machine.name)
 
 
 def _sized(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ..solver.machine import Resource
 from ..solver.schedule import Action, Schedule
+from ..solver.simulate import Event
 from .ledger import Ledger
 
 
@@ -30,16 +31,6 @@ class Taken(NamedTuple):
     end_bytes: int
 
 
-class Ran(NamedTuple):
-    """One job of a worker: the action that started it, when it ran, and the bytes that it copied."""
-
-    action: Action
-    resource: Resource
-    start_s: float
-    end_s: float
-    bytes: int
-
-
 @dataclass(frozen=True)
 class Recording:
     """One iteration; seconds count from its start.
@@ -55,8 +46,8 @@ class Recording:
     schedule: Schedule
     fixed_bytes: int
     walks: tuple[tuple[Taken, ...], ...]
-    jobs: tuple[Ran, ...]
-    tails: tuple[Ran, ...]
+    jobs: tuple[Event, ...]
+    tails: tuple[Event, ...]
 
     @property
     def step_s(self) -> float:
@@ -73,8 +64,8 @@ class _Job:
         self.action, self.resource, self.bytes = action, resource, size_bytes
         self.start_s = self.end_s = 0.0
 
-    def ran(self, since_s: float) -> Ran:
-        return Ran(self.action, self.resource, self.start_s - since_s, self.end_s - since_s, self.bytes)
+    def ran(self, since_s: float) -> Event:
+        return Event(self.action, self.resource, self.start_s - since_s, self.end_s - since_s, self.bytes)
 
 
 class Recorder:

@@ -76,8 +76,8 @@ def make_reporters(names: tuple[str, ...], output: Path, settings: dict[str, Any
     elif mode == "normal":
         shown.append(ConsoleReporter(Console(highlight=False, width=None if sys.stdout.isatty() else 120)))
     makers: dict[str, Callable[[Path, dict[str, Any]], Reporter]] = {
-        "tensorboard": TensorBoardReporter,
-        "wandb": WandbReporter,
+        "tensorboard": tensorboard_reporter,
+        "wandb": wandb_reporter,
     }
     check_reporters(names)
     return shown + [makers[name](output, settings) for name in names]
@@ -153,55 +153,53 @@ class JsonReporter:
         print(json.dumps(what), file=self._stream, flush=True)
 
 
-class _Scalars:
-    """Named numbers per step, for services that draw curves."""
+class ScalarReporter:
+    """Named numbers per step, for services that draw curves.
+
+    Parameters
+    ----------
+    log: takes numbers by name, and their step. close: ends the service's run.
+    """
+
+    def __init__(self, log: Callable[[dict[str, float], int], None], close: Callable[[], None]) -> None:
+        self._log, self._close = log, close
 
     def start(self, step: int, n_steps: int) -> None:
         """Nothing to tell."""
 
     def step(self, row: StepRow) -> None:
         numbers = {f"train/{k}": v for k, v in asdict(row).items() if k != "step" and v is not None}
-        self._log(row.step, numbers)
+        self._log(numbers, row.step)
 
     def evaluation(self, step: int, loss: float) -> None:
-        self._log(step, {"eval/loss": loss})
+        self._log({"eval/loss": loss}, step)
 
     def checkpoint(self, step: int, path: Path) -> None:
         """Nothing to draw."""
 
-    def _log(self, step: int, numbers: dict[str, float]) -> None:
-        raise NotImplementedError
+    def close(self) -> None:
+        self._close()
 
 
-class TensorBoardReporter(_Scalars):
+def tensorboard_reporter(output: Path, settings: dict[str, Any]) -> ScalarReporter:
     """Event files below the output folder."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, output: Path, settings: dict[str, Any]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    writer = SummaryWriter(str(output / "tensorboard"))
 
-        self._writer = SummaryWriter(str(output / "tensorboard"))
-
-    def _log(self, step: int, numbers: dict[str, float]) -> None:
+    def log(numbers: dict[str, float], step: int) -> None:
         for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
+    return ScalarReporter(log, writer.close)
 
 
-class WandbReporter(_Scalars):
+def wandb_reporter(output: Path, settings: dict[str, Any]) -> ScalarReporter:
     """A wandb run, of the project and mode that wandb's own environment variables say."""
+    import wandb
 
-    def __init__(self, output: Path, settings: dict[str, Any]) -> None:
-        import wandb
-
-        self._run = wandb.init(dir=str(output), config=settings, name=output.name)
-
-    def _log(self, step: int, numbers: dict[str, float]) -> None:
-        self._run.log(numbers, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    run = wandb.init(dir=str(output), config=settings, name=output.name)
+    return ScalarReporter(lambda numbers, step: run.log(numbers, step=step), run.finish)
 
 
 def host_bytes() -> int:

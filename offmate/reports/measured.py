@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import groupby, pairwise
 
-from ..runtime.trace import Ran, Recording, Taken
+from ..runtime.trace import Recording, Taken
 from ..solver.machine import Resource
 from ..solver.schedule import Action, Kind, Schedule
+from ..solver.simulate import Event
 from .items import block_of_items, item_of
 from .levels import Levels
 from .timeline import Bar, Sample, Timeline, Wait, word_of
@@ -56,12 +58,13 @@ def _bar(action: Action, row: Resource, start_s: float, end_s: float, size: int,
     return Bar(row, action.name, word_of(action), action.step, blocks.get(item_of(action)), start_s, end_s, size)
 
 
-def _joined(jobs: Iterable[Ran]) -> Iterator[Ran]:
+def _joined(jobs: Iterable[Event]) -> Iterator[Event]:
     """One job per action: an item of several tensors, such as an optimizer's state, is copied tensor by tensor."""
     for _, group in groupby(jobs, key=lambda job: id(job.action)):
         parts = list(group)
         size = sum(part.bytes for part in parts)
-        yield parts[0]._replace(start_s=min(p.start_s for p in parts), end_s=max(p.end_s for p in parts), bytes=size)
+        start_s, end_s = min(p.start_s for p in parts), max(p.end_s for p in parts)
+        yield replace(parts[0], start_s=start_s, end_s=end_s, bytes=size)
 
 
 def _phases(recording: Recording) -> tuple[tuple[str, float, float], ...]:
@@ -78,7 +81,7 @@ class _Waiting:
 
     def __init__(self, recording: Recording) -> None:
         self._schedule = recording.schedule
-        self._jobs: dict[str, list[Ran]] = defaultdict(list)
+        self._jobs: dict[str, list[Event]] = defaultdict(list)
         for job in (*recording.tails, *recording.jobs):
             self._jobs[item_of(job.action)].append(job)
 
@@ -98,7 +101,7 @@ class _Waiting:
         yield Wait(held_up, one.action, one.start_s, began_s)
         yield Wait(last.resource, one.action, began_s, ready_s)
 
-    def _awaited(self, one: Taken) -> list[Ran]:
+    def _awaited(self, one: Taken) -> list[Event]:
         reads, both = _items(self._schedule, one.action)
         return [
             job
@@ -108,7 +111,7 @@ class _Waiting:
             and (job.resource is Resource.IN or (item in both and job.resource is Resource.OUT))
         ]
 
-    def _held_up(self, job: Ran, since_s: float) -> Resource:
+    def _held_up(self, job: Event, since_s: float) -> Resource:
         """Why a job had not begun: an earlier job of the same item, or else what its own resource did before."""
         earlier = [j for j in self._jobs[item_of(job.action)] if j is not job and since_s < j.end_s <= job.start_s]
         return max(earlier, key=lambda j: j.end_s).resource if earlier else job.resource

@@ -4,9 +4,10 @@ import json
 from itertools import pairwise
 
 import pytest
-from offmate.runtime.trace import Ran, Recording, Taken
+from offmate.runtime.trace import Recording, Taken
 from offmate.solver.machine import Resource
 from offmate.solver.schedule import Action, Kind
+from offmate.solver.simulate import Event
 
 from offmate.reports.measured import measured_timeline
 
@@ -135,8 +136,8 @@ def test_waits_are_told_by_what_ended_meanwhile():
     first = next(a for a in schedule.forward if a.kind is Kind.COMPUTE and a.name == "F0")
     prefetch = next(a for a in schedule.forward if a.kind is Kind.PREFETCH and a.name == "p:w")
     start = taken[first].start_s
-    update = Ran(Action(4, Kind.UPDATE_CPU, "w"), Resource.CPU, start - 20, start + 2, 0)
-    copy = Ran(prefetch, Resource.IN, start + 2, start + 5, 10)
+    update = Event(Action(4, Kind.UPDATE_CPU, "w"), Resource.CPU, start - 20, start + 2, 0)
+    copy = Event(prefetch, Resource.IN, start + 2, start + 5, 10)
     timeline = measured_timeline(Recording(schedule, 7, tuple(walks), (copy,), (update,)), 100)
     spans = [(wait.cause, wait.start_s - start, wait.end_s - start) for wait in timeline.waits]
     assert spans == [(Resource.CPU, 0, 2), (Resource.IN, 2, 5)]
