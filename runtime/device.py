@@ -26,8 +26,9 @@ class Event(Protocol):
 class Device(Protocol):
     """A compute device with memory of its own and two copy engines.
 
-    `ledger` counts its bytes. Copies start after the events they are given and run beside compute. A `recorder`, if
-    there is one, is told of every copy and update.
+    `ledger` counts its bytes. Copies and updates start after the events they are given and run beside compute; of those
+    of one direction, or of the host's, that are ready the first given goes first: one that has to wait holds up no
+    other. A `recorder`, if there is one, is told of every copy and update.
     """
 
     ledger: Ledger

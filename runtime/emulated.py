@@ -5,11 +5,11 @@ Same executor, same schedule, same events as on a real device; only the memory i
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -40,15 +40,28 @@ class ThreadEvent:
         self._happened.set()
 
 
-class _Lane:
-    """One thread that does its jobs in order."""
+class _Job(NamedTuple):
+    work: Callable[[], None]
+    after: tuple[Event, ...]
+    event: ThreadEvent
 
-    def __init__(self, name: str, n_threads: int) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], tuple[Event, ...], ThreadEvent] | None] = (
-            queue.SimpleQueue()
-        )
+
+class _Lane:
+    """One thread that does one job at a time: of those whose events have happened the one submitted first.
+
+    State: `_jobs`, those not begun; `_busy`, whether one is under way; `_closing`. All are changed under `_changed`,
+    which the lanes of a device share: a job waits for events of these lanes only.
+
+    Parameters
+    ----------
+    name: of the thread. n_threads: that its work may use. changed: notified of every job that comes or is done.
+    """
+
+    def __init__(self, name: str, n_threads: int, changed: threading.Condition) -> None:
+        self._jobs: list[_Job] = []
+        self._busy = self._closing = False
+        self._changed = changed
         self._n_threads = n_threads
-        self._last: ThreadEvent | None = None
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"offmate-{name}", daemon=True)
         everybody = torch.get_num_threads()
@@ -57,8 +70,10 @@ class _Lane:
         _set_default_threads(everybody)
 
     def submit(self, work: Callable[[], None], after: tuple[Event, ...]) -> ThreadEvent:
-        event = self._last = ThreadEvent()
-        self._jobs.put((work, after, event))
+        event = ThreadEvent()
+        with self._changed:
+            self._jobs.append(_Job(work, after, event))
+            self._changed.notify_all()
         return event
 
     def _run(self) -> None:
@@ -66,25 +81,41 @@ class _Lane:
         torch.set_num_threads(self._n_threads)
         torch.get_num_threads()
         self._ready.set()
-        while (job := self._jobs.get()) is not None:
-            work, after, event = job
+        while (job := self._next()) is not None:
+            failed = None
             try:
-                for earlier in after:
+                for earlier in job.after:
                     earlier.wait()
                 with torch.no_grad():
-                    work()
+                    job.work()
             except BaseException as error:
-                event.settle(error)
-            else:
-                event.settle()
-            del job, work, after, event
+                failed = error
+            with self._changed:
+                self._busy = False
+                job.event.settle(failed)
+                self._changed.notify_all()
+            del job, failed
+
+    def _next(self) -> _Job | None:
+        """The first job that is ready, once there is one; None when the lane is closed and all are done."""
+        with self._changed:
+            while self._jobs or not self._closing:
+                for i, job in enumerate(self._jobs):
+                    if all(earlier.done() for earlier in job.after):
+                        self._busy = True
+                        return self._jobs.pop(i)
+                self._changed.wait()
+        return None
 
     def drain(self) -> None:
-        if self._last is not None:
-            self._last._happened.wait()
+        """Wait until all jobs are done, failed or not."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._jobs and not self._busy)
 
     def close(self) -> None:
-        self._jobs.put(None)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
         # A job may have held the last reference to the device.
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=10)
@@ -110,9 +141,10 @@ class EmulatedDevice:
         self.ledger = Ledger(limit_bytes)
         self.recorder: Recorder | None = None
         self._link_bytes_per_s = link_bytes_per_s
-        self._in = _Lane("copy-in", 1)
-        self._out = _Lane("copy-out", 1)
-        self._update = _Lane("update", 1)
+        changed = threading.Condition()
+        self._in = _Lane("copy-in", 1, changed)
+        self._out = _Lane("copy-out", 1, changed)
+        self._update = _Lane("update", 1, changed)
         # A thread that is still inside a kernel when the interpreter goes away aborts the process, so whoever forgets
         # to close the device has it done when nothing refers to it any more, at the latest at exit.
         self._close = weakref.finalize(self, _close_lanes, (self._in, self._out, self._update))
@@ -146,7 +178,7 @@ class EmulatedDevice:
         return self._update.submit(self._watched(Resource.CPU, 0, work), after)
 
     def drain(self) -> None:
-        for lane in (self._in, self._update, self._out, self._in):
+        for lane in (self._in, self._out, self._update):
             lane.drain()
 
     def close(self) -> None:

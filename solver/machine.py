@@ -1,10 +1,10 @@
-"""Resources in simulated time: compute, one link each way, and the CPU, each taking jobs in order."""
+"""Resources in simulated time: compute, one link each way, and the CPU, each taking what is ready, oldest first."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from enum import Enum
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from .problem import Rates
@@ -30,23 +30,26 @@ class Stall(NamedTuple):
 class Job:
     """One piece of work: seconds it takes alone, and the jobs it waits for. The machine sets its times."""
 
-    __slots__ = ("bytes", "done", "end_s", "left_s", "resource", "start_s", "waits")
+    __slots__ = ("bytes", "done", "end_s", "followers", "left_s", "number", "resource", "start_s", "waits")
 
-    def __init__(self, resource: Resource, seconds: float, size: int, waits: list[Job]) -> None:
+    def __init__(self, resource: Resource, number: int, seconds: float, size: int) -> None:
         self.resource = resource
+        self.number = number
         self.bytes = size
         self.left_s = seconds
-        self.waits = waits
+        self.waits: list[Job] = []  # what it waits for that is not done
+        self.followers: list[Job] = []  # the jobs that wait for it
         self.start_s = -1.0
         self.end_s = -1.0
         self.done = False
 
 
 class Machine:
-    """Time and queues. Only `submit`, `run` and `wait` change it; time passes in the last two.
+    """Time and queues. Only `submit`, `run`, `wait` and `skip` change it; time passes in the last three.
 
-    A job runs when it is the first of its resource's queue and what it waits for is done. Where both links together
-    exceed their total rate both slow down in proportion; on shared cores each of k running resources has 1/k.
+    A resource does one job at a time, to its end: of those whose waits are done the one submitted first. Where both
+    links together exceed their total rate both slow down in proportion; on shared cores each of k running resources has
+    1/k.
 
     Parameters
     ----------
@@ -58,60 +61,77 @@ class Machine:
         self.stall_s: dict[Resource, float] = dict.fromkeys(Resource, 0.0)
         self.stalls: list[Stall] = []
         self._rates = rates
-        self._queues: dict[Resource, deque[Job]] = {resource: deque() for resource in Resource}
+        self._submitted = 0
+        self._running: dict[Resource, Job | None] = dict.fromkeys(Resource)
+        self._ready: dict[Resource, list[tuple[int, Job]]] = {resource: [] for resource in Resource}
 
     def submit(self, resource: Resource, seconds: float, size: int = 0, waits: Iterable[Job] = ()) -> Job:
-        """Queue a job of `seconds` on a resource behind what is there, after the jobs `waits`."""
-        job = Job(resource, seconds, size, list(waits))
-        self._queues[resource].append(job)
+        """A job of `seconds` on a resource, after the jobs `waits`."""
+        job = Job(resource, self._submitted, seconds, size)
+        self._submitted += 1
+        job.waits = [earlier for earlier in waits if not earlier.done]
+        for earlier in job.waits:
+            earlier.followers.append(job)
+        if not job.waits:
+            heappush(self._ready[resource], (job.number, job))
+            self._take_up()
         return job
 
     def run(self, seconds: float) -> Job:
         """Compute for `seconds`; everything else that can run does so meanwhile."""
         job = self.submit(Resource.COMPUTE, seconds)
         while not job.done:
-            self._advance()
+            self.advance()
         return job
 
     def wait(self, jobs: Iterable[Job]) -> None:
         """Let time pass until all jobs are done; the seconds count as stalls of what they wait for."""
         for job in jobs:
             while not job.done:
-                cause, before = self._cause(job), self.now
-                self._advance()
+                cause, before = _cause(job), self.now
+                self.advance()
                 self.stall_s[cause] += self.now - before
                 self.stalls.append(Stall(cause, before, self.now))
 
     def skip(self, seconds: float) -> None:
         """Let time pass in which nothing ends: a span that repeats is not simulated again."""
         self.now += seconds
-        for queue in self._queues.values():
-            if queue and queue[0].start_s >= 0:
-                queue[0].start_s += seconds
+        for job in self._running.values():
+            if job is not None:
+                job.start_s += seconds
 
-    def _cause(self, job: Job) -> Resource:
-        """The resource that keeps `job` from being done: the one that runs, at the end of what it waits for."""
-        while True:
-            job = self._queues[job.resource][0]
-            waiting = next((w for w in job.waits if not w.done), None)
-            if waiting is None:
-                return job.resource
-            job = waiting
+    def backlog_s(self, resource: Resource) -> float:
+        """Seconds that a resource is busy with what is ready, if it is alone."""
+        running = self._running[resource]
+        return (running.left_s if running else 0.0) + sum(job.left_s for _, job in self._ready[resource])
 
-    def _advance(self) -> None:
+    def _take_up(self) -> None:
+        """Idle resources start the first of what is ready."""
+        for resource, ready in self._ready.items():
+            if ready and self._running[resource] is None:
+                job = self._running[resource] = heappop(ready)[1]
+                job.start_s = self.now
+
+    def advance(self) -> None:
         """Let time pass until the next job is done."""
-        running = [queue[0] for queue in self._queues.values() if queue and all(w.done for w in queue[0].waits)]
+        running = [job for job in self._running.values() if job is not None]
         speed = self._speeds(running)
         passed, first = min(((job.left_s / s, i) for i, (job, s) in enumerate(zip(running, speed))))
         for job, s in zip(running, speed):
-            if job.start_s < 0:
-                job.start_s = self.now
             job.left_s = max(0.0, job.left_s - passed * s)
         self.now += passed
-        ended = running[first]
-        ended.done, ended.end_s = True, self.now
-        ended.waits = []
-        self._queues[ended.resource].popleft()
+        self._end(running[first])
+
+    def _end(self, job: Job) -> None:
+        """It is done: what waited for nothing else is ready, and idle resources take up what is."""
+        job.done, job.end_s = True, self.now
+        self._running[job.resource] = None
+        for follower in job.followers:
+            follower.waits.remove(job)
+            if not follower.waits:
+                heappush(self._ready[follower.resource], (follower.number, follower))
+        job.followers = []
+        self._take_up()
 
     def _speeds(self, running: list[Job]) -> list[float]:
         """The part of its full speed at which each job runs."""
@@ -122,3 +142,10 @@ class Machine:
             total = self._rates.in_bytes_per_s + self._rates.out_bytes_per_s
             link = min(share, self._rates.both_bytes_per_s / total)
         return [link if job.resource in (Resource.IN, Resource.OUT) else share for job in running]
+
+
+def _cause(job: Job) -> Resource:
+    """The resource that keeps `job` from being done: that of the job at the end of what it waits for."""
+    while job.waits:
+        job = job.waits[0]
+    return job.resource

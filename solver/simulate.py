@@ -91,7 +91,7 @@ def simulate(schedule: Schedule) -> Simulation:
 
     Returns: the last of a few iterations.
     """
-    executor = _Executor(schedule)
+    executor = Executor(schedule)
     start = 0.0
     for _ in range(_ITERATIONS):
         start = executor.machine.now
@@ -115,7 +115,7 @@ def simulate(schedule: Schedule) -> Simulation:
     )
 
 
-class _Executor:
+class Executor:
     """Takes actions in order; what it changes is the machine's queues and the last copies of every item."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -127,6 +127,7 @@ class _Executor:
         self.totals: set[str] = set()  # tensors whose total on the device has begun
         self.sent = 0  # gradients that went out so far: two buffers take them in turn
         self.arriving: dict[str, int] = {}  # by tensor the number of its gradient, until its addition is queued
+        self.adding: dict[str, Job] = {}  # by tensor its latest addition
         self.additions: dict[int, Job] = {}  # by number of a gradient its addition, until its buffer is used again
         self.jobs: list[tuple[Action, Job]] = []
         self.taken: list[tuple[float, float]] = []
@@ -159,41 +160,51 @@ class _Executor:
             if action.step != self._step and manage_s > 0:
                 self.machine.submit(Resource.CPU, manage_s)
             self._step, began = action.step, self.machine.now
-            self._take(action)
+            self.take(action)
             self.taken.append((began, self.machine.now))
 
-    def _take(self, action: Action) -> None:
+    def waits(self, action: Action) -> list[Job]:
+        """The jobs under way that the executor waits for before, or while, it carries out an action."""
         name = action.name
         if action.kind is Kind.COMPUTE:
-            spec = self.schedule.computes[name]
-            waits = _those(self.copy_in, spec.needs)
+            waits = _those(self.copy_in, self.schedule.computes[name].needs)
             if name == "gate":
                 waits += [job for item, job in self.copy_out.items() if item.startswith("g:") and not job.done]
                 waits += [job for job in self.additions.values() if not job.done]
-            self._run(action, spec.seconds, waits)
-        elif action.kind is Kind.UPDATE_DEVICE:
+            return waits
+        if action.kind is Kind.UPDATE_DEVICE:
             # It writes over what an earlier copy to the host may still read.
             items = tuple(f"{kind}:{name}" for kind in "pgts")
-            copies = _those(self.copy_in, items) + _those(self.copy_out, items)
+            return _those(self.copy_in, items) + _those(self.copy_out, items)
+        if action.kind is Kind.FREE:
+            return _those(self.copy_in, (name,)) + _those(self.copy_out, (name,))
+        return []
+
+    def take(self, action: Action) -> None:
+        """Carry out one action."""
+        name, schedule = action.name, self.schedule
+        self.machine.wait(self.waits(action))
+        if action.kind is Kind.COMPUTE:
+            self._run(action, schedule.computes[name].seconds)
+        elif action.kind is Kind.UPDATE_DEVICE:
             self.totals.discard(name)
-            self._run(action, self.schedule.update_device_s[name], copies)
+            self._run(action, schedule.update_device_s[name])
         elif action.kind is Kind.ACCUMULATE:
-            self._run(action, self.schedule.add_device_s[name] if name in self.totals else 0.0, [])
+            self._run(action, schedule.add_device_s[name] if name in self.totals else 0.0)
             self.totals.add(name)
-        elif action.kind is Kind.FREE:
-            self.machine.wait(_those(self.copy_in, (name,)) + _those(self.copy_out, (name,)))
         elif action.kind is Kind.UPDATE_CPU:
-            waits = _those(self.copy_out, (f"g:{name}",))
-            self.update[name] = self._queue(action, Resource.CPU, self.schedule.update_cpu_s[name], 0, waits)
+            self.update[name] = self._queue(action, Resource.CPU, schedule.update_cpu_s[name], 0, self.gradient(name))
         elif action.kind is Kind.ACCUMULATE_CPU:
-            waits = _those(self.copy_out, (f"g:{name}",))
-            addition = self._queue(action, Resource.CPU, self.schedule.add_cpu_s[name], 0, waits)
-            self.additions[self.arriving.pop(name)] = addition
-        else:
+            addition = self._queue(action, Resource.CPU, schedule.add_cpu_s[name], 0, self.gradient(name))
+            self.adding[name] = self.additions[self.arriving.pop(name)] = addition
+        elif action.kind is not Kind.FREE:
             self._copy(action)
 
-    def _run(self, action: Action, seconds: float, copies: list[Job]) -> None:
-        self.machine.wait(copies)
+    def gradient(self, tensor: str) -> list[Job]:
+        """What a tensor's gradient on the host still waits for."""
+        return _those(self.copy_out, (f"g:{tensor}",)) + _those(self.adding, (tensor,))
+
+    def _run(self, action: Action, seconds: float) -> None:
         self.jobs.append((action, self.machine.run(seconds)))
 
     def _copy(self, action: Action) -> None:
@@ -205,10 +216,13 @@ class _Executor:
                 waits += self._buffer(item[2:])
             self.copy_out[item] = self._queue(action, Resource.OUT, size / rates.out_bytes_per_s, size, waits)
             return
+        seconds = size / rates.in_bytes_per_s
+        self.copy_in[item] = self._queue(action, Resource.IN, seconds, size, self.sources(item))
+
+    def sources(self, item: str) -> list[Job]:
+        """What an item's copy on the host still waits for."""
         waits = _those(self.copy_out, (item,))
-        if item.startswith("p:"):
-            waits += _those(self.update, (item[2:],))
-        self.copy_in[item] = self._queue(action, Resource.IN, size / rates.in_bytes_per_s, size, waits)
+        return waits + _those(self.update, (item[2:],)) if item.startswith("p:") else waits
 
     def _buffer(self, tensor: str) -> list[Job]:
         """The addition that empties the buffer in which a tensor's gradient is to arrive, if it is not done."""

@@ -34,6 +34,41 @@ def test_copies_wait_for_what_they_are_given(device):
     assert first.done() and torch.equal(back, source)
 
 
+def test_what_is_ready_goes_first(device):
+    gate, order = threading.Event(), []
+    device._copy = lambda target, source: order.append(int(source))
+    opened = device.update_on_host(gate.wait, ())
+    numbers = [torch.tensor(float(i)) for i in range(3)]
+    waiting = device.copy_in(numbers[0], numbers[0], (opened,))
+    for number in numbers[1:]:
+        device.copy_in(number, number, ()).wait()
+    assert not waiting.done()
+    gate.set()
+    device.drain()
+    assert waiting.done() and order == [1, 2, 0]
+
+
+def test_of_what_is_ready_the_oldest_goes_first(device):
+    gate, order = threading.Event(), []
+    opened = device.update_on_host(gate.wait, ())
+    device._copy = lambda target, source: order.append(int(source))
+    for i in range(5):
+        number = torch.tensor(float(i))
+        device.copy_out(number, number, (opened,) if i % 2 else (opened, opened))
+    gate.set()
+    device.drain()
+    assert order == [0, 1, 2, 3, 4]
+
+
+def test_what_is_under_way_is_done_when_it_closes(device):
+    done = []
+    first = device.update_on_host(lambda: time.sleep(0.05), ())
+    middle = device.copy_in(torch.zeros(1), torch.ones(1), (first,))
+    device.update_on_host(lambda: done.append(True), (middle,))
+    device.close()
+    assert done == [True]
+
+
 def test_layout_is_kept(device):
     host = torch.arange(6.0).reshape(2, 3).t()
     assert device.empty_like(host).stride() == host.stride() == device.empty_host_like(host).stride()

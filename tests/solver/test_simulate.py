@@ -91,15 +91,19 @@ def test_shared_cores_are_divided():
     assert machine.stall_s[Resource.CPU] == pytest.approx(1.0)
 
 
-def test_a_queue_keeps_its_order():
+def test_what_is_ready_goes_first():
     machine = Machine(Rates(10.0, 10.0, 20.0))
-    update = machine.submit(Resource.CPU, 3.0)
-    first = machine.submit(Resource.IN, 1.0, waits=[update])
-    second = machine.submit(Resource.IN, 1.0)
-    machine.wait([second])
-    assert (first.start_s, first.end_s, second.end_s) == pytest.approx((3.0, 4.0, 5.0))
-    assert machine.stall_s[Resource.CPU] == pytest.approx(3.0)
-    assert machine.stall_s[Resource.IN] == pytest.approx(2.0)
+    update = machine.submit(Resource.CPU, 2.5)
+    waiting = machine.submit(Resource.IN, 1.0, waits=[update])
+    ready = [machine.submit(Resource.IN, 1.0) for _ in range(4)]
+    machine.wait([waiting])
+    # Two are done, the third is under way when the update ends; then the oldest comes first.
+    assert [job.end_s for job in ready[:3]] == pytest.approx([1.0, 2.0, 3.0])
+    assert (waiting.start_s, waiting.end_s) == pytest.approx((3.0, 4.0))
+    assert machine.stall_s[Resource.CPU] == pytest.approx(2.5)
+    assert machine.stall_s[Resource.IN] == pytest.approx(1.5)
+    machine.wait(ready)
+    assert ready[3].end_s == pytest.approx(5.0)
 
 
 def test_management_delays_updates():
