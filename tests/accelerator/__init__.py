@@ -1,0 +1,70 @@
+"""A simulated accelerator: PyTorch tensors on the device type "sim", whose streams, events, caching allocator and pinned
+memory behave like CUDA's and whose kernels are the CPU's, so that a runtime for accelerators can be tested without one.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+NAME = "sim"
+_SOURCES = sorted((Path(__file__).parent / "csrc").glob("*.cpp"))
+
+
+def load() -> str | None:
+    """Register the device with torch, built first if it has not been built yet.
+
+    Returns
+    -------
+    The name of the device type, or None where nothing can be built; `why_not()` has the reason then.
+
+    Raises
+    ------
+    RuntimeError: the compiler is there and does not accept the sources.
+    """
+    return None if why_not() else _register()
+
+
+@functools.cache
+def why_not() -> str:
+    """What the simulated accelerator needs to be built and is not here; empty if nothing is missing."""
+    compiler = os.environ.get("CXX", "c++")
+    for tool in (compiler, "ninja"):
+        if shutil.which(tool) is None:
+            return f"the simulated accelerator is built with {tool}, which is not installed"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        return "the simulated accelerator is built with Python's headers, which are not installed"
+    return ""
+
+
+@functools.cache
+def _register() -> str:
+    from . import device
+
+    device.native = _build()
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, device)
+    torch.utils.generate_methods_for_privateuse1_backend()
+    return NAME
+
+
+def _build() -> ModuleType:
+    from torch.utils import cpp_extension
+
+    # One folder for each torch and interpreter: objects are not compatible between them.
+    version = f"{torch.__version__}-{sys.implementation.cache_tag}".replace("+", "-")
+    folder = Path(cpp_extension.get_default_build_root()) / f"offmate-{NAME}-{version}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return cpp_extension.load(
+        name="offmate_simulated_accelerator",
+        sources=[str(source) for source in _SOURCES],
+        extra_cflags=["-O1", "-std=c++20"],
+        build_directory=str(folder),
+    )

@@ -1,0 +1,154 @@
+// What PyTorch asks of a device, and what Python sees of it beyond that.
+#include "generator.h"
+#include "memory.h"
+
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/Resize.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/utils/pybind.h>
+
+namespace sim {
+namespace {
+
+const c10::Device kOnlyDevice(kDevice, 0);
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override {
+    return true;
+  }
+  bool isAvailable() const override {
+    return true;
+  }
+  bool hasPrimaryContext(c10::DeviceIndex) const override {
+    return true;
+  }
+  c10::DeviceIndex deviceCount() const override {
+    return 1;
+  }
+  void setCurrentDevice(c10::DeviceIndex) const override {}
+  c10::DeviceIndex getCurrentDevice() const override {
+    return 0;
+  }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override {
+    return 0;
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override {
+    return 0;
+  }
+  bool isPinnedPtr(const void* data) const override {
+    return is_pinned(data);
+  }
+  c10::Allocator* getPinnedMemoryAllocator() const override {
+    return pinned_memory();
+  }
+  c10::Device getDeviceFromPtr(void*) const override {
+    return kOnlyDevice;
+  }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
+    return default_generator();
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex index) const override {
+    return make_generator(index);
+  }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
+    current_stream().synchronize();
+    at::native::resize_bytes_cpu(storage.unsafeGetStorageImpl(), size);
+  }
+};
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override {
+    return kDevice;
+  }
+  c10::Device exchangeDevice(c10::Device) const override {
+    return kOnlyDevice;
+  }
+  c10::Device getDevice() const override {
+    return kOnlyDevice;
+  }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::DeviceIndex deviceCount() const noexcept override {
+    return 1;
+  }
+
+  c10::Stream getStream(c10::Device) const override {
+    return of_torch(current_stream_id());
+  }
+  c10::Stream getDefaultStream(c10::Device) const override {
+    return of_torch(kDefaultStream);
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override {
+    return of_torch(next_stream());
+  }
+  c10::Stream getNewStream(c10::Device, int) const override {
+    return of_torch(next_stream());
+  }
+  c10::Stream exchangeStream(c10::Stream to) const override {
+    return of_torch(exchange_current_stream(to.id()));
+  }
+  bool queryStream(const c10::Stream& on) const override {
+    return stream(on.id()).idle();
+  }
+  void synchronizeStream(const c10::Stream& on) const override {
+    stream(on.id()).synchronize();
+  }
+  void synchronizeDevice(const c10::DeviceIndex) const override {
+    synchronize_device();
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& by) const override {
+    device_memory()->recordStream(data, by);
+  }
+
+  void record(void** event, const c10::Stream& on, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (!*event) {
+      *event = new Event();
+    }
+    static_cast<Event*>(*event)->record(stream(on.id()));
+  }
+  void block(void* event, const c10::Stream& waiting) const override {
+    if (event) {
+      static_cast<Event*>(event)->block(stream(waiting.id()));
+    }
+  }
+  bool queryEvent(void* event) const override {
+    return !event || static_cast<Event*>(event)->happened();
+  }
+  void synchronizeEvent(void* event) const override {
+    if (event) {
+      static_cast<Event*>(event)->synchronize();
+    }
+  }
+  double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
+    return static_cast<Event*>(from)->ms_until(*static_cast<Event*>(to));
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<Event*>(event);
+  }
+
+ private:
+  static c10::Stream of_torch(c10::StreamId id) {
+    return c10::Stream(c10::Stream::UNSAFE, kOnlyDevice, id);
+  }
+};
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+
+void register_device() {
+  c10::SetAllocator(kDevice, device_memory());
+  at::setHostAllocator(kDevice, pinned_memory());
+  at::RegisterPrivateUse1HooksInterface(new Hooks());
+}
+
+} // namespace
+} // namespace sim
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  sim::register_device();
+  const auto without_gil = pybind11::call_guard<pybind11::gil_scoped_release>();
+  module.def("set_delays", &sim::set_delays, without_gil);
+  module.def("set_total_bytes", &sim::set_total_bytes);
+  module.def("set_limit_bytes", &sim::set_limit_bytes);
+  module.def("set_pinned_limit_bytes", &sim::set_pinned_limit_bytes);
+  module.def("default_generator", &sim::default_generator);
+}

@@ -1,0 +1,26 @@
+// The device's memory, cached in pools as CUDA's, and pinned host memory.
+#pragma once
+
+#include "streams.h"
+
+#include <ATen/core/CachingHostAllocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
+
+namespace sim {
+
+c10::DeviceAllocator* device_memory();
+at::HostAllocator* pinned_memory();
+
+// `total_bytes` is the memory of the whole card, `limit_bytes` the part of it that this process may reserve.
+void set_total_bytes(size_t total_bytes);
+void set_limit_bytes(size_t limit_bytes);
+
+// How much host memory may be pinned.
+void set_pinned_limit_bytes(size_t limit_bytes);
+
+bool is_pinned(const void* data);
+
+// Pinned memory that is freed is not handed out again before the stream has come to here.
+void pinned_memory_is_read(const void* data, Stream& by);
+
+} // namespace sim

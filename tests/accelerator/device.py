@@ -1,0 +1,171 @@
+"""`torch.sim`: the device module of the simulated accelerator, with the names and meanings of `torch.cuda`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.accelerator.memory import (
+    empty_cache,
+    max_memory_allocated,
+    max_memory_reserved,
+    memory_allocated,
+    memory_reserved,
+    memory_stats,
+    reset_accumulated_memory_stats,
+    reset_peak_memory_stats,
+)
+
+__all__ = [
+    "empty_cache",
+    "max_memory_allocated",
+    "max_memory_reserved",
+    "memory_allocated",
+    "memory_reserved",
+    "memory_stats",
+    "reset_accumulated_memory_stats",
+    "reset_peak_memory_stats",
+]
+
+TOTAL_BYTES = 16 * 2**30
+NO_LIMIT = 2**62
+
+native: ModuleType  # the extension, set when it is loaded
+
+
+# -- what tests set ---------------------------------------------------------------------------------------------------
+
+
+def reset() -> None:
+    """Wait for what is under way, and take back what the functions below have set."""
+    set_delays(0, 0)
+    set_limit_bytes(NO_LIMIT)
+    set_pinned_limit_bytes(NO_LIMIT)
+    set_total_bytes(TOTAL_BYTES)
+    empty_cache()
+    reset_peak_memory_stats()
+
+
+def set_delays(seed: int, max_us: int) -> None:
+    """Precede every copy and event by a random delay of at most `max_us` microseconds; 0 turns delays off."""
+    native.set_delays(seed, max_us)
+
+
+def set_limit_bytes(limit_bytes: int) -> None:
+    """How much device memory may be reserved; beyond it cached segments are given back, then it is out of memory."""
+    native.set_limit_bytes(limit_bytes)
+
+
+def set_total_bytes(total_bytes: int) -> None:
+    """The memory of the whole card."""
+    native.set_total_bytes(total_bytes)
+
+
+def set_pinned_limit_bytes(limit_bytes: int) -> None:
+    """How much host memory may be pinned."""
+    native.set_pinned_limit_bytes(limit_bytes)
+
+
+def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
+    """The limit as a fraction of the card's memory."""
+    native.set_limit_bytes(int(fraction * mem_get_info()[1]))
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    """Bytes that are free and bytes there are."""
+    return torch.accelerator.get_memory_info(device)
+
+
+# -- devices ----------------------------------------------------------------------------------------------------------
+
+
+def is_available() -> bool:
+    return True
+
+
+def is_initialized() -> bool:
+    return True
+
+
+def _is_in_bad_fork() -> bool:
+    return False
+
+
+def device_count() -> int:
+    return 1
+
+
+def current_device() -> int:
+    return 0
+
+
+def set_device(device: Any) -> None:
+    torch.accelerator.set_device_index(torch.device(device) if isinstance(device, str) else device)
+
+
+def device(device: Any) -> contextlib.AbstractContextManager[None]:
+    """Nothing to change: there is one device."""
+    return contextlib.nullcontext()
+
+
+def synchronize(device: Any = None) -> None:
+    torch.accelerator.synchronize()
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.bfloat16, torch.float16]
+
+
+# -- streams ----------------------------------------------------------------------------------------------------------
+
+
+def Stream(device: Any = None, priority: int = 0) -> torch.Stream:
+    return torch.Stream(device="sim", priority=priority)
+
+
+def Event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
+    return torch.Event(device="sim", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
+
+
+def current_stream(device: Any = None) -> torch.Stream:
+    return torch.accelerator.current_stream()
+
+
+def set_stream(stream: torch.Stream) -> None:
+    torch.accelerator.set_stream(stream)
+
+
+@contextlib.contextmanager
+def stream(stream: torch.Stream | None) -> Iterator[None]:
+    """Make a stream the current one within a block."""
+    if stream is None:
+        yield
+        return
+    before = current_stream()
+    set_stream(stream)
+    try:
+        yield
+    finally:
+        set_stream(before)
+
+
+# -- random numbers ---------------------------------------------------------------------------------------------------
+
+
+def manual_seed(seed: int) -> None:
+    native.default_generator().manual_seed(seed)
+
+
+def manual_seed_all(seed: int) -> None:
+    manual_seed(seed)
+
+
+def get_rng_state(device: Any = None) -> torch.Tensor:
+    return native.default_generator().get_state()
+
+
+def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+    native.default_generator().set_state(state)
