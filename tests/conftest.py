@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from .accelerator import load, why_not
+from .accelerator import load, prepare, why_not
 
 
 @pytest.fixture
@@ -22,6 +22,16 @@ def sim() -> Iterator[ModuleType]:
     device.reset()
 
 
+def needs_device(item: pytest.Item) -> bool:
+    return "sim" in getattr(item, "fixturenames", ())
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests on the simulated accelerator come last: once torch knows a device it knows it until the process ends."""
-    items.sort(key=lambda item: "sim" in getattr(item, "fixturenames", ()))
+    """Tests on the simulated accelerator come last: once torch has an accelerator it has it until the process ends."""
+    items.sort(key=needs_device)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Autograd has to meet the device before the first backward of the process."""
+    if any(map(needs_device, session.items)):
+        prepare()

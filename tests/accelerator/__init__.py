@@ -1,5 +1,7 @@
-"""A simulated accelerator: PyTorch tensors on the device type "sim", whose streams, events, caching allocator and pinned
-memory behave like CUDA's and whose kernels are the CPU's, so that a runtime for accelerators can be tested without one.
+"""A simulated accelerator, so that a runtime for accelerators can be tested without one.
+
+PyTorch tensors on the device type "sim": streams, events, caching allocator and pinned memory behave like CUDA's, and
+the kernels are the CPU's.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ _SOURCES = sorted((Path(__file__).parent / "csrc").glob("*.cpp"))
 def load() -> str | None:
     """Register the device with torch, built first if it has not been built yet.
 
+    Where the process has computed gradients before, the device cannot compute any: see `prepare`.
+
     Returns
     -------
     The name of the device type, or None where nothing can be built; `why_not()` has the reason then.
@@ -30,6 +34,12 @@ def load() -> str | None:
     RuntimeError: the compiler is there and does not accept the sources.
     """
     return None if why_not() else _register()
+
+
+def prepare() -> None:
+    """Build the device, and reserve autograd's thread for it, without making it torch's accelerator yet."""
+    if not why_not():
+        _build()
 
 
 @functools.cache
@@ -49,12 +59,14 @@ def _register() -> str:
     from . import device
 
     device.native = _build()
+    device.native.register_device()
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, device)
     torch.utils.generate_methods_for_privateuse1_backend()
     return NAME
 
 
+@functools.cache
 def _build() -> ModuleType:
     from torch.utils import cpp_extension
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ __all__ = [
 TOTAL_BYTES = 16 * 2**30
 NO_LIMIT = 2**62
 
-native: ModuleType  # the extension, set when it is loaded
+native: Any = None  # the extension, set when it is loaded
 
 
 # -- what tests set ---------------------------------------------------------------------------------------------------

@@ -132,6 +132,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 };
 
+// Autograd makes its threads for the devices that it finds at the first backward of the process, so the guard is there
+// from the moment the library is; the rest, which makes the device the accelerator of the process, when it is wanted.
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
 void register_device() {
@@ -144,8 +146,8 @@ void register_device() {
 } // namespace sim
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  sim::register_device();
   const auto without_gil = pybind11::call_guard<pybind11::gil_scoped_release>();
+  module.def("register_device", &sim::register_device);
   module.def("set_delays", &sim::set_delays, without_gil);
   module.def("set_total_bytes", &sim::set_total_bytes);
   module.def("set_limit_bytes", &sim::set_limit_bytes);
