@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from .problem import Block, Group, Option, Output, Problem, Rates, Shared, TensorSize, Value
 
 LOSS_BYTES = 4
+# Values as large as the largest saved one that a block's first gradients are made from, and its last ones.
+_FIRST, _LAST = 2, 3
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,21 @@ class _Saved:
 
 @dataclass(frozen=True)
 class _Part:
-    """One block before its options: parameters by elements, seconds of its forward, what it saves."""
+    """One block before its options: parameters by elements, seconds of its forward, what it saves and what it makes.
+
+    Parameters
+    ----------
+    made_bytes: the value for the next block, or the loss. grad_bytes: of its gradient. output_bytes: the logits, which
+        the user holds and the next block reads.
+    """
 
     name: str
     params: dict[str, int]
     forward_s: float
     saved: tuple[_Saved, ...]
-    logits_bytes: int = 0
+    made_bytes: int
+    grad_bytes: int
+    output_bytes: int = 0
 
 
 def llama(
@@ -87,11 +97,14 @@ def llama(
     iteration_s: float | None = None,
     activation_bytes: int | None = None,
 ) -> Problem:
-    """The problem of training a Llama-like decoder: embedding, layers, output embedding with its loss.
+    """The problem of training a Llama-like decoder: embedding, layers, output embedding, loss.
+
+    The logits are an output. A block needs about as much memory as one captured from the model does, and no less.
 
     Parameters
     ----------
-    whole_layers: one block per layer instead of one for attention and one for the MLP.
+    whole_layers: one block per layer instead of one for attention and one for the MLP; one for output embedding and
+        loss.
     iteration_s: seconds of forward, backward and device updates when everything fits, to which the computes are
         scaled; as the speeds say if None.
     activation_bytes: what all forwards save together, to which it is scaled; as the shape says if None.
@@ -109,17 +122,14 @@ def llama(
             raise ValueError(f"iteration_s is {iteration_s}; the device updates alone take longer")
         parts = [_slower(part, scale) for part in parts]
     n = len(parts)
-    interface = shape.tokens * shape.hidden * precision.activation_bytes
-    values = tuple(
-        Value(f"h{i}", interface, i, (i + 1, 2 * n - 2 - i), interface, (2 * n - 2 - i,)) for i in range(n - 1)
-    )
     batch_bytes = shape.tokens * 8
+    outputs = [Output("logits", part.output_bytes, i) for i, part in enumerate(parts) if part.output_bytes]
     return Problem(
-        blocks=_blocks(parts, interface, precision, shape.tied),
+        blocks=_blocks(parts, precision, shape.tied),
         groups=_groups(parts, shape, speeds, precision),
-        values=values,
+        values=tuple(_value(part, i, n) for i, part in enumerate(parts[:-1])),
         shared=(Shared("batch", batch_bytes, 2 * n - 1),),
-        outputs=(Output("loss", LOSS_BYTES, n - 1, LOSS_BYTES),),
+        outputs=(*outputs, Output("loss", LOSS_BYTES, n - 1, LOSS_BYTES)),
         rates=speeds.rates,
         device_budget_bytes=device_budget_bytes,
         host_budget_bytes=host_budget_bytes,
@@ -129,26 +139,29 @@ def llama(
 
 
 def _parts(shape: Shape, speeds: Speeds, precision: Precision, whole_layers: bool) -> list[_Part]:
-    embedding = _Part("embedding", {"embedding": shape.vocab * shape.hidden}, _moved_s(shape, speeds, precision, 1), ())
-    parts = [embedding]
+    hidden_bytes = shape.tokens * shape.hidden * precision.activation_bytes
+    table = {"embedding": shape.vocab * shape.hidden}
+    parts = [_Part("embedding", table, _moved_s(shape, speeds, precision, 1), (), hidden_bytes, hidden_bytes)]
     for i in range(shape.layers):
         attention, mlp = _attention(i, shape, speeds, precision), _mlp(i, shape, speeds, precision)
-        if whole_layers:
-            both = _Part(
-                f"layer{i}",
-                attention.params | mlp.params,
-                attention.forward_s + mlp.forward_s,
-                attention.saved + mlp.saved,
-            )
-            parts.append(both)
-        else:
-            parts += [attention, mlp]
-    logits = shape.tokens * shape.vocab
-    seconds = 2 * logits * shape.hidden / speeds.flops_per_s
-    saved = (_Saved(logits * precision.activation_bytes, seconds),)
+        parts += [_joined(f"layer{i}", attention, mlp)] if whole_layers else [attention, mlp]
+    logits = _product(shape, speeds, precision, shape.hidden, shape.vocab)
     head = {} if shape.tied else {"head": shape.vocab * shape.hidden}
-    parts.append(_Part("head", head, seconds, saved, logits * precision.activation_bytes))
-    return parts
+    product = _Part("head", head, logits.seconds, (), 0, logits.bytes, logits.bytes)
+    log_likely = _moved(shape, speeds, precision, shape.vocab)
+    loss = _Part("loss", {}, log_likely.seconds, (log_likely,), LOSS_BYTES, LOSS_BYTES)
+    return [*parts, _joined("head", product, loss)] if whole_layers else [*parts, product, loss]
+
+
+def _joined(name: str, first: _Part, second: _Part) -> _Part:
+    forward_s, saved = first.forward_s + second.forward_s, first.saved + second.saved
+    made = second.made_bytes, second.grad_bytes, first.output_bytes
+    return _Part(name, first.params | second.params, forward_s, saved, *made)
+
+
+def _value(part: _Part, i: int, n: int) -> Value:
+    backward = 2 * n - 2 - i
+    return Value(f"h{i}", part.made_bytes, i, (i + 1, backward), part.grad_bytes, (backward,))
 
 
 def _moved_s(shape: Shape, speeds: Speeds, precision: Precision, widths: float) -> float:
@@ -177,7 +190,7 @@ def _attention(i: int, shape: Shape, speeds: Speeds, precision: Precision) -> _P
     saved: tuple[_Saved, ...] = (_moved(*how, h), _moved(*how, h), query, key, value, _moved(*how, h + kv), mixed)
     saved += (scores, scores) if scores.bytes else ()
     params = {f"{i}.q": h * h, f"{i}.k": h * kv, f"{i}.v": h * kv, f"{i}.o": h * h}
-    return _Part(f"attention{i}", params, sum(s.seconds for s in saved) + out.seconds, saved)
+    return _Part(f"attention{i}", params, sum(s.seconds for s in saved) + out.seconds, saved, out.bytes, out.bytes)
 
 
 def _mlp(i: int, shape: Shape, speeds: Speeds, precision: Precision) -> _Part:
@@ -187,7 +200,7 @@ def _mlp(i: int, shape: Shape, speeds: Speeds, precision: Precision) -> _Part:
     saved = (_moved(*how, h), _moved(*how, h), *inner)
     names = ("gate", "up", "down") if shape.gated else ("up", "down")
     params = {f"{i}.{name}": h * wide for name in names}
-    return _Part(f"mlp{i}", params, sum(s.seconds for s in saved) + down.seconds, saved)
+    return _Part(f"mlp{i}", params, sum(s.seconds for s in saved) + down.seconds, saved, down.bytes, down.bytes)
 
 
 def _slower(part: _Part, scale: float) -> _Part:
@@ -195,35 +208,42 @@ def _slower(part: _Part, scale: float) -> _Part:
     return replace(part, forward_s=part.forward_s * scale, saved=saved)
 
 
-def _blocks(parts: list[_Part], interface: int, precision: Precision, tied: bool) -> tuple[Block, ...]:
+def _blocks(parts: list[_Part], precision: Precision, tied: bool) -> tuple[Block, ...]:
     blocks = []
     for i, part in enumerate(parts):
-        made = interface if i < len(parts) - 1 else LOSS_BYTES
         # The head makes a tied embedding's gradient, the embedding adds to it.
-        made_here = parts[0].params if tied and i == len(parts) - 1 else part.params
-        grads = sum(made_here.values()) * precision.grad_bytes
-        workspace = max((s.bytes for s in part.saved), default=0) + part.logits_bytes
-        arrives = made + (interface if i else 0) + grads + workspace
-        blocks.append(Block(part.name, _options(part, made + workspace, arrives)))
+        made_here = parts[0].params if tied and part.output_bytes else part.params
+        grads = sum(made_here.values()) * precision.grad_bytes + (parts[i - 1].grad_bytes if i else 0)
+        total = sum(s.bytes for s in part.saved)
+        largest = max((s.bytes for s in part.saved), default=0)
+        forward = total + part.made_bytes + part.output_bytes + largest
+        # A backward holds most when it begins, with all that was saved, or when it ends, with all gradients made.
+        backward = part.grad_bytes + max(total + _FIRST * largest, grads + _LAST * largest)
+        blocks.append(Block(part.name, _options(part, forward, backward, i < len(parts) - 1)))
     return tuple(blocks)
 
 
-def _options(part: _Part, forward_bytes: int, backward_bytes: int) -> tuple[Option, ...]:
-    """Keep everything; recompute ever more, cheapest per byte first; offload what is left where recomputing is dear."""
+def _options(part: _Part, forward_bytes: int, backward_bytes: int, may_offload: bool) -> tuple[Option, ...]:
+    """Keep everything; recompute ever more, cheapest per byte first; offload what is left where recomputing is dear.
+
+    Parameters
+    ----------
+    forward_bytes, backward_bytes: the peaks. may_offload: not if the block's backward follows its forward at once.
+    """
     order = sorted(range(len(part.saved)), key=lambda k: part.saved[k].seconds / max(part.saved[k].bytes, 1))
     total = sum(s.bytes for s in part.saved)
     cuts = sorted({0, len(order) // 2, 3 * len(order) // 4, len(order)})
+    peaks = (forward_bytes, backward_bytes)
     options = []
     for cut in cuts:
         again = [part.saved[k] for k in order[:cut]]
         seconds = sum(s.seconds for s in again)
         rest = total - sum(s.bytes for s in again)
         back_s = 2 * part.forward_s + seconds
-        peaks = (total + forward_bytes, total + backward_bytes)
         options.append(
             Option(f"recompute {cut} of {len(order)}" if cut else "keep", rest, 0, part.forward_s, back_s, *peaks)
         )
-        if rest and not part.logits_bytes:
+        if rest and may_offload:
             half = rest // 2
             options.append(Option(f"offload half, recompute {cut}", rest - half, half, part.forward_s, back_s, *peaks))
             options.append(Option(f"offload, recompute {cut}", 0, rest, part.forward_s, back_s, *peaks))
@@ -232,12 +252,13 @@ def _options(part: _Part, forward_bytes: int, backward_bytes: int) -> tuple[Opti
 
 def _groups(parts: list[_Part], shape: Shape, speeds: Speeds, precision: Precision) -> tuple[Group, ...]:
     last = 2 * len(parts) - 1
+    head = next(i for i, part in enumerate(parts) if part.output_bytes)
     groups = []
     for i, part in enumerate(parts):
         if not part.params:
             continue
         tied = shape.tied and i == 0
-        uses: tuple[int, ...] = (0, len(parts) - 1, last - len(parts) + 1, last) if tied else (i, last - i)
+        uses: tuple[int, ...] = (0, head, last - head, last) if tied else (i, last - i)
         if i == 0 and not tied:
             uses = (0,)  # the embedding's backward does not read it
         tensors = tuple(
@@ -250,7 +271,7 @@ def _groups(parts: list[_Part], shape: Shape, speeds: Speeds, precision: Precisi
                 part.name,
                 tensors,
                 uses,
-                (last - len(parts) + 1, last) if tied else (last - i,),
+                (last - head, last) if tied else (last - i,),
                 size / speeds.cpu_update_bytes_per_s,
                 size / speeds.device_update_bytes_per_s,
             )

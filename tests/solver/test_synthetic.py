@@ -17,7 +17,7 @@ SPEEDS = Speeds(1e11, 1e10, 1e9, 1e10, Rates(2e9, 2e9, 4e9))
 @pytest.mark.parametrize("whole_layers", [False, True])
 def test_sizes_and_seconds(whole_layers: bool) -> None:
     problem = llama(SHAPE, SPEEDS, 10**12, 10**12, whole_layers=whole_layers, iteration_s=0.5, activation_bytes=10**7)
-    assert problem.n_blocks == (6 if whole_layers else 10)
+    assert problem.n_blocks == (6 if whole_layers else 11)
     elements = 2 * 1000 * 256 + 4 * (4 * 256 * 256 + 3 * 256 * 688)
     assert sum(g.param_bytes for g in problem.groups) == 4 * elements
     assert sum(g.state_bytes for g in problem.groups) == 8 * elements
@@ -28,7 +28,7 @@ def test_sizes_and_seconds(whole_layers: bool) -> None:
 def test_tied_and_narrow() -> None:
     shape = replace(SHAPE, tied=True, kv_hidden=64, gated=False, attention_heads=4)
     problem = llama(shape, SPEEDS, 10**12, 10**12, precision=Precision(2, 2, 12, 2))
-    assert problem.groups[0].uses == (0, 9, 10, 19)
+    assert problem.groups[0].uses == (0, 9, 12, 21)
     assert plan(problem).schedule is not None
 
 
