@@ -7,6 +7,7 @@ the kernels are the CPU's.
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import shutil
 import sys
@@ -70,9 +71,10 @@ def _register() -> str:
 def _build() -> ModuleType:
     from torch.utils import cpp_extension
 
-    # One folder for each torch and interpreter: objects are not compatible between them.
-    version = f"{torch.__version__}-{sys.implementation.cache_tag}".replace("+", "-")
-    folder = Path(cpp_extension.get_default_build_root()) / f"offmate-{NAME}-{version}"
+    # One folder for each torch, interpreter and state of the sources: checkouts do not disturb each other.
+    texts = b"".join(path.read_bytes() for path in sorted(_SOURCES[0].parent.iterdir()))
+    version = f"{torch.__version__}-{sys.implementation.cache_tag}-{hashlib.sha256(texts).hexdigest()[:12]}"
+    folder = Path(cpp_extension.get_default_build_root()) / f"offmate-{NAME}-{version}".replace("+", "-")
     folder.mkdir(parents=True, exist_ok=True)
     return cpp_extension.load(
         name="offmate_simulated_accelerator",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.accelerator.memory import (
     empty_cache,
+    empty_host_cache,
     max_memory_allocated,
     max_memory_reserved,
     memory_allocated,
@@ -20,6 +22,7 @@ from torch.accelerator.memory import (
 
 __all__ = [
     "empty_cache",
+    "empty_host_cache",
     "max_memory_allocated",
     "max_memory_reserved",
     "memory_allocated",
@@ -45,12 +48,27 @@ def reset() -> None:
     set_pinned_limit_bytes(NO_LIMIT)
     set_total_bytes(TOTAL_BYTES)
     empty_cache()
+    empty_host_cache()
     reset_peak_memory_stats()
+    reset_accumulated_memory_stats()
 
 
 def set_delays(seed: int, max_us: int) -> None:
-    """Precede every copy and event by a random delay of at most `max_us` microseconds; 0 turns delays off."""
+    """Precede every kernel, copy and event by a random delay of at most `max_us` microseconds; 0 turns delays off.
+
+    With delays on, kernels run when their stream comes to them, beside the host; without, the host waits for each.
+    """
     native.set_delays(seed, max_us)
+
+
+@contextlib.contextmanager
+def held(stream: torch.Stream) -> Iterator[None]:
+    """A stream that stands still within a block: what is put on it meanwhile is done after the block."""
+    let_go = native.hold(stream.stream_id)
+    try:
+        yield
+    finally:
+        let_go()
 
 
 def set_limit_bytes(limit_bytes: int) -> None:
@@ -95,6 +113,14 @@ def _is_in_bad_fork() -> bool:
 
 def device_count() -> int:
     return 1
+
+
+def get_device_name(device: Any = None) -> str:
+    return "simulated accelerator"
+
+
+def get_device_properties(device: Any = None) -> SimpleNamespace:
+    return SimpleNamespace(name=get_device_name(), total_memory=mem_get_info()[1])
 
 
 def current_device() -> int:

@@ -105,3 +105,179 @@ def test_the_device_draws_from_its_own_generator(sim: ModuleType) -> None:
         inside = torch.nn.functional.dropout(torch.ones(DIM, device="sim"))
     assert torch.equal(inside, torch.nn.functional.dropout(torch.ones(DIM, device="sim")))
     assert not torch.equal(inside, torch.nn.functional.dropout(torch.ones(DIM, device="sim")))
+
+
+# -- what goes wrong on a device goes wrong here ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def late(sim: ModuleType) -> ModuleType:
+    """Kernels run when their stream comes to them."""
+    sim.set_delays(0, 1)
+    return sim
+
+
+def compute_stream() -> torch.Stream:
+    return torch.accelerator.current_stream()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_result_that_leaves_before_it_is_computed(late: ModuleType, waits: bool) -> None:
+    device, back = torch.ones(DIM, device="sim"), torch.zeros(DIM, pin_memory=True)
+    send = torch.Stream(device="sim")
+    torch.accelerator.synchronize()
+    with late.held(compute_stream()):
+        device.mul_(2)
+        if waits:
+            send.wait_event(compute_stream().record_event())
+        with send:
+            back.copy_(device, non_blocking=True)
+        if not waits:
+            send.synchronize()
+    torch.accelerator.synchronize()
+    assert bool((back == 2).all()) is waits
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_argument_that_is_overwritten_before_it_is_read(late: ModuleType, waits: bool) -> None:
+    weight, host = torch.ones(DIM, device="sim"), torch.zeros(DIM, pin_memory=True)
+    bring = torch.Stream(device="sim")
+    torch.accelerator.synchronize()
+    with late.held(compute_stream()):
+        result = weight + 1
+        if waits:
+            bring.wait_event(compute_stream().record_event())
+        with bring:
+            weight.copy_(host, non_blocking=True)
+        if not waits:
+            bring.synchronize()
+    torch.accelerator.synchronize()
+    assert bool((result == 2).all()) is waits
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_memory_that_is_freed_before_its_copy_has_read_it(sim: ModuleType, waits: bool) -> None:
+    device, back = torch.ones(DIM, device="sim"), torch.zeros(DIM, pin_memory=True)
+    send = torch.Stream(device="sim")
+    with sim.held(send):
+        with send:
+            back.copy_(device, non_blocking=True)
+        if waits:
+            compute_stream().wait_event(send.record_event())
+        del device
+        if not waits:
+            compute_stream().synchronize()
+    torch.accelerator.synchronize()
+    assert bool((back == 1).all()) is waits
+    assert waits or back.isnan().all()
+
+
+def test_a_kernel_that_fails_is_reported_by_whoever_waits(late: ModuleType) -> None:
+    table, indices = torch.zeros(3, DIM, device="sim"), torch.tensor([7], device="sim")
+    with pytest.raises(IndexError):
+        torch.index_select(table, 0, indices)
+        torch.accelerator.synchronize()
+
+
+def test_memory_named_by_record_stream_is_not_used_before(sim: ModuleType) -> None:
+    device, other = torch.ones(DIM, device="sim"), torch.Stream(device="sim")
+    before = device.data_ptr()
+    with sim.held(other):
+        device.record_stream(other)
+        del device
+        assert torch.empty(DIM, device="sim").data_ptr() != before
+    other.synchronize()
+    assert torch.empty(DIM, device="sim").data_ptr() == before
+
+
+def test_pinned_memory_is_not_used_before_its_copy_has_read_it(sim: ModuleType) -> None:
+    device, host = torch.zeros(DIM, device="sim"), torch.ones(DIM, pin_memory=True)
+    before = host.data_ptr()
+    with sim.held(compute_stream()):
+        device.copy_(host, non_blocking=True)
+        del host
+        other = torch.empty(DIM, pin_memory=True)
+        assert other.data_ptr() != before
+    torch.accelerator.synchronize()
+    assert torch.empty(DIM, pin_memory=True).data_ptr() == before
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+KIB, MIB = 2**10, 2**20
+
+
+def reserve(size_bytes: int) -> torch.Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8, device="sim")
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "allocated_bytes", "reserved_bytes"),
+    [
+        (1, 512, 2 * MIB),
+        (513, KIB, 2 * MIB),
+        (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB, 10 * MIB),
+        (11 * MIB, 12 * MIB, 12 * MIB),  # the rest of a large segment is split off only if it is larger than a MiB
+        (12 * MIB + 512, 12 * MIB + 512, 14 * MIB),
+    ],
+)
+def test_sizes_are_rounded_as_on_cuda(
+    sim: ModuleType, size_bytes: int, allocated_bytes: int, reserved_bytes: int
+) -> None:
+    held = reserve(size_bytes)
+    assert (sim.memory_allocated(), sim.memory_reserved()) == (allocated_bytes, reserved_bytes), held.shape
+
+
+def test_the_smallest_block_that_fits_is_used_and_neighbours_merge(sim: ModuleType) -> None:
+    blocks = [reserve(size * MIB) for size in (2, 4, 2, 3, 2)]
+    addresses = [block.data_ptr() for block in blocks]
+    assert sim.memory_reserved() == 20 * MIB
+    blocks[1] = blocks[3] = torch.empty(0)
+    small = reserve(3 * MIB)
+    assert small.data_ptr() == addresses[3]
+    del small
+    blocks[2] = torch.empty(0)  # joins 4 + 2 + 3
+    large = reserve(9 * MIB)
+    assert large.data_ptr() == addresses[1]
+    assert sim.memory_reserved() == 20 * MIB
+
+
+def test_streams_have_memory_of_their_own(sim: ModuleType) -> None:
+    held = reserve(KIB)
+    with torch.Stream(device="sim"):
+        other = reserve(KIB)
+    assert sim.memory_reserved() == 4 * MIB, (held.shape, other.shape)
+
+
+def test_a_limit_gives_cached_memory_back_and_then_refuses(sim: ModuleType) -> None:
+    sim.set_limit_bytes(32 * MIB)
+    del_me = reserve(24 * MIB)
+    del del_me
+    assert sim.memory_reserved() == 24 * MIB
+    held = reserve(30 * MIB)  # the cached segment makes room
+    assert sim.memory_reserved() == 30 * MIB == sim.max_memory_reserved()
+    with pytest.raises(torch.OutOfMemoryError, match=r"may reserve 32\.00 MiB"):
+        reserve(10 * MIB)
+    assert sim.memory_stats()["num_ooms"] == 1
+    del held
+    sim.empty_cache()
+    assert sim.memory_reserved() == 0 == sim.memory_allocated()
+
+
+def test_the_fraction_is_of_the_whole_card(sim: ModuleType) -> None:
+    sim.set_total_bytes(64 * MIB)
+    sim.set_per_process_memory_fraction(0.25)
+    held = reserve(16 * MIB)
+    assert sim.mem_get_info() == (48 * MIB, 64 * MIB), held.shape
+    with pytest.raises(torch.OutOfMemoryError):
+        reserve(1)
+
+
+def test_host_memory_that_may_not_be_pinned_is_refused(sim: ModuleType) -> None:
+    sim.set_pinned_limit_bytes(2 * MIB)
+    torch.empty(MIB + 1, dtype=torch.uint8, pin_memory=True)  # pinned in powers of two
+    with pytest.raises(RuntimeError, match="cannot pin"):
+        torch.empty(4 * MIB, dtype=torch.uint8, pin_memory=True)

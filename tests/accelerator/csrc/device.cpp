@@ -5,6 +5,7 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 
 namespace sim {
@@ -149,6 +150,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   const auto without_gil = pybind11::call_guard<pybind11::gil_scoped_release>();
   module.def("register_device", &sim::register_device);
   module.def("set_delays", &sim::set_delays, without_gil);
+  module.def("hold", &sim::hold);
   module.def("set_total_bytes", &sim::set_total_bytes);
   module.def("set_limit_bytes", &sim::set_limit_bytes);
   module.def("set_pinned_limit_bytes", &sim::set_pinned_limit_bytes);

@@ -2,11 +2,15 @@
 #include "generator.h"
 #include "views.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <cstring>
+#include <memory>
 #include <optional>
 #include <string_view>
 #include <unordered_set>
@@ -98,7 +102,7 @@ class Call {
  public:
   Call(const c10::OperatorHandle& op, c10::ArrayRef<IValue> arguments) : op_(op), originals_(arguments.vec()) {
     for (const auto& argument : arguments) {
-      stack_.push_back(on_cpu(argument));
+      inputs_.push_back(on_cpu(argument));
     }
   }
 
@@ -109,18 +113,95 @@ class Call {
       draws.emplace();
     }
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack_);
+    results_ = inputs_;
+    op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &results_);
   }
 
-  void return_to(torch::jit::Stack* stack) {
+  // Pushes the results; tensors that are new get device memory, whose filling is left to `fill`.
+  std::vector<void*> allocate_results(torch::jit::Stack* stack) {
     views_.resize_originals();
-    const auto& returns = op_.schema().returns();
-    for (size_t i = 0; i < returns.size(); ++i) {
-      stack->push_back(returned(returns[i], stack_[i]));
+    std::vector<void*> targets;
+    for (size_t i = 0; i < results_.size(); ++i) {
+      if (const auto* original = written(op_.schema().returns()[i])) {
+        stack->push_back(*original);
+        results_[i] = IValue();
+        continue;
+      }
+      stack->push_back(map_tensors(results_[i], [&](const at::Tensor& host) {
+        const auto [tensor, is_new] = views_.to_device(host);
+        targets.push_back(is_new ? tensor.mutable_data_ptr() : nullptr);
+        return tensor;
+      }));
+    }
+    return targets;
+  }
+
+  void fill(const std::vector<void*>& targets) const {
+    size_t next = 0;
+    for (const auto& result : results_) {
+      for_each_tensor(result, [&](const at::Tensor& host) {
+        if (void* target = targets[next++]) {
+          std::memcpy(target, host.const_data_ptr(), extent_bytes(host));
+        }
+      });
     }
   }
 
+  // Whether all that it returns is what it was given to write to, of the right size already.
+  bool only_writes() const {
+    const auto& returns = op_.schema().returns();
+    bool sized = true;
+    for (size_t i = 0; i < originals_.size(); ++i) {
+      if (is_written(op_.schema().arguments()[i])) {
+        for_each_tensor(originals_[i], [&](const at::Tensor& tensor) { sized &= tensor.numel() > 0; });
+      }
+    }
+    return sized && !op_.hasTag(at::Tag::nondeterministic_seeded) &&
+        std::all_of(returns.begin(), returns.end(), [this](const auto& one) { return written(one) != nullptr; });
+  }
+
+  // Whether running it again changes nothing. Batch norms write to their statistics without saying so.
+  bool repeatable() const {
+    const auto& arguments = op_.schema().arguments();
+    return !op_.hasTag(at::Tag::nondeterministic_seeded) &&
+        op_.schema().name().find("batch_norm") == std::string::npos &&
+        std::none_of(arguments.begin(), arguments.end(), is_written);
+  }
+
+  void push_originals(torch::jit::Stack* stack) const {
+    for (const auto& one : op_.schema().returns()) {
+      stack->push_back(*written(one));
+    }
+  }
+
+  // Where the arguments lie: a kernel that resizes one moves it.
+  std::vector<std::pair<const void*, int64_t>> memory() const {
+    std::vector<std::pair<const void*, int64_t>> places;
+    for (const auto& input : inputs_) {
+      for_each_tensor(input, [&](const at::Tensor& host) {
+        if (host.defined()) {
+          places.emplace_back(host.const_data_ptr(), host.numel());
+        }
+      });
+    }
+    return places;
+  }
+
+  const std::string& name() const {
+    return op_.schema().name();
+  }
+
+  // Before it goes to a stream's thread: what waits there keeps no device memory alive.
+  void detach() {
+    originals_.clear();
+    views_ = {};
+  }
+
  private:
+  static bool is_written(const c10::Argument& declared) {
+    return declared.alias_info() && declared.alias_info()->isWrite();
+  }
+
   IValue on_cpu(const IValue& argument) {
     if (argument.isDevice() && argument.toDevice().type() == kDevice) {
       return c10::Device(c10::kCPU);
@@ -128,38 +209,92 @@ class Call {
     if (argument.isGenerator() && argument.toGenerator().defined()) {
       return cpu_generator(argument.toGenerator());
     }
-    return map_tensors(argument, [this](const at::Tensor& tensor) { return views_.of(tensor); });
+    return map_tensors(argument, [this](const at::Tensor& tensor) {
+      return on_device(tensor) || !tensor.defined() || !delays_are_on() ? views_.of(tensor) : as_it_is_now(tensor);
+    });
   }
 
-  // What a kernel writes to and returns is the very argument that it was given.
-  IValue returned(const c10::Argument& declared, const IValue& result) const {
-    if (const auto* alias = declared.alias_info(); alias && alias->isWrite()) {
-      const auto& arguments = op_.schema().arguments();
-      for (size_t i = 0; i < arguments.size(); ++i) {
-        const auto* of = arguments[i].alias_info();
-        if (of && of->beforeSets() == alias->beforeSets()) {
-          return originals_[i];
-        }
+  static at::Tensor as_it_is_now(const at::Tensor& host) {
+    auto kept = host.clone();
+    if (host.unsafeGetTensorImpl()->is_wrapped_number()) {
+      kept.unsafeGetTensorImpl()->set_wrapped_number(true);
+    }
+    return kept;
+  }
+
+  // The argument that is returned as this result, if it is one that was given to be written to.
+  const IValue* written(const c10::Argument& result) const {
+    const auto& arguments = op_.schema().arguments();
+    for (size_t i = 0; is_written(result) && i < arguments.size(); ++i) {
+      const auto* alias = arguments[i].alias_info();
+      if (alias && alias->beforeSets() == result.alias_info()->beforeSets()) {
+        return &originals_[i];
       }
     }
-    return map_tensors(result, [this](const at::Tensor& tensor) { return views_.to_device(tensor); });
+    return nullptr;
   }
 
-  const c10::OperatorHandle& op_;
+  c10::OperatorHandle op_;
   std::vector<IValue> originals_;
   Views views_;
-  torch::jit::Stack stack_;
+  torch::jit::Stack inputs_;
+  torch::jit::Stack results_;
 };
+
+// Kernels on a stream's thread compute with as many threads as the caller's would: bits depend on the number.
+Task with_threads_of_caller(Task task) {
+  return [n_threads = at::get_num_threads(), task = std::move(task)] {
+    if (at::get_num_threads() != n_threads) {
+      at::set_num_threads(n_threads);
+    }
+    task();
+  };
+}
+
+void run_now(Call& call, torch::jit::Stack* stack) {
+  current_stream().synchronize();
+  call.run();
+  call.fill(call.allocate_results(stack));
+}
+
+// Where delays are on, a kernel runs when its stream comes to it, as on a real device, so that whoever reads its
+// results too early, or overwrites its arguments too early, is found out. New results have to be computed at once to
+// know their shapes: they are computed a second time on the stream, or where this is not possible only delivered there.
+void run_late(std::shared_ptr<Call> call, torch::jit::Stack* stack) {
+  auto& on = current_stream();
+  if (call->only_writes()) {
+    call->push_originals(stack);
+    call->detach();
+    on.submit_late(with_threads_of_caller([call, memory = call->memory()] {
+      call->run();
+      TORCH_CHECK(memory == call->memory(), call->name(), ": `out` of another shape than the result, with delays on");
+    }));
+    return;
+  }
+  on.synchronize();
+  call->run();
+  const auto targets = call->allocate_results(stack);
+  const bool again = call->repeatable();
+  call->detach();
+  on.submit_late(with_threads_of_caller([call, targets, again] {
+    if (again) {
+      call->run();
+    }
+    call->fill(targets);
+  }));
+}
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const size_t n_arguments = op.schema().arguments().size();
   const auto arguments = torch::jit::last(*stack, n_arguments);
   check_devices(op, arguments);
-  Call call(op, arguments);
+  auto call = std::make_shared<Call>(op, arguments);
   torch::jit::drop(*stack, n_arguments);
-  current_stream().synchronize();
-  call.run();
-  call.return_to(stack);
+  if (delays_are_on()) {
+    run_late(std::move(call), stack);
+  } else {
+    run_now(*call, stack);
+  }
 }
 
 } // namespace

@@ -6,6 +6,7 @@
 #include <array>
 #include <atomic>
 #include <exception>
+#include <future>
 #include <random>
 #include <thread>
 
@@ -175,6 +176,12 @@ void set_delays(uint64_t seed, int64_t max_us) {
 
 bool delays_are_on() {
   return max_delay_us > 0;
+}
+
+std::function<void()> hold(c10::StreamId id) {
+  const auto gate = std::make_shared<std::promise<void>>();
+  stream(id).submit([opened = gate->get_future().share()] { opened.wait(); });
+  return [gate] { gate->set_value(); };
 }
 
 void Event::State::wait_for(uint64_t version) {

@@ -61,6 +61,9 @@ void settle_device();
 void set_delays(uint64_t seed, int64_t max_us);
 bool delays_are_on();
 
+// Stops a stream at what has been submitted until now; the function returned lets it go on.
+std::function<void()> hold(c10::StreamId id);
+
 // The completion of what was on a stream when it was last recorded. Copies share the state.
 class Event {
  public:

@@ -41,14 +41,17 @@ at::Tensor cpu_view(const at::Tensor& tensor) {
   return tensor_on(host_storage_at(storage.mutable_data(), storage.nbytes()), c10::DispatchKey::CPU, tensor);
 }
 
+size_t extent_bytes(const at::Tensor& tensor) {
+  return at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.dtype().itemsize());
+}
+
 const c10::Storage& Views::host_storage(const c10::Storage& storage) {
   for (const auto& one : shared_) {
     if (one.device.is_alias_of(storage)) {
       return one.host;
     }
   }
-  void* data = storage.mutable_data();
-  shared_.push_back({storage, host_storage_at(data, storage.nbytes()), data});
+  shared_.push_back({storage, host_storage_at(storage.mutable_data(), storage.nbytes())});
   return shared_.back().host;
 }
 
@@ -61,20 +64,16 @@ at::Tensor Views::of(const at::Tensor& tensor) {
   return host;
 }
 
-at::Tensor Views::to_device(const at::Tensor& result) const {
+std::pair<at::Tensor, bool> Views::to_device(const at::Tensor& result) const {
   if (!result.defined()) {
-    return result;
+    return {result, false};
   }
   for (const auto& one : shared_) {
     if (one.host.is_alias_of(result.storage())) {
-      return tensor_on(one.device, c10::DispatchKey::PrivateUse1, result);
+      return {tensor_on(one.device, c10::DispatchKey::PrivateUse1, result), false};
     }
   }
-  auto moved = at::empty_strided(result.sizes(), result.strides(), result.options().device(kDevice));
-  if (result.numel() > 0) {
-    std::memcpy(moved.mutable_data_ptr(), result.const_data_ptr(), moved.storage().nbytes());
-  }
-  return moved;
+  return {at::empty_strided(result.sizes(), result.strides(), result.options().device(kDevice)), true};
 }
 
 void Views::resize_originals() const {

@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <utility>
 #include <vector>
 
 namespace sim {
@@ -13,14 +14,18 @@ bool on_device(const at::Tensor& tensor);
 
 at::Tensor cpu_view(const at::Tensor& tensor);
 
+// From a tensor's first element to its last.
+size_t extent_bytes(const at::Tensor& tensor);
+
 // CPU tensors for the arguments of one call: tensors that share storage there share it here.
 class Views {
  public:
   // A tensor of the host, or an undefined one, is its own view.
   at::Tensor of(const at::Tensor& tensor);
 
-  // What a kernel returned, as a tensor of the device: a view of an argument's storage, or new memory.
-  at::Tensor to_device(const at::Tensor& result) const;
+  // What a kernel returned, as a tensor of the device: a view of an argument's storage, or new memory (true) that has
+  // to be filled yet.
+  std::pair<at::Tensor, bool> to_device(const at::Tensor& result) const;
 
   // Arguments that a kernel has resized (`out=` of another shape) follow.
   void resize_originals() const;
@@ -29,7 +34,6 @@ class Views {
   struct Shared {
     c10::Storage device;
     c10::Storage host;
-    void* data;
   };
   struct Pair {
     at::Tensor device;
