@@ -14,7 +14,8 @@ from .batch_size import batch_size_of, check_batch_size, fastest_batch_size, pla
 from .caches import without_cache
 from .checks import check_model
 from .config import Config
-from .errors import DeviceError, OffmateError
+from .devices import accelerator, check_budget, default_budget_bytes, device_kind, rng_untouched
+from .errors import OffmateError
 from .fake import is_without_memory
 from .hardware import Hardware, load
 from .hardware import names as names_of_hardware
@@ -62,7 +63,7 @@ def compile(
         would; infinity only measures it (`model.offmate.grad_norm`). Needs optimizer=.
     accumulation_steps: how many forwards and backwards make one optimizer step. Fewer before a step work, but that
         update then waits for the host. Needs optimizer=; without one, gradients add up in `.grad` as usual.
-    device: "cuda", "cuda:1" or "emulated".
+    device: "cuda", "cuda:1" or "emulated"; None takes a card where there is one.
     cpu_budget: host bytes; None or "auto" takes what is available to this process, less a margin.
     plan: one that `offmate.plan` or `offmate.load_plan` returned.
     config: settings of planning.
@@ -136,7 +137,8 @@ def plan(
         model.train()
     kwargs = without_cache(model, kwargs)
     try:
-        with planning_progress() as say, torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        where = accelerator(request.device) if machine is None else None
+        with planning_progress() as say, torch.enable_grad(), rng_untouched(where):
             return _sized(model, (args, kwargs), batch_size, request, updater, machine, say)
     finally:
         for module, mode in modes.items():
@@ -233,19 +235,6 @@ def _request(
     if plan is not None and gpu_budget == "auto":
         budget = plan.budget_bytes
     else:
-        budget = default_host_budget_bytes() // 2 if gpu_budget == "auto" else parse_bytes(gpu_budget)
+        budget = default_budget_bytes(kind) if gpu_budget == "auto" else parse_bytes(gpu_budget)
+    check_budget(kind, budget)
     return Request(budget, host, kind, config, automatic_host=automatic)
-
-
-def device_kind(device: str | torch.device | None) -> str:
-    """The kind of a device that a user names. Raises: DeviceError if there is none such here."""
-    if device is None:
-        log.info("device: emulated (the CPU plays the device)")
-        return "emulated"
-    name = str(device)
-    if name == "emulated":
-        return name
-    if name.startswith("cuda"):
-        here = "" if torch.cuda.is_available() else ", and torch sees no CUDA device here"
-        raise DeviceError(f"device={name!r}: the CUDA runtime is not built yet{here}; use device='emulated'")
-    raise DeviceError(f"device={name!r} is not known; use 'emulated'")

@@ -18,7 +18,9 @@ from torch.utils import _pytree as pytree
 
 from . import decisions
 from .caches import caches_dropped
+from .devices import rng_untouched
 from .errors import CaptureError
+from .fake import fake_batch, faked
 
 log = logging.getLogger("offmate")
 
@@ -82,6 +84,7 @@ def capture(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     real: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    device: torch.device | None = None,
 ) -> Captured:
     """Export the model's forward for this batch and flatten it.
 
@@ -90,14 +93,15 @@ def capture(
     model: in the mode (train or eval) in which it will run.
     args, kwargs: one batch; only shapes, dtypes, Python values and the decisions of rule 1 are taken from it.
     real: the batch to take those decisions on, where `args` and `kwargs` are fake.
+    device: what to capture for, where it is not the one that parameters are on: kernels depend on it.
 
     Returns: the flat graph. Raises: CaptureError naming the construct that does not export.
     """
     args, kwargs = pytree.tree_map(_distinct, (args, kwargs))
-    with _rng_untouched(), _checkpointing_off(model), _autograd_functions_noted() as functions:
-        taken = decisions.record(model, *(real or (args, kwargs)))
-        with decisions.hold(taken), caches_dropped(model):
-            program = _export(model, args, kwargs)
+    with rng_untouched(device), _checkpointing_off(model), _autograd_functions_noted() as functions:
+        taken = decisions.record(model, *(real or pytree.tree_map(_on_host, (args, kwargs))))
+        with _on_device(model, args, kwargs, device) as batch, decisions.hold(taken), caches_dropped(model):
+            program = _export(model, *batch)
     notes = tuple(
         f"{name} is a custom autograd.Function; export replaces its backward by that of its forward, "
         "so gradients may differ from eager in the last bits"
@@ -152,6 +156,22 @@ def _distinct(leaf: Any) -> Any:
     return leaf.detach().clone()
 
 
+def _on_host(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) else leaf
+
+
+@contextlib.contextmanager
+def _on_device(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device | None
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The batch, for the body, for a model that is as if on that device."""
+    if device is None:
+        yield args, kwargs
+        return
+    with faked(model, device) as mode:
+        yield fake_batch(mode, (args, kwargs), device)
+
+
 def _export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return torch.export.export(model, args, kwargs, strict=False)
@@ -165,13 +185,6 @@ def _export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             "run torch.export.export(model, args, kwargs, strict=False) to see the line, replace that construct, "
             "or choose attn_implementation='sdpa' or 'eager' for a Hugging Face model"
         ) from error
-
-
-@contextlib.contextmanager
-def _rng_untouched() -> Iterator[None]:
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
-        yield
 
 
 @contextlib.contextmanager

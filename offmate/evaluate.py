@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .bind import bind
+from .devices import EMULATED, accelerator
 from .errors import InfeasibleBudget
 from .figures import measure
 from .lower import BlockClass, ClassOption, LinkRates, Lowering, lower_prelude
@@ -32,8 +33,10 @@ def make_stream(
     Raises: CaptureError; InfeasibleBudget if no single block fits.
     """
     start = time.perf_counter()
-    traced = trace_model(model, args, kwargs, request.config, gradients=False, say=say)
-    rates, costs = measure(model, args, kwargs, traced, say)
+    traced = trace_model(
+        model, args, kwargs, request.config, gradients=False, say=say, device=accelerator(request.device)
+    )
+    rates, costs = measure(model, args, kwargs, traced, say, request.device)
     classes = {}
     for block in traced.blocks:
         graph = ClassGraph(block.joint, costs[block.key])
@@ -44,7 +47,7 @@ def make_stream(
     lowering = Lowering(traced.captured, traced.chain, traced.blocks, classes, prelude, frozenset(), {})
     lowered = lowering.problem(
         LinkRates(rates.in_bytes_per_s, rates.out_bytes_per_s, rates.both_bytes_per_s),
-        shared_cores=True,
+        shared_cores=request.device == EMULATED,
         device_budget_bytes=max(1, request.budget_bytes - fixed),
         host_budget_bytes=request.host_budget_bytes,
         turn_around_steps=2,

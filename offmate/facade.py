@@ -136,6 +136,11 @@ class PlannedParameter(torch.nn.Parameter):
             return args[0].detach() if func == _DATA else func(*args, **(kwargs or {}))
 
     @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where it is computed with; its memory may be the host's now."""
+        return self.__dict__["_offmate"].device.torch_device
+
+    @property
     def grad(self) -> torch.Tensor | None:
         session = self.__dict__["_offmate"]
         if session.uncleared:

@@ -1,7 +1,8 @@
-"""A model without memory: fake CPU tensors in place of its parameters, so that it can be captured and counted.
+"""A model without memory: fake tensors in place of its parameters, so that it can be captured and counted.
 
-Fake CPU rather than meta tensors, because on meta attention traces to its plain formula (S x S matrices kept); on the
-CPU it stays one node that keeps its output and a log-sum-exp per row, as a card's fused kernel does.
+For a card that is here they are on it, so that what is captured is what eager runs there. For one that is not here they
+are on the CPU rather than on meta, where attention traces to its plain formula (S x S matrices kept); on the CPU it
+stays one node that keeps its output and a log-sum-exp per row, as a card's fused kernel does.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+_CPU = torch.device("cpu")
+
 
 @contextlib.contextmanager
-def faked(model: torch.nn.Module) -> Iterator[FakeTensorMode]:
-    """Replace the model's parameters and buffers, for the body, by fake CPU tensors of the same shapes and dtypes.
+def faked(model: torch.nn.Module, device: torch.device = _CPU) -> Iterator[FakeTensorMode]:
+    """Replace the model's parameters and buffers, for the body, by fake tensors of the same shapes and dtypes.
 
     A tied parameter stays tied. Returns: the mode that the fake tensors belong to.
     """
@@ -29,7 +32,7 @@ def faked(model: torch.nn.Module) -> Iterator[FakeTensorMode]:
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in fakes:
             with mode:
-                empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+                empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             if isinstance(tensor, torch.nn.Parameter):
                 empty = torch.nn.Parameter(empty, tensor.requires_grad)
             fakes[id(tensor)] = empty
@@ -47,8 +50,8 @@ def faked(model: torch.nn.Module) -> Iterator[FakeTensorMode]:
             table[name] = tensor
 
 
-def fake_batch(mode: FakeTensorMode, batch: Any) -> Any:
-    """A batch's tensors as fake CPU tensors of their own.
+def fake_batch(mode: FakeTensorMode, batch: Any, device: torch.device = _CPU) -> Any:
+    """A batch's tensors as fake tensors of their own.
 
     Parameters
     ----------
@@ -59,7 +62,7 @@ def fake_batch(mode: FakeTensorMode, batch: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         with mode:
-            return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
 
     return pytree.tree_map(fake, batch)
 

@@ -8,6 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .analytic import node_costs
+from .devices import accelerator, make_device, rng_untouched
 from .hardware import Hardware
 from .lower import LinkRates, class_options, lower_prelude
 from .measured import Measured
@@ -16,11 +17,11 @@ from .plans import StoredOption
 from .profile import measure_link, profile_classes, profile_prelude
 from .programs import NodeCost
 from .progress import Progress
-from .runtime.emulated import EmulatedDevice
 from .states import state_bytes
 from .traced import Traced
 
 _UNLIMITED_BYTES = 2**62
+_CPU = torch.device("cpu")
 
 
 def measure_all(
@@ -31,18 +32,19 @@ def measure_all(
     max_options: int,
     updater: Updater | None,
     say: Progress,
+    device: str,
 ) -> Measured:
     """Time classes, links and updates, and solve the options of every class.
 
     Parameters
     ----------
     model: plain, with its weights. args, kwargs: one real batch.
-    max_options: per class.
+    max_options: per class. device: its kind.
     """
     say("profile", 0.0)
-    rates, costs = measure(model, args, kwargs, traced, say)
+    rates, costs = measure(model, args, kwargs, traced, say, device)
     options = _options(traced, costs, rates, max_options, say)
-    return Measured(rates, costs, _update_costs(model, updater), options)
+    return Measured(rates, costs, _update_costs(model, updater, accelerator(device) or _CPU), options)
 
 
 def work_out(
@@ -92,9 +94,15 @@ def _options(
 
 
 def measure(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], traced: Traced, say: Progress
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    traced: Traced,
+    say: Progress,
+    device: str,
 ) -> tuple[LinkRates, dict[str, dict[str, NodeCost]]]:
-    """Time every class on real data, and the links."""
+    """Time every class on real data, and the links of a kind of device."""
+    where = accelerator(device)
     params = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
     buffers = dict(model.named_buffers(remove_duplicate=False))
     captured = traced.captured
@@ -104,20 +112,22 @@ def measure(
     leaves = pytree.tree_leaves((args, kwargs))
     tensors |= {name: leaf for name, leaf in zip(captured.inputs, leaves) if name is not None}
     prelude = lower_prelude(captured, traced.chain, traced.blocks)
-    with torch.no_grad(), torch._C._DisableAutocast(), torch.random.fork_rng(devices=[]):
-        shared, prelude_costs = profile_prelude(prelude, tensors)
+    with torch.no_grad(), torch._C._DisableAutocast(), rng_untouched(where):
+        shared, prelude_costs = profile_prelude(prelude, tensors, where or _CPU)
         nodes = {n.name: n for n in captured.graph.nodes}
         given = {nodes[name]: tensor for name, tensor in tensors.items()} | shared
-        costs = profile_classes(traced.blocks, given.__getitem__, lambda done, total: say("profile", done / total))
-    device = EmulatedDevice(_UNLIMITED_BYTES)
+        costs = profile_classes(
+            traced.blocks, given.__getitem__, where or _CPU, lambda done, total: say("profile", done / total)
+        )
+    links = make_device(device, _UNLIMITED_BYTES)
     try:
-        rates = measure_link(device)
+        rates = measure_link(links)
     finally:
-        device.close()
+        links.close()
     return rates, costs | {"": prelude_costs}
 
 
-def _update_costs(model: torch.nn.Module, updater: Updater | None) -> dict[str, UpdateCost]:
+def _update_costs(model: torch.nn.Module, updater: Updater | None, device: torch.device) -> dict[str, UpdateCost]:
     """What updating each trainable parameter takes, measured once per shape and group."""
     if updater is None:
         return {}
@@ -129,6 +139,6 @@ def _update_costs(model: torch.nn.Module, updater: Updater | None) -> dict[str, 
         hyper = updater.groups[name]
         key = (tuple(param.shape), param.dtype, id(hyper))
         if key not in measured:
-            measured[key] = updater.cost(param, hyper)
+            measured[key] = updater.cost(param, hyper, device)
         found[name] = measured[key]
     return found

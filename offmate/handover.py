@@ -8,12 +8,14 @@ from .errors import ProtocolError
 from .planner import Prepared
 
 
-def take_in(prepared: Prepared, grads: tuple[torch.Tensor | None, ...]) -> dict[str, torch.Tensor]:
+def take_in(
+    prepared: Prepared, grads: tuple[torch.Tensor | None, ...], device: torch.device
+) -> dict[str, torch.Tensor]:
     """The gradients of the planned outputs, laid out as planned; zeros where autograd has none.
 
     Parameters
     ----------
-    grads: per output of the binding, in order.
+    grads: per output of the binding, in order. device: where they are wanted.
 
     Returns: by output. Raises: ProtocolError if a gradient comes in for an output that was planned without one.
     """
@@ -21,18 +23,17 @@ def take_in(prepared: Prepared, grads: tuple[torch.Tensor | None, ...]) -> dict[
     gradients = {}
     for name, grad in zip(prepared.binding.outputs, grads):
         if name in planned:
-            gradients[name] = _as_planned(prepared.gradient_like[name], grad)
+            gradients[name] = _as_planned(prepared.gradient_like[name], grad, device)
         elif grad is not None:
             raise ProtocolError(_unplanned(prepared, name))
     return gradients
 
 
-def _as_planned(like: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
-    if grad is None:
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
-    if grad.stride() != like.stride() or grad.dtype != like.dtype:
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(grad)
-    return grad
+def _as_planned(like: torch.Tensor, grad: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    if grad is not None and (grad.stride(), grad.dtype, grad.device) == (like.stride(), like.dtype, device):
+        return grad
+    planned = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+    return planned.zero_() if grad is None else planned.copy_(grad)
 
 
 def _unplanned(prepared: Prepared, node: str) -> str:

@@ -7,9 +7,15 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 _MARK = "offmate::"
+
+
+def allocation_log(device: torch.device) -> AllocationLog | DeviceAllocationLog:
+    """What watches the allocator of a device."""
+    return AllocationLog() if device.type == "cpu" else DeviceAllocationLog(device)
 
 
 @contextlib.contextmanager
@@ -74,6 +80,40 @@ class AllocationLog:
             peak, net = _peak(inside)
             found[name[len(_MARK) :]] = max(0, peak - net)
         return found
+
+
+class DeviceAllocationLog:
+    """The same of an accelerator's caching allocator, which keeps count itself. Stretches may not overlap."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._workspace: dict[str, int] = {}
+        self._marks: dict[str, int] = {}
+
+    def __enter__(self) -> DeviceAllocationLog:
+        torch.accelerator.reset_peak_memory_stats(self._device)
+        self._start = torch.accelerator.memory_allocated(self._device)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end = torch.accelerator.max_memory_allocated(self._device) - self._start
+
+    def stretch(self, name: str, work: Callable[[], object]) -> object:
+        """Run `work` as a named stretch and return what it returns."""
+        self._marks[name] = torch.accelerator.max_memory_allocated(self._device) - self._start
+        torch.accelerator.reset_peak_memory_stats(self._device)
+        result = work()
+        peak = torch.accelerator.max_memory_allocated(self._device)
+        self._workspace[name] = max(0, peak - torch.accelerator.memory_allocated(self._device))
+        return result
+
+    def peak_bytes(self, until: str | None = None) -> int:
+        """The most by which what was allocated lay above its level at the start, up to the stretch named `until`."""
+        return self._end if until is None else self._marks.get(until, self._end)
+
+    def workspace_bytes(self) -> dict[str, int]:
+        """Per stretch, the most that was held beyond what was still held at its end."""
+        return self._workspace
 
 
 def _peak(changes: Iterable[int]) -> tuple[int, int]:

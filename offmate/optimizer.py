@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import statistics
-import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from .clock import clock_of
 from .errors import OffmateError, ProtocolError
 from .runtime.contents import is_bulk
 
@@ -19,6 +19,7 @@ log = logging.getLogger("offmate")
 
 _TIMED_ELEMENTS = 2**22
 _REPEATS = 3
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class Updater:
         single.__dict__["_optimizer_step_post_hooks"] = OrderedDict()
         leaf = torch.nn.Parameter(param.data)
         leaf.grad = grad
+        _place_scalars(state, leaf.device if hyper.get("fused") or hyper.get("capturable") else _CPU)
         single.param_groups = [{**hyper, "params": [leaf]}]
         single.state = defaultdict(dict, {leaf: state})
         self.base.step(single)
@@ -119,39 +121,58 @@ class Updater:
         if single.state[leaf] is not state:
             state.update(single.state[leaf])
 
-    def cost(self, like: torch.Tensor, hyper: dict[str, Any]) -> UpdateCost:
+    def cost(self, like: torch.Tensor, hyper: dict[str, Any], device: torch.device = _CPU) -> UpdateCost:
         """Bytes of state and seconds for a tensor, by updating a stand-in of its shape.
 
         Parameters
         ----------
-        like: shape and dtype; no data are read. hyper: the group's hyperparameters.
+        like: shape and dtype; no data are read. hyper: the group's hyperparameters. device: where operators run; on the
+            CPU a worker has one thread where the training thread has all.
         """
-        state: dict[str, Any] = {}
-        param, grad = torch.zeros(like.shape, dtype=like.dtype), torch.zeros(like.shape, dtype=like.dtype)
-        repeats = _REPEATS if like.numel() <= _TIMED_ELEMENTS else 2
-        update_s = _seconds(lambda: self.step_one(hyper, param, grad, state), repeats)
-        add_s = _seconds(lambda: param.add_(grad), repeats)
-        tensors = [v for v in state.values() if isinstance(v, torch.Tensor)]
+        here = self._times(like, hyper, device)
+        there = here if device == _CPU else self._times(like, hyper, _CPU)
+        share = torch.get_num_threads() if device == _CPU else 1
+        tensors = [v for v in here.state.values() if isinstance(v, torch.Tensor)]
         return UpdateCost(
             state_bytes=sum(t.untyped_storage().nbytes() for t in tensors if is_bulk(t)),
             scalar_bytes=sum(t.untyped_storage().nbytes() for t in tensors if not is_bulk(t)),
-            # A worker has one thread where the training thread has all.
-            cpu_update_s=torch.get_num_threads() * update_s,
-            device_update_s=update_s,
-            cpu_add_s=torch.get_num_threads() * add_s,
-            device_add_s=add_s,
-            norm_s=_seconds(lambda: torch.linalg.vector_norm(grad), repeats),
+            cpu_update_s=share * there.update_s,
+            device_update_s=here.update_s,
+            cpu_add_s=share * there.add_s,
+            device_add_s=here.add_s,
+            norm_s=here.norm_s,
+        )
+
+    def _times(self, like: torch.Tensor, hyper: dict[str, Any], device: torch.device) -> _Times:
+        state: dict[str, Any] = {}
+        param, grad = (torch.zeros(like.shape, dtype=like.dtype, device=device) for _ in range(2))
+        repeats = _REPEATS if like.numel() <= _TIMED_ELEMENTS else 2
+        return _Times(
+            state,
+            _seconds(lambda: self.step_one(hyper, param, grad, state), repeats, device),
+            _seconds(lambda: param.add_(grad), repeats, device),
+            _seconds(lambda: torch.linalg.vector_norm(grad), repeats, device),
         )
 
 
-def _seconds(work: Callable[[], object], repeats: int) -> float:
+class _Times(NamedTuple):
+    state: dict[str, Any]
+    update_s: float
+    add_s: float
+    norm_s: float
+
+
+def _seconds(work: Callable[[], object], repeats: int, device: torch.device) -> float:
     """The median after a first run that does not count."""
-    taken = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[1:])
+    clock = clock_of(device)
+    return statistics.median([clock(work) for _ in range(repeats)][1:])
+
+
+def _place_scalars(state: dict[str, Any], device: torch.device) -> None:
+    """Scalars of a state go where torch's optimizers keep them for parameters that are there."""
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device != device:
+            state[key] = value.to(device)
 
 
 def _hyper(group: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from .blocks import TracedBlock
 from .capture import Captured
 from .config import Config
 from .describe import block_rows, refusal
+from .devices import accelerator, words
 from .errors import InfeasibleBudget, PlanFileError
 from .fake import fake_batch, faked, stand_in
 from .figures import measure, measure_all, work_out
@@ -119,7 +120,8 @@ def make_plan(
     Raises: CaptureError, InfeasibleBudget, PlanFileError.
     """
     start = time.perf_counter()
-    traced = trace_model(model, args, kwargs, request.config, True, say, real)
+    where = accelerator(request.device) if machine is None else None
+    traced = trace_model(model, args, kwargs, request.config, True, say, real, where)
     request = replace(request, user_bytes=_user_bytes(traced, request))
     fingerprint = _fingerprint(model, traced, request, updater, machine)
     if given is not None and given.fingerprint != fingerprint:
@@ -220,7 +222,7 @@ def _follow(
         taken = {b.key: key for b, key in zip(traced.blocks, known.keys)}
         if known.structure != own or any(taken[b.key] != key for b, key in zip(traced.blocks, known.keys)):
             continue
-        _, costs = measure(model, args, kwargs, traced, say)
+        _, costs = measure(model, args, kwargs, traced, say, request.device)
         options = {key: known.plan.classes[old].options for key, old in taken.items()}
         classes = {b.key: restore_class(b, options[b.key], costs[b.key]) for b in traced.blocks}
         unknown = LinkRates(1.0, 1.0, 1.0)
@@ -267,7 +269,7 @@ def _search(
     measured = recall(own, config.cache_dir)
     if measured is None:
         if machine is None:
-            measured = measure_all(model, args, kwargs, traced, config.options_per_block, updater, say)
+            measured = measure_all(model, args, kwargs, traced, config.options_per_block, updater, say, request.device)
         else:
             measured = work_out(model, traced, machine, config.options_per_block, updater, say)
         remember(own, config.cache_dir, measured)
@@ -394,7 +396,8 @@ def _fingerprint(
         hyper = {n: sorted((k, str(v)) for k, v in g.items() if k not in kept) for n, g in updater.groups.items()}
         optimizer = (updater.base.__qualname__, hyper)
     parts: tuple[Any, ...] = (
-        __version__, torch.__version__, platform.processor(), torch.get_num_threads(), request.device, wiring,
+        __version__, torch.__version__, platform.processor(), torch.get_num_threads(), _device_words(request, machine),
+        wiring,
         sorted(captured.params.items()), sorted(traced.differentiated), captured.outputs, optimizer,
         request.config.options_per_block, machine,
     )  # fmt: skip
@@ -403,6 +406,11 @@ def _fingerprint(
         parts += (request.budget_bytes, host, request.user_bytes, _planning(request.config))
         parts += (request.micro_batches, request.clips)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
+
+
+def _device_words(request: Request, machine: Hardware | None) -> str:
+    where = accelerator(request.device) if machine is None else None
+    return request.device if where is None else words(where)
 
 
 def _planning(config: Config) -> Config:

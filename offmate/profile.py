@@ -5,17 +5,18 @@ from __future__ import annotations
 import operator
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
 from .blocks import TracedBlock
+from .clock import clock_of
 from .errors import CaptureError
 from .joint import Joint
 from .lower import LinkRates, Prelude
-from .measure import AllocationLog
+from .measure import allocation_log
 from .programs import ClassGraph, NodeCost
 from .runtime.ledger import Ledger
 from .runtime.program import run
@@ -28,6 +29,7 @@ _UNLIMITED = 2**62
 def profile_classes(
     blocks: tuple[TracedBlock, ...],
     read: Callable[[fx.Node], torch.Tensor],
+    device: torch.device,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, dict[str, NodeCost]]:
     """Run the chain forward once, block by block, and measure every class at its first block.
@@ -37,6 +39,7 @@ def profile_classes(
     Parameters
     ----------
     read: gives the real tensor behind a parameter, a buffer or a shared value of the flat graph.
+    device: where operators run; what is read comes to it for one block at a time.
     progress: told how many of how many blocks are done.
 
     Returns: per class key the cost of every node.
@@ -49,12 +52,12 @@ def profile_classes(
     def fetch(node: fx.Node) -> torch.Tensor:
         if node in values:
             return values[node]
-        return written[node] if node in written else read(node)
+        return written[node] if node in written else read(node).to(device)
 
     for index, block in enumerate(blocks):
         inputs = [fetch(e.node) for e in block.spec.externals]
         if block.key not in costs:
-            costs[block.key] = _measure(block.joint, inputs)
+            costs[block.key] = _measure(block.joint, inputs, device)
         results, writes = _run_forward(block.joint, inputs)
         values |= dict(zip(block.spec.results, results))
         written |= {block.spec.externals[i].node: tensor for i, tensor in writes.items()}
@@ -65,21 +68,21 @@ def profile_classes(
 
 
 def profile_prelude(
-    prelude: Prelude, tensors: dict[str, torch.Tensor]
+    prelude: Prelude, tensors: dict[str, torch.Tensor], device: torch.device
 ) -> tuple[dict[fx.Node, torch.Tensor], dict[str, NodeCost]]:
     """Compute the shared values and measure what computing them takes.
 
     Parameters
     ----------
-    tensors: batch, buffers and constants by placeholder name.
+    tensors: batch, buffers and constants by placeholder name. device: where operators run.
 
     Returns: the shared values by node of the flat graph, and the cost of every node of the prelude's graph.
     """
     if prelude.graph is None:
         return {}, {}
-    inputs = [tensors[e.node.name] for e in prelude.spec.externals]
+    inputs = [tensors[e.node.name].to(device) for e in prelude.spec.externals]
     results, _ = _run_forward(prelude.graph.joint, inputs)
-    return dict(zip(prelude.spec.results, results)), _measure(prelude.graph.joint, inputs)
+    return dict(zip(prelude.spec.results, results)), _measure(prelude.graph.joint, inputs, device)
 
 
 def _run_forward(joint: Joint, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
@@ -94,44 +97,63 @@ def _run_forward(joint: Joint, inputs: list[torch.Tensor]) -> tuple[list[torch.T
     return [registers[graph.register[r]] for r in joint.results], writes
 
 
-def _measure(joint: Joint, inputs: list[torch.Tensor]) -> dict[str, NodeCost]:
-    """Time every node of a joint graph, and take the workspace of its kernel from the allocator."""
+def _measure(joint: Joint, inputs: list[torch.Tensor], device: torch.device) -> dict[str, NodeCost]:
+    """Time every node of a joint graph, and take the workspace of its kernel from the allocator.
+
+    The graph runs twice, since watching the allocator takes time; values are let go after their last reader.
+    """
+    clock = clock_of(device)
+    seconds: dict[fx.Node, float] = {}
+    storages: dict[fx.Node, tuple[int, ...]] = {}
+    with allocation_log(device) as log:
+        for node, work in _run_through(joint, inputs, device):
+            result = log.stretch(node.name, work)
+            storages[node] = _storage_bytes(node, result)
+            work.result = result
+            del result
+    for node, work in _run_through(joint, inputs, device):
+        work.result = work()
+        if node.target is not operator.getitem:
+            seconds[node] = statistics.median(clock(work) for _ in range(_REPEATS))
+    workspace = log.workspace_bytes()
+    return {n.name: NodeCost(seconds.get(n, 0.0), workspace.get(n.name, 0), storages[n]) for n in storages}
+
+
+class _Work:
+    """An operator on its arguments; `result` is to be set to what it returned."""
+
+    def __init__(self, node: fx.Node, env: dict[fx.Node, Any]) -> None:
+        self._target: Any = node.target
+        self._args, self._kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+        self.result: Any = None
+
+    def __call__(self) -> Any:
+        return self._target(*self._args, **self._kwargs)
+
+
+def _run_through(joint: Joint, inputs: list[torch.Tensor], device: torch.device) -> Iterator[tuple[fx.Node, _Work]]:
+    """The nodes of a joint graph in order, each with what runs it."""
     env: dict[fx.Node, Any] = {n: n.meta["constant"] for n in joint.graph.nodes if n.op == "get_attr"}
     for tensor, leaves in zip(inputs, joint.leaves):
         env |= dict.fromkeys(leaves, tensor)
     for node in [*joint.tangents, *joint.accumulators]:
         if node is not None:
-            env[node] = _like(node.meta["val"])
-    calls = {}
+            env[node] = _like(node.meta["val"], device)
     order = [*joint.forward, *joint.backward]
-    with AllocationLog() as log:
-        for node in order:
-            work = calls[node] = _call(node, env)
-            env[node] = log.stretch(node.name, work)
-    workspace = log.workspace_bytes()
-    return {n.name: NodeCost(_seconds(calls[n], n), workspace.get(n.name, 0), _storage_bytes(n, env[n])) for n in order}
+    last_reader = {source: node for node in order for source in node.all_input_nodes}
+    for node in order:
+        work = _Work(node, env)
+        yield node, work
+        env[node] = work.result
+        del work
+        for source in {node, *node.all_input_nodes}:
+            if last_reader.get(source, node) is node:
+                env.pop(source, None)
 
 
-def _like(value: torch.Tensor) -> torch.Tensor:
-    tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+def _like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     return tensor.fill_(1e-3) if value.dtype.is_floating_point else tensor.zero_()
-
-
-def _call(node: fx.Node, env: dict[fx.Node, Any]) -> Callable[[], Any]:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
-    target: Any = node.target
-    return lambda: target(*args, **kwargs)
-
-
-def _seconds(work: Callable[[], Any], node: fx.Node) -> float:
-    if node.target is operator.getitem:
-        return 0.0
-    taken = []
-    for _ in range(_REPEATS):
-        start = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
 
 
 def _storage_bytes(node: fx.Node, real: Any) -> tuple[int, ...]:
@@ -167,7 +189,7 @@ def measure_link(device: Any) -> LinkRates:
     Returns: rates in bytes per second.
     """
     # Ones: pages that were never written are all the same one, which stays in the processor's cache.
-    host = torch.ones(_COPY_BYTES, dtype=torch.uint8)
+    host = device.pinned(torch.ones(_COPY_BYTES, dtype=torch.uint8))
     inside, back = device.empty_like(host), device.empty_host_like(host)
 
     def timed(*starts: Callable[[], Any]) -> float:
@@ -175,7 +197,7 @@ def measure_link(device: Any) -> LinkRates:
         for _ in range(_REPEATS + 1):
             start = time.perf_counter()
             for event in [s() for s in starts]:
-                event.wait()
+                event.synchronize()
             taken.append(time.perf_counter() - start)
         return statistics.median(taken[1:])
 

@@ -143,7 +143,7 @@ def _copy_rate(device: EmulatedDevice, direction: str, size_bytes: int) -> float
         events = [device.copy_in(inside, host, ())] if direction != "out" else []
         events += [device.copy_out(back, inside if direction == "out" else host, ())] if direction != "in" else []
         for event in events:
-            event.wait()
+            event.synchronize()
 
     return (2 if direction == "both" else 1) * size_bytes / _seconds(copy)
 
@@ -155,7 +155,7 @@ def _updates(elements: int) -> tuple[float, float]:
     optimizer = torch.optim.AdamW([param], fused=True)
     device = EmulatedDevice(_UNLIMITED_BYTES)
     try:
-        on_worker = _seconds(lambda: device.update_on_host(optimizer.step, ()).wait())
+        on_worker = _seconds(lambda: device.update_on_host(optimizer.step, ()).synchronize())
     finally:
         device.close()
     return 4 * elements / on_worker, 4 * elements / _seconds(optimizer.step)

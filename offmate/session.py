@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from . import handover
 from .assigned import Assigned
 from .caches import has_cache, without_cache
+from .devices import accelerator, make_device, rng_untouched
 from .errors import BudgetExceeded, CaptureError, OffmateError, ProtocolError
 from .evaluate import make_stream
 from .optimizer import Updater
@@ -25,7 +26,6 @@ from .progress import Progress
 from .replay import Iteration, Replay
 from .runtime import interrupts
 from .runtime.contents import on_storage
-from .runtime.emulated import EmulatedDevice
 from .runtime.executor import Executor
 from .runtime.gate import Clip
 from .runtime.ledger import LimitExceeded
@@ -75,7 +75,7 @@ class Session:
         self.given = given
         self.earlier_plans: dict[str, Plan] = {}
         self.progress = progress
-        self.device = EmulatedDevice(request.budget_bytes)
+        self.device = make_device(request.device, request.budget_bytes)
         self.truth = Truth(model, self.updater)
         self.assigned = Assigned(self)
         self.variants = Variants(request.config.shape_buckets, request.config.max_plans)
@@ -87,7 +87,7 @@ class Session:
         self.micro_batches = 0
         self.max_grad_norm = max_grad_norm
         self.uncleared = False
-        self.user_code = UserCode()
+        self.user_code = UserCode(self.device.torch_device)
         self.said: set[str] = set()
 
     @property
@@ -218,7 +218,7 @@ class Session:
                 "does: load them, for example with from_pretrained, before the first batch"
             )
         self.bring_home()
-        with self.plain() as model, self.progress() as say, torch.random.fork_rng(devices=[]):
+        with self.plain() as model, self.progress() as say, rng_untouched(accelerator(self.request.device)):
             if not kind.trains:
                 return self._bound(make_stream(model, args, kwargs, self.request, say), kind)
             if self.training is not None:
@@ -298,7 +298,7 @@ class Session:
         """The backwards, on behalf of autograd."""
         self.user_code.ends()
         self._check_backward(iteration)
-        gradients = handover.take_in(variant.prepared, grads)
+        gradients = handover.take_in(variant.prepared, grads, self.device.torch_device)
         with self._whole():
             if self.updater is None:
                 variant.executor.backward(gradients)

@@ -39,16 +39,17 @@ def trace_model(
     gradients: bool,
     say: Progress,
     real: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    device: torch.device | None = None,
 ) -> Traced:
     """Capture a model and trace its block classes.
 
     Parameters
     ----------
     gradients: whether a backward is wanted. say: told of progress.
-    real: the batch that data-dependent decisions are taken on, where the given one is fake.
+    real, device: as in `capture`.
     """
     say("capture", 0.0)
-    captured = select_outputs(capture(model, args, kwargs, real), config)
+    captured = select_outputs(capture(model, args, kwargs, real, device), config)
     for warning in captured.warnings:
         log.warning(warning)
     params = dict(model.named_parameters(remove_duplicate=False))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from .measure import AllocationLog
+import torch
+
+from .measure import AllocationLog, DeviceAllocationLog, allocation_log
 from .sizes import format_bytes
 from .variants import CallKind, Variant
 
@@ -14,18 +16,24 @@ _BACKWARD = "backward"
 
 
 class UserCode:
-    """State: `held_bytes` by kind of call; `factor`, how far usual losses were from it; the log under way."""
+    """State: `held_bytes` by kind of call; `factor`, how far usual losses were from it; the log under way.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    device: where operators run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.held_bytes: dict[CallKind, int] = {}
         self.factor = 1.0
-        self._log: AllocationLog | None = None
+        self._log: AllocationLog | DeviceAllocationLog | None = None
 
     def begins(self, variant: Variant) -> None:
         """The model returns: watch, if the loss is computed outside of it and this kind was not seen yet."""
         computes = any(like.numel() > 1 for like in variant.prepared.gradient_like.values())
         if computes and variant.kind not in self.held_bytes:
-            self._log = AllocationLog().__enter__()
+            self._log = allocation_log(self._device).__enter__()
 
     def ends(self) -> None:
         """backward() begins."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -87,6 +88,12 @@ class Binding:
     shared_item: dict[str, str]
     constants: dict[str, torch.Tensor]
     outputs: tuple[str, ...]
+
+    @cached_property
+    def buffers(self) -> tuple[str, ...]:
+        """Names of the model's buffers that operators read or write."""
+        ports = [*self.start.inputs, *(port for block in self.blocks for port in (*block.inputs, *block.writes))]
+        return tuple(sorted({port.name for port in ports if port.kind == "buffer"}))
 
 
 @dataclass

@@ -17,7 +17,8 @@ from .program import run
 class Computes:
     """One short method per kind of compute.
 
-    State: `batch` and `incoming`, what the user handed in, until it is used.
+    State: `batch` and `incoming`, what the user handed in, until it is used; `_seen_buffers`, memory and version of the
+    host's buffers of which the device has copies.
 
     Parameters
     ----------
@@ -29,6 +30,8 @@ class Computes:
     ) -> None:
         self._schedule, self._binding, self._host, self._device = schedule, binding, host, device
         self._contents, self._gate = contents, gate
+        self._on_host = device.torch_device.type == "cpu"
+        self._seen_buffers: dict[str, tuple[int, int]] = {}
         self.batch: tuple[torch.Tensor | None, ...] = ()
         self.incoming: dict[str, torch.Tensor] = {}
 
@@ -45,6 +48,17 @@ class Computes:
         else:
             self._backward_block(int(name[1:]))
 
+    def renew_buffers(self) -> None:
+        """See that the device has the model's buffers as the host has them, which the user may have changed."""
+        here = self._contents
+        for name in self._binding.buffers:
+            own = self._host.buffers[name]
+            seen = (own.data_ptr(), own._version)
+            if name not in here.model_buffers or self._seen_buffers.get(name) != seen:
+                here.model_buffers[name] = own if self._on_host else self._device.bring(own)
+                here.newer.discard(f"b:{name}")
+            self._seen_buffers[name] = seen
+
     def take_outputs(self) -> dict[str, torch.Tensor]:
         """Hand over what the model returns, that which depends on no parameter included."""
         outputs, self._contents.outputs = self._contents.outputs, {}
@@ -59,8 +73,7 @@ class Computes:
         batch_bytes: dict[str, int] = {}
         for name, tensor in zip(start.batch, self.batch):
             if name is not None and tensor is not None:
-                here.shared[name] = own = self._device.empty_like(tensor)
-                own.copy_(tensor)
+                here.shared[name] = own = self._device.bring(tensor)
                 batch_bytes[name] = own.untyped_storage().nbytes()
                 ledger.add("x", batch_bytes[name])
         self.batch = ()
@@ -82,7 +95,9 @@ class Computes:
         registers = self._registers(block, block.forward.n_registers)
         live = run(block.forward, registers, self._device.ledger, {})
         for port in block.writes:
-            self._host.buffers[port.name].copy_(registers[port.register])
+            here.model_buffers[port.name].copy_(registers[port.register])
+            if not self._on_host:
+                here.newer.add(f"b:{port.name}")
             self._device.ledger.freed(live.pop(port.storage))
         for port in block.results:
             here.values[port.name] = Buffer({"": registers[port.register]})
@@ -131,7 +146,7 @@ class Computes:
         if port.kind == "param":
             return here.params[port.name].read() if port.name in here.params else None
         if port.kind == "buffer":
-            return self._host.buffers[port.name]
+            return here.model_buffers[port.name]
         if port.kind == "shared":
             constant = self._binding.constants.get(port.name)
             return here.shared.get(port.name) if constant is None else constant

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -25,15 +27,30 @@ class UnderWay:
     what: str
     parts: tuple[Event, ...]
 
-    def wait(self) -> None:
+    def wait(self, stream: torch.Stream | None = None) -> None:
+        """As `Event.wait`, for all parts; raise ActionFailed if one could not happen."""
+        for part in self.parts:
+            with self._named():
+                part.wait(stream)
+
+    def ready(self) -> bool:
+        """Whether `wait` would return at once."""
+        return all(part.ready() for part in self.parts)
+
+    def synchronize(self) -> None:
         """Return when all parts have happened; raise ActionFailed if one could not."""
         for part in self.parts:
-            try:
-                part.wait()
-            except ActionFailed:
-                raise
-            except Exception as error:
-                raise ActionFailed(f"{self.what} failed: {type(error).__name__}: {error}") from error
+            with self._named():
+                part.synchronize()
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except ActionFailed:
+            raise
+        except Exception as error:
+            raise ActionFailed(f"{self.what} failed: {type(error).__name__}: {error}") from error
 
     def done(self) -> bool:
         """Whether all parts have happened."""
@@ -49,17 +66,23 @@ class Buffer:
     leaving: Event | None = None
 
     def read(self) -> torch.Tensor:
-        """Its first tensor, once that has arrived."""
+        """Its first tensor, for what is launched from now on."""
         if self.arrived is not None:
             self.arrived.wait()
             self.arrived = None
         return next(iter(self.tensors.values()))
 
     def settle(self) -> None:
-        """Wait for the copies that read or write it."""
+        """What is launched from now on comes after the copies that read or write it."""
         for event in (self.arrived, self.leaving):
             if event is not None:
                 event.wait()
+
+    def synchronize(self) -> None:
+        """Wait for the copies that read or write it."""
+        for event in (self.arrived, self.leaving):
+            if event is not None:
+                event.synchronize()
 
 
 @dataclass
@@ -76,9 +99,10 @@ class Contents:
 
     Parameters
     ----------
-    params, states, values: buffers by tensor name. shared, outputs: tensors by value name.
+    params, states, values: buffers by tensor name. model_buffers: the model's own buffers by name.
+    shared, outputs: tensors by value name.
     grads: gradients by "param:NAME" or "value:NAME". saved: by block.
-    newer: items ("p:NAME", "s:NAME") whose device copy is newer than the host's.
+    newer: items ("p:NAME", "s:NAME") and buffers ("b:NAME") whose device copy is newer than the host's.
     written: by item, or by name for a parameter, the event after which its host copy may be read.
     pending: parameters whose gradient is there and whose update has not been started.
     grad_leaving, grad_adding: by parameter, its gradient's way to the host, and its addition to the total there.
@@ -88,6 +112,7 @@ class Contents:
 
     params: dict[str, Buffer] = field(default_factory=dict)
     states: dict[str, Buffer] = field(default_factory=dict)
+    model_buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     values: dict[str, Buffer] = field(default_factory=dict)
     shared: dict[str, torch.Tensor] = field(default_factory=dict)
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -14,7 +14,18 @@ from .trace import Recorder
 class Event(Protocol):
     """The completion of one copy or update. A buffer and its event travel together."""
 
-    def wait(self) -> None:
+    def wait(self, stream: torch.Stream | None = None) -> None:
+        """Let what is launched on a stream from now on, the computing one by default, come after it.
+
+        The calling thread waits only for what no stream can wait for. Raises what made it fail, if that is known.
+        """
+        ...
+
+    def ready(self) -> bool:
+        """Whether `wait` would return at once."""
+        ...
+
+    def synchronize(self) -> None:
         """Return when it has happened; raise what made it fail."""
         ...
 
@@ -26,16 +37,26 @@ class Event(Protocol):
 class Device(Protocol):
     """A compute device with memory of its own and two copy engines.
 
-    `ledger` counts its bytes. Copies and updates start after the events they are given and run beside compute; of those
-    of one direction, or of the host's, that are ready the first given goes first: one that has to wait holds up no
-    other. A `recorder`, if there is one, is told of every copy and update.
+    `ledger` counts its bytes. Copies and updates start after the events they are given, copies also after what was
+    launched before them, and run beside what is launched later; of those of one direction, or of the host's, that are
+    ready the first given goes first: one that has to wait holds up no other. A `recorder`, if there is one, is told of
+    every copy and update. `torch_device` is where operators run; on the CPU the device's memory is the host's own.
     """
 
     ledger: Ledger
     recorder: Recorder | None
+    torch_device: torch.device
 
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
         """Device memory for a tensor of this shape, strides and dtype."""
+        ...
+
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the device of a tensor of the user's, on any device; in order with what computes."""
+        ...
+
+    def pinned(self, host: torch.Tensor) -> torch.Tensor:
+        """A host tensor, or a copy of it, such that copies from and to it run beside compute."""
         ...
 
     def empty_host_like(self, tensor: torch.Tensor) -> torch.Tensor:

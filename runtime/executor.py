@@ -54,7 +54,7 @@ class Executor:
         self.complete = True
         self.on_action: Callable[[Action], None] | None = None
         self._contents = contents = Contents()
-        self._homeless = _never_moved(schedule)
+        self._homeless = _never_moved(schedule) if device.torch_device.type == "cpu" else frozenset()
         self._gradients = Gradients(schedule, host, device, contents)
         self.gate = Gate(schedule.gate, clip, host, self._gradients)
         self._transfers = Transfers(schedule, binding, host, device, contents, self._gradients)
@@ -100,6 +100,7 @@ class Executor:
         """
         if not self.loaded:
             self.load(micro_batch)
+        self._computes.renew_buffers()
         self._computes.batch = tuple(batch)
         self._walk(self.schedule.pass_of(micro_batch).forward)
         return self._computes.take_outputs()
@@ -162,7 +163,7 @@ class Executor:
         self._updates.start_pending()
         here = self._contents
         for event in [*here.written.values(), *here.grad_leaving.values(), *here.grad_adding.values()]:
-            event.wait()
+            event.synchronize()
         self._updates.rescue()
 
     def unload(self) -> None:
@@ -171,7 +172,8 @@ class Executor:
         if not self.gate.is_open:
             self._gradients.store_totals()
         for buffer in [*self._contents.params.values(), *self._contents.states.values()]:
-            buffer.settle()
+            buffer.synchronize()
+        self.device.drain()
         self._transfers.release_host()
         self._gradients.release_host()
         self._empty()

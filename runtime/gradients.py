@@ -104,7 +104,7 @@ class Gradients:
         if not self._adds_up and f"param:{name}" in here.grads and name not in here.grad_leaving:
             return Gradient(here.grads[f"param:{name}"], False)
         for event in self.bring_home(name):
-            event.wait()
+            event.synchronize()
         return Gradient(self._host.grads[name], True)
 
     def bring_home(self, name: str) -> tuple[Event, ...]:
@@ -123,14 +123,14 @@ class Gradients:
         here = self._contents
         for name in sorted({*here.totals, *here.pending}):
             for event in self.bring_home(name):
-                event.wait()
+                event.synchronize()
             self._host.totals.add(name)
 
     def take(self) -> dict[str, torch.Tensor]:
         """Hand over the gradients that have left for the host, once they are there."""
         leaving = self._contents.grad_leaving
         for event in leaving.values():
-            event.wait()
+            event.synchronize()
         leaving.clear()
         grads, self._host.grads = self._host.grads, {}
         return grads

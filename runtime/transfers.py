@@ -51,12 +51,18 @@ class Transfers:
             here.params[name] = self._bring(item, {"": self._host.params[name]}, after)
         elif kind == "s":
             after = (here.written[item],) if item in here.written else ()
-            state = {k: v for k, v in self._host.states.get(name, {}).items() if isinstance(v, torch.Tensor)}
-            here.states[name] = self._bring(item, {k: v for k, v in state.items() if is_bulk(v)}, after)
+            here.states[name] = self._bring(item, self._pinned_state(name), after)
         elif kind == "t":
             here.totals[name] = self._gradients.restore(name)
         else:
             self._restore(item, kind, name)
+
+    def _pinned_state(self, name: str) -> dict[str, torch.Tensor]:
+        """The parts of a state that move, in host memory from which copies run beside compute."""
+        state = self._host.states.get(name, {})
+        bulk = {k: self._device.pinned(v) for k, v in state.items() if isinstance(v, torch.Tensor) and is_bulk(v)}
+        state.update(bulk)
+        return bulk
 
     def _bring(self, item: str, sources: dict[str, torch.Tensor], after: tuple[Event, ...]) -> Buffer:
         tensors = {key: self._device.empty_like(source) for key, source in sources.items()}

@@ -111,6 +111,7 @@ class Updates:
         with torch.no_grad():
             for item in sorted(here.newer):
                 self._rescue(item)
+            self._rescue_scalars()
         here.newer.clear()
 
     def _rescue(self, item: str) -> None:
@@ -120,6 +121,21 @@ class Updates:
             self._host.params[name].copy_(here.params[name].tensors[""])
         elif kind == "s" and name in here.states:
             self._rescue_state(name)
+        elif kind == "b":
+            self._host.buffers[name].copy_(here.model_buffers[name])
+
+    def _rescue_scalars(self) -> None:
+        """Scalars of states live where their parameter was updated last; they come home all at once."""
+        away = [
+            (state, key, value)
+            for state in self._host.states.values()
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type != "cpu"
+        ]
+        for dtype in {value.dtype for _, _, value in away}:
+            same = [entry for entry in away if entry[2].dtype == dtype]
+            for (state, key, _), value in zip(same, torch.stack([value for _, _, value in same]).cpu()):
+                state[key] = value.clone()
 
     def _rescue_state(self, name: str) -> None:
         state = self._host.states[name]

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns: the exit status, 0. Raises: DeviceError if there is no such device.
     """
-    from ..api import device_kind
+    from ..devices import device_kind
     from ..progress import planning_progress, quiet
     from ..rates import measure_machine
 

@@ -1,0 +1,143 @@
+"""Threads that do jobs, each the first submitted of those that can begin."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from .device import Event
+
+
+class LaneEvent:
+    """The completion of a job on a thread; a stream cannot wait for it, so the thread that asks does."""
+
+    def __init__(self) -> None:
+        self._happened = threading.Event()
+        self._error: BaseException | None = None
+
+    def wait(self, stream: torch.Stream | None = None) -> None:
+        self.synchronize()
+
+    def ready(self) -> bool:
+        return self.done()
+
+    def synchronize(self) -> None:
+        self._happened.wait()
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        return self._happened.is_set()
+
+    def settle(self, error: BaseException | None = None) -> None:
+        """It has happened, or `error` has kept it from happening."""
+        self._error = error
+        self._happened.set()
+
+
+class _Job(NamedTuple):
+    work: Callable[[], None]
+    after: tuple[Event, ...]
+    event: LaneEvent
+
+
+class Lane:
+    """One thread that does one job at a time: of those whose events have happened the one submitted first.
+
+    State: `_jobs`, those not begun; `_busy`, whether one is under way; `_closing`. All are changed under `_changed`.
+
+    Parameters
+    ----------
+    name: of the thread. n_threads: that its work may use.
+    changed: notified of every job that comes or is done; lanes whose jobs wait for each other share it.
+    launches: whether its work only launches what a stream does, so that an event need only be one for a stream.
+    poll_s: how often events are asked that happen on a device and notify nobody; None where there are none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        n_threads: int,
+        changed: threading.Condition,
+        launches: bool = False,
+        poll_s: float | None = None,
+    ) -> None:
+        self._jobs: list[_Job] = []
+        self._busy = self._closing = False
+        self._changed, self._launches, self._poll_s = changed, launches, poll_s
+        self._n_threads = n_threads
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"offmate-{name}", daemon=True)
+        everybody = torch.get_num_threads()
+        self._thread.start()
+        self._ready.wait()
+        _set_default_threads(everybody)
+
+    def submit(self, work: Callable[[], None], after: tuple[Event, ...]) -> LaneEvent:
+        """Have `work` done once the events `after` have happened."""
+        event = LaneEvent()
+        with self._changed:
+            self._jobs.append(_Job(work, after, event))
+            self._changed.notify_all()
+        return event
+
+    def _run(self) -> None:
+        # Sets the number that threads without any take when they first ask or compute, and takes it for this one.
+        torch.set_num_threads(self._n_threads)
+        torch.get_num_threads()
+        self._ready.set()
+        while (job := self._next()) is not None:
+            failed = None
+            try:
+                for earlier in () if self._launches else job.after:
+                    earlier.synchronize()
+                with torch.no_grad():
+                    job.work()
+            except BaseException as error:
+                failed = error
+            with self._changed:
+                self._busy = False
+                job.event.settle(failed)
+                self._changed.notify_all()
+            del job, failed
+
+    def _next(self) -> _Job | None:
+        """The first job that can begin, once there is one; None when the lane is closed and all are done."""
+        with self._changed:
+            while self._jobs or not self._closing:
+                for i, job in enumerate(self._jobs):
+                    if all(e.ready() if self._launches else e.done() for e in job.after):
+                        self._busy = True
+                        return self._jobs.pop(i)
+                self._changed.wait(self._poll_s if self._jobs else None)
+        return None
+
+    def drain(self) -> None:
+        """Wait until all jobs are done, failed or not."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._jobs and not self._busy)
+
+    def close(self) -> None:
+        """Stop the thread once its jobs are done."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        # A job may have held the last reference to the device.
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=10)
+
+
+def close_all(lanes: tuple[Lane, ...]) -> None:
+    """Close several lanes."""
+    for lane in lanes:
+        lane.close()
+
+
+def _set_default_threads(number: int) -> None:
+    """What threads take that have no number yet, the training thread perhaps: bits of small products depend on it."""
+    setter = threading.Thread(target=torch.set_num_threads, args=(number,))
+    setter.start()
+    setter.join()

@@ -1,0 +1,119 @@
+"""Pinned host memory, packed: many tensors in few blocks whose sizes the system does not round up."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import weakref
+
+import torch
+
+log = logging.getLogger("offmate")
+
+_LEAST_BLOCK_BYTES = 1 << 26
+_ALIGNMENT_BYTES = 512
+
+
+class PinnedMemory:
+    """Hands out pinned host memory.
+
+    torch pins powers of two, so that a tensor on its own may take nearly twice its bytes. Here blocks are powers of two
+    and tensors lie side by side in them, each with a storage of its own; what dies is given out again.
+    Source: OffMate, appendix C.
+
+    State: `reserved_bytes`, pinned in all; `refused`, whether the system would pin no more; `_holes`, the free
+    stretches of every block, changed under `_lock` since tensors may die on any thread.
+    """
+
+    def __init__(self) -> None:
+        self.reserved_bytes = 0
+        self.refused = False
+        self._blocks: list[torch.Tensor] = []
+        self._holes: list[dict[int, int]] = []
+        self._lock = threading.RLock()
+
+    def empty_strided(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A host tensor, pinned if the system allows it."""
+        span = 1 + sum((n - 1) * s for n, s in zip(shape, stride)) if 0 not in shape else 0
+        n_bytes = span * torch.empty((), dtype=dtype).element_size()
+        raw = self._take(n_bytes) if n_bytes else None
+        if raw is None:
+            return torch.empty_strided(shape, stride, dtype=dtype)
+        return torch.empty(0, dtype=dtype).set_(raw.untyped_storage(), 0, shape, stride)
+
+    def staged(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A pinned copy of a tensor that is copied once; the tensor itself where pinning is refused."""
+        if self.refused:
+            return tensor
+        try:
+            return tensor.pin_memory()
+        except RuntimeError as error:
+            self._refuse(error)
+            return tensor
+
+    def _take(self, n_bytes: int) -> torch.Tensor | None:
+        size = -(-n_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        with self._lock:
+            place = self._hole(size) or self._grow(size)
+            if place is None:
+                return None
+            block, start = place
+            length = self._holes[block].pop(start)
+            if length > size:
+                self._holes[block][start + size] = length - size
+            memory = (ctypes.c_ubyte * n_bytes).from_address(self._blocks[block].data_ptr() + start)
+        # The storage holds the ctypes object, which dies with it.
+        weakref.finalize(memory, self._give_back, block, start, size).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def _hole(self, size: int) -> tuple[int, int] | None:
+        """The smallest free stretch that is large enough, as block and start."""
+        fitting = [
+            (length, block, start)
+            for block, holes in enumerate(self._holes)
+            for start, length in holes.items()
+            if length >= size
+        ]
+        return min(fitting)[1:] if fitting else None
+
+    def _grow(self, size: int) -> tuple[int, int] | None:
+        length = max(_LEAST_BLOCK_BYTES, 1 << (size - 1).bit_length())
+        if self.refused:
+            return None
+        try:
+            block = torch.empty(length, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            self._refuse(error)
+            return None
+        self._blocks.append(block)
+        self._holes.append({0: length})
+        self.reserved_bytes += length
+        return len(self._blocks) - 1, 0
+
+    def _refuse(self, error: RuntimeError) -> None:
+        self.refused = True
+        log.warning(
+            "the system pins no more host memory after %d bytes (%s); copies of what is not pinned go through a small "
+            "pinned buffer and are slower",
+            self.reserved_bytes,
+            str(error).splitlines()[0],
+        )
+
+    def _give_back(self, block: int, start: int, size: int) -> None:
+        with self._lock:
+            holes = self._holes[block]
+            after = holes.pop(start + size, 0)
+            before = next((s for s, length in holes.items() if s + length == start), None)
+            if before is None:
+                holes[start] = size + after
+            else:
+                holes[before] += size + after
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A dense tensor's memory as a flat tensor of bytes, whatever the order of its dimensions; None if it has gaps."""
+    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride())) if tensor.numel() else 0
+    if span != tensor.numel():
+        return None
+    return tensor.as_strided((span,), (1,), tensor.storage_offset()).view(torch.uint8)
