@@ -106,6 +106,7 @@ class Contents:
     written: by item, or by name for a parameter, the event after which its host copy may be read.
     pending: parameters whose gradient is there and whose update has not been started.
     grad_leaving, grad_adding: by parameter, its gradient's way to the host, and its addition to the total there.
+    grad_copied: likewise, the event after which the device's copy of it may be let go.
     totals: by parameter, the sum of its gradients so far, where it is kept on the device.
     views: how tensors view the storages that have left.
     """
@@ -123,6 +124,7 @@ class Contents:
     pending: set[str] = field(default_factory=set)
     grad_leaving: dict[str, Event] = field(default_factory=dict)
     grad_adding: dict[str, Event] = field(default_factory=dict)
+    grad_copied: dict[str, Event] = field(default_factory=dict)
     totals: dict[str, Buffer] = field(default_factory=dict)
     views: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
 

@@ -60,8 +60,8 @@ class Gradients:
     def free(self, name: str) -> None:
         """Let go of a gradient on the device, after its copy to the host."""
         here = self._contents
-        if name in here.grad_leaving:
-            here.grad_leaving[name].wait()
+        if name in here.grad_copied:
+            here.grad_copied.pop(name).wait()
         here.grads.pop(f"param:{name}", None)
 
     def accumulate(self, name: str) -> None:
@@ -160,14 +160,18 @@ class Gradients:
         if name not in self._host.grads:
             self._host.grads[name] = self._device.empty_host_like(grad)
         copy = self._device.copy_out(self._host.grads[name], grad, ())
-        self._contents.grad_leaving[name] = UnderWay(f"the copy of the gradient of {name} to the host", (copy,))
+        self._leaves(name, copy)
+
+    def _leaves(self, name: str, copy: Event) -> None:
+        here = self._contents
+        here.grad_leaving[name] = UnderWay(f"the copy of the gradient of {name} to the host", (copy,))
+        here.grad_copied[name] = here.grad_leaving[name]
 
     def _send_to_arrival(self, name: str, grad: torch.Tensor) -> None:
         arrival = self._next_arrival()
         after = (arrival.added,) if arrival.added is not None else ()
         arrival.holds, arrival.gradient = name, on_storage(arrival.memory, grad)
-        copy = self._device.copy_out(arrival.gradient, grad, after)
-        self._contents.grad_leaving[name] = UnderWay(f"the copy of the gradient of {name} to the host", (copy,))
+        self._leaves(name, self._device.copy_out(arrival.gradient, grad, after))
 
     def _next_arrival(self) -> _Arrival:
         """The buffer used longest ago; what it still holds is added first."""
