@@ -17,11 +17,12 @@ from .config import Config
 from .devices import accelerator, check_budget, default_budget_bytes, device_kind, rng_untouched
 from .errors import OffmateError
 from .fake import is_without_memory
+from .fitting import fitted
 from .hardware import Hardware, load
 from .hardware import names as names_of_hardware
 from .host_memory import default_host_budget_bytes
 from .optimizer import Updater, parameter_names
-from .planner import Request, make_plan, plan_elsewhere
+from .planner import Prepared, Request, make_plan, plan_elsewhere
 from .plans import Plan
 from .probe import check_optimizer
 from .progress import Progress, planning_progress
@@ -180,7 +181,14 @@ def _sized(
         args, kwargs = batch if size is None else resized(batch, size)
         if machine is not None:
             return plan_elsewhere(model, args, kwargs, request, updater, machine, say)
-        return make_plan(model, args, kwargs, request, updater, say).plan
+        where = accelerator(request.device)
+        if where is None:
+            return make_plan(model, args, kwargs, request, updater, say).plan
+
+        def make(margin_bytes: int) -> Prepared:
+            return make_plan(model, args, kwargs, replace(request, margin_bytes=margin_bytes), updater, say)
+
+        return fitted(make, model, where, request.budget_bytes)[0].plan
 
     if batch_size is None:
         return planned(None)

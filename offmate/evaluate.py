@@ -43,7 +43,7 @@ def make_stream(
         only = ClassOption("forward", graph.programs(frozenset()), frozenset(), frozenset())
         classes[block.key] = BlockClass(graph, (only,))
     prelude = lower_prelude(traced.captured, traced.chain, traced.blocks, costs.get("", {}))
-    fixed = fixed_bytes(model, traced.captured, {})
+    fixed = fixed_bytes(model, traced.captured, {}) + request.margin_bytes
     lowering = Lowering(traced.captured, traced.chain, traced.blocks, classes, prelude, frozenset(), {})
     lowered = lowering.problem(
         LinkRates(rates.in_bytes_per_s, rates.out_bytes_per_s, rates.both_bytes_per_s),
@@ -73,5 +73,6 @@ def make_stream(
         status="streamed forward",
         user_bytes=0,
         plan_s=time.perf_counter() - start,
+        allocator_bytes=request.margin_bytes,
     )
     return Prepared(traced.captured, plan, bind(traced.captured, lowered, schedule.options), {})

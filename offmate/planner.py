@@ -55,6 +55,7 @@ class Request:
         usual losses hold.
     automatic_host: the host budget is what is available now; a stored plan need only fit into it.
     micro_batches: how many forwards and backwards make one planned update. clips: whether gradients are clipped.
+    margin_bytes: of the budget, left to the device's allocator.
     """
 
     budget_bytes: int
@@ -66,6 +67,7 @@ class Request:
     automatic_host: bool = False
     micro_batches: int = 1
     clips: bool = False
+    margin_bytes: int = 0
 
     @property
     def gate(self) -> bool:
@@ -129,7 +131,8 @@ def make_plan(
             f"the plan was made for another model, batch, optimizer or budget (fingerprint {given.fingerprint}, "
             f"here {fingerprint}); plan again with offmate.plan"
         )
-    path = Path(request.config.cache_dir, f"{fingerprint}.json") if request.config.cache_dir else None
+    margin = f"-{request.margin_bytes}" if request.margin_bytes else ""
+    path = Path(request.config.cache_dir, f"{fingerprint}{margin}.json") if request.config.cache_dir else None
     stored = given or _fitting((kept or {}).get(fingerprint), request) or _cached(path, request)
     if stored is not None:
         lowered = _relower(model, traced, request, updater, stored)
@@ -227,8 +230,8 @@ def _follow(
         classes = {b.key: restore_class(b, options[b.key], costs[b.key]) for b in traced.blocks}
         unknown = LinkRates(1.0, 1.0, 1.0)
         lowered, held = _lower(model, traced, request, updater, classes, costs[""], {}, unknown)
-        scalars = known.plan.fixed_bytes - fixed_bytes(model, known.captured, {})
-        fixed = held + scalars
+        unchanged = known.plan.fixed_bytes - known.plan.allocator_bytes
+        fixed = held + unchanged - fixed_bytes(model, known.captured, {})
         problem = replace(lowered.problem, device_budget_bytes=max(0, request.budget_bytes - fixed))
         schedule = follow(known.plan.schedule, problem)
         if schedule is None:
@@ -241,6 +244,7 @@ def _follow(
             blocks=block_rows(lowered, schedule),
             budget_bytes=request.budget_bytes,
             fixed_bytes=fixed,
+            allocator_bytes=request.margin_bytes,
             lower_bound_s=0.0,
             gap=0.0,
             status="takes the decisions of a larger batch's plan",
@@ -300,6 +304,7 @@ def _search(
         user_bytes=request.user_bytes or 0,
         plan_s=time.perf_counter() - start,
         problem=problem,
+        allocator_bytes=request.margin_bytes,
     )
     return plan, lowered
 
@@ -317,7 +322,7 @@ def _lower(
     """The problem, and the bytes on the device that no decision changes."""
     captured = traced.captured
     prelude = lower_prelude(captured, traced.chain, traced.blocks, prelude_costs)
-    fixed = fixed_bytes(model, captured, updates)
+    fixed = fixed_bytes(model, captured, updates) + request.margin_bytes
     if request.budget_bytes <= fixed:
         raise InfeasibleBudget(
             f"a budget of {format_bytes(request.budget_bytes)} does not hold the model's buffers and the optimizer's "

@@ -90,6 +90,7 @@ class Plan:
     lower_bound_s: no plan of the same problem is faster. gap: of the program's answer to it.
     status: how the search ended, with advice.
     user_bytes: reserved for what the user's code holds between the model's return and backward().
+    allocator_bytes: of `fixed_bytes`, what the device's allocator takes beyond the tensors in it.
     plan_s: seconds that planning took. problem: what was solved, as plain numbers; None for a forward only.
     from_cache: whether it was read from disk. batch_size: samples per micro-batch, where `offmate.plan` was asked for
         one.
@@ -108,6 +109,7 @@ class Plan:
     user_bytes: int
     plan_s: float
     problem: Problem | None = None
+    allocator_bytes: int = 0
     batch_size: int | None = field(default=None, compare=False)
     from_cache: bool = field(default=False, compare=False)
 
@@ -275,7 +277,7 @@ def _to_json(plan: Plan) -> dict[str, Any]:
     plain = ("fingerprint", "budget_bytes", "fixed_bytes", "least_budget_bytes", "lower_bound_s", "gap", "status")
     return {
         "format": FORMAT,
-        **{name: getattr(plan, name) for name in (*plain, "user_bytes", "plan_s")},
+        **{name: getattr(plan, name) for name in (*plain, "user_bytes", "plan_s", "allocator_bytes")},
         "schedule": to_dict(plan.schedule),
         "problem": None if plan.problem is None else problem_to_dict(plan.problem),
         "blocks": [vars(row) for row in plan.blocks],

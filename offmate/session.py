@@ -19,6 +19,7 @@ from .caches import has_cache, without_cache
 from .devices import accelerator, make_device, rng_untouched
 from .errors import BudgetExceeded, CaptureError, OffmateError, ProtocolError
 from .evaluate import make_stream
+from .fitting import fitted
 from .optimizer import Updater
 from .planner import Prepared, Request, make_plan
 from .plans import Plan
@@ -89,6 +90,7 @@ class Session:
         self.uncleared = False
         self.user_code = UserCode(self.device.torch_device)
         self.said: set[str] = set()
+        self.segment_bytes = 0
 
     @property
     def model(self) -> torch.nn.Module:
@@ -218,9 +220,13 @@ class Session:
                 "does: load them, for example with from_pretrained, before the first batch"
             )
         self.bring_home()
+        self.truth.pin(self.device)
         with self.plain() as model, self.progress() as say, rng_untouched(accelerator(self.request.device)):
             if not kind.trains:
-                return self._bound(make_stream(model, args, kwargs, self.request, say), kind)
+                prepared = self._placed(
+                    lambda margin: make_stream(model, args, kwargs, replace(self.request, margin_bytes=margin), say)
+                )
+                return self._bound(prepared, kind)
             if self.training is not None:
                 log.info("planning for batches with %s", ", ".join(str(list(shape)) for shape in kind.shapes))
             request = replace(
@@ -228,11 +234,24 @@ class Session:
             )
             given = self.given if self.training is None else None
             near = self.variants.near(kind)
-            prepared = make_plan(
-                model, args, kwargs, request, self.updater, say, given, near=near, kept=self.earlier_plans
-            )
+
+            def make(margin_bytes: int) -> Prepared:
+                return make_plan(
+                    model, args, kwargs, replace(request, margin_bytes=margin_bytes), self.updater, say,
+                    None if margin_bytes else given, near=near, kept=self.earlier_plans,
+                )  # fmt: skip
+
+            prepared = self._placed(make)
         log.info("plan ready:\n%s", prepared.plan.explain())
         return self._bound(prepared, kind)
+
+    def _placed(self, make: Callable[[int], Prepared]) -> Prepared:
+        """A plan that fits the device's allocator too, given what makes one that leaves it so many bytes."""
+        where = accelerator(self.request.device)
+        if where is None:
+            return make(0)
+        prepared, self.segment_bytes = fitted(make, self.model, where, self.request.budget_bytes, self.segment_bytes)
+        return prepared
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[torch.nn.Module]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 
 import torch
 
 from .errors import ProtocolError
 from .optimizer import Updater
 from .runtime.binding import HostState
+from .runtime.device import Device
 
 log = logging.getLogger("offmate")
 
@@ -116,6 +118,21 @@ class Truth:
                 "or load with load_state_dict(assign=False)"
             )
         self.host.params[name] = param.data
+
+    def pin(self, device: Device) -> None:
+        """Move parameters, one after another, into host memory from which copies run beside compute.
+
+        Parameters that share memory stay where they are.
+        """
+        if device.torch_device.type == "cpu":
+            return
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            owners = Counter(p.untyped_storage().data_ptr() for _, p in self._named())
+            for name, param in self._named():
+                if owners[param.untyped_storage().data_ptr()] == 1:
+                    param.data = device.pinned(param.data)
+                    self.host.params[name] = param.data
+        self.accept()
 
     def check_trained(self) -> None:
         """Raise ProtocolError if parameters were frozen or unfrozen since the model was compiled."""

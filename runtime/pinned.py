@@ -11,7 +11,7 @@ import torch
 
 log = logging.getLogger("offmate")
 
-_LEAST_BLOCK_BYTES = 1 << 26
+_LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 1 << 22, 1 << 28
 _ALIGNMENT_BYTES = 512
 
 
@@ -78,7 +78,9 @@ class PinnedMemory:
         return min(fitting)[1:] if fitting else None
 
     def _grow(self, size: int) -> tuple[int, int] | None:
-        length = max(_LEAST_BLOCK_BYTES, 1 << (size - 1).bit_length())
+        # Blocks grow with what there is, so that the last one, half empty perhaps, is a small part of it.
+        usual = min(max(_LEAST_BLOCK_BYTES, self.reserved_bytes // 8), _MOST_BLOCK_BYTES)
+        length = 1 << (max(size, usual) - 1).bit_length()
         if self.refused:
             return None
         try:

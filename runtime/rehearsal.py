@@ -13,6 +13,10 @@ from ..solver.schedule import Action, Kind, Schedule, made_old
 from .binding import Binding, Port
 from .program import Program
 
+_ROUNDING_BYTES = 512
+_SMALL_BYTES = 1 << 20
+SMALL_SEGMENT_BYTES = 1 << 21
+
 
 class Change(NamedTuple):
     """An allocation of `bytes` under a number of its own, or with 0 bytes the end of the allocation of that number."""
@@ -39,6 +43,23 @@ def rehearse(schedule: Schedule, binding: Binding, state_parts: Callable[[str], 
         walker.items = {made_old(item): numbers for item, numbers in walker.items.items()}
     walker.walk(schedule.turn_around)
     return [loaded, walker.changes]
+
+
+def pool_peaks(changes: Iterable[Change]) -> tuple[int, int]:
+    """The most bytes held at once in large allocations, and what the segments for the small ones take at least.
+
+    Caching allocators keep what is small in segments of its own, so that it does not cut up the large ones.
+    """
+    live: dict[int, int] = {}
+    held, peak = [0, 0], [0, 0]
+    for change in changes:
+        size = -(-change.bytes // _ROUNDING_BYTES) * _ROUNDING_BYTES or -live.pop(change.number)
+        if change.bytes:
+            live[change.number] = size
+        kind = int(abs(size) <= _SMALL_BYTES)
+        held[kind] += size
+        peak[kind] = max(peak[kind], held[kind])
+    return peak[0], -(-peak[1] // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
 
 
 class _Walker:
@@ -125,7 +146,8 @@ class _Walker:
         for kind, storages in (("k", block.kept), ("a", block.offloaded)):
             given |= dict(zip(storages, self.items.pop(f"{kind}:{index}", ())))
         for port in block.tangents:
-            given |= dict.fromkeys([port.storage], *self.items.pop(_gradient(port), ()))
+            for number in self.items.pop(_gradient(port), ()):
+                given[port.storage] = number
         live = self._run(block.backward, given)
         for port in block.grads:
             if port.storage in live:

@@ -15,7 +15,7 @@ from .pinned import PinnedMemory, flat_bytes
 from .trace import Recorder
 
 _STAGE_BYTES = 1 << 25  # of each of the two buffers through which memory goes that cannot be pinned
-_POLL_S = 2e-4
+_POLL_S = 2e-4  # how often the update worker asks for gradients under way
 
 
 class StreamEvent:
@@ -139,7 +139,8 @@ class StreamDevice:
 
     Parameters
     ----------
-    device: with its index. limit_bytes: the budget that its ledger keeps. update_threads: of the update worker.
+    device: with its index. limit_bytes: the budget that its ledger keeps, and beyond which the allocator reserves
+        nothing. update_threads: of the update worker.
     """
 
     def __init__(self, device: torch.device, limit_bytes: int, update_threads: int | None = None) -> None:
@@ -147,6 +148,10 @@ class StreamDevice:
         self.ledger = Ledger(limit_bytes)
         self.recorder: Recorder | None = None
         self.host_memory = PinnedMemory()
+        module = torch.get_device_module(device)
+        if hasattr(module, "set_per_process_memory_fraction"):
+            _, total = torch.accelerator.get_memory_info(device)
+            module.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
         # Parameters, states and activations come in beside compute and beside what goes out.
         changed = threading.Condition()
         self._in = _Direction(device, "copy-in", changed)
