@@ -137,8 +137,9 @@ class PlannedParameter(torch.nn.Parameter):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where it is computed with; its memory may be the host's now."""
-        return self.__dict__["_offmate"].device.torch_device
+        """Where it is computed with; its memory is the host's, or nowhere yet."""
+        own: torch.device = _TENSOR.device.__get__(self)
+        return self.__dict__["_offmate"].device.torch_device if own.type == "cpu" else own
 
     @property
     def grad(self) -> torch.Tensor | None:

@@ -25,24 +25,26 @@ class Change(NamedTuple):
     bytes: int
 
 
-def rehearse(schedule: Schedule, binding: Binding, state_parts: Callable[[str], Iterable[int]]) -> list[list[Change]]:
-    """What is allocated and let go, in order: first what an iteration starts with, then one iteration.
+def rehearse(schedule: Schedule, binding: Binding, state_parts: Callable[[str], Iterable[int]]) -> list[Change]:
+    """What is allocated and let go, in order: first what an iteration starts with, then two iterations.
+
+    In the second one lies where the first one has left it what stays on the device between them.
 
     Parameters
     ----------
     state_parts: bytes of the tensors of a parameter's optimizer state.
 
-    Returns: two lists; the second starts and ends with the same allocations, under other numbers.
+    Returns: the changes; what an iteration leaves stays allocated at the end.
     """
     walker = _Walker(schedule, binding, state_parts)
     for item in schedule.resident:
         walker.bring(item)
-    loaded, walker.changes = walker.changes, []
-    for one in schedule.passes:
-        walker.walk((*one.forward, *one.backward))
-        walker.items = {made_old(item): numbers for item, numbers in walker.items.items()}
-    walker.walk(schedule.turn_around)
-    return [loaded, walker.changes]
+    for _ in range(2):
+        for one in schedule.passes:
+            walker.walk((*one.forward, *one.backward))
+            walker.items = {made_old(item): numbers for item, numbers in walker.items.items()}
+        walker.walk(schedule.turn_around)
+    return walker.changes
 
 
 def pool_peaks(changes: Iterable[Change]) -> tuple[int, int]:
@@ -142,7 +144,7 @@ class _Walker:
 
     def _backward(self, index: int) -> None:
         block = self.binding.blocks[index]
-        given = {}
+        given: dict[int, int] = {}
         for kind, storages in (("k", block.kept), ("a", block.offloaded)):
             given |= dict(zip(storages, self.items.pop(f"{kind}:{index}", ())))
         for port in block.tangents:

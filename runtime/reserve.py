@@ -27,7 +27,7 @@ class Shortfall:
 
 
 def reserve(
-    device: torch.device, loaded: list[Change], iteration: list[Change], budget_bytes: int, least_bytes: int = 0
+    device: torch.device, changes: list[Change], budget_bytes: int, least_bytes: int = 0
 ) -> Reserved | Shortfall:
     """Have the allocator reserve what an iteration takes, most of it in one piece.
 
@@ -36,13 +36,12 @@ def reserve(
 
     Parameters
     ----------
-    loaded, iteration: allocations in order, as `rehearse` gives them.
+    changes: allocations in order, as `rehearse` gives them.
     budget_bytes: what may be reserved, library workspaces included. least_bytes: of the segment, since other iterations
         need that much.
 
     Returns: what was reserved, or what is missing for the iteration to fit.
     """
-    changes = [*loaded, *iteration]
     large, small = pool_peaks(changes)
     torch.accelerator.empty_cache()
     free = budget_bytes - torch.accelerator.memory_reserved(device)
