@@ -1,7 +1,9 @@
 """How long the integer program takes as models grow, and what its windows cost.
 
-`python -m benchmarks.solver_scaling [--layers 8 16 32] [--backends highs cbc] [--full-layers 8] [--json FILE]
-[--plot FILE]` solves synthetic Llama-2-7B-like chains of half-layer blocks at a tight and a roomy budget.
+`python -m benchmarks.solver_scaling [--layers 8 16 32] [--backends highs cbc] [--full-layers 8 16] [--limit 60]
+[--out FOLDER]` solves Llama-2-7B-like chains of half-layer blocks, at a budget with which time is lost and at one with
+which hardly any is, prints a table and writes it as JSON, Markdown and a plot. Where the program with every step
+allowed can be afforded, it is solved with the first backend too, to the same gap.
 """
 
 from __future__ import annotations
@@ -21,31 +23,34 @@ from offmate.solver.synthetic import Shape, Speeds, llama
 from rich.console import Console
 from rich.table import Table
 
-COLUMNS = ("layers", "budget", "program", "backend", "columns", "rows", "seconds", "step s", "gap", "status")
-BUDGETS_GB_PER_LAYER = (0.15, 0.5)  # of about 2.1 GB that a layer's states and activations take
+from .overhead import machine
+
+RESULTS = Path(__file__).parent / "results"
+_SIZE = ("columns", "rows", "seconds")
+COLUMNS = ("layers", "budget GB", "program", "backend", *_SIZE, "step s", "bound s", "gap %", "status")
+BUDGETS_GB = (2.5, 4.0)  # 2.2 is the least, of any number of layers
 RATES = Rates(10.4e9, 10.4e9, 16.6e9, 0.001)
+
+Row = dict[str, Any]
 
 
 def main() -> None:
-    """Solve, print a table, and write what was asked for."""
+    """Solve, print a table, and write the results."""
     arguments = _arguments()
-    results = []
+    console, results = Console(width=140), []
     for layers in arguments.layers:
-        for per_layer in BUDGETS_GB_PER_LAYER:
-            problem = instance(layers, int((2.5 + per_layer * layers) * 1e9))
+        for budget in BUDGETS_GB:
+            problem = instance(layers, int(budget * 1e9))
             for backend in arguments.backends:
-                results.append(measure(problem, layers, backend, "windows", arguments.limit))
-                if layers in arguments.full_layers:
-                    with patch.object(flows, "sparse_offsets", lambda n: list(range(n))):
-                        results.append(measure(problem, layers, backend, "full", arguments.limit))
+                results.append(measure(problem, layers, backend, arguments.limit))
+                console.print(*(_shown(value) for value in results[-1].values()), sep="  ")
+            if layers in arguments.full_layers:
+                results.append(measure(problem, layers, arguments.backends[0], arguments.limit, every_step=True))
     table = Table(*COLUMNS)
-    for result in results:
-        table.add_row(*(_shown(result[name]) for name in COLUMNS))
-    Console(width=120).print(table)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
-    if arguments.plot:
-        _plot(results, arguments.plot)
+    for row in results:
+        table.add_row(*(_shown(row[name]) for name in COLUMNS))
+    console.print(table)
+    _write(results, arguments)
 
 
 def instance(layers: int, budget_bytes: int) -> Problem:
@@ -55,54 +60,69 @@ def instance(layers: int, budget_bytes: int) -> Problem:
     return llama(shape, speeds, budget_bytes, 10**13)
 
 
-def measure(problem: Problem, layers: int, backend: str, program: str, limit_s: float) -> dict[str, Any]:
-    """One row of the table; seconds include stating the program."""
+def measure(problem: Problem, layers: int, backend: str, limit_s: float, *, every_step: bool = False) -> Row:
+    """One row of the table; seconds include stating the program.
+
+    Parameters
+    ----------
+    every_step: the full program, without windows.
+    """
+    if every_step:
+        with patch.object(flows, "sparse_offsets", lambda n, n_steps: list(range(n))):
+            return measure(problem, layers, backend, limit_s) | {"program": "every step"}
     model = state_program(problem).model
     started = time.perf_counter()
     solution = solve(problem, time_limit_s=limit_s, backend=backend)
-    row = (
-        layers,
-        f"{problem.device_budget_bytes / 1e9:.1f} GB",
-        program,
-        backend,
-        len(model.upper),
-        len(model.rows),
-        time.perf_counter() - started,
-        solution.objective_s,
-        solution.gap,
-        solution.status.name,
-    )
-    return dict(zip(COLUMNS, row))
+    spent_s, found = time.perf_counter() - started, bool(solution.options)
+    figures = (len(model.upper), len(model.rows), spent_s, solution.objective_s if found else None)
+    more = (solution.lower_bound_s, 100 * solution.gap if found else None, solution.status.name)
+    return dict(zip(COLUMNS, (layers, problem.device_budget_bytes / 1e9, "windows", backend, *figures, *more)))
 
 
 def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.5g}" if abs(value) > 1e-3 else f"{value:.1e}" if value else "0"
+    return "-" if value is None else str(value)
 
 
-def _plot(results: list[dict[str, Any]], path: Path) -> None:
+def _write(results: list[Row], arguments: argparse.Namespace) -> None:
+    found = {"machine": machine(), "limit_s": arguments.limit, "rows": results}
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    base = arguments.out / "solver-scaling"
+    base.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    rows = [COLUMNS, ("---:",) * len(COLUMNS), *([_shown(row[name]) for name in COLUMNS] for row in results)]
+    base.with_suffix(".md").write_text("".join(f"| {' | '.join(row)} |\n" for row in rows))
+    _plot([row for row in results if row["program"] == "windows"], base.with_suffix(".svg"))
+
+
+def _plot(rows: list[Row], path: Path) -> None:
     try:
         from matplotlib import pyplot
     except ImportError:
         raise SystemExit('the plot needs matplotlib; try: pip install "offmate[viz]"') from None
     figure, axes = pyplot.subplots(figsize=(6, 4))
-    for backend, program in sorted({(r["backend"], r["program"]) for r in results}):
-        rows = [r for r in results if (r["backend"], r["program"]) == (backend, program)]
-        layers = sorted({r["layers"] for r in rows})
-        slowest = [max(r["seconds"] for r in rows if r["layers"] == n) for n in layers]
-        axes.plot(layers, slowest, marker="o", label=f"{backend}, {program}")
+    for backend in sorted({row["backend"] for row in rows}):
+        own = [row for row in rows if row["backend"] == backend]
+        layers = sorted({row["layers"] for row in own})
+        slowest = [max(row["seconds"] for row in own if row["layers"] == n) for n in layers]
+        axes.plot(layers, slowest, marker="o", label=backend)
+    for layers, aim_s in ((32, 3), (80, 10)):
+        axes.plot(layers, aim_s, marker="_", markersize=20, color="black", label="aim" if layers == 32 else None)
     axes.set(xlabel="layers (two blocks each)", ylabel="seconds, slower of two budgets", xscale="log", yscale="log")
+    ticks = sorted({row["layers"] for row in rows})
+    axes.set_xticks(ticks, [str(n) for n in ticks], minor=False)
+    axes.set_xticks([], minor=True)
     axes.legend()
-    figure.savefig(path, bbox_inches="tight")
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.solver_scaling", description=__doc__)
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 16, 32, 48, 80, 128])
-    parser.add_argument("--backends", nargs="+", default=["highs"], choices=["highs", "cbc"])
-    parser.add_argument("--full-layers", type=int, nargs="*", default=[8])
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds per solve")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--backends", nargs="+", default=["highs", "cbc"], choices=["highs", "cbc"])
+    parser.add_argument("--full-layers", type=int, nargs="*", default=[8, 16], help="where every step is allowed too")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds per solve (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="(default: benchmarks/results)")
     return parser.parse_args()
 
 

@@ -12,7 +12,8 @@ from .problem import Group, Problem
 WHOLE: Terms = {ONE: 1.0}
 NONE: Terms = {}
 EVERY = 3  # offsets up to this one are all there,
-SHORT = 12  # and so are all of a span this short
+SHORT = 12  # and so are all of a span this short,
+FEW = 40  # and all of a problem of so few steps, whose program stays small anyway
 
 
 @dataclass(frozen=True)
@@ -83,14 +84,14 @@ def span_of(problem: Problem, group: Group) -> Span:
     return Span(first, end, around(end, first - 1, problem.n_steps), points, (*within, *crossing))
 
 
-def sparse_offsets(n: int) -> list[int]:
-    """Offsets below `n`: the first EVERY all, then ever further apart.
+def sparse_offsets(n: int, n_steps: int) -> list[int]:
+    """Offsets below `n`: the first EVERY all, then ever further apart; all of them in a problem of few steps.
 
     A copy is best made soon after a step or shortly before one. Further off any one of several neighbouring steps will
     do: each group has steps of its own, so together they still use them all. What that costs against the program with
     every step allowed is shown by benchmarks/solver_scaling.py.
     """
-    if n <= SHORT:
+    if n <= SHORT or n_steps <= FEW:
         return list(range(n))
     offsets, k = [], 0
     while k < n:
@@ -99,19 +100,19 @@ def sparse_offsets(n: int) -> list[int]:
     return offsets
 
 
-def leaving_steps(span: tuple[int, ...], skip_last: int = 0) -> tuple[int, ...]:
+def leaving_steps(problem: Problem, span: tuple[int, ...], skip_last: int = 0) -> tuple[int, ...]:
     """Steps of a gap in which something may leave, close together at its start."""
-    return tuple(span[k] for k in sparse_offsets(len(span) - skip_last))
+    return tuple(span[k] for k in sparse_offsets(len(span) - skip_last, problem.n_steps))
 
 
-def coming_steps(span: tuple[int, ...], skip_first: int = 0) -> tuple[int, ...]:
+def coming_steps(problem: Problem, span: tuple[int, ...], skip_first: int = 0) -> tuple[int, ...]:
     """Steps of a gap in which something may come in, close together at its end."""
-    return tuple(span[-1 - k] for k in reversed(sparse_offsets(len(span) - skip_first)))
+    return tuple(span[-1 - k] for k in reversed(sparse_offsets(len(span) - skip_first, problem.n_steps)))
 
 
-def updating_steps(span: tuple[int, ...]) -> tuple[int, ...]:
+def updating_steps(problem: Problem, span: tuple[int, ...]) -> tuple[int, ...]:
     """Steps of a gap in which the host may update, close together at both ends."""
-    half = sparse_offsets((len(span) + 1) // 2)
+    half = sparse_offsets((len(span) + 1) // 2, problem.n_steps)
     places = {*half, *(len(span) - 1 - k for k in half)}
     return tuple(span[k] for k in sorted(places))
 
@@ -133,19 +134,19 @@ def _frozen(problem: Problem, group: Group, span: Span, builder: Builder, accoun
     hosted = builder.column(f"h[{group.name}]")
     account.keep_on_host(group.param_bytes, hosted)
     gaps = (*span.between, Stay(span.end, span.first))
-    return GroupColumns(NONE, away=_others(group, gaps, hosted, problem.n_steps, builder, account))
+    return GroupColumns(NONE, away=_others(problem, group, gaps, hosted, builder, account))
 
 
 def _external(problem: Problem, group: Group, span: Span, builder: Builder, account: Account) -> GroupColumns:
     """All of it is updated by the user's code, between the first turn-around step and the second."""
     name, barrier = group.name, problem.first_turn_around
-    leaves = leaving_steps(around(span.end, barrier, problem.n_steps))
-    comes = coming_steps(span.idle[span.idle.index(barrier) + 1 :])
+    leaves = leaving_steps(problem, around(span.end, barrier, problem.n_steps))
+    comes = coming_steps(problem, span.idle[span.idle.index(barrier) + 1 :])
     grad_out = flow(builder, f"GradOut[{name}]", span.idle, leaves, WHOLE)
     back = flow(builder, f"ParInC[{name}]", span.idle, comes, WHOLE)
     _count_cpu_part(group, span, WHOLE, grad_out, back, account)
     account.keep_on_host(group.param_bytes, WHOLE)
-    away = _others(group, span.between, WHOLE, problem.n_steps, builder, account)
+    away = _others(problem, group, span.between, WHOLE, builder, account)
     return GroupColumns(WHOLE, grad_out=grad_out, cpu_back=back, away=away)
 
 
@@ -155,9 +156,9 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     first_update, updated = problem.first_update(group), problem.device_update(group)
     before_use = around(first_update, span.first - 1, problem.n_steps)
     x = builder.column(f"x[{name}]")
-    grad_out = flow(builder, f"GradOut[{name}]", idle, leaving_steps(idle, 2), x)
-    update = flow(builder, f"Opt[{name}]", idle, updating_steps(before_use[:-1]), x)
-    cpu_back = flow(builder, f"ParInC[{name}]", idle, coming_steps(before_use, 1), x)
+    grad_out = flow(builder, f"GradOut[{name}]", idle, leaving_steps(problem, idle, 2), x)
+    update = flow(builder, f"Opt[{name}]", idle, updating_steps(problem, before_use[:-1]), x)
+    cpu_back = flow(builder, f"ParInC[{name}]", idle, coming_steps(problem, before_use, 1), x)
     follows(builder, f"Opt after GradOut[{name}]", update, grad_out)
     follows(builder, f"ParInC after Opt[{name}]", cpu_back, update)
     for step, part in update.each():
@@ -167,9 +168,9 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
 
     after_update = around(updated, span.first - 1, problem.n_steps)
     dropped, kept = builder.column(f"D[{name}]"), builder.column(f"K[{name}]")
-    out_drop = flow(builder, f"Drop[{name}]", after_update, leaving_steps(after_update, 2), dropped)
-    out_keep = flow(builder, f"Keep[{name}]", after_update, leaving_steps(after_update), kept)
-    back = flow(builder, f"ParIn[{name}]", after_update, coming_steps(after_update, 2), dropped)
+    out_drop = flow(builder, f"Drop[{name}]", after_update, leaving_steps(problem, after_update, 2), dropped)
+    out_keep = flow(builder, f"Keep[{name}]", after_update, leaving_steps(problem, after_update), kept)
+    back = flow(builder, f"ParIn[{name}]", after_update, coming_steps(problem, after_update, 2), dropped)
     follows(builder, f"ParIn after Drop[{name}]", back, out_drop)
     hosted = add((1.0, x), (1.0, dropped), (1.0, kept))
     builder.at_most_zero(f"host copy[{name}]", add((1.0, hosted), (-1.0, WHOLE)))
@@ -188,7 +189,7 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
         account.compute_in(start + span.points[-1], group.device_add_s, rest)
 
     state_out, state_in = _states(problem, group, updated, x, builder, account)
-    away = _others(group, span.between, hosted, problem.n_steps, builder, account)
+    away = _others(problem, group, span.between, hosted, builder, account)
     return GroupColumns(x, grad_out, lead_out, update, cpu_back, out_drop, out_keep, back, state_out, state_in, away)
 
 
@@ -210,7 +211,7 @@ def _sums(
         return None
     end = span.points[-1]
     window = around(end, problem.pass_steps + group.grad_steps[0] - 1, problem.n_steps)
-    lead_out = flow(builder, f"LeadOut[{group.name}]", window, leaving_steps(window), x)
+    lead_out = flow(builder, f"LeadOut[{group.name}]", window, leaving_steps(problem, window), x)
     leaving = [(start + end, lead_out.later(start)) for start in problem.passes[:-1]]
     for made, gone in leaving:
         _leave(group.grad_bytes, made, gone, account)
@@ -232,8 +233,8 @@ def _states(
     rest = add((1.0, WHOLE), (-1.0, x))
     total = builder.column(f"S[{name}]")
     may = [step for step in cycle if not problem.in_middle(step)]
-    gone = flow(builder, f"OutO[{name}]", cycle, leaving_steps(tuple(may), 2), total)
-    back = flow(builder, f"InO[{name}]", cycle, coming_steps(tuple(may), 2), total)
+    gone = flow(builder, f"OutO[{name}]", cycle, leaving_steps(problem, tuple(may), 2), total)
+    back = flow(builder, f"InO[{name}]", cycle, coming_steps(problem, tuple(may), 2), total)
     follows(builder, f"InO after OutO[{name}]", back, gone)
     builder.at_most_zero(f"states[{name}]", add((1.0, total), (-1.0, rest)))
     account.keep_on_host(group.state_bytes, total)
@@ -246,17 +247,17 @@ def _states(
 
 
 def _others(
+    problem: Problem,
     group: Group,
     gaps: tuple[Stay, ...],
     hosted: Terms,
-    n_steps: int,
     builder: Builder,
     account: Account,
 ) -> tuple[Away, ...]:
     """Every gap but a trainable group's idle one: what has a host copy may be dropped and comes back in time."""
     result = []
     for stay in gaps:
-        between = around(stay.after, stay.before - 1, n_steps)[1:]
+        between = around(stay.after, stay.before - 1, problem.n_steps)[1:]
         if len(between) < 2:  # what leaves would be back in the same step
             for shift in stay.shifts:
                 account.hold_over([step + shift for step in between], group.param_bytes, WHOLE)
@@ -264,7 +265,7 @@ def _others(
         label = f"{group.name},{stay.after}"
         part = builder.column(f"d[{label}]")
         builder.at_most_zero(f"d[{label}]", add((1.0, part), (-1.0, hosted)))
-        back = flow(builder, f"Back[{label}]", between, coming_steps(between, 1), part)
+        back = flow(builder, f"Back[{label}]", between, coming_steps(problem, between, 1), part)
         for shift in stay.shifts:
             again = back.later(shift)
             _come(group.param_bytes, again, account)

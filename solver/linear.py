@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 
 Terms = dict[int, float]
 """A linear expression: coefficient by column; the key ONE holds the constant."""
 
 ONE = -1
 NEARLY = 1e-7  # what a row without columns may lack
+_BROKEN = 1e-2, 1e-6  # what a row may lack at a point: so much, and this part of what is added up in it
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,20 @@ def fixed(model: LinearModel, values: Mapping[int, float]) -> tuple[LinearModel,
 
 def _broken(row: Row) -> bool:
     return row.bound < -NEARLY or (row.equal and row.bound > NEARLY)
+
+
+def holds(model: LinearModel, values: Sequence[float]) -> bool:
+    """Whether a point keeps every row, but for what solvers leave; a point that no solver should return does not."""
+    if not all(map(isfinite, values)):
+        return False
+    fixed, relative = _BROKEN
+    for row in model.rows:
+        terms = [a * values[c] for c, a in zip(row.columns, row.coefficients)]
+        above = sum(terms) - row.bound
+        allowed = fixed + relative * (sum(map(abs, terms)) + abs(row.bound))
+        if above > allowed or (row.equal and -above > allowed):
+            return False
+    return True
 
 
 @dataclass

@@ -48,12 +48,14 @@ from .flows import GroupColumns, add_group
 from .held import held_bytes
 from .linear import ONE, Builder, LinearModel, Terms, accumulate, add
 from .problem import Problem
+from .safe import streaming_solution
 
 Goal = Literal["time", "device", "host"]
 
 SCALE = 1000.0
 TRAFFIC_WEIGHT = 1e-4  # all bytes that could move weigh this part of the unavoidable seconds: it only breaks ties
 SMALLEST = 1e-12  # coefficients below are rounding, of bytes that come and go
+STREAMED_PART = 1e-2  # of the safe plan's seconds: the least that a unit is made for, or coefficients get too large
 SPREAD_WEIGHT = 1e-6  # the mean of the steps' bytes against the least budget, so that only steps that bind are full
 
 
@@ -99,7 +101,7 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
     leaving = add_values(problem, builder, account)
     groups = {g.name: add_group(problem, g, builder, account) for g in problem.groups}
     start, user = _hold_the_rest(problem, choices, account)
-    unit_s = _unavoidable_s(problem) / SCALE or 1.0
+    unit_s = max(_unavoidable_s(problem), STREAMED_PART * streaming_solution(problem).objective_s) / SCALE or 1.0
     time: tuple[Terms, ...] = ()
     if goal == "time":
         time = _time_rows(problem, builder, account, unit_s)

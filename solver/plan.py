@@ -54,7 +54,7 @@ def plan(problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.01, bac
     Source: OffMate, section 4.2.
     """
     solution = solve(problem, time_limit_s=time_limit_s, gap=gap, backend=backend)
-    if solution.status is Status.NO_ANSWER:
+    if not solution.options:  # too little time, or numbers so far apart that the solver was wrong
         return _streamed(problem, solution)
     tried, found = problem, solution
     for attempt in range(1, _TRIES + 1):

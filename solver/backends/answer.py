@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pulp
 
-from ..linear import LinearModel
+from ..linear import LinearModel, holds
 from ..solution import Status
 
 
@@ -26,6 +26,13 @@ class RawAnswer:
     objective: float
     lower_bound: float
     solve_s: float
+
+
+def trusted(model: LinearModel, answer: RawAnswer) -> RawAnswer:
+    """The answer; without its point, and so without a plan, if that breaks the model's rows."""
+    if not answer.values or holds(model, answer.values):
+        return answer
+    return replace(answer, status=Status.NO_ANSWER, values=(), objective=float("inf"), lower_bound=-float("inf"))
 
 
 def to_pulp(model: LinearModel) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:

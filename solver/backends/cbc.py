@@ -13,7 +13,7 @@ import pulp
 
 from ..linear import LinearModel
 from ..solution import Status
-from .answer import RawAnswer, to_pulp
+from .answer import RawAnswer, to_pulp, trusted
 
 INFINITE = float("inf")
 
@@ -55,9 +55,8 @@ def solve(model: LinearModel, time_limit_s: float, gap: float, start: Sequence[f
     stopped = "Stopped on time" in text
     if bound is None:
         bound = -INFINITE if stopped else objective
-    return RawAnswer(
-        Status.TIME_LIMIT if stopped else Status.OPTIMAL, values, objective, min(bound, objective), spent_s
-    )
+    status = Status.TIME_LIMIT if stopped else Status.OPTIMAL
+    return trusted(model, RawAnswer(status, values, objective, min(bound, objective), spent_s))
 
 
 def _printed_bound(log: str) -> float | None:

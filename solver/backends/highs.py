@@ -11,7 +11,7 @@ import numpy as np
 
 from ..linear import LinearModel
 from ..solution import Status
-from .answer import RawAnswer
+from .answer import RawAnswer, trusted
 
 INFINITE = float("inf")
 OPTIONS = {"random_seed": 0, "parallel": "off", "output_flag": False}
@@ -38,10 +38,12 @@ def solve(model: LinearModel, time_limit_s: float, gap: float, start: Sequence[f
         point.col_value = list(start)
         highs.setSolution(point)
     _run(highs, time_limit_s, INTERIOR)
-    if _refused(highs):
+    answer = _answer(model, highs, started)
+    if _refused(highs) or trusted(model, answer) is not answer:
         # An interior point wrongly finds small feasible programs infeasible when seconds differ by many magnitudes.
         _run(highs, max(1.0, time_limit_s - (time.perf_counter() - started)), SIMPLEX)
-    return _answer(model, highs, time.perf_counter() - started)
+        answer = trusted(model, _answer(model, highs, started))
+    return answer
 
 
 def _run(highs: highspy.Highs, time_limit_s: float, more: dict[str, str]) -> None:
@@ -57,7 +59,8 @@ def _refused(highs: highspy.Highs) -> bool:
     return state not in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kTimeLimit)
 
 
-def _answer(model: LinearModel, highs: highspy.Highs, spent_s: float) -> RawAnswer:
+def _answer(model: LinearModel, highs: highspy.Highs, started: float) -> RawAnswer:
+    spent_s = time.perf_counter() - started
     state, info = highs.getModelStatus(), highs.getInfo()
     if state in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
         return RawAnswer(Status.INFEASIBLE, (), INFINITE, INFINITE, spent_s)
