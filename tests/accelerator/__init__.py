@@ -6,18 +6,22 @@ the kernels are the CPU's.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import importlib.util
 import os
 import shutil
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
 NAME = "sim"
+_MODULE = "offmate_simulated_accelerator"
 _SOURCES = sorted((Path(__file__).parent / "csrc").glob("*.cpp"))
 
 
@@ -46,9 +50,8 @@ def prepare() -> None:
 @functools.cache
 def why_not() -> str:
     """What the simulated accelerator needs to be built and is not here; empty if nothing is missing."""
-    compiler = os.environ.get("CXX", "c++")
-    for tool in (compiler, "ninja"):
-        if shutil.which(tool) is None:
+    for tool in (os.environ.get("CXX", "c++"), "ninja"):
+        if shutil.which(tool, path=_search_path()) is None:
             return f"the simulated accelerator is built with {tool}, which is not installed"
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
         return "the simulated accelerator is built with Python's headers, which are not installed"
@@ -67,18 +70,47 @@ def _register() -> str:
     return NAME
 
 
+def _search_path() -> str:
+    """Where programs are looked for: ninja may lie in a virtual environment that has not been activated."""
+    return os.pathsep.join((os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")))
+
+
 @functools.cache
 def _build() -> ModuleType:
     from torch.utils import cpp_extension
 
+    os.environ["PATH"] = _search_path()
     # One folder for each torch, interpreter and state of the sources: checkouts do not disturb each other.
     texts = b"".join(path.read_bytes() for path in sorted(_SOURCES[0].parent.iterdir()))
     version = f"{torch.__version__}-{sys.implementation.cache_tag}-{hashlib.sha256(texts).hexdigest()[:12]}"
     folder = Path(cpp_extension.get_default_build_root()) / f"offmate-{NAME}-{version}".replace("+", "-")
-    folder.mkdir(parents=True, exist_ok=True)
-    return cpp_extension.load(
-        name="offmate_simulated_accelerator",
-        sources=[str(source) for source in _SOURCES],
-        extra_cflags=["-O1", "-std=c++20"],
-        build_directory=str(folder),
-    )
+    library = folder / f"{_MODULE}.so"
+    return _imported(library) if library.exists() else _compiled(folder)
+
+
+def _compiled(folder: Path) -> ModuleType:
+    """The extension, compiled beside `folder` and moved there when it is whole: a build may be interrupted."""
+    from torch.utils import cpp_extension
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = tempfile.mkdtemp(dir=folder.parent, prefix=f"offmate-{NAME}-")
+    try:
+        module = cpp_extension.load(
+            name=_MODULE,
+            sources=[str(source) for source in _SOURCES],
+            extra_cflags=["-O1", "-std=c++20"],
+            build_directory=scratch,
+        )
+        with contextlib.suppress(OSError):  # another process was first
+            Path(scratch).rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return module
+
+
+def _imported(library: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(_MODULE, library)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

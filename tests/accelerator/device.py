@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.accelerator.memory import (
     empty_cache,
-    empty_host_cache,
     max_memory_allocated,
     max_memory_reserved,
     memory_allocated,
@@ -22,7 +21,6 @@ from torch.accelerator.memory import (
 
 __all__ = [
     "empty_cache",
-    "empty_host_cache",
     "max_memory_allocated",
     "max_memory_reserved",
     "memory_allocated",
@@ -48,7 +46,7 @@ def reset() -> None:
     set_pinned_limit_bytes(NO_LIMIT)
     set_total_bytes(TOTAL_BYTES)
     empty_cache()
-    empty_host_cache()
+    native.empty_host_cache()
     reset_peak_memory_stats()
     reset_accumulated_memory_stats()
 
@@ -105,6 +103,10 @@ def is_available() -> bool:
 
 def is_initialized() -> bool:
     return True
+
+
+def _lazy_init() -> None:
+    """Nothing to do, but without it torch takes the device for one that nobody has used, and waits for nothing."""
 
 
 def _is_in_bad_fork() -> bool:

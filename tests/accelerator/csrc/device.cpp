@@ -154,5 +154,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("set_total_bytes", &sim::set_total_bytes);
   module.def("set_limit_bytes", &sim::set_limit_bytes);
   module.def("set_pinned_limit_bytes", &sim::set_pinned_limit_bytes);
+  module.def("empty_host_cache", [] { sim::pinned_memory()->empty_cache(); });
   module.def("default_generator", &sim::default_generator);
 }

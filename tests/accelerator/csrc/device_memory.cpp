@@ -86,8 +86,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
   void resetAccumulatedStats(c10::DeviceIndex) override;
   void resetPeakStats(c10::DeviceIndex) override;
 
-  // Not every version of torch has it to be overridden.
-  virtual std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) {
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
     std::lock_guard<std::mutex> lock(mutex_);
     return {total_bytes - std::min(total_bytes, reserved()), total_bytes};
   }
