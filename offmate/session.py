@@ -21,6 +21,7 @@ from .errors import BudgetExceeded, CaptureError, OffmateError, ProtocolError
 from .evaluate import make_stream
 from .fitting import fitted
 from .optimizer import Updater
+from .pace import Pace
 from .planner import Prepared, Request, make_plan
 from .plans import Plan
 from .progress import Progress
@@ -50,7 +51,8 @@ class Session:
 
     State: `active`, the variant whose tensors are on the device; `training`, the one that trained last; `turn`, and the
     `iteration` that is under way and its `micro_batches` so far; `uncleared`, whether zero_grad() is due; `truth`, what
-    the host holds; `user_code`, what it was seen to hold. Changed on the training thread only.
+    the host holds; `user_code`, what it was seen to hold; `pace`, how long its steps take. Changed on the training
+    thread only.
 
     Parameters
     ----------
@@ -90,6 +92,7 @@ class Session:
         self.uncleared = False
         self.user_code = UserCode(self.device.torch_device)
         self.said: set[str] = set()
+        self.pace = Pace(request.config.cache_dir)
         self.segment_bytes = 0
 
     @property
@@ -333,6 +336,8 @@ class Session:
                 whole = self.micro_batches == self.request.micro_batches
                 self.turn, self.uncleared = Turn.STEP if whole else Turn.FORWARD, True
             self.iteration = None
+        if self.updater is None:
+            self.pace.step_done(variant.prepared.plan)
 
     def _check_backward(self, iteration: Iteration) -> None:
         if self.turn is not Turn.BACKWARD or iteration is not self.iteration:
@@ -386,6 +391,7 @@ class Session:
             self.truth.current = False
             self.active.executor.turn_around()
             self.turn = Turn.FORWARD
+        self.pace.step_done(self.active.prepared.plan)
 
     def _finish_on_host(self) -> None:
         """End an iteration that the plan does not end: it had fewer micro-batches, or parameters were edited."""
@@ -432,7 +438,7 @@ class Session:
     def _whole(self) -> Iterator[None]:
         """Run a part of the schedule; if it fails, bring everything to a state that can be read, and say which."""
         try:
-            with interrupts.held():
+            with interrupts.held(), self.pace.working():
                 yield
         except BaseException as error:
             with interrupts.held():
