@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 FORMAT = 3
 _WORTH_SAYING_BYTES = 1024
+_WORTH_SAYING_PART = 0.01  # of a step
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,17 @@ class Plan:
         """
         if self.lower_bound_s > self.predicted_step_s * 1.001:
             return f"copies that cross steps make it faster than the program's bound of {self.lower_bound_s:.3g} s"
-        return f"no plan is faster than {self.lower_bound_s:.3g} s"
+        words = f"no plan is faster than {self.lower_bound_s:.3g} s"
+        if self.rounding_loss_s > _WORTH_SAYING_PART * self.predicted_step_s:
+            words += f", and that tensors move whole costs {self.rounding_loss_s:.2g} s"
+        return words
+
+    @property
+    def rounding_loss_s(self) -> float:
+        """Seconds by which whole tensors are slower than the program's fractions; 0 if they are not, or not known."""
+        if self.lower_bound_s <= 0:
+            return 0.0
+        return max(0.0, self.predicted_step_s - self.lower_bound_s / (1 - self.gap))
 
     @property
     def host_bytes(self) -> int:
@@ -173,6 +184,9 @@ class Plan:
         into, out = self.moved_bytes
         updates = sum(r.cpu_update_bytes for r in self.blocks), sum(r.params_bytes for r in self.blocks)
         recomputing = [r for r in self.blocks if r.recomputed]
+        updated = f"the host updates {format_bytes(updates[0])} of {format_bytes(updates[1])} of parameters"
+        if self.problem is not None and self.problem.update == "external":
+            updated = "your own code updates the parameters on the host"
         computes = (self.schedule.computes[a.name] for a in self._all_actions if a.kind is Kind.COMPUTE)
         compute_s = sum(spec.seconds for spec in computes)
         lines = [
@@ -182,8 +196,7 @@ class Plan:
             f"{self.bound_words} ({self.status})",
             f"per step {format_bytes(into)} come in and {format_bytes(out)} go out; "
             f"{format_bytes(self.host_bytes)} of host memory",
-            f"the host updates {format_bytes(updates[0])} of {format_bytes(updates[1])} of parameters; "
-            f"{len(recomputing)} of {len(self.blocks)} blocks recompute",
+            f"{updated}; {len(recomputing)} of {len(self.blocks)} blocks recompute",
         ]
         if self.batch_size is not None:
             samples = self.batch_size * self.schedule.micro_batches

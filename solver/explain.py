@@ -13,6 +13,15 @@ from .solve import solve
 
 GIB = 2**30
 _FULL = 0.9  # a resource that is busy for this part of a phase limits it
+_BUSY = 0.5  # where none is, those busy for this part are named
+_ALL = 0.995  # of the device budget: memory is full
+_WORTH_SAYING = 1e-3  # of a step
+_WORDS = {
+    "compute": "the device's computes",
+    "copy in": "copies to the device",
+    "copy out": "copies to the host",
+    "cpu": "updates on the host",
+}
 
 
 @dataclass(frozen=True)
@@ -24,12 +33,14 @@ class Phase:
     name: "forward", "backward" or "turn_around"; with several micro-batches "first forward", "middle forward" and so
         on, where a middle one stands for all of them. seconds: how long it takes once.
     busy: by resource the part of the phase in which it works. memory: the most of the device budget in use, as a part.
+    waits: by resource the seconds in which the device waits for it.
     """
 
     name: str
     seconds: float
     busy: dict[str, float]
     memory: float
+    waits: dict[str, float]
 
     @property
     def limit(self) -> str:
@@ -48,20 +59,31 @@ class Offer:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What limits a plan, and what would help; offers in the order of what they save."""
+    """What limits a plan, and what would help; offers in the order of what they save.
+
+    Parameters
+    ----------
+    certain: part of a step that an offer must save to be more than what the search may have overlooked.
+    """
 
     step_s: float
     phases: tuple[Phase, ...]
     offers: tuple[Offer, ...]
+    certain: float
+
+    def worth(self, offer: Offer) -> bool:
+        """Whether an offer certainly saves something."""
+        return offer.saved_s > self.certain * self.step_s
 
     def text(self) -> str:
         """The explanation in sentences, one per line."""
         lines = [_sentence(phase) for phase in self.phases if phase.seconds > 0]
         for offer in self.offers:
-            if offer.saved_s > 1e-3 * self.step_s:
-                lines.append(f"With {offer.change} a step would take {offer.saved_s:.3g} s less.")
+            if self.worth(offer):
+                lines.append(f"With {offer.change} a step would take about {offer.saved_s:.2g} s less.")
             else:
-                lines.append(f"{offer.change[0].upper()}{offer.change[1:]} would buy nothing.")
+                change = f"{offer.change[0].upper()}{offer.change[1:]}"
+                lines.append(f"{change} would buy less than {self.certain:.1%}.")
         return "\n".join(lines)
 
 
@@ -92,7 +114,8 @@ def explain(
         found.append(Offer(change, then_s, max(0.0, now_s - then_s)))
     found.sort(key=lambda offer: -offer.saved_s)
     phases = _phases(planned.schedule, planned.simulation)
-    return Explanation(planned.simulation.step_s, phases, tuple(found))
+    certain = max(_WORTH_SAYING, planned.solution.gap)
+    return Explanation(planned.simulation.step_s, phases, tuple(found), certain)
 
 
 def _changes(problem: Problem) -> dict[str, Problem]:
@@ -104,13 +127,15 @@ def _changes(problem: Problem) -> dict[str, Problem]:
         rates.manage_s,
         rates.shared_cores,
     )
-    updates = tuple(replace(group, cpu_update_s=group.cpu_update_s / 2) for group in problem.groups)
-    return {
+    changes = {
         "one more GiB on the device": replace(problem, device_budget_bytes=problem.device_budget_bytes + GIB),
         "a link twice as fast": replace(problem, rates=faster),
-        "host updates twice as fast": replace(problem, groups=updates),
         "8 more GiB on the host": replace(problem, host_budget_bytes=problem.host_budget_bytes + 8 * GIB),
     }
+    if problem.update == "planned":
+        updates = tuple(replace(group, cpu_update_s=group.cpu_update_s / 2) for group in problem.groups)
+        changes["host updates twice as fast"] = replace(problem, groups=updates)
+    return changes
 
 
 def _phases(schedule: Schedule, simulation: Simulation) -> tuple[Phase, ...]:
@@ -126,7 +151,7 @@ def _phases(schedule: Schedule, simulation: Simulation) -> tuple[Phase, ...]:
 
 def _phase(schedule: Schedule, simulation: Simulation, name: str, first: int, last: int) -> Phase:
     if last < first:
-        return Phase(name, 0.0, {}, 0.0)
+        return Phase(name, 0.0, {}, 0.0, {})
     begin, end = simulation.taken[first][0], simulation.taken[last][1]
     busy = {resource.value: 0.0 for resource in Resource}
     for event in simulation.timeline:
@@ -136,15 +161,30 @@ def _phase(schedule: Schedule, simulation: Simulation, name: str, first: int, la
     seconds = end - begin
     most = max(high for _, high in simulation.memory[first : last + 1])
     parts = {name: min(1.0, spent / seconds) if seconds > 0 else 0.0 for name, spent in busy.items()}
-    return Phase(name, seconds, parts, most / max(schedule.device_budget_bytes, 1))
+    waits = dict.fromkeys(busy, 0.0)
+    for stall in simulation.stalls:
+        waits[stall.cause.value] += max(0.0, min(stall.end_s, end) - max(stall.start_s, begin))
+    return Phase(name, seconds, parts, most / max(schedule.device_budget_bytes, 1), waits)
 
 
 def _sentence(phase: Phase) -> str:
     name = phase.name.replace("_", "-")
-    words = {"compute": "the device's computes", "copy in": "copies to the device"}
-    words |= {"copy out": "copies to the host", "cpu": "updates on the host"}
-    used = f"device memory is at most {phase.memory:.0%} full"
-    limit, part = words[phase.limit], phase.busy[phase.limit]
-    if part >= _FULL:
-        return f"The {name} takes {phase.seconds:.3g} s; {limit} take {part:.0%} of it and limit it; {used}."
-    return f"The {name} takes {phase.seconds:.3g} s; most of it, {part:.0%}, goes into {limit}, the rest waits; {used}."
+    parts = [f"The {name} takes {phase.seconds:.3g} s: {_limits(phase)}"]
+    waits_s = sum(phase.waits.values())
+    if waits_s > _WORTH_SAYING * phase.seconds:
+        longest = max(phase.waits, key=lambda resource: phase.waits[resource])
+        mostly = "" if phase.waits[longest] > _ALL * waits_s else "mostly "
+        parts.append(f"the device waits {waits_s:.2g} s, {mostly}for {_WORDS[longest]}")
+    parts.append(
+        "device memory is full" if phase.memory >= _ALL else f"device memory is at most {phase.memory:.0%} full"
+    )
+    return "; ".join(parts) + "."
+
+
+def _limits(phase: Phase) -> str:
+    order = sorted(phase.busy, key=lambda resource: -phase.busy[resource])
+    full = [f"{_WORDS[name]} ({phase.busy[name]:.0%})" for name in order if phase.busy[name] >= _FULL]
+    if full:
+        return f"{' and '.join(full)} limit it"
+    busy = [f"{_WORDS[name]} {phase.busy[name]:.0%}" for name in order if phase.busy[name] >= _BUSY]
+    return f"nothing is busy all the time{', ' if busy else ''}{', '.join(busy)}"

@@ -116,8 +116,9 @@ def _limit_rows(found: Explanation) -> Iterator[tuple[str, str]]:
         word = ""
     word = "would buy"
     for offer in found.offers:
-        saved = offer.saved_s > 1e-3 * found.step_s
-        yield word, f"{offer.change}: {f'{format_seconds(offer.saved_s)} less per step' if saved else 'nothing'}"
+        less = f"less than {found.certain:.1%}"
+        saved = f"about {format_seconds(offer.saved_s)} less per step" if found.worth(offer) else less
+        yield word, f"{offer.change}: {saved}"
         word = ""
 
 

@@ -21,7 +21,9 @@ def test_where_everything_fits_computes_limit_and_nothing_helps() -> None:
     assert forward.busy["compute"] == pytest.approx(1.0, abs=0.02)
     more_memory = next(offer for offer in result.offers if "device" in offer.change)
     assert more_memory.saved_s <= 0.02 * result.step_s
-    assert "limit it" in result.text()
+    assert "The forward takes" in result.text() and "the device's computes (100%) limit it" in result.text()
+    assert sum(forward.waits.values()) == 0 and "waits" not in result.text().splitlines()[0]
+    assert "One more GiB on the device would buy less than" in result.text()
 
 
 def test_on_a_slow_link_a_faster_one_helps_most() -> None:
@@ -33,7 +35,21 @@ def test_on_a_slow_link_a_faster_one_helps_most() -> None:
     assert {result.phases[0].limit, result.phases[1].limit} & {"copy in", "copy out"}
     offers = {offer.change: offer.saved_s for offer in result.offers}
     assert offers["a link twice as fast"] > offers["host updates twice as fast"]
-    assert "With a link twice as fast a step would take" in result.text()
+    assert "With a link twice as fast a step would take about" in result.text()
+    waits = [phase.waits["copy in"] + phase.waits["copy out"] for phase in result.phases]
+    assert 0 < sum(waits) < result.step_s
+    assert "the device waits" in result.text() and "device memory is full" in result.text()
+
+
+def test_where_the_users_code_updates_faster_updates_are_not_offered() -> None:
+    problem = llama(SHAPE, Speeds(1e13, 1e12, 1e11, 1e12, Rates(1e8, 1e8, 2e8)), 10**10, 10**12)
+    groups = tuple(
+        replace(g, tensors=tuple(replace(t, state_bytes=0) for t in g.tensors), cpu_update_s=0.0, device_update_s=0.0)
+        for g in problem.groups
+    )
+    problem = replace(problem, groups=groups, update="external")
+    changes = [offer.change for offer in explain(problem, plan(problem)).offers]
+    assert len(changes) == 3 and not any("updates" in change for change in changes)
 
 
 def test_without_a_plan_there_is_nothing_to_explain() -> None:
