@@ -6,6 +6,7 @@ the kernels are the CPU's.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -64,6 +65,7 @@ def _register() -> str:
 
     device.native = _build()
     device.native.register_device()
+    atexit.register(device.native.settle)  # a kernel that is still under way at exit would abort the process
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, device)
     torch.utils.generate_methods_for_privateuse1_backend()

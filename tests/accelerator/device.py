@@ -34,6 +34,7 @@ TOTAL_BYTES = 16 * 2**30
 NO_LIMIT = 2**62
 
 native: Any = None  # the extension, set when it is loaded
+_initialized = True  # torch.utils.checkpoint saves the random state only of a device that is
 
 
 # -- what tests set ---------------------------------------------------------------------------------------------------
@@ -41,7 +42,9 @@ native: Any = None  # the extension, set when it is loaded
 
 def reset() -> None:
     """Wait for what is under way, and take back what the functions below have set."""
+    lose(False)
     set_delays(0, 0)
+    set_others_bytes(0)
     set_limit_bytes(NO_LIMIT)
     set_pinned_limit_bytes(NO_LIMIT)
     set_total_bytes(TOTAL_BYTES)
@@ -77,6 +80,16 @@ def set_limit_bytes(limit_bytes: int) -> None:
 def set_total_bytes(total_bytes: int) -> None:
     """The memory of the whole card."""
     native.set_total_bytes(total_bytes)
+
+
+def set_others_bytes(others_bytes: int) -> None:
+    """How much of the card other processes hold."""
+    native.set_others_bytes(others_bytes)
+
+
+def lose(lost: bool = True) -> None:
+    """A lost device refuses everything with torch.AcceleratorError."""
+    native.set_lost(lost)
 
 
 def set_pinned_limit_bytes(limit_bytes: int) -> None:

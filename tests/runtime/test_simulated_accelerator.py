@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 DIM = 64
 
@@ -107,6 +108,43 @@ def test_the_device_draws_from_its_own_generator(sim: ModuleType) -> None:
     assert not torch.equal(inside, torch.nn.functional.dropout(torch.ones(DIM, device="sim")))
 
 
+def test_a_recomputation_draws_again_what_was_drawn(sim: ModuleType) -> None:
+    values = torch.ones(DIM, device="sim", requires_grad=True)
+    dropped = checkpoint(torch.nn.Dropout(), values, use_reentrant=False)
+    dropped.sum().backward()
+    assert torch.equal(dropped, values.grad)
+
+
+def test_autocast_computes_in_the_lower_precision(sim: ModuleType) -> None:
+    matrix = torch.eye(DIM, device="sim")
+    with torch.autocast("sim", dtype=torch.bfloat16):
+        assert (matrix @ matrix).dtype == torch.bfloat16
+        assert torch.softmax(matrix, -1).dtype == torch.float32
+
+
+def test_kernels_without_a_formula_of_their_own_give_the_bits_of_the_cpu(sim: ModuleType) -> None:
+    image, weight, table = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3), torch.randn(9, 5)
+
+    def outputs(image: torch.Tensor, weight: torch.Tensor, table: torch.Tensor) -> list[torch.Tensor]:
+        convolved = torch.conv2d(image, weight, padding=1)
+        return [
+            convolved,
+            torch.nn.functional.batch_norm(image, None, None, training=True),
+            torch.nn.functional.layer_norm(table, (5,)),
+            torch.nn.functional.scaled_dot_product_attention(image, image, image, is_causal=True),
+            table[table[:, 0] > 0],
+            torch.stack(torch._foreach_mul(list(convolved.unbind()), 3.0)),
+            image.unfold(2, 4, 2),
+        ]
+
+    expected = outputs(image, weight, table)
+    for max_delay_us in (0, 50):
+        sim.set_delays(0, max_delay_us)
+        actual = outputs(*(tensor.to("sim") for tensor in (image, weight, table)))
+        for a, b in zip(actual, expected, strict=True):
+            assert a.stride() == b.stride() and torch.equal(a.cpu(), b)
+
+
 # -- what goes wrong on a device goes wrong here ----------------------------------------------------------------------
 
 
@@ -202,6 +240,14 @@ def test_pinned_memory_is_not_used_before_its_copy_has_read_it(sim: ModuleType) 
     assert torch.empty(DIM, pin_memory=True).data_ptr() == before
 
 
+def test_a_lost_device_refuses_everything(sim: ModuleType) -> None:
+    device = torch.ones(DIM, device="sim")
+    sim.lose()
+    for refused in (lambda: device + 1, device.cpu, torch.accelerator.synchronize, lambda: torch.empty_like(device)):
+        with pytest.raises(torch.AcceleratorError, match="lost"):
+            refused()
+
+
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 KIB, MIB = 2**10, 2**20
@@ -274,6 +320,14 @@ def test_the_fraction_is_of_the_whole_card(sim: ModuleType) -> None:
     assert sim.mem_get_info() == (48 * MIB, 64 * MIB), held.shape
     with pytest.raises(torch.OutOfMemoryError):
         reserve(1)
+
+
+def test_what_others_hold_is_not_free(sim: ModuleType) -> None:
+    sim.set_total_bytes(64 * MIB)
+    sim.set_others_bytes(50 * MIB)
+    assert sim.mem_get_info() == (14 * MIB, 64 * MIB)
+    with pytest.raises(torch.OutOfMemoryError, match="others hold 50"):
+        reserve(16 * MIB)
 
 
 def test_host_memory_that_may_not_be_pinned_is_refused(sim: ModuleType) -> None:

@@ -102,12 +102,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 
   void record(void** event, const c10::Stream& on, const c10::DeviceIndex, const c10::EventFlag) const override {
+    check_not_lost();
     if (!*event) {
       *event = new Event();
     }
     static_cast<Event*>(*event)->record(stream(on.id()));
   }
   void block(void* event, const c10::Stream& waiting) const override {
+    check_not_lost();
     if (event) {
       static_cast<Event*>(event)->block(stream(waiting.id()));
     }
@@ -150,8 +152,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   const auto without_gil = pybind11::call_guard<pybind11::gil_scoped_release>();
   module.def("register_device", &sim::register_device);
   module.def("set_delays", &sim::set_delays, without_gil);
+  module.def("settle", &sim::settle_device, without_gil);
+  module.def("set_lost", &sim::set_lost);
   module.def("hold", &sim::hold);
   module.def("set_total_bytes", &sim::set_total_bytes);
+  module.def("set_others_bytes", &sim::set_others_bytes);
   module.def("set_limit_bytes", &sim::set_limit_bytes);
   module.def("set_pinned_limit_bytes", &sim::set_pinned_limit_bytes);
   module.def("empty_host_cache", [] { sim::pinned_memory()->empty_cache(); });

@@ -88,11 +88,12 @@ class DeviceMemory final : public c10::DeviceAllocator {
 
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    return {total_bytes - std::min(total_bytes, reserved()), total_bytes};
+    return {total_bytes - std::min(total_bytes, others_bytes + reserved()), total_bytes};
   }
 
   size_t total_bytes = size_t{16} << 30;
-  size_t limit_bytes = SIZE_MAX;
+  size_t limit_bytes = SIZE_MAX; // of this process
+  size_t others_bytes = 0; // held by other processes
 
  private:
   static void release(void* context);
@@ -145,6 +146,7 @@ c10::DataPtr DeviceMemory::allocate(size_t requested) {
   if (requested == 0) {
     return {nullptr, nullptr, &release, device};
   }
+  check_not_lost();
   std::lock_guard<std::mutex> lock(mutex_);
   collect_read();
   const size_t size = block_bytes(requested);
@@ -190,7 +192,7 @@ Block* DeviceMemory::take_cached(c10::StreamId stream, bool small, size_t size) 
 
 Block* DeviceMemory::take_new(c10::StreamId stream, bool small, size_t size) {
   const size_t bytes = segment_bytes(size);
-  if (reserved() + bytes > std::min(limit_bytes, total_bytes)) {
+  if (reserved() + bytes > limit_bytes || others_bytes + reserved() + bytes > total_bytes) {
     return nullptr;
   }
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -324,9 +326,9 @@ void DeviceMemory::refuse(size_t requested) {
   ++stats_.num_ooms;
   TORCH_CHECK_WITH(
       OutOfMemoryError, false, "Simulated device out of memory. Tried to allocate ", format_size(requested),
-      ". The device has ", format_size(total_bytes), ", of which this process may reserve ",
-      format_size(std::min(limit_bytes, total_bytes)), "; ", format_size(reserved()), " are reserved and ",
-      format_size(stats_.allocated_bytes[0].current), " allocated.");
+      ". The device has ", format_size(total_bytes), ", of which others hold ", format_size(others_bytes),
+      " and this process may reserve ", format_size(std::min(limit_bytes, total_bytes)), "; ", format_size(reserved()),
+      " are reserved and ", format_size(stats_.allocated_bytes[0].current), " allocated.");
 }
 
 template <typename Call>
@@ -359,6 +361,10 @@ c10::DeviceAllocator* device_memory() {
 
 void set_total_bytes(size_t total_bytes) {
   the_memory().total_bytes = total_bytes;
+}
+
+void set_others_bytes(size_t others_bytes) {
+  the_memory().others_bytes = others_bytes;
 }
 
 void set_limit_bytes(size_t limit_bytes) {

@@ -287,6 +287,7 @@ void run_late(std::shared_ptr<Call> call, torch::jit::Stack* stack) {
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const size_t n_arguments = op.schema().arguments().size();
   const auto arguments = torch::jit::last(*stack, n_arguments);
+  check_not_lost();
   check_devices(op, arguments);
   auto call = std::make_shared<Call>(op, arguments);
   torch::jit::drop(*stack, n_arguments);

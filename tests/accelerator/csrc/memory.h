@@ -11,8 +11,10 @@ namespace sim {
 c10::DeviceAllocator* device_memory();
 at::HostAllocator* pinned_memory();
 
-// `total_bytes` is the memory of the whole card, `limit_bytes` the part of it that this process may reserve.
+// `total_bytes` is the memory of the whole card, `others_bytes` what other processes hold of it, `limit_bytes` what
+// this one may reserve.
 void set_total_bytes(size_t total_bytes);
+void set_others_bytes(size_t others_bytes);
 void set_limit_bytes(size_t limit_bytes);
 
 // How much host memory may be pinned.

@@ -97,6 +97,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   if (self.is_same(source) || self.numel() == 0) {
     return self;
   }
+  check_not_lost();
   const auto from = source.sizes() == self.sizes() ? source : source.expand(self.sizes());
   auto& on = current_stream();
   const bool within = on_device(self) && on_device(from);

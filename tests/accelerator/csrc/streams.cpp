@@ -48,6 +48,9 @@ std::chrono::microseconds draw_delay() {
   return std::chrono::microseconds(delay_generator() % static_cast<uint64_t>(limit + 1));
 }
 
+constexpr int32_t kLostCode = 719; // CUDA's for a failed launch
+std::atomic<bool> device_is_lost{false};
+
 std::mutex streams_mutex;
 std::array<std::atomic<Stream*>, kStreams> streams{};
 std::atomic<c10::StreamId> handed_out{0};
@@ -120,6 +123,7 @@ void Stream::settle() {
 }
 
 void Stream::synchronize() {
+  check_not_lost();
   settle();
   raise_failure();
 }
@@ -158,11 +162,23 @@ Stream& current_stream() {
   return stream(current);
 }
 
+void set_lost(bool lost) {
+  device_is_lost = lost;
+}
+
+void check_not_lost() {
+  if (device_is_lost) {
+    throw c10::AcceleratorError(
+        {__func__, __FILE__, __LINE__}, kLostCode, "Simulated device error: unspecified launch failure, device lost");
+  }
+}
+
 void settle_device() {
   for_each_stream([](Stream& one) { one.settle(); });
 }
 
 void synchronize_device() {
+  check_not_lost();
   settle_device();
   raise_failure();
 }
@@ -187,6 +203,11 @@ std::function<void()> hold(c10::StreamId id) {
 void Event::State::wait_for(uint64_t version) {
   std::unique_lock<std::mutex> lock(mutex);
   changed.wait(lock, [&] { return happened >= version; });
+}
+
+std::chrono::steady_clock::time_point Event::State::time() {
+  std::lock_guard<std::mutex> lock(mutex);
+  return when;
 }
 
 void Event::record(Stream& on) {
@@ -218,6 +239,7 @@ bool Event::happened() const {
 }
 
 void Event::synchronize() const {
+  check_not_lost();
   uint64_t version = 0;
   {
     std::lock_guard<std::mutex> lock(state_->mutex);
@@ -228,7 +250,7 @@ void Event::synchronize() const {
 }
 
 double Event::ms_until(const Event& later) const {
-  return std::chrono::duration<double, std::milli>(later.state_->when - state_->when).count();
+  return std::chrono::duration<double, std::milli>(later.state_->time() - state_->time()).count();
 }
 
 } // namespace sim

@@ -53,6 +53,10 @@ c10::StreamId current_stream_id();
 c10::StreamId exchange_current_stream(c10::StreamId id);
 Stream& current_stream();
 
+// A device that is lost refuses everything until it is found again.
+void set_lost(bool lost);
+void check_not_lost();
+
 void synchronize_device();
 void settle_device();
 
@@ -82,6 +86,7 @@ class Event {
     std::chrono::steady_clock::time_point when;
 
     void wait_for(uint64_t version);
+    std::chrono::steady_clock::time_point time();
   };
 
   std::shared_ptr<State> state_ = std::make_shared<State>();
