@@ -7,16 +7,14 @@ from types import ModuleType
 
 import pytest
 
-from .accelerator import load, prepare, why_not
-
 
 @pytest.fixture
 def sim() -> Iterator[ModuleType]:
     """`torch.sim`, with nothing under way, no delays and no limits; the test is skipped where it cannot be built."""
+    from .accelerator import device, load, why_not
+
     if load() is None:
         pytest.skip(why_not())
-    from .accelerator import device
-
     device.reset()
     yield device
     device.reset()
@@ -34,4 +32,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Autograd has to meet the device before the first backward of the process."""
     if any(map(needs_device, session.items)):
+        from .accelerator import prepare  # not before: the solver's tests need no torch
+
         prepare()

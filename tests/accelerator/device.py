@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -41,13 +42,16 @@ _initialized = True  # torch.utils.checkpoint saves the random state only of a d
 
 
 def reset() -> None:
-    """Wait for what is under way, and take back what the functions below have set."""
+    """Wait for what is under way, take back what the functions below have set, let go of what nobody refers to."""
     lose(False)
     set_delays(0, 0)
     set_others_bytes(0)
+    set_workspace_bytes(0)
     set_limit_bytes(NO_LIMIT)
     set_pinned_limit_bytes(NO_LIMIT)
     set_total_bytes(TOTAL_BYTES)
+    if memory_allocated():
+        gc.collect()
     empty_cache()
     native.empty_host_cache()
     reset_peak_memory_stats()
@@ -85,6 +89,11 @@ def set_total_bytes(total_bytes: int) -> None:
 def set_others_bytes(others_bytes: int) -> None:
     """How much of the card other processes hold."""
     native.set_others_bytes(others_bytes)
+
+
+def set_workspace_bytes(workspace_bytes: int) -> None:
+    """What the first matrix product of each thread on each stream takes from the device and keeps, as cuBLAS does."""
+    native.set_workspace_bytes(workspace_bytes)
 
 
 def lose(lost: bool = True) -> None:

@@ -330,6 +330,16 @@ def test_what_others_hold_is_not_free(sim: ModuleType) -> None:
         reserve(16 * MIB)
 
 
+def test_matrix_products_keep_a_workspace(sim: ModuleType) -> None:
+    sim.set_workspace_bytes(8 * MIB)
+    matrix = torch.eye(DIM, device="sim")
+    before_bytes = sim.memory_allocated()
+    for _ in range(2):
+        product = matrix @ matrix
+        assert sim.memory_allocated() == before_bytes + 8 * MIB + matrix.nbytes
+        del product
+
+
 def test_host_memory_that_may_not_be_pinned_is_refused(sim: ModuleType) -> None:
     sim.set_pinned_limit_bytes(2 * MIB)
     torch.empty(MIB + 1, dtype=torch.uint8, pin_memory=True)  # pinned in powers of two

@@ -157,6 +157,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("hold", &sim::hold);
   module.def("set_total_bytes", &sim::set_total_bytes);
   module.def("set_others_bytes", &sim::set_others_bytes);
+  module.def("set_workspace_bytes", &sim::set_workspace_bytes);
   module.def("set_limit_bytes", &sim::set_limit_bytes);
   module.def("set_pinned_limit_bytes", &sim::set_pinned_limit_bytes);
   module.def("empty_host_cache", [] { sim::pinned_memory()->empty_cache(); });

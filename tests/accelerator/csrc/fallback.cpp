@@ -1,5 +1,6 @@
 // Every operator without a kernel of its own: the CPU's kernel on the device's memory, so that the bits are the CPU's.
 #include "generator.h"
+#include "memory.h"
 #include "views.h"
 
 #include <ATen/Parallel.h>
@@ -95,6 +96,12 @@ void check_devices(const c10::OperatorHandle& op, c10::ArrayRef<IValue> argument
           "` of shape ", tensor.sizes(), " is on ", tensor.device(), " and another one is on sim:0");
     });
   }
+}
+
+bool is_matrix_product(const c10::OperatorHandle& op) {
+  static const std::unordered_set<std::string_view> names = {
+      "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_addmm_activation"};
+  return names.count(op.schema().name()) > 0;
 }
 
 // One call of an operator: its arguments for the CPU, and its results for the device.
@@ -289,6 +296,9 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto arguments = torch::jit::last(*stack, n_arguments);
   check_not_lost();
   check_devices(op, arguments);
+  if (is_matrix_product(op)) {
+    keep_workspace();
+  }
   auto call = std::make_shared<Call>(op, arguments);
   torch::jit::drop(*stack, n_arguments);
   if (delays_are_on()) {

@@ -17,6 +17,10 @@ void set_total_bytes(size_t total_bytes);
 void set_others_bytes(size_t others_bytes);
 void set_limit_bytes(size_t limit_bytes);
 
+// What the first matrix product of a thread on a stream takes from the device's memory and keeps.
+void set_workspace_bytes(size_t bytes);
+void keep_workspace();
+
 // How much host memory may be pinned.
 void set_pinned_limit_bytes(size_t limit_bytes);
 
