@@ -291,6 +291,15 @@ def test_the_smallest_block_that_fits_is_used_and_neighbours_merge(sim: ModuleTy
     assert sim.memory_reserved() == 20 * MIB
 
 
+def test_segments_lie_at_the_lowest_address_that_is_free(sim: ModuleType) -> None:
+    blocks = [reserve(12 * MIB) for _ in range(3)]
+    addresses = [block.data_ptr() for block in blocks]
+    assert addresses == sorted(addresses)
+    blocks[1] = torch.empty(0)
+    sim.empty_cache()
+    assert reserve(10 * MIB).data_ptr() == addresses[1]
+
+
 def test_streams_have_memory_of_their_own(sim: ModuleType) -> None:
     held = reserve(KIB)
     with torch.Stream(device="sim"):

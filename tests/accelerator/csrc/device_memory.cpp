@@ -2,8 +2,6 @@
 // so that what is reserved here for a sequence of requests is what is reserved there.
 #include "memory.h"
 
-#include <sys/mman.h>
-
 #include <cstring>
 #include <set>
 #include <tuple>
@@ -195,13 +193,12 @@ Block* DeviceMemory::take_new(c10::StreamId stream, bool small, size_t size) {
   if (reserved() + bytes > limit_bytes || others_bytes + reserved() + bytes > total_bytes) {
     return nullptr;
   }
-  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  TORCH_CHECK(data != MAP_FAILED, "The host has no memory left for a segment of ", bytes, " bytes");
+  char* data = map_segment(bytes);
   std::memset(data, kPoison, bytes);
   ++stats_.num_device_alloc;
   count(stats_.segment, small, 1);
   count(stats_.reserved_bytes, small, bytes);
-  return new Block{stream, small, bytes, static_cast<char*>(data)};
+  return new Block{stream, small, bytes, data};
 }
 
 void DeviceMemory::split(Block* block, size_t size) {
@@ -307,7 +304,7 @@ void DeviceMemory::release_cached() {
         continue;
       }
       it = pool(small).erase(it);
-      munmap(block->data, block->size);
+      unmap_segment(block->data);
       ++stats_.num_device_free;
       count(stats_.segment, small, -1);
       count(stats_.reserved_bytes, small, -static_cast<int64_t>(block->size));

@@ -8,6 +8,10 @@
 
 namespace sim {
 
+// Memory of the host that plays the device's; not safe for threads.
+char* map_segment(size_t bytes);
+void unmap_segment(char* segment);
+
 c10::DeviceAllocator* device_memory();
 at::HostAllocator* pinned_memory();
 
