@@ -337,8 +337,11 @@ def _require(holds: bool, message: str) -> None:
 
 def _numbers(row: str, record: object) -> None:
     for name, value in vars(record).items():
-        if isinstance(value, (int, float)) and not (0 <= value < float("inf")):
-            raise ProblemError(f"{row}: {name} is {value}; it must be finite and not negative")
+        if name.endswith(("bytes", "_s", "_steps", "_batches")) and not isinstance(value, tuple):
+            whole = not name.endswith("_s")
+            number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+            _require(number, f"{row}: {name} is {value!r}; it must be a {'whole ' * whole}number")
+            _require(0 <= value < float("inf"), f"{row}: {name} is {value}; it must be finite and not negative")
 
 
 def _steps(row: str, name: str, steps: tuple[int, ...], low: int, high: int) -> None:

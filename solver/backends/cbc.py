@@ -16,6 +16,7 @@ from ..solution import Status
 from .answer import RawAnswer, to_pulp, trusted
 
 INFINITE = float("inf")
+INTERIOR = "barrier"  # for a relaxation, which is degenerate: several times as fast as the simplex
 
 
 def solve(model: LinearModel, time_limit_s: float, gap: float, start: Sequence[float] = ()) -> RawAnswer:
@@ -23,7 +24,8 @@ def solve(model: LinearModel, time_limit_s: float, gap: float, start: Sequence[f
 
     Parameters
     ----------
-    time_limit_s: limit on the search. gap: relative gap at which the search may end.
+    time_limit_s: limit on the search; where nothing is integer, on the processor's time. gap: relative gap at which the
+        search may end.
     start: not used; CBC as pulp runs it takes no point to begin with.
 
     Returns: the same answer every time, unless the time limit ends the search. The bound is read from CBC's log, where
@@ -39,7 +41,7 @@ def solve(model: LinearModel, time_limit_s: float, gap: float, start: Sequence[f
             gapRel=gap,
             timeLimit=time_limit_s,
             logPath=str(log),
-            options=["randomCbcSeed 1"],
+            options=["randomCbcSeed 1", *([] if any(model.integer) else [INTERIOR])],
         )
         solver.tmpDir = folder
         problem.solve(solver)
