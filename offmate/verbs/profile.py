@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from typing import Any
 
 from .arguments import Help, output_file
@@ -14,6 +15,8 @@ _EXAMPLES = """examples:
   offmate plan gpt2 --hardware mine.json
 exit status: 0 all well, 1 it failed, 2 the arguments cannot work
 """
+
+_IDLE_LOAD = 1.0  # processes that wanted to run, on average
 
 
 def add_parser(verbs: Any) -> None:
@@ -42,16 +45,17 @@ def run(arguments: argparse.Namespace) -> int:
     from ..rates import measure_machine
 
     device_kind(arguments.device)
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     with quiet(arguments.quiet), planning_progress("measuring") as say:
         data = measure_machine(say)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
     if not arguments.quiet:
-        _show(data)
+        _show(data, load)
     return 0
 
 
-def _show(data: dict[str, Any]) -> None:
+def _show(data: dict[str, Any], load: float) -> None:
     from ..reports.units import format_seconds
     from ..sizes import format_bytes
     from .screen import console, copies_table, pairs
@@ -60,7 +64,8 @@ def _show(data: dict[str, Any]) -> None:
         return f"{format_bytes(int(data[name]['value']))}/s"
 
     screen = console()
-    products = ", ".join(f"{d} {f['value'] / 1e9:,.0f} GFLOP/s" for d, f in data["matrix_flops_per_s"].items())
+    rates = {dtype: figure["value"] / 1e9 for dtype, figure in data["matrix_flops_per_s"].items()}
+    products = ", ".join(f"{dtype} {r:,.{0 if r >= 10 else 2}f} GFLOP/s" for dtype, r in rates.items())
     screen.print(data["name"], markup=False)
     screen.print()
     screen.print(copies_table(data["copies"]))
@@ -68,3 +73,5 @@ def _show(data: dict[str, Any]) -> None:
     rows = [("updates", f"{updates} of float32 parameters"), ("matrices", products)]
     rows += [("memory", rate("memory_bytes_per_s")), ("launch", format_seconds(data["launch_s"]["value"]))]
     screen.print(pairs(rows))
+    if load > _IDLE_LOAD:
+        screen.print(f"\nOther processes were busy (load {load:.1f} over the minute before): rates may be too low.")

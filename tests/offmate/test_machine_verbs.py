@@ -49,7 +49,12 @@ def test_profile_shows_and_writes(monkeypatch, capsys, tmp_path, measured):
         text = capsys.readouterr().out
         assert all(len(line) <= columns for line in text.splitlines()) and "…" not in text
         assert "Copies per second" in text and "GFLOP/s" in text
+        assert "GFLOP/s" in text and " 0 GFLOP/s" not in text
     assert json.loads(path.read_text()) == measured
+    for load, busy in ((0.3, False), (4.0, True)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert cli.main(["profile"]) == 0
+        assert ("rates may be too low" in " ".join(capsys.readouterr().out.split())) == busy
     assert cli.main(["profile", "--quiet"]) == 0
     assert capsys.readouterr().out == ""
 
