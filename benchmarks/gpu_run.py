@@ -118,7 +118,7 @@ def _train(training: Training, given: list[Batch], where: torch.device, record: 
         seconds.append(time.perf_counter() - start)
         measured = seconds[WARM_UP_STEPS:]
         record.add(phase="steps", losses=losses, first_step_s=seconds[0], steps_s=measured)
-        record.add(**training.found(), **_peaks(where))
+        record.add(**{**training.found(), **_peaks(where)})
         if measured:
             tokens = batch["input_ids"].numel()
             step_s = statistics.median(measured)
