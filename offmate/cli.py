@@ -66,9 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--steps", type=count, default=20, metavar="N", help="steps of each run (default: 20)")
     demo.add_argument(
         "--device",
-        choices=("emulated", "cuda"),
         default="emulated",
-        help="where to train; the emulated device runs on any machine (default: emulated)",
+        help='"cuda", "cuda:1", or "emulated", which runs on any machine (default: emulated)',
     )
     demo.add_argument("--json", type=output_file, metavar="FILE", help="also write the comparison to FILE")
     demo.add_argument("--quiet", action="store_true", help="print nothing but errors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import pydoc_data.topics
 import statistics
 import time
@@ -18,7 +19,7 @@ from rich.table import Table
 
 import offmate
 
-from .errors import DeviceError
+from .devices import accelerator, device_kind
 from .reference import ReferenceMeter
 from .sizes import format_bytes, format_least_bytes
 from .verbs.summary import print_blocks
@@ -28,6 +29,7 @@ BATCH = 4
 TOKENS = 256
 LEARNING_RATE = 3e-4
 BUDGET_PERCENT = 15
+LOSS_TOLERANCE = 1e-3  # where the host updates parameters that the device would have rounded otherwise
 _MIB = 1 << 20
 
 Batch = dict[str, torch.Tensor]
@@ -58,8 +60,9 @@ class Comparison:
     ours, reference: the two runs.
     plan: the plan that ours followed.
     budget_bytes: the device budget.
-    peak_bytes: the most that was on the device during ours.
+    peak_bytes: the most that was on the device during ours; on a card, what the allocator reserved.
     reference_peak_bytes: the most that plain PyTorch needs for one step.
+    exact: whether host and device round alike, so that it cannot matter which of them updates a parameter.
     """
 
     ours: Run
@@ -68,6 +71,7 @@ class Comparison:
     budget_bytes: int
     peak_bytes: int
     reference_peak_bytes: int
+    exact: bool = True
 
     @property
     def identical(self) -> bool:
@@ -83,9 +87,17 @@ class Comparison:
         )
 
     @property
+    def loss_distance(self) -> float:
+        """The most by which a loss lies beside plain PyTorch's, as a part of it."""
+        return max(abs(a - b) / abs(b) for a, b in zip(self.ours.losses, self.reference.losses))
+
+    @property
     def holds(self) -> bool:
         """Whether offmate kept what it promises: the same numbers, inside the budget."""
-        return self.identical and self.parameters_identical and self.peak_bytes <= self.budget_bytes
+        same = self.identical and self.parameters_identical
+        if not self.exact:
+            same = same or self.loss_distance <= LOSS_TOLERANCE
+        return same and self.peak_bytes <= self.budget_bytes
 
     def to_json(self) -> dict[str, Any]:
         """The comparison as plain data: bytes, seconds, losses."""
@@ -154,15 +166,33 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> fl
 
 
 def reference_peak_bytes(device: str) -> int:
-    """The most bytes that plain PyTorch has on the device during one step, optimizer states included."""
-    model = demo_model().to(_torch_device(device))
+    """The most bytes that plain PyTorch has on the device during one step, optimizer states included.
+
+    On an accelerator it is what the allocator reserves, as a budget counts it.
+    """
+    kind = device_kind(device)
+    where = accelerator(kind)
+    model = demo_model().to(where or "cpu")
     optimizer = demo_optimizer(model)
-    batch = _to(demo_batches(1)[0], device)
+    batch = _to(demo_batches(1)[0], where)
     # The first step makes the optimizer's states; every later one has them from its start.
     train_step(model, optimizer, batch)
+    if where is not None:
+        _let_go(where)
+        train_step(model, optimizer, batch)
+        return torch.accelerator.max_memory_reserved(where)
     with ReferenceMeter(model, optimizer) as meter:
         train_step(model, optimizer, batch)
     return meter.peak_bytes
+
+
+def _let_go(where: torch.device) -> None:
+    """Give back what the allocator holds without need, lift an earlier cap, and count the peak anew."""
+    gc.collect()
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats(where)
+    module: Any = torch.get_device_module(where)
+    module.set_per_process_memory_fraction(1.0, where)
 
 
 def run_demo(budget_bytes: int | None, n_steps: int, device: str, console: Console) -> Comparison:
@@ -172,12 +202,12 @@ def run_demo(budget_bytes: int | None, n_steps: int, device: str, console: Conso
     ----------
     budget_bytes: the device budget; None takes BUDGET_PERCENT of what plain PyTorch needs, in whole MiB.
     n_steps: training steps of each run, at least 1.
-    device: "emulated" or "cuda".
+    device: "emulated", "cuda", "cuda:1".
     console: where it is shown.
 
     Raises: OffmateError if there is no such device or no plan keeps the budget.
     """
-    _check_device(device)
+    device = device_kind(device)
     batches = demo_batches(n_steps)
     console.print("Measuring how much memory plain PyTorch needs ...")
     reference_bytes = reference_peak_bytes(device)
@@ -187,7 +217,8 @@ def run_demo(budget_bytes: int | None, n_steps: int, device: str, console: Conso
 
     plan, ours, peak_bytes = _run_offmate(budget_bytes, batches, device, console)
     reference = _run_reference(batches, device, console)
-    comparison = Comparison(ours, reference, plan, budget_bytes, peak_bytes, reference_bytes)
+    exact = accelerator(device) is None
+    comparison = Comparison(ours, reference, plan, budget_bytes, peak_bytes, reference_bytes, exact)
     console.print(comparison_table(comparison))
     console.print(_verdict(comparison))
     return comparison
@@ -222,6 +253,9 @@ def comparison_table(comparison: Comparison) -> Table:
 
 def _run_offmate(budget_bytes: int, batches: list[Batch], device: str, console: Console) -> tuple[Any, Run, int]:
     """The plan, the run that followed it, and the run's peak in bytes."""
+    where = accelerator(device)
+    if where is not None:
+        _let_go(where)
     model = demo_model()
     optimizer = demo_optimizer(model)
     plan = offmate.plan(model, budget_bytes, optimizer=optimizer, device=device, example_inputs=batches[0])
@@ -229,12 +263,15 @@ def _run_offmate(budget_bytes: int, batches: list[Batch], device: str, console: 
     console.print(_plan_line(plan))
     model = offmate.compile(model, budget_bytes, optimizer=optimizer, device=device, plan=plan)
     run = _train("offmate", model, optimizer, batches, console, finish=model.offmate.sync)
-    return plan, run, model.offmate.peak_bytes
+    return plan, run, model.offmate.peak_bytes if where is None else torch.accelerator.max_memory_reserved(where)
 
 
 def _run_reference(batches: list[Batch], device: str, console: Console) -> Run:
-    model = demo_model().to(_torch_device(device))
-    on_device = [_to(batch, device) for batch in batches]
+    where = accelerator(device)
+    if where is not None:
+        _let_go(where)
+    model = demo_model().to(where or "cpu")
+    on_device = [_to(batch, where) for batch in batches]
     return _train("plain PyTorch", model, demo_optimizer(model), on_device, console)
 
 
@@ -310,18 +347,13 @@ def _plan_line(plan: Any) -> str:
 def _verdict(comparison: Comparison) -> str:
     losses = "identical bit for bit" if comparison.identical else "[red]DIFFERENT[/red]"
     parameters = "identical bit for bit" if comparison.parameters_identical else "[red]DIFFERENT[/red]"
+    if not comparison.exact and not comparison.identical and comparison.loss_distance <= LOSS_TOLERANCE:
+        losses = f"within {comparison.loss_distance:.0e} of plain PyTorch's"
+    if not comparison.exact and not comparison.parameters_identical:
+        parameters = "some were updated on the host, whose kernels round otherwise"
     kept = "kept" if comparison.peak_bytes <= comparison.budget_bytes else "[red]EXCEEDED[/red]"
     return f"Losses: {losses}. Final parameters: {parameters}. Budget: {kept}."
 
 
-def _check_device(device: str) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("torch finds no CUDA device here; use --device emulated, which runs anywhere")
-
-
-def _torch_device(device: str) -> str:
-    return "cpu" if device == "emulated" else device
-
-
-def _to(batch: Batch, device: str) -> Batch:
-    return {name: tensor.to(_torch_device(device)) for name, tensor in batch.items()}
+def _to(batch: Batch, where: torch.device | None) -> Batch:
+    return {name: tensor.to(where or "cpu") for name, tensor in batch.items()}

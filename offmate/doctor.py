@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from .config import default_cache_dir
+from .devices import EMULATED, make_device, words
 from .host_memory import available_host_bytes, default_host_budget_bytes
 from .profile import measure_link
 from .rates import processor
-from .runtime.emulated import EmulatedDevice
 
 _NEEDED = ("torch", "pulp", "highspy", "ortools", "networkx", "rich")
 _EXTRAS = (
@@ -71,26 +71,37 @@ def _has_release() -> bool:
 
 def _devices() -> list[dict[str, Any]]:
     """The emulated device with its link rates, and every card that torch sees."""
-    device = EmulatedDevice(_UNLIMITED_BYTES)
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = 0 if here is None else torch.accelerator.device_count()
+    cards = [torch.device(here.type, index) for index in range(count)] if here is not None else []
+    return [{"name": EMULATED, **_link(EMULATED)}, *map(_card, cards)]
+
+
+def _link(kind: str) -> dict[str, int]:
+    device = make_device(kind, _UNLIMITED_BYTES)
     try:
-        rates = measure_link(device)
+        return {name: round(rate) for name, rate in vars(measure_link(device)).items()}
     finally:
         device.close()
-    found: list[dict[str, Any]] = [{"name": "emulated", **{k: round(v) for k, v in vars(rates).items()}}]
-    for index in range(torch.cuda.device_count()) if torch.cuda.is_available() else ():
-        card = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
-        capability = f"{card.major}.{card.minor}"
-        found.append({"name": card.name, "capability": capability, "memory_bytes": total, "free_bytes": free})
-    return found
+
+
+def _card(card: torch.device) -> dict[str, Any]:
+    free, total = torch.accelerator.get_memory_info(card)
+    found: dict[str, Any] = {"name": words(card), "memory_bytes": total, "free_bytes": free}
+    if card.type == "cuda":
+        found["capability"] = ".".join(map(str, torch.cuda.get_device_capability(card)))
+    try:
+        return found | _link(str(card))
+    except RuntimeError as error:  # a card that is full, or lost, is what a report may be about
+        return found | {"link": str(error).splitlines()[0]}
 
 
 def _pinned() -> dict[str, Any]:
     """How much memory may be locked, and whether a gigabyte can be pinned where there is a card to pin it for."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = None if soft == resource.RLIM_INFINITY else soft
-    if not torch.cuda.is_available():
-        return {"limit_bytes": limit, "probe": "not tried: torch sees no CUDA device"}
+    if not torch.accelerator.is_available():
+        return {"limit_bytes": limit, "probe": "not tried: torch sees no accelerator"}
     try:
         torch.empty(_PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:

@@ -103,6 +103,13 @@ def test_offmate_trains_what_pytorch_trains(gpu: Any, tmp_path: Path) -> None:
     assert ours["plan_s"] > 0 and ours["step_s"] > 0 and plain["peak_host_bytes"] > 0
 
 
+def test_what_a_card_reserves_is_capped_and_predicted(gpu: Any, sim: Any, tmp_path: Path) -> None:
+    case = gpu.Case("tiny", "fp32", 32 * 10**6, "offmate", "sim", 0.0)
+    (row,) = gpu.measured([case], time.monotonic() + 400, tmp_path, sim.mem_get_info()[1])
+    assert row["status"] == "measured", row
+    assert row["ledger_peak_bytes"] <= row["peak_device_bytes"] <= row["predicted_peak_bytes"] <= 32 * 10**6
+
+
 def test_a_process_that_fails_says_why(gpu: Any, tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("a card is here")

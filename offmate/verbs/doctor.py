@@ -62,14 +62,23 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         ),
     )
     for device in found["devices"]:
-        if "memory_bytes" in device:
-            room = f"{format_bytes(device['free_bytes'])} of {format_bytes(device['memory_bytes'])} free"
-            yield "device", f"{device['name']} (compute capability {device['capability']}), {room}"
-        else:
-            rates = (f"{name.split('_')[0]} {format_bytes(rate)}/s" for name, rate in device.items() if name != "name")
-            yield "device", f"{device['name']}: copies {', '.join(rates)}"
+        yield "device", _device_words(device)
     pinned = found["pinned"]
     limit = "no limit" if pinned["limit_bytes"] is None else f"at most {format_bytes(pinned['limit_bytes'])}"
     yield "pinned", f"{limit} of locked memory; {pinned['probe']}"
     yield "solvers", ", ".join(f"{name}: {words}" for name, words in found["solvers"].items())
     yield "cache", f"{found['cache']['files']} files, {format_bytes(found['cache']['bytes'])}"
+
+
+def _device_words(device: dict[str, Any]) -> str:
+    from ..sizes import format_bytes
+
+    said = [device["name"]]
+    if "memory_bytes" in device:
+        capability = f"compute capability {device['capability']}, " if "capability" in device else ""
+        room = f"{format_bytes(device['free_bytes'])} of {format_bytes(device['memory_bytes'])} free"
+        said.append(f"{capability}{room}")
+    ways = ("in", "out", "both")
+    rates = [f"{way} {format_bytes(device[f'{way}_bytes_per_s'])}/s" for way in ways if f"{way}_bytes_per_s" in device]
+    said.append(f"copies {', '.join(rates)}" if rates else f"copies not measured: {device['link']}")
+    return f"{said[0]}: {'; '.join(said[1:])}"

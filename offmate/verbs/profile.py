@@ -12,6 +12,7 @@ from .arguments import Help, output_file
 _EXAMPLES = """examples:
   offmate profile
   offmate profile --json mine.json
+  offmate profile --device cuda --json card.json
   offmate plan gpt2 --hardware mine.json
 exit status: 0 all well, 1 it failed, 2 the arguments cannot work
 """
@@ -29,7 +30,7 @@ def add_parser(verbs: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=Help,
     )
-    parser.add_argument("--device", choices=("emulated", "cuda"), default="emulated", help="(default: %(default)s)")
+    parser.add_argument("--device", default="emulated", help='"cuda", "cuda:1", "emulated" (default: %(default)s)')
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the hardware file")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     parser.set_defaults(run=run)
@@ -44,10 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
     from ..progress import planning_progress, quiet
     from ..rates import measure_machine
 
-    device_kind(arguments.device)
+    kind = device_kind(arguments.device)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     with quiet(arguments.quiet), planning_progress("measuring") as say:
-        data = measure_machine(say)
+        data = measure_machine(say, kind=kind)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
     if not arguments.quiet:

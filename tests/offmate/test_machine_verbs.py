@@ -41,7 +41,7 @@ def test_every_figure_has_a_source(measured):
 
 
 def test_profile_shows_and_writes(monkeypatch, capsys, tmp_path, measured):
-    monkeypatch.setattr(rates, "measure_machine", lambda say: measured)
+    monkeypatch.setattr(rates, "measure_machine", lambda say, kind: measured)
     path = tmp_path / "mine.json"
     for columns in (40, 80):
         monkeypatch.setenv("COLUMNS", str(columns))
@@ -67,6 +67,25 @@ def test_a_measured_machine_can_be_planned_for(monkeypatch, capsys, tmp_path, me
     arguments = ["plan", "tiny-llama", "--batch", "1", "--seq-len", "32", "--hardware", str(path), "--quiet"]
     assert cli.main([*arguments, "--json", str(tmp_path / "plan.json")]) == 0
     assert json.loads((tmp_path / "plan.json").read_text())["schedule"]["rates"]["shared_cores"] is True
+
+
+def test_a_card_is_measured_where_operators_run(sim, tmp_path):
+    measured = rates.measure_machine(lambda phase, share: None, TINY, "sim:0")
+    path = tmp_path / "card.json"
+    path.write_text(json.dumps(measured))
+    machine = hardware.load(str(path))
+    assert machine.name.startswith("simulated accelerator on ") and not machine.shared_cores
+    assert machine.device_memory_bytes == pytest.approx(sim.mem_get_info()[1], rel=1e-3)
+    assert "simulated accelerator" in measured["device_update_bytes_per_s"]["source"]
+    assert {row["direction"] for row in measured["copies"]} == {"in", "out", "both"}
+
+
+def test_doctor_looks_at_cards(sim, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "120")
+    assert cli.main(["doctor", "--json", str(tmp_path / "doctor.json")]) == 0
+    assert "simulated accelerator: 16 GiB of 16 GiB free; copies in" in capsys.readouterr().out
+    card = json.loads((tmp_path / "doctor.json").read_text())["devices"][1]
+    assert card["memory_bytes"] == sim.mem_get_info()[1] and card["both_bytes_per_s"] > 0
 
 
 def test_no_card_to_profile():
