@@ -12,7 +12,7 @@ from . import __version__
 from .errors import OffmateError
 from .finetune.command import add_parser as add_finetune
 from .verbs import doctor, plan, profile, show
-from .verbs.arguments import Help, count, output_file, size
+from .verbs.arguments import Help, count, device, output_file, size
 from .verbs.screen import console
 
 _FAILED = 1
@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--steps", type=count, default=20, metavar="N", help="steps of each run (default: 20)")
     demo.add_argument(
         "--device",
+        type=device,
         default="emulated",
         help='"cuda", "cuda:1", or "emulated", which runs on any machine (default: emulated)',
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from ..sizes import parse_bytes
@@ -30,6 +31,13 @@ def count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def device(text: str) -> str:
+    """A device's name as torch writes it; whether there is such a one is seen when torch is loaded."""
+    if not re.fullmatch(r"[a-z]+(:[0-9]+)?", text):
+        raise argparse.ArgumentTypeError(f'{text!r} is not a device, such as "cuda", "cuda:1" or "emulated"')
+    return text
 
 
 def output_file(text: str) -> Path:

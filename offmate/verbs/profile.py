@@ -7,7 +7,7 @@ import json
 import os
 from typing import Any
 
-from .arguments import Help, output_file
+from .arguments import Help, device, output_file
 
 _EXAMPLES = """examples:
   offmate profile
@@ -30,7 +30,9 @@ def add_parser(verbs: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=Help,
     )
-    parser.add_argument("--device", default="emulated", help='"cuda", "cuda:1", "emulated" (default: %(default)s)')
+    parser.add_argument(
+        "--device", type=device, default="emulated", help='"cuda", "cuda:1", "emulated" (default: %(default)s)'
+    )
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the hardware file")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     parser.set_defaults(run=run)

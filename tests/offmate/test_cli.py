@@ -64,7 +64,7 @@ def test_a_verb_is_needed(capsys):
         (("--gpu-budget", "0"), "less than one byte"),
         (("--steps", "0"), "'0' is not a whole number of at least 1"),
         (("--steps", "2.5"), "'2.5' is not a whole number"),
-        (("--device", "tpu"), "invalid choice: 'tpu'"),
+        (("--device", "a card"), "'a card' is not a device"),
         (("--json", "/no/such/folder/out.json"), "'/no/such/folder/out.json' cannot be written: No such file"),
         (("--json", "/"), "'/' cannot be written: Is a directory"),
     ],
