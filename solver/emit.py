@@ -6,7 +6,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from .computes import compute_specs, item_sizes, resident_items, value_uses
-from .decisions import Decisions, TensorPlan
+from .decisions import Decisions, TensorGap, TensorPlan
 from .problem import Group, Problem, TensorSize
 from .schedule import Action, Kind, Pass, Schedule
 
@@ -154,7 +154,8 @@ def _emit_tensor(emitter: _Emitter, group: Group, plan: TensorPlan) -> None:
     for gap in plan.gaps:
         if gap.back is not None:
             emitter.free(gap.after, param)
-            emitter.prefetch(gap.back, param, gap.before)
+            if not _ends_away(emitter.problem, group, plan, gap):
+                emitter.prefetch(gap.back, param, gap.before)
     if not group.trainable:
         return
     if plan.back is not None:
@@ -165,10 +166,16 @@ def _emit_tensor(emitter: _Emitter, group: Group, plan: TensorPlan) -> None:
         _emit_device_update(emitter, group, plan)
 
 
+def _ends_away(problem: Problem, group: Group, plan: TensorPlan, gap: TensorGap) -> bool:
+    """Whether nothing reads a tensor at a gap's end, the last gradient, after which the host updates it anyway."""
+    return plan.cpu and problem.n_passes == 1 and gap.before not in group.uses
+
+
 def _emit_host_update(emitter: _Emitter, group: Group, plan: TensorPlan) -> None:
     problem = emitter.problem
     last = problem.last_gradient(group)
-    emitter.free(last, f"p:{plan.name}")
+    if not any(gap.back is not None and _ends_away(problem, group, plan, gap) for gap in plan.gaps):
+        emitter.free(last, f"p:{plan.name}")
     if plan.lead_out is not None:
         for start in problem.passes[:-1]:
             _emit_gradient(emitter, plan, start + plan.lead_out, start + group.grad_steps[-1])

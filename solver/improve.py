@@ -11,6 +11,7 @@ from itertools import accumulate
 from .computes import resident_items
 from .schedule import Action, Kind, Pass, Schedule
 from .simulate import memory_highs, simulate
+from .unrolled import has_barrier
 
 _AHEAD = 2  # computes by which a copy is to be ready earlier than needed
 
@@ -32,13 +33,13 @@ def improve(schedule: Schedule) -> Schedule:
     Returns: the fastest of a few variants, the given one among them.
     """
     early = _early_updates(schedule)
-    base = _fastest(early, _urgent_updates(early))
+    base = fastest(early, _urgent_updates(early))
     late, hoisted = _late_frees(base), _hoisted(base)
-    return _fastest(schedule, base, late, hoisted, _late_frees(hoisted), _hoisted(late))
+    return fastest(schedule, base, late, hoisted, _late_frees(hoisted), _hoisted(late))
 
 
-def _fastest(*variants: Schedule) -> Schedule:
-    """The first of those that the simulator finds fastest."""
+def fastest(*variants: Schedule) -> Schedule:
+    """The first of the schedules that the simulator finds fastest."""
     best, best_s = variants[0], simulate(variants[0]).step_s
     for variant in variants[1:]:
         seconds = simulate(variant).step_s
@@ -89,12 +90,6 @@ def _rebuilt(schedule: Schedule, placed: Iterable[_Placed]) -> Schedule:
 def _beside(moved: _Placed, neighbour: _Placed) -> _Placed:
     """`moved` as an action next to `neighbour`: in its step and part."""
     return replace(neighbour, action=replace(moved.action, step=neighbour.action.step))
-
-
-def _has_barrier(schedule: Schedule) -> bool:
-    """Whether the user's own code updates between iterations, so that nothing may cross their border."""
-    updated = schedule.update_cpu_s or schedule.update_device_s
-    return not updated and any(item.startswith("g:") for item in schedule.item_bytes)
 
 
 def _moved(actions: list[_Placed], places: dict[int, int]) -> Iterable[_Placed]:
@@ -174,7 +169,7 @@ def _ready_updates(schedule: Schedule, actions: list[_Placed]) -> dict[int, int]
 
 def _late_frees(schedule: Schedule) -> Schedule:
     """Hold back frees of items on their way out until an action needs the bytes; the oldest go first."""
-    if not _has_barrier(schedule):
+    if not has_barrier(schedule):
         _, held = _hold_back(schedule, ())
         done, still_held = _hold_back(schedule, held)
         if [late.action for late in held] == [late.action for late in still_held]:
@@ -226,7 +221,7 @@ def _hoist(schedule: Schedule, *, rotated: bool) -> Schedule:
     Seen from the first forward on nothing moves into the iteration before; `rotated` sees it from the first backward.
     Nothing moves into the pass before.
     """
-    if rotated and _has_barrier(schedule):
+    if rotated and has_barrier(schedule):
         return schedule
     cut = len(schedule.passes[0].forward) if rotated else 0
     actions, highs = _placed(schedule), memory_highs(schedule)

@@ -62,6 +62,7 @@ class Machine:
         self.stalls: list[Stall] = []
         self._rates = rates
         self._submitted = 0
+        self._waiting_s: dict[Resource, float] = dict.fromkeys(Resource, 0.0)  # of jobs that are not ready
         self._running: dict[Resource, Job | None] = dict.fromkeys(Resource)
         self._ready: dict[Resource, list[tuple[int, Job]]] = {resource: [] for resource in Resource}
 
@@ -75,6 +76,8 @@ class Machine:
         if not job.waits:
             heappush(self._ready[resource], (job.number, job))
             self._take_up()
+        else:
+            self._waiting_s[resource] += seconds
         return job
 
     def run(self, seconds: float) -> Job:
@@ -100,10 +103,14 @@ class Machine:
             if job is not None:
                 job.start_s += seconds
 
-    def backlog_s(self, resource: Resource) -> float:
+    def ready_s(self, resource: Resource) -> float:
         """Seconds that a resource is busy with what is ready, if it is alone."""
         running = self._running[resource]
         return (running.left_s if running else 0.0) + sum(job.left_s for _, job in self._ready[resource])
+
+    def submitted_s(self, resource: Resource) -> float:
+        """Seconds of what has been submitted to a resource and is not done."""
+        return self._waiting_s[resource] + self.ready_s(resource)
 
     def _take_up(self) -> None:
         """Idle resources start the first of what is ready."""
@@ -129,6 +136,7 @@ class Machine:
         for follower in job.followers:
             follower.waits.remove(job)
             if not follower.waits:
+                self._waiting_s[follower.resource] -= follower.left_s
                 heappush(self._ready[follower.resource], (follower.number, follower))
         job.followers = []
         self._take_up()

@@ -13,15 +13,19 @@ from math import ceil, floor, inf
 
 from .backends import default, get
 from .knapsack import select
-from .linear import fixed
+from .linear import LinearModel, fixed
 from .model import Program, state_program
 from .problem import Group, Problem
 from .readback import read_solution
 from .rounding_walk import NOISE
 from .solution import GroupFlow, Solution, Status
+from .whole import counts, in_whole_tensors
 
 _LARGE = 0.1  # a group is large if its states or its update take this part of an iteration on a link or on the host
 _SPLIT = 1e-4  # fractions this close to none or all are whole
+_COUNTED = 200  # columns of whole tensors with which the program is solved in seconds
+_LONG = 0.2  # part of an iteration that a whole tensor's way to the host and back may take beside everything else
+_NEAR = 0.03  # gap of the program in whole tensors
 _TRIED = 3  # large groups that are tried both ways
 
 
@@ -61,6 +65,23 @@ def settle(
         yield again
 
 
+def settle_whole(
+    problem: Problem, solution: Solution, *, time_limit_s: float = 60.0, backend: str | None = None
+) -> Solution | None:
+    """The best flows for the solution's choices in which everything that moves is made of whole tensors.
+
+    Parameters
+    ----------
+    solution, time_limit_s, backend: as for `settle`.
+
+    Returns: a solution nearly as good as any; None if there is none, or where so many tensors would take too long.
+    Raises: BackendError if the backend is not installed.
+    """
+    if problem.update == "external" or counts(problem) > _COUNTED:
+        return None
+    return Resolver(problem, solution, time_limit_s=time_limit_s, gap=_NEAR, backend=backend).solve_whole()
+
+
 class Resolver:
     """Solves a problem again with a solution's choices and given parts; the program is stated once.
 
@@ -80,7 +101,7 @@ class Resolver:
         gap: float = 0.01,
         backend: str | None = None,
     ) -> None:
-        self.solution = solution
+        self.problem, self.solution = problem, solution
         self._program = state_program(problem)
         self._backend = get(backend) if backend else default()
         self._limits = (time_limit_s, gap)
@@ -90,23 +111,42 @@ class Resolver:
 
         Returns: a solution with the first one's bound; None if there is no plan with these parts.
         """
-        program, solution = self._program, self.solution
-        held = _choices(program, solution)
+        program = self._program
+        held = _choices(program, self.solution)
         for name, part in parts.host.items():
             held |= dict.fromkeys(program.groups[name].cpu_part, part)
         for name, part in parts.states.items():
             leaving = program.groups[name].state_out
             held |= dict.fromkeys(leaving.total, part) if leaving is not None else {}
-        model, kept = fixed(program.model, held)
-        answer = self._backend.solve(model, *self._limits)
+        return self._solved(program.model, held)
+
+    def solve_whole(self) -> Solution | None:
+        """The best flows at the root of the search in which whole tensors make up all that moves.
+
+        Returns: as `solve`.
+        """
+        model = in_whole_tensors(self.problem, self._program, _LONG * self.solution.objective_s)
+        held = _choices(self._program, self.solution)
+        left, kept = fixed(model, held)
+        answer = self._backend.solve(left, *self._limits, nodes=1)
+        if not answer.values:
+            return None
+        # Whole to a solver is whole but for a millionth.
+        held |= {c: float(round(v)) for c, v in zip(kept, answer.values) if model.integer[c]}
+        return self._solved(model, held)
+
+    def _solved(self, model: LinearModel, held: dict[int, float]) -> Solution | None:
+        """The solution with some columns held, of a model whose first columns are the program's."""
+        left, kept = fixed(model, held)
+        answer = self._backend.solve(left, *self._limits)
         if not answer.values:
             return None
         found = held | dict(zip(kept, answer.values))
-        values = tuple(found[c] for c in range(len(program.model.upper)))
-        settled = read_solution(program, replace(answer, values=values, status=Status.OPTIMAL))
-        bound_s = min(solution.lower_bound_s, settled.objective_s)
+        values = tuple(found[c] for c in range(len(self._program.model.upper)))
+        settled = read_solution(self._program, replace(answer, values=values, status=Status.OPTIMAL))
+        bound_s = min(self.solution.lower_bound_s, settled.objective_s)
         gap = (settled.objective_s - bound_s) / settled.objective_s if settled.objective_s > 0 else 0.0
-        return replace(settled, status=solution.status, lower_bound_s=bound_s, gap=gap)
+        return replace(settled, status=self.solution.status, lower_bound_s=bound_s, gap=gap)
 
 
 def _settle_large(problem: Problem, solver: Resolver) -> tuple[Parts, Solution]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from .emit import build_schedule
-from .improve import improve
-from .parts import settle
+from .improve import fastest, improve
+from .parts import settle, settle_whole
 from .problem import Problem
 from .rounding import round_solution
 from .safe import streaming_solution
@@ -14,10 +14,13 @@ from .schedule import Schedule
 from .simulate import Simulation, memory_highs, simulate
 from .solution import Solution, Status
 from .solve import solve
+from .timing import in_time
 from .validate import validate
 
 _TRIES = 8
 _WORTH = 0.02  # part of the program's seconds that rounding must cost before it is worth another solve
+_MUCH = 0.05  # that it must cost before whole tensors are worth a program of their own,
+_LEAST_S = 1e-3  # and seconds: that program takes as many as ten thousand steps then lose
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,8 @@ def plan(problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.01, bac
     """Find a schedule for a problem.
 
     Whole tensors can need more of the host than fractions do: the program is then solved again with less of it.
-    Where rounding costs more than 2 % it is solved again with whole parts (see parts.py), and the fastest schedule is
-    taken.
+    Where rounding costs more than 2 % it is solved again with whole parts (see parts.py), where that costs more than
+    5 % in whole tensors (see whole.py), and the fastest schedule is taken.
 
     Parameters
     ----------
@@ -68,6 +71,9 @@ def plan(problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.01, bac
             rest = settle(tried, solution, time_limit_s=time_limit_s, gap=gap, backend=backend)
             while planned.rounding_loss_s > _WORTH * solution.objective_s and (settled := next(rest, None)) is not None:
                 planned = _better(problem, planned, settled)
+            if planned.rounding_loss_s > max(_MUCH * solution.objective_s, _LEAST_S):
+                whole = settle_whole(tried, solution, time_limit_s=time_limit_s, backend=backend)
+                planned = planned if whole is None else _better(problem, planned, whole)
             return planned
         tried = replace(
             tried,
@@ -81,10 +87,13 @@ def plan(problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.01, bac
 
 
 def _finished(solution: Solution, schedule: Schedule) -> Planned:
-    schedule = improve(schedule)
-    validate(schedule)
-    simulation = simulate(schedule)
-    return Planned(solution, schedule, simulation, simulation.step_s - solution.objective_s)
+    """The best that improvement makes of a schedule; where it stays slow, with every move at its time."""
+    found = improve(schedule)
+    if simulate(found).step_s > (1 + _WORTH) * solution.objective_s:
+        found = fastest(found, *in_time(schedule))
+    validate(found)
+    simulation = simulate(found)
+    return Planned(solution, found, simulation, simulation.step_s - solution.objective_s)
 
 
 def _better(problem: Problem, planned: Planned, settled: Solution) -> Planned:

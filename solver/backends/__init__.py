@@ -20,10 +20,18 @@ class BackendError(ImportError):
 class Backend(Protocol):
     """Minimises a linear model."""
 
-    def solve(self, model: LinearModel, time_limit_s: float, gap: float, start: Sequence[float] = ()) -> RawAnswer:
+    def solve(
+        self,
+        model: LinearModel,
+        time_limit_s: float,
+        gap: float,
+        start: Sequence[float] = (),
+        *,
+        nodes: int | None = None,
+    ) -> RawAnswer:
         """The best point found in `time_limit_s` seconds, or within the relative `gap` of the bound.
 
-        `start` is a feasible point to begin with, if there is one.
+        `start` is a feasible point to begin with, if there is one; `nodes` limits the nodes of the search tree.
         """
         ...
 

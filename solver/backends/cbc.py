@@ -19,7 +19,9 @@ INFINITE = float("inf")
 INTERIOR = "barrier"  # for a relaxation, which is degenerate: several times as fast as the simplex
 
 
-def solve(model: LinearModel, time_limit_s: float, gap: float, start: Sequence[float] = ()) -> RawAnswer:
+def solve(
+    model: LinearModel, time_limit_s: float, gap: float, start: Sequence[float] = (), *, nodes: int | None = None
+) -> RawAnswer:
     """Minimise the model with CBC.
 
     Parameters
@@ -27,6 +29,7 @@ def solve(model: LinearModel, time_limit_s: float, gap: float, start: Sequence[f
     time_limit_s: limit on the search; where nothing is integer, on the processor's time. gap: relative gap at which the
         search may end.
     start: not used; CBC as pulp runs it takes no point to begin with.
+    nodes: limit on the nodes of the search tree; a limit on effort by which the answer is the same every time.
 
     Returns: the same answer every time, unless the time limit ends the search. The bound is read from CBC's log, where
     a search that ended early prints it; a search that ended by itself has the objective as its bound.
@@ -40,6 +43,7 @@ def solve(model: LinearModel, time_limit_s: float, gap: float, start: Sequence[f
             msg=False,
             gapRel=gap,
             timeLimit=time_limit_s,
+            maxNodes=nodes,
             logPath=str(log),
             options=["randomCbcSeed 1", *([] if any(model.integer) else [INTERIOR])],
         )
@@ -54,7 +58,7 @@ def solve(model: LinearModel, time_limit_s: float, gap: float, start: Sequence[f
         return RawAnswer(Status.NO_ANSWER, (), INFINITE, -INFINITE if bound is None else bound, spent_s)
     values = tuple(float(v.varValue) for v in variables)
     objective = sum(c * v for c, v in zip(model.costs, values))
-    stopped = "Stopped on time" in text
+    stopped = "Stopped on" in text
     if bound is None:
         bound = -INFINITE if stopped else objective
     status = Status.TIME_LIMIT if stopped else Status.OPTIMAL

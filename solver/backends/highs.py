@@ -20,19 +20,24 @@ INTERIOR = {"solver": "ipm", "mip_lp_solver": "ipm"}
 SIMPLEX = {"solver": "simplex", "mip_lp_solver": "choose"}
 
 
-def solve(model: LinearModel, time_limit_s: float, gap: float, start: Sequence[float] = ()) -> RawAnswer:
+def solve(
+    model: LinearModel, time_limit_s: float, gap: float, start: Sequence[float] = (), *, nodes: int | None = None
+) -> RawAnswer:
     """Minimise the model with HiGHS.
 
     Parameters
     ----------
     time_limit_s: limit on the search. gap: relative gap at which the search may end.
     start: a feasible point to begin with, one value per column; none if empty.
+    nodes: limit on the nodes of the search tree; a limit on effort by which the answer is the same every time.
 
     Returns: the same answer every time, unless the time limit ends the search.
     """
     started = time.perf_counter()
     highs = _build(model)
     highs.setOptionValue("mip_rel_gap", gap)
+    if nodes is not None:
+        highs.setOptionValue("mip_max_nodes", nodes)
     if start:
         point = highspy.HighsSolution()
         point.col_value = list(start)
@@ -55,8 +60,8 @@ def _run(highs: highspy.Highs, time_limit_s: float, more: dict[str, str]) -> Non
 
 def _refused(highs: highspy.Highs) -> bool:
     """Whether the run ended by itself without a point."""
-    state = highs.getModelStatus()
-    return state not in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kTimeLimit)
+    status = highspy.HighsModelStatus
+    return highs.getModelStatus() not in (status.kOptimal, status.kTimeLimit, status.kSolutionLimit)
 
 
 def _answer(model: LinearModel, highs: highspy.Highs, started: float) -> RawAnswer:
