@@ -146,8 +146,8 @@ class ClassGraph:
         )
 
     def _whole_operators(self, recomputed: frozenset[int]) -> frozenset[int]:
-        """An operator that runs again makes all its storages again."""
-        makers = {self.maker[s] for s in recomputed}
+        """An operator that runs again makes all its storages again; one that draws never runs again."""
+        makers = {self.maker[s] for s in recomputed} & self.recomputable
         return frozenset(s for m in makers for s in self.made_by(m)) - self.results - self.written
 
     def _backward_order(self, recomputed: frozenset[int]) -> tuple[list[fx.Node], set[fx.Node]]:

@@ -8,12 +8,14 @@ import torch
 
 from .rehearsal import SMALL_SEGMENT_BYTES, Change, pool_peaks
 
+# Left for the user's own tensors (batches, losses, metrics), which come and go as they like.
+_SLACK_SEGMENTS, _SLACK_SHARE = 2, 256
 _SEGMENT_PERCENT = (102, 105, 110)  # of the large allocations' peak: sizes tried for the one segment
 
 
 @dataclass(frozen=True)
 class Reserved:
-    """Bytes that the allocator holds in all, and those of the one segment."""
+    """Bytes that the allocator will hold in all, what is left for the user's included, and those of the one segment."""
 
     bytes: int
     segment_bytes: int
@@ -44,15 +46,17 @@ def reserve(
     """
     large, small = pool_peaks(changes)
     torch.accelerator.empty_cache()
-    free = budget_bytes - torch.accelerator.memory_reserved(device)
+    slack = _SLACK_SEGMENTS * SMALL_SEGMENT_BYTES + budget_bytes // _SLACK_SHARE
+    limit = budget_bytes - slack
+    whole = limit - torch.accelerator.memory_reserved(device) - small
     # Small allocations may need a segment more, where they do not fill theirs.
-    wholes = [free - small - segments * SMALL_SEGMENT_BYTES for segments in (0, 1, 2)]
-    tried = {min(max(least_bytes, large * part // 100), whole) for part in _SEGMENT_PERCENT for whole in wholes}
-    for segment in sorted({*tried, *wholes}):
-        reserved = _replay(device, changes, segment) if segment >= min(large, wholes[0]) >= 0 else None
-        if reserved is not None and reserved <= budget_bytes:
-            return Reserved(reserved, segment)
-    return Shortfall(max(0, large - wholes[0]))
+    wholes = {whole, whole - SMALL_SEGMENT_BYTES}
+    tried = {min(max(least_bytes, large * part // 100), most) for part in _SEGMENT_PERCENT for most in wholes} | wholes
+    for segment in sorted(tried):
+        reserved = _replay(device, changes, segment) if segment >= min(large, whole) >= 0 else None
+        if reserved is not None and reserved <= limit:
+            return Reserved(reserved + slack, segment)
+    return Shortfall(max(0, large - whole))
 
 
 def _replay(device: torch.device, changes: list[Change], segment_bytes: int) -> int | None:

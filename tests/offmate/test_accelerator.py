@@ -1,0 +1,245 @@
+"""On a device with memory, streams and an allocator of its own: the same numbers, within what the allocator may reserve.
+
+The device is simulated; its kernels give the CPU's bits. Delays are random, and memory that is let go is poisoned, so
+that whatever is read too early or written too late shows in the losses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import offmate
+
+pytestmark = pytest.mark.timeout(300)
+STEPS = 4
+HOST_BYTES = 4 << 30
+AMPLE_BYTES = 1 << 30
+NO_CACHE = offmate.Config(cache_dir=None)
+
+Batch = dict[str, torch.Tensor]
+
+
+def llama() -> torch.nn.Module:
+    """With grouped heads; one layer's parameters are a few MiB, as large as an allocator's large pieces."""
+    config = LlamaConfig(
+        vocab_size=1000, hidden_size=512, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def gpt2() -> torch.nn.Module:
+    """Tied embeddings and dropout."""
+    return GPT2LMHeadModel(GPT2Config(vocab_size=1000, n_embd=256, n_layer=3, n_head=4, n_positions=64))
+
+
+class Convolutions(torch.nn.Module):
+    """Batch normalisation writes buffers in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 64, 3, padding=1), torch.nn.BatchNorm2d(64), torch.nn.ReLU(),
+            torch.nn.Conv2d(64, 128, 3, padding=1), torch.nn.BatchNorm2d(128), torch.nn.ReLU(),
+            torch.nn.Conv2d(128, 128, 3, padding=1), torch.nn.BatchNorm2d(128), torch.nn.ReLU(),
+        )  # fmt: skip
+        self.last = torch.nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        scores = self.last(self.layers(x).mean((2, 3)))
+        return {"loss": torch.nn.functional.cross_entropy(scores, labels), "logits": scores}
+
+
+def text(step: int) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, 1000, (2, 48), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, 40:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def images(step: int) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "x": torch.randn(8, 3, 24, 24, generator=generator),
+        "labels": torch.randint(0, 10, (8,), generator=generator),
+    }
+
+
+MODELS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[int], Batch]]] = {
+    "llama": (llama, text), "gpt2": (gpt2, text), "convolutions": (Convolutions, images),
+}  # fmt: skip
+
+
+def built(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name][0]().train()
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+def steps(
+    name: str, model: Any, optimizer: torch.optim.Optimizer, micro: int = 1, max_norm: float | None = None
+) -> list[float]:
+    """Losses of a few steps; the batches come from the host."""
+    torch.manual_seed(7)
+    losses = []
+    for step in range(STEPS):
+        for m in range(micro):
+            batch = {k: v.to("sim") for k, v in MODELS[name][1](step * micro + m).items()}
+            loss = model(**batch)["loss"] / micro
+            loss.backward()
+            losses.append(loss.item())
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+_plain: dict[tuple[Any, ...], tuple[list[float], dict[str, torch.Tensor]]] = {}
+
+
+def plain(name: str, *settings: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and state of plain PyTorch on the device."""
+    key = (name, *settings)
+    if key not in _plain:
+        model = built(name).to("sim")
+        losses = steps(name, model, adamw(model), *settings)
+        _plain[key] = losses, {k: v.cpu() for k, v in model.state_dict().items()}
+        del model
+        gc.collect()
+    return _plain[key]
+
+
+_least: dict[tuple[Any, ...], int] = {}
+
+
+def budget_of(name: str, level: str, **settings: Any) -> int:
+    """Ample, or so little above the least budget that an allocator can place a plan in it."""
+    key = (name, *sorted(settings.items()))
+    if level == "ample":
+        return AMPLE_BYTES
+    if key not in _least:
+        model = built(name)
+        plan = offmate.plan(
+            model, AMPLE_BYTES, example_inputs=MODELS[name][1](0), optimizer=adamw(model), device="sim",
+            cpu_budget=HOST_BYTES, config=NO_CACHE, **settings,
+        )  # fmt: skip
+        _least[key] = plan.least_budget_bytes
+    return _least[key] * (115 if level == "tight" else 150) // 100 + (10 << 20)
+
+
+@contextlib.contextmanager
+def compiled(name: str, budget_bytes: int, **settings: Any) -> Any:
+    """The model and its optimizer, planned; closed afterwards, since memory of one test must not be seen by another."""
+    model = built(name)
+    optimizer = adamw(model)
+    offmate.compile(
+        model, budget_bytes, optimizer=optimizer, device="sim", cpu_budget=HOST_BYTES, config=NO_CACHE, **settings
+    )
+    try:
+        yield model, optimizer
+    finally:
+        model._offmate_session.bring_home()
+        model._offmate_session.device.close()
+        gc.collect()
+
+
+def assert_same(model: Any, expected: dict[str, torch.Tensor]) -> None:
+    actual = model.state_dict()
+    assert actual.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(actual[key].cpu(), value), key
+
+
+@pytest.mark.parametrize("level", ["ample", "middle", "tight"])
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_numbers_and_budget(sim, name, level):
+    """Losses, parameters and buffers are plain PyTorch's; the allocator reserves what was predicted, but for a slack."""
+    losses, state = plain(name)
+    budget = budget_of(name, level)
+    sim.reset_peak_memory_stats()
+    with compiled(name, budget) as (model, optimizer):
+        sim.set_delays(1, 200)
+        assert steps(name, model, optimizer) == losses
+        sim.set_delays(0, 0)
+        assert_same(model, state)
+        plan = model.offmate.plan
+        assert model.offmate.peak_bytes == plan.predicted_peak_bytes
+        assert sim.max_memory_reserved() <= plan.predicted_peak_bytes <= budget
+        assert next(model.parameters()).device == torch.device("sim:0")
+
+
+@pytest.mark.parametrize(("micro", "max_norm"), [(1, 0.1), (3, None), (2, 0.1)])
+def test_clipping_and_accumulation(sim, micro, max_norm):
+    losses, state = plain("llama", micro, max_norm)
+    settings = {"accumulation_steps": micro, "max_grad_norm": max_norm}
+    budget = budget_of("llama", "tight", **settings)
+    with compiled("llama", budget, **settings) as (model, optimizer):
+        sim.set_delays(2, 200)
+        assert steps("llama", model, optimizer, micro) == losses
+        assert_same(model, state)
+
+
+def test_without_an_optimizer(sim):
+    """Gradients land in .grad on the host, whole when backward() returns."""
+    model = built("llama")
+    offmate.compile(model, AMPLE_BYTES, device="sim", cpu_budget=HOST_BYTES, config=NO_CACHE)
+    sim.set_delays(3, 200)
+    reference = built("llama").to("sim")
+    batch = text(0)
+    model(**batch).loss.backward()
+    reference(**{k: v.to("sim") for k, v in batch.items()}).loss.backward()
+    for own, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert own.grad.device.type == "cpu"
+        assert torch.equal(own.grad, expected.grad.cpu())
+    model._offmate_session.device.close()
+
+
+def test_evaluation_between_steps(sim):
+    """A forward without gradients takes everything off the device, and training goes on."""
+    losses, state = plain("llama")
+    with compiled("llama", AMPLE_BYTES) as (model, optimizer):
+        sim.set_delays(4, 200)
+        with torch.no_grad():
+            before = model(**text(9)).loss.item()
+        assert steps("llama", model, optimizer) == losses
+        with torch.no_grad():
+            assert model(**text(9)).loss.item() < before
+        assert_same(model, state)
+        assert optimizer.state_dict()["state"][0]["step"].device.type == "cpu"
+
+
+def test_memory_that_cannot_be_pinned(sim, caplog):
+    """Where the system pins little, the rest goes through a small pinned buffer, and the user is told once."""
+    sim.set_pinned_limit_bytes(100 << 20)
+    losses, state = plain("llama")
+    with compiled("llama", budget_of("llama", "tight")) as (model, optimizer):
+        sim.set_pinned_limit_bytes(80 << 20)
+        sim.set_delays(5, 200)
+        assert steps("llama", model, optimizer) == losses
+        assert_same(model, state)
+
+
+def test_refusals(sim):
+    model = built("gpt2")
+    sim.set_total_bytes(8 << 30)
+    with pytest.raises(offmate.DeviceError, match=r"9 GiB, but .* has 8 GiB"):
+        offmate.compile(model, "9GiB", device="sim")
+    held = torch.empty(1 << 30, dtype=torch.uint8, device="sim")
+    sim.set_total_bytes(2 << 30)
+    with pytest.raises(offmate.DeviceError, match=r"no device|last of the devices"):
+        offmate.compile(model, "1GiB", device="sim:7")
+    with pytest.raises(offmate.DeviceError, match="cuda"):
+        offmate.compile(model, "1GiB", device="cuda")
+    del held
