@@ -16,7 +16,7 @@ from .sizes import format_bytes
 
 log = logging.getLogger("offmate")
 
-_MARGINS_PERCENT = (0, 1, 1, 2, 4, 8)  # of the budget by which more is left to the allocator, until a plan fits
+_MARGINS_PERCENT = (0, 1, 1, 1, 2, 3, 4, 8)  # of the budget by which more is left to the allocator, until a plan fits
 
 
 def fitted(
@@ -50,7 +50,8 @@ def fitted(
             plan = replace(plan, fixed_bytes=fixed, allocator_bytes=allocator)
             return replace(prepared, plan=plan), found.segment_bytes
         log.info("the allocator cannot place a plan that leaves %s of the budget to it", format_bytes(margin))
-        margin += found.bytes
+        # A plan for less also needs its bytes at other times.
+        margin += found.bytes // 2
     raise InfeasibleBudget(
         f"no plan could be placed in a budget of {format_bytes(budget_bytes)}: the last one leaves "
         f"{format_bytes(margin)} of it to the allocator, which still has no pieces large enough. Raise gpu_budget or "

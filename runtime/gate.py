@@ -24,6 +24,26 @@ class Clip:
     names: tuple[str, ...]
 
 
+def total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """The global norm as `torch.nn.utils.get_total_norm` takes it of gradients that are all on one device.
+
+    Where some are on the host, their norms enter the sum at the same place, so that the order of its terms is the same.
+    """
+    if not gradients:
+        return torch.tensor(0.0)
+    by_dtype = sorted(range(len(gradients)), key=lambda i: _first(gradients, gradients[i].dtype))
+    norms: dict[int, torch.Tensor] = {}
+    for kind in {(g.device, g.dtype) for g in gradients}:
+        own = [i for i in by_dtype if (gradients[i].device, gradients[i].dtype) == kind]
+        norms |= zip(own, torch._foreach_norm([gradients[i] for i in own]))
+    where = next((g.device for g in gradients if g.device.type != "cpu"), gradients[0].device)
+    return torch.linalg.vector_norm(torch.stack([norms[i].to(where) for i in by_dtype]))
+
+
+def _first(gradients: list[torch.Tensor], dtype: torch.dtype) -> int:
+    return next(i for i, g in enumerate(gradients) if g.dtype == dtype)
+
+
 class Gate:
     """Closed from an iteration's first backward to its optimizer step if the schedule has a gate, else always open.
 
@@ -57,7 +77,7 @@ class Gate:
         if self._clip is None:
             return
         gradients = {name: self._gradients.whole(name) for name in self._clip.names if self._gradients.exists(name)}
-        self.norm = torch.nn.utils.get_total_norm([g.tensor for g in gradients.values()])
+        self.norm = total_norm([g.tensor for g in gradients.values()])
         scale = torch.clamp(self._clip.max_norm / (self.norm + 1e-6), max=1.0)
         if bool(scale == 1.0):  # would change nothing
             return

@@ -141,5 +141,10 @@ class Updates:
         state = self._host.states[name]
         for key, tensor in self._contents.states[name].tensors.items():
             own = state.get(key)
-            if isinstance(own, torch.Tensor) and own is not tensor:
+            if not isinstance(own, torch.Tensor):
+                continue
+            if own is not tensor:
                 own.copy_(tensor)
+            elif tensor.device.type != "cpu":
+                # Made on the device by the first update; the host has no copy yet.
+                state[key] = self._device.empty_host_like(tensor).copy_(tensor)
