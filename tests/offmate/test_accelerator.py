@@ -138,7 +138,7 @@ def budget_of(name: str, level: str, **settings: Any) -> int:
             cpu_budget=HOST_BYTES, config=NO_CACHE, **settings,
         )  # fmt: skip
         _least[key] = plan.least_budget_bytes
-    return _least[key] * (115 if level == "tight" else 150) // 100 + (10 << 20)
+    return _least[key] * (120 if level == "tight" else 160) // 100 + (14 << 20)
 
 
 @contextlib.contextmanager
