@@ -42,8 +42,10 @@ def fitted(
         prepared = make(margin)
         plan, sizes = prepared.plan, prepared.plan.schedule.item_bytes
         parts = {name: state_parts(sizes.get(f"s:{name}", 0), n) for name, n in elements.items()}
-        changes = rehearse(plan.schedule, prepared.binding, parts.__getitem__)
-        found = reserve(device, changes, budget_bytes, segment_bytes)
+        starts = tuple(
+            rehearse(plan.schedule, prepared.binding, parts.__getitem__, fresh=fresh) for fresh in (True, False)
+        )
+        found = reserve(device, starts, budget_bytes, segment_bytes)
         if isinstance(found, Reserved):
             allocator = found.bytes - (plan.predicted_peak_bytes - plan.allocator_bytes)
             fixed = plan.fixed_bytes - plan.allocator_bytes + allocator

@@ -25,7 +25,9 @@ class Change(NamedTuple):
     bytes: int
 
 
-def rehearse(schedule: Schedule, binding: Binding, state_parts: Callable[[str], Iterable[int]]) -> list[Change]:
+def rehearse(
+    schedule: Schedule, binding: Binding, state_parts: Callable[[str], Iterable[int]], *, fresh: bool
+) -> list[Change]:
     """What is allocated and let go, in order: first what an iteration starts with, then two iterations.
 
     In the second one lies where the first one has left it what stays on the device between them.
@@ -33,12 +35,14 @@ def rehearse(schedule: Schedule, binding: Binding, state_parts: Callable[[str], 
     Parameters
     ----------
     state_parts: bytes of the tensors of a parameter's optimizer state.
+    fresh: optimizer states do not exist before the first update makes them.
 
     Returns: the changes; what an iteration leaves stays allocated at the end.
     """
     walker = _Walker(schedule, binding, state_parts)
     for item in schedule.resident:
-        walker.bring(item)
+        if not (fresh and item.startswith("s:")):
+            walker.bring(item)
     for _ in range(2):
         for one in schedule.passes:
             walker.walk((*one.forward, *one.backward))
@@ -79,6 +83,8 @@ class _Walker:
                 self._compute(action.name)
             elif action.kind is Kind.PREFETCH:
                 self.bring(action.name)
+            elif action.kind is Kind.UPDATE_DEVICE and f"s:{action.name}" not in self.items:
+                self.bring(f"s:{action.name}")
             elif action.kind is Kind.FREE:
                 self._end(self.items.pop(action.name, ()))
             elif action.kind is Kind.ACCUMULATE:

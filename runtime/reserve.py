@@ -10,6 +10,8 @@ from .rehearsal import SMALL_SEGMENT_BYTES, Change, pool_peaks
 
 # Left for the user's own tensors (batches, losses, metrics), which come and go as they like.
 _SLACK_SEGMENTS, _SLACK_SHARE = 2, 256
+# By which the segment is larger than it must be where there is room: training may go otherwise than rehearsed.
+_PAD_SHARE, _PAD_BYTES = 16, 24 << 20
 _SEGMENT_PERCENT = (102, 105, 110)  # of the large allocations' peak: sizes tried for the one segment
 
 
@@ -29,7 +31,7 @@ class Shortfall:
 
 
 def reserve(
-    device: torch.device, changes: list[Change], budget_bytes: int, least_bytes: int = 0
+    device: torch.device, starts: tuple[list[Change], ...], budget_bytes: int, least_bytes: int = 0
 ) -> Reserved | Shortfall:
     """Have the allocator reserve what an iteration takes, most of it in one piece.
 
@@ -38,13 +40,13 @@ def reserve(
 
     Parameters
     ----------
-    changes: allocations in order, as `rehearse` gives them.
+    starts: allocations in order, as `rehearse` gives them, for every way in which training may start.
     budget_bytes: what may be reserved, library workspaces included. least_bytes: of the segment, since other iterations
         need that much.
 
     Returns: what was reserved, or what is missing for the iteration to fit.
     """
-    large, small = pool_peaks(changes)
+    large, small = (max(peaks) for peaks in zip(*(pool_peaks(changes) for changes in starts)))
     torch.accelerator.empty_cache()
     slack = _SLACK_SEGMENTS * SMALL_SEGMENT_BYTES + budget_bytes // _SLACK_SHARE
     limit = budget_bytes - slack
@@ -53,10 +55,18 @@ def reserve(
     wholes = {whole, whole - SMALL_SEGMENT_BYTES}
     tried = {min(max(least_bytes, large * part // 100), most) for part in _SEGMENT_PERCENT for most in wholes} | wholes
     for segment in sorted(tried):
-        reserved = _replay(device, changes, segment) if segment >= min(large, whole) >= 0 else None
-        if reserved is not None and reserved <= limit:
-            return Reserved(reserved + slack, segment)
+        if not segment >= min(large, whole) >= 0 or not _fits(device, starts, segment, limit):
+            continue
+        padded = min(max(wholes), segment + segment // _PAD_SHARE + _PAD_BYTES) if large else segment
+        if _fits(device, starts, padded, limit):
+            return Reserved(torch.accelerator.memory_reserved(device) + slack, padded)
     return Shortfall(max(0, large - whole))
+
+
+def _fits(device: torch.device, starts: tuple[list[Change], ...], segment_bytes: int, limit_bytes: int) -> bool:
+    """Whether every start stays within the limit; the allocator then keeps what the last one took."""
+    most = [_replay(device, changes, segment_bytes) for changes in starts]
+    return all(reserved is not None and reserved <= limit_bytes for reserved in most)
 
 
 def _replay(device: torch.device, changes: list[Change], segment_bytes: int) -> int | None:

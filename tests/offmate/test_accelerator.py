@@ -1,4 +1,4 @@
-"""On a device with memory, streams and an allocator of its own: the same numbers, within what the allocator may reserve.
+"""On a device with memory, streams and an allocator of its own: the same numbers, within what it may reserve.
 
 The device is simulated; its kernels give the CPU's bits. Delays are random, and memory that is let go is poisoned, so
 that whatever is read too early or written too late shows in the losses.
@@ -167,7 +167,7 @@ def assert_same(model: Any, expected: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("level", ["ample", "middle", "tight"])
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_numbers_and_budget(sim, name, level):
-    """Losses, parameters and buffers are plain PyTorch's; the allocator reserves what was predicted, but for a slack."""
+    """Losses, parameters and buffers are plain PyTorch's; the allocator reserves no more than was predicted."""
     losses, state = plain(name)
     budget = budget_of(name, level)
     sim.reset_peak_memory_stats()
