@@ -173,6 +173,7 @@ def _zero3_offload(model: Any, case: Case) -> Training:
     import deepspeed
 
     with_weights(model, torch.device("cpu"), case.where)
+    model.model.rotary_emb.to(case.where)  # buffers are not moved with what is partitioned
     zero = {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}}
     # Otherwise the whole model would be on the device once.
     deepspeed.init_distributed()

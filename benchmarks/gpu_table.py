@@ -33,10 +33,10 @@ def _seconds(name: str) -> Callable[[Row], str]:
 _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("trained by", lambda row: WAYS[row["way"]].words),
     ("s per step", _seconds("step_s")),
-    ("predicted", _seconds("predicted_step_s")),
+    ("predicted s", _seconds("predicted_step_s")),
     ("tokens/s", lambda row: f"{row['tokens_per_s']:,.0f}" if "tokens_per_s" in row else "–"),
     ("device, peak", _bytes("peak_device_bytes")),
-    ("predicted", _bytes("predicted_peak_bytes")),
+    ("predicted peak", _bytes("predicted_peak_bytes")),
     ("host, peak", _bytes("peak_host_bytes")),
     ("pinned", _bytes("pinned_bytes")),
     ("planning, s", _seconds("plan_s")),
