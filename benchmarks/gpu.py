@@ -205,18 +205,19 @@ def _child(arguments: list[str], scratch: Path, seconds: float) -> Row:
 
 def _stopped(process: subprocess.Popen[bytes], deadline: float) -> str:
     """Wait for a process, and say why it was ended; nothing if it ended by itself."""
-    why = ""
-    while process.poll() is None:
-        if time.monotonic() > deadline:
-            why = _TIME
-        elif available_host_bytes() < _HOST_RESERVE_BYTES:
-            why = "the host's memory is used up"
-        if why:
-            os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+    try:
+        while process.poll() is None:
+            if time.monotonic() > deadline:
+                return _TIME
+            if available_host_bytes() < _HOST_RESERVE_BYTES:
+                return "the host's memory is used up"
+            time.sleep(_POLL_S)
+        return ""
+    finally:
+        # Also where this process is interrupted; with what the other has started.
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            return why
-        time.sleep(_POLL_S)
-    return why
 
 
 def _ending(code: int, errors: str) -> str:

@@ -44,6 +44,7 @@ def main() -> None:
     if arguments.describe:
         record.add(**describe(arguments.describe))
         return
+    _build_aside(arguments.out.parent / "extensions")
     try:
         run(Case(**arguments.case), record)
     except Exception as error:  # whatever it is, it is the reason that the table shows
@@ -72,6 +73,13 @@ def attach(device: str) -> None:
     """Make the tests' simulated accelerator known to torch where it is asked for; before the first backward."""
     if device.split(":")[0] == "sim":
         importlib.import_module("tests.accelerator").load()
+
+
+def _build_aside(folder: Path) -> None:
+    """Have extensions built in a folder of this run's: a process that is ended leaves a lock that others wait for."""
+    for lock in folder.rglob("lock"):
+        lock.unlink()
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
 
 
 def verdict(error: Exception) -> dict[str, str]:
