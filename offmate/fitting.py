@@ -16,7 +16,20 @@ from .sizes import format_bytes
 
 log = logging.getLogger("offmate")
 
-_MARGINS_PERCENT = (0, 1, 1, 1, 2, 3, 4, 8)  # of the budget by which more is left to the allocator, until a plan fits
+_MARGINS_PERCENT = (
+    0,
+    1,
+    1,
+    1,
+    2,
+    2,
+    3,
+    3,
+    4,
+    4,
+    5,
+    6,
+)  # of the budget by which more is left to the allocator, until a plan fits
 
 
 def fitted(

@@ -31,6 +31,7 @@ from .runtime.contents import on_storage
 from .runtime.executor import Executor
 from .runtime.gate import Clip
 from .runtime.ledger import LimitExceeded
+from .sizes import format_bytes
 from .truth import Truth
 from .user_code import UserCode
 from .variants import CallKind, Numbers, Variant, Variants, kind_of
@@ -445,6 +446,8 @@ class Session:
                 self.give_up()
             if isinstance(error, LimitExceeded):
                 raise BudgetExceeded(f"the device's budget would be exceeded: {error}") from error
+            if isinstance(error, torch.OutOfMemoryError):
+                raise BudgetExceeded(self._out_of_memory(error)) from error
             if isinstance(error, OffmateError) or not isinstance(error, Exception):
                 if self.truth.torn:
                     log.warning("the iteration was interrupted: %s", self.truth.torn_words())
@@ -454,6 +457,19 @@ class Session:
                 f"the iteration failed: {type(error).__name__}: {error}. Every parameter and its optimizer state are "
                 f"of one update and can be read{torn}"
             ) from error
+
+    def _out_of_memory(self, error: torch.OutOfMemoryError) -> str:
+        """What the plan says of the device's memory, beside what the device says."""
+        where, plan = self.device.torch_device, self.plan
+        free, total = torch.accelerator.get_memory_info(where)
+        planned = "" if plan is None else f"; planned {format_bytes(plan.predicted_peak_bytes)}"
+        return (
+            f"{where} ran out of memory: budget {format_bytes(self.request.budget_bytes)}{planned}; really at most "
+            f"{format_bytes(torch.accelerator.max_memory_allocated(where))} allocated and "
+            f"{format_bytes(torch.accelerator.max_memory_reserved(where))} reserved, and {format_bytes(free)} of "
+            f"{format_bytes(total)} free on the device. What your own code keeps on the device counts too: let go "
+            f"of it, or raise gpu_budget. Every parameter and its optimizer state are of one update and can be read. ({error})"
+        )
 
     def give_up(self) -> None:
         """End the iteration where it is; what was updated stays, and the host holds the truth."""

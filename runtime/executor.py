@@ -179,11 +179,17 @@ class Executor:
         self._empty()
 
     def abandon(self) -> None:
-        """After a failure: let what is under way end, save what only the device has, take everything off it."""
-        self.device.drain()
-        if self.complete:
-            self._updates.salvage_pending()
-        self._updates.rescue()
+        """After a failure: let what is under way end, save what only the device has, take everything off it.
+
+        Of a device that was lost nothing can be saved: what only it had counts as not updated.
+        """
+        try:
+            self.device.drain()
+            if self.complete:
+                self._updates.salvage_pending()
+            self._updates.rescue()
+        except torch.AcceleratorError:
+            self._updates.give_back()
         self._transfers.release_host()
         self._gradients.forget()
         self._empty()

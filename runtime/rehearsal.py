@@ -40,8 +40,9 @@ def rehearse(
     Returns: the changes; what an iteration leaves stays allocated at the end.
     """
     walker = _Walker(schedule, binding, state_parts)
+    walker.unborn = {item for item in schedule.item_bytes if fresh and item.startswith("s:")}
     for item in schedule.resident:
-        if not (fresh and item.startswith("s:")):
+        if item not in walker.unborn:
             walker.bring(item)
     for _ in range(2):
         for one in schedule.passes:
@@ -69,12 +70,13 @@ def pool_peaks(changes: Iterable[Change]) -> tuple[int, int]:
 
 
 class _Walker:
-    """State: `changes` so far; `items`, the numbers of the allocations that hold an item."""
+    """State: `changes` so far; `items`, the numbers of the allocations of an item; `unborn`, states not yet made."""
 
     def __init__(self, schedule: Schedule, binding: Binding, state_parts: Callable[[str], Iterable[int]]) -> None:
         self.schedule, self.binding, self.state_parts = schedule, binding, state_parts
         self.changes: list[Change] = []
         self.items: dict[str, list[int]] = {}
+        self.unborn: set[str] = set()
         self._last = 0
 
     def walk(self, actions: Iterable[Action]) -> None:
@@ -82,8 +84,10 @@ class _Walker:
             if action.kind is Kind.COMPUTE:
                 self._compute(action.name)
             elif action.kind is Kind.PREFETCH:
-                self.bring(action.name)
-            elif action.kind is Kind.UPDATE_DEVICE and f"s:{action.name}" not in self.items:
+                if action.name not in self.unborn:
+                    self.bring(action.name)
+            elif action.kind is Kind.UPDATE_DEVICE and f"s:{action.name}" in self.unborn:
+                self.unborn.discard(f"s:{action.name}")
                 self.bring(f"s:{action.name}")
             elif action.kind is Kind.FREE:
                 self._end(self.items.pop(action.name, ()))

@@ -10,8 +10,9 @@ from .rehearsal import SMALL_SEGMENT_BYTES, Change, pool_peaks
 
 # Left for the user's own tensors (batches, losses, metrics), which come and go as they like.
 _SLACK_SEGMENTS, _SLACK_SHARE = 2, 256
-# By which the segment is larger than it must be where there is room: training may go otherwise than rehearsed.
-_PAD_SHARE, _PAD_BYTES = 16, 24 << 20
+# By which the segment is larger than it must be, since tensors may die in another order than rehearsed: this part of it
+# at least, and more where there is room.
+_LEAST_PAD_SHARE, _PAD_SHARE, _PAD_BYTES = 32, 16, 24 << 20
 _SEGMENT_PERCENT = (102, 105, 110)  # of the large allocations' peak: sizes tried for the one segment
 
 
@@ -46,21 +47,31 @@ def reserve(
 
     Returns: what was reserved, or what is missing for the iteration to fit.
     """
+    _make_workspaces(device)
     large, small = (max(peaks) for peaks in zip(*(pool_peaks(changes) for changes in starts)))
     torch.accelerator.empty_cache()
     slack = _SLACK_SEGMENTS * SMALL_SEGMENT_BYTES + budget_bytes // _SLACK_SHARE
     limit = budget_bytes - slack
     whole = limit - torch.accelerator.memory_reserved(device) - small
     # Small allocations may need a segment more, where they do not fill theirs.
-    wholes = {whole, whole - SMALL_SEGMENT_BYTES}
+    fitting = whole - whole // (_LEAST_PAD_SHARE + 1)
+    wholes = {fitting, fitting - SMALL_SEGMENT_BYTES}
     tried = {min(max(least_bytes, large * part // 100), most) for part in _SEGMENT_PERCENT for most in wholes} | wholes
     for segment in sorted(tried):
-        if not segment >= min(large, whole) >= 0 or not _fits(device, starts, segment, limit):
+        if not segment >= min(large, fitting) >= 0 or not _fits(device, starts, segment, limit):
             continue
-        padded = min(max(wholes), segment + segment // _PAD_SHARE + _PAD_BYTES) if large else segment
-        if _fits(device, starts, padded, limit):
+        room = limit - torch.accelerator.max_memory_reserved(device)
+        padded = segment + min(room, segment // _PAD_SHARE + _PAD_BYTES)
+        if padded >= segment + segment // _LEAST_PAD_SHARE and _fits(device, starts, padded, limit):
             return Reserved(torch.accelerator.memory_reserved(device) + slack, padded)
-    return Shortfall(max(0, large - whole))
+    return Shortfall(max(0, large + large // _LEAST_PAD_SHARE - whole))
+
+
+def _make_workspaces(device: torch.device) -> None:
+    """Let matrix libraries take what they hold for good: once for this thread, and once for autograd's."""
+    with torch.enable_grad():
+        a, b = (torch.ones(16, 16, device=device, requires_grad=True) for _ in range(2))
+        torch.nn.functional.linear(a, b, torch.ones(16, device=device)).matmul(b).sum().backward()
 
 
 def _fits(device: torch.device, starts: tuple[list[Change], ...], segment_bytes: int, limit_bytes: int) -> bool:

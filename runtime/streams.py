@@ -1,4 +1,4 @@
-"""A device with streams and memory of its own, by torch's device-neutral names; what is CUDA's own is in `cuda`."""
+"""A device with streams and memory of its own: CUDA's, and any other that torch's device-neutral names know."""
 
 from __future__ import annotations
 

@@ -114,6 +114,12 @@ class Updates:
             self._rescue_scalars()
         here.newer.clear()
 
+    def give_back(self) -> None:
+        """Take back the updates of which only a lost device had the result."""
+        for name in {item[2:] for item in self._contents.newer if item[:2] in ("p:", "s:")}:
+            self._host.updates[name] = self._host.updates.get(name, 1) - 1
+        self._contents.newer.clear()
+
     def _rescue(self, item: str) -> None:
         here = self._contents
         kind, name = item.split(":", 1)
