@@ -468,7 +468,8 @@ class Session:
             f"{format_bytes(torch.accelerator.max_memory_allocated(where))} allocated and "
             f"{format_bytes(torch.accelerator.max_memory_reserved(where))} reserved, and {format_bytes(free)} of "
             f"{format_bytes(total)} free on the device. What your own code keeps on the device counts too: let go "
-            f"of it, or raise gpu_budget. Every parameter and its optimizer state are of one update and can be read. ({error})"
+            f"of it, or raise gpu_budget. Every parameter and its optimizer state are of one update and can be read. "
+            f"({error})"
         )
 
     def give_up(self) -> None:

@@ -61,8 +61,9 @@ def reserve(
         if not segment >= min(large, fitting) >= 0 or not _fits(device, starts, segment, limit):
             continue
         room = limit - torch.accelerator.max_memory_reserved(device)
-        padded = segment + min(room, segment // _PAD_SHARE + _PAD_BYTES)
-        if padded >= segment + segment // _LEAST_PAD_SHARE and _fits(device, starts, padded, limit):
+        padded = segment + (min(room, segment // _PAD_SHARE + _PAD_BYTES) if large else 0)
+        padded -= padded % SMALL_SEGMENT_BYTES  # segments are whole multiples
+        if padded >= min(large, segment) + segment // _LEAST_PAD_SHARE and _fits(device, starts, padded, limit):
             return Reserved(torch.accelerator.memory_reserved(device) + slack, padded)
     return Shortfall(max(0, large + large // _LEAST_PAD_SHARE - whole))
 
