@@ -103,6 +103,8 @@ class Computes:
             here.values[port.name] = Buffer({"": registers[port.register]})
             if port.name in self._binding.outputs:
                 here.outputs[port.name] = registers[port.register]
+                if not self._on_host and port.name in self._binding.value_item:
+                    here.returned[self._binding.value_item[port.name]] = registers[port.register]
         saved = here.saved[index] = Saved()
         for storage, views in {**block.kept, **block.offloaded}.items():
             saved.registers |= {r: registers[r] for r in views}

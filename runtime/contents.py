@@ -109,6 +109,8 @@ class Contents:
     grad_copied: likewise, the event after which the device's copy of it may be let go.
     totals: by parameter, the sum of its gradients so far, where it is kept on the device.
     views: how tensors view the storages that have left.
+    returned: outputs by item, on a device with an allocator of its own: memory that the user lets go of sooner than the
+        schedule has it would be cut up in another way than was rehearsed.
     """
 
     params: dict[str, Buffer] = field(default_factory=dict)
@@ -127,6 +129,7 @@ class Contents:
     grad_copied: dict[str, Event] = field(default_factory=dict)
     totals: dict[str, Buffer] = field(default_factory=dict)
     views: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    returned: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def clear(self) -> None:
         """Nothing is on the device or under way any more."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ..solver.schedule import Action, Kind, Schedule
+from ..solver.schedule import Action, Kind, Schedule, made_old
 from . import interrupts
 from .binding import Binding, HostState, Update
 from .computes import Computes
@@ -117,8 +117,10 @@ class Executor:
         self._computes.incoming = gradients
         self._walk(self.schedule.pass_of(micro_batch).backward)
         self.complete, self._updating = True, False
+        here = self._contents
         for name in self.binding.outputs:
-            self._contents.values.pop(name, None)
+            here.values.pop(name, None)
+        here.returned = {made_old(item): tensor for item, tensor in here.returned.items()}
 
     def turn_around(self) -> None:
         """Run what lies between the last backward and the next forward; a gate opens in it."""

@@ -11,7 +11,7 @@ from .rehearsal import SMALL_SEGMENT_BYTES, Change, pool_peaks
 # Left for the user's own tensors (batches, losses, metrics), which come and go as they like.
 _SLACK_SEGMENTS, _SLACK_SHARE = 2, 256
 # By which the segment is larger than it must be, since tensors may die in another order than rehearsed: this part of it
-# at least, and more where there is room.
+# at least if that can be, and more where there is room.
 _LEAST_PAD_SHARE, _PAD_SHARE, _PAD_BYTES = 32, 16, 24 << 20
 _SEGMENT_PERCENT = (102, 105, 110)  # of the large allocations' peak: sizes tried for the one segment
 
@@ -57,14 +57,20 @@ def reserve(
     fitting = whole - whole // (_LEAST_PAD_SHARE + 1)
     wholes = {fitting, fitting - SMALL_SEGMENT_BYTES}
     tried = {min(max(least_bytes, large * part // 100), most) for part in _SEGMENT_PERCENT for most in wholes} | wholes
+    exact = None
     for segment in sorted(tried):
         if not segment >= min(large, fitting) >= 0 or not _fits(device, starts, segment, limit):
             continue
         room = limit - torch.accelerator.max_memory_reserved(device)
         padded = segment + (min(room, segment // _PAD_SHARE + _PAD_BYTES) if large else 0)
         padded -= padded % SMALL_SEGMENT_BYTES  # segments are whole multiples
-        if padded >= min(large, segment) + segment // _LEAST_PAD_SHARE and _fits(device, starts, padded, limit):
+        wide = padded >= min(large, segment) + segment // _LEAST_PAD_SHARE
+        if wide and _fits(device, starts, padded, limit):
             return Reserved(torch.accelerator.memory_reserved(device) + slack, padded)
+        exact = segment if exact is None else exact
+    # A larger segment may be cut up so that less fits: then one that is known to do has to.
+    if exact is not None and _fits(device, starts, exact, limit):
+        return Reserved(torch.accelerator.memory_reserved(device) + slack, exact)
     return Shortfall(max(0, large + large // _LEAST_PAD_SHARE - whole))
 
 

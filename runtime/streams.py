@@ -148,17 +148,19 @@ class StreamDevice:
         self.ledger = Ledger(limit_bytes)
         self.recorder: Recorder | None = None
         self.host_memory = PinnedMemory()
-        module = torch.get_device_module(device)
-        if hasattr(module, "set_per_process_memory_fraction"):
-            _, total = torch.accelerator.get_memory_info(device)
-            module.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
+        _, total = torch.accelerator.get_memory_info(device)
+        capped = limit_bytes < total
+        if capped:
+            _cap(device, limit_bytes / total)
         # Parameters, states and activations come in beside compute and beside what goes out.
         changed = threading.Condition()
         self._in = _Direction(device, "copy-in", changed)
         # Gradients, states and activations go out beside compute and beside what comes in.
         self._out = _Direction(device, "copy-out", changed)
         self._update = Lane("update", update_threads or torch.get_num_threads(), changed, poll_s=_POLL_S)
-        self._close = weakref.finalize(self, close_all, (self._in.lane, self._out.lane, self._update))
+        self._close = weakref.finalize(
+            self, _close, (self._in.lane, self._out.lane, self._update), device if capped else None
+        )
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -217,3 +219,16 @@ class StreamDevice:
 
     def close(self) -> None:
         self._close()
+
+
+def _cap(device: torch.device, fraction: float) -> None:
+    """Have the allocator reserve no more than this part of the device, where it can be told."""
+    module = torch.get_device_module(device)
+    if hasattr(module, "set_per_process_memory_fraction"):
+        module.set_per_process_memory_fraction(fraction, device)
+
+
+def _close(lanes: tuple[Lane, ...], capped: torch.device | None) -> None:
+    close_all(lanes)
+    if capped is not None:
+        _cap(capped, 1.0)

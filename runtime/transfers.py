@@ -171,4 +171,6 @@ class Transfers:
             for registers in self._binding.blocks[int(name)].offloaded.values():
                 for register in registers:
                     del saved.registers[register]
+        elif kind == "old":
+            here.returned.pop(item, None)
         self._device.ledger.remove(kind, self._sizes[item])
