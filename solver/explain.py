@@ -163,8 +163,7 @@ def _phase(schedule: Schedule, simulation: Simulation, name: str, first: int, la
     parts = {name: min(1.0, spent / seconds) if seconds > 0 else 0.0 for name, spent in busy.items()}
     waits = dict.fromkeys(busy, 0.0)
     for stall in simulation.stalls:
-        cause, waited_s = stall.cause.value, max(0.0, min(stall.end_s, end) - max(stall.start_s, begin))
-        waits[cause] = waits.get(cause, 0.0) + waited_s
+        waits[stall.cause.value] += max(0.0, min(stall.end_s, end) - max(stall.start_s, begin))
     return Phase(name, seconds, parts, most / max(schedule.device_budget_bytes, 1), waits)
 
 
