@@ -15,7 +15,7 @@ from .simulate import Simulation, memory_highs, simulate
 from .solution import Solution, Status
 from .solve import solve
 from .timing import in_time
-from .validate import validate
+from .validate import ScheduleError, validate
 
 _TRIES = 8
 _WORTH = 0.02  # part of the program's seconds that rounding must cost before it is worth another solve
@@ -88,12 +88,21 @@ def plan(problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.01, bac
 
 def _finished(solution: Solution, schedule: Schedule) -> Planned:
     """The best that improvement makes of a schedule; where it stays slow, with every move at its time."""
-    found = improve(schedule)
+    found = next(filter(_is_valid, (improve(schedule), schedule)), schedule)
     if simulate(found).step_s > (1 + _WORTH) * solution.objective_s:
-        found = fastest(found, *in_time(schedule))
+        found = fastest(found, *filter(_is_valid, in_time(schedule)))
     validate(found)
     simulation = simulate(found)
     return Planned(solution, found, simulation, simulation.step_s - solution.objective_s)
+
+
+def _is_valid(schedule: Schedule) -> bool:
+    """Whether a variant keeps every rule: moves may bring together what was apart."""
+    try:
+        validate(schedule)
+    except ScheduleError:
+        return False
+    return True
 
 
 def _better(problem: Problem, planned: Planned, settled: Solution) -> Planned:
