@@ -97,8 +97,8 @@ def simulate(schedule: Schedule) -> Simulation:
         start = executor.machine.now
         executor.iterate()
     end, stall_s, stalls = executor.machine.now, dict(executor.machine.stall_s), tuple(executor.machine.stalls)
-    jobs = executor.jobs
-    executor.machine.wait([job for _, job in jobs])
+    jobs, taken = tuple(executor.jobs), tuple(executor.taken)
+    executor.finish(job for _, job in jobs)
     highs = memory_highs(schedule)
     peak = max(highs)
     return Simulation(
@@ -110,7 +110,7 @@ def simulate(schedule: Schedule) -> Simulation:
         ),
         stall_s={resource.value: seconds for resource, seconds in stall_s.items()},
         stalls=tuple(Stall(s.cause, s.start_s - start, s.end_s - start) for s in stalls),
-        taken=tuple((began - start, ended - start) for began, ended in executor.taken),
+        taken=tuple((began - start, ended - start) for began, ended in taken),
         memory=tuple(enumerate(highs)),
     )
 
@@ -142,6 +142,16 @@ class Executor:
             if p == 1 and self.schedule.micro_batches > 3:
                 self._repeat(one, self.schedule.micro_batches - 3)
         self._walk(self.schedule.turn_around)
+
+    def finish(self, jobs: Iterable[Job]) -> None:
+        """Go on with another iteration until jobs are done: what it adds competes with them."""
+        left = [job for job in jobs if not job.done]
+        for action in self.schedule.actions if left else ():
+            self._walk((action,))
+            left = [job for job in left if not job.done]
+            if not left:
+                return
+        self.machine.wait(left)
 
     def _repeat(self, middle: Pass, times: int) -> None:
         """The middle pass `times` more: once in fact, the rest of them as long as that."""

@@ -227,13 +227,13 @@ class _Walk:
         gone = [one for one in self._open[Kind.FREE] if self._gone(one)]
         if self._level + task.size + rise - sum(one.size for one in gone) > self._budget:
             return False
-        for one in gone:
-            fits = self._fits(task)
-            if fits and self._level + task.size + rise <= self._budget:
-                return True
-            if fits or one.place > self._here:  # only what is released early makes room further on
+        for one in gone:  # further on only what is released early makes room
+            if not self._fits(task) and one.place > self._here:
                 self._take(one)
-        return self._fits(task)
+        for one in gone:
+            if self._level + task.size + rise > self._budget:
+                self._take(one)
+        return self._fits(task) and self._level + task.size + rise <= self._budget
 
     def _fits(self, task: Task) -> bool:
         room = self._budget - task.size
