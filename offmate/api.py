@@ -21,6 +21,7 @@ from .fitting import fitted
 from .hardware import Hardware, load
 from .hardware import names as names_of_hardware
 from .host_memory import default_host_budget_bytes
+from .inductor import check_inductor
 from .optimizer import Updater, parameter_names
 from .planner import Prepared, Request, make_plan, plan_elsewhere
 from .plans import Plan
@@ -76,6 +77,8 @@ def compile(
     _check_gate(max_grad_norm, accumulation_steps, optimizer is not None)
     check_model(model)
     request = _request(gpu_budget, cpu_budget, device, config, plan)
+    if config.backend == "inductor":
+        check_inductor(request.device)
     request = replace(request, micro_batches=accumulation_steps, clips=max_grad_norm is not None)
     names = parameter_names(model, optimizer) if optimizer is not None else {}
     if optimizer is not None:
@@ -118,6 +121,8 @@ def plan(
     _check_gate(max_grad_norm, accumulation_steps, optimizer is not None)
     check_batch_size(batch_size)
     check_model(model)
+    # No backend changes the plan, and there is nothing to run.
+    config = replace(config, backend="eager")
     # A machine that is not here has its own device; which one is found here says nothing.
     here = device if hardware is None else device or "emulated"
     request = _request(gpu_budget, cpu_budget, here, config, None)

@@ -12,6 +12,7 @@ from typing import Literal
 _LEAST_OPTIONS = 3
 _LEAST_TURN_AROUND_STEPS = 2
 _SOLVERS = ("highs", "cbc", None)
+_BACKENDS = ("eager", "inductor")
 
 
 def default_cache_dir() -> str:
@@ -45,6 +46,9 @@ class Config:
         its own, if for every dimension both sizes lie between the same two of these; without any, always. Batches are
         never padded, since that changes numbers.
     max_plans: how many plans are kept in memory, for training and for evaluation each; the one used longest ago goes.
+    backend: what runs the blocks. "eager": PyTorch's own operators, one by one, with their bits. "inductor": each class
+        of blocks compiled with torch's Inductor, where that needs no more memory than planned. Its numbers differ from
+        plain PyTorch's by rounding, and the plan goes on predicting eager's seconds.
 
     Raises: TypeError, ValueError naming the field, its value and what it may be.
     """
@@ -59,6 +63,7 @@ class Config:
     turn_around_steps: int = 3
     shape_buckets: tuple[int, ...] = ()
     max_plans: int = 16
+    backend: Literal["eager", "inductor"] = "eager"
 
     def __post_init__(self) -> None:
         _check_number("solver_time_limit_s", self.solver_time_limit_s)
@@ -75,6 +80,7 @@ class Config:
         _check_count("max_plans", self.max_plans, 1)
         _check_buckets(self.shape_buckets)
         _require(self.solver in _SOLVERS, "solver", self.solver, "'highs', 'cbc' or None")
+        _require(self.backend in _BACKENDS, "backend", self.backend, "'eager' or 'inductor'")
         _check_outputs(self.outputs)
         if self.cache_dir is not None and (not isinstance(self.cache_dir, str) or not self.cache_dir):
             raise TypeError(f"cache_dir is {self.cache_dir!r}; it must be the path of a folder as text, or None")

@@ -11,6 +11,7 @@ from .bind import bind
 from .devices import EMULATED, accelerator
 from .errors import InfeasibleBudget
 from .figures import measure
+from .inductor import compiled
 from .lower import BlockClass, ClassOption, LinkRates, Lowering, lower_prelude
 from .planner import Prepared, Request, fixed_bytes
 from .plans import Plan
@@ -75,4 +76,6 @@ def make_stream(
         plan_s=time.perf_counter() - start,
         allocator_bytes=request.margin_bytes,
     )
+    if request.config.backend == "inductor":
+        lowered = compiled(lowered, schedule, request.device, say)
     return Prepared(traced.captured, plan, bind(traced.captured, lowered, schedule.options), {})

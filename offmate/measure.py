@@ -66,6 +66,14 @@ class AllocationLog:
         last = min(ends, default=None)
         return _peak(nbytes for at, nbytes in self._changes if last is None or at <= last)[0]
 
+    def rise_bytes(self, name: str) -> int:
+        """The most by which all allocations lay above their level at the stretch's start, while it lasted.
+
+        Of what was allocated before the log began, frees are not seen.
+        """
+        ((start, end),) = ((start, end) for start, end, own in self._stretches if own == _MARK + name)
+        return _peak(nbytes for at, nbytes in self._changes if start <= at <= end)[0]
+
     def workspace_bytes(self) -> dict[str, int]:
         """Per stretch, the most that was held beyond what was still held at its end."""
         found: dict[str, int] = {}
@@ -88,6 +96,7 @@ class DeviceAllocationLog:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._workspace: dict[str, int] = {}
+        self._rise: dict[str, int] = {}
         self._marks: dict[str, int] = {}
 
     def __enter__(self) -> DeviceAllocationLog:
@@ -102,14 +111,20 @@ class DeviceAllocationLog:
         """Run `work` as a named stretch and return what it returns."""
         self._marks[name] = torch.accelerator.max_memory_allocated(self._device) - self._start
         torch.accelerator.reset_peak_memory_stats(self._device)
+        before = torch.accelerator.memory_allocated(self._device)
         result = work()
         peak = torch.accelerator.max_memory_allocated(self._device)
+        self._rise[name] = peak - before
         self._workspace[name] = max(0, peak - torch.accelerator.memory_allocated(self._device))
         return result
 
     def peak_bytes(self, until: str | None = None) -> int:
         """The most by which what was allocated lay above its level at the start, up to the stretch named `until`."""
         return self._end if until is None else self._marks.get(until, self._end)
+
+    def rise_bytes(self, name: str) -> int:
+        """The most by which what was allocated lay above its level at the stretch's start, while it lasted."""
+        return self._rise[name]
 
     def workspace_bytes(self) -> dict[str, int]:
         """Per stretch, the most that was held beyond what was still held at its end."""

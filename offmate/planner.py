@@ -25,6 +25,7 @@ from .errors import InfeasibleBudget, PlanFileError
 from .fake import fake_batch, faked, stand_in
 from .figures import measure, measure_all, work_out
 from .hardware import Hardware
+from .inductor import compiled
 from .joint import dense_stride
 from .lower import BlockClass, ClassOption, LinkRates, Lowered, Lowering, Trainable, lower_prelude
 from .measured import recall, remember
@@ -145,6 +146,8 @@ def make_plan(
         plan, lowered = _search(model, args, kwargs, traced, request, updater, fingerprint, say, start, machine)
         if path is not None:
             plan.save(path)
+    if request.config.backend == "inductor":
+        lowered = compiled(lowered, plan.schedule, request.device, say)
     binding = bind(traced.captured, lowered, plan.schedule.options)
     keys = tuple(b.key for b in traced.blocks)
     return Prepared(traced.captured, plan, binding, _gradient_like(traced), keys, structure(traced))
@@ -420,4 +423,4 @@ def _device_words(request: Request, machine: Hardware | None) -> str:
 
 def _planning(config: Config) -> Config:
     """What of a configuration decides a plan."""
-    return replace(config, cache_dir=None, shape_buckets=(), max_plans=1)
+    return replace(config, cache_dir=None, shape_buckets=(), max_plans=1, backend="eager")

@@ -49,6 +49,48 @@ class Instruction:
 
 
 @dataclass(frozen=True)
+class View:
+    """How a register's tensor lies in its storage: strides and offset in elements."""
+
+    register: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Made:
+    """A storage that a fused program leaves: its number, its bytes as profiled, and what lies in it."""
+
+    storage: int
+    bytes: int
+    views: tuple[View, ...]
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A whole program as one function, which does what the instructions do.
+
+    Parameters
+    ----------
+    function: takes a list of tensors, which it empties so that each can be let go after its last reader; returns a
+        tensor per storage that outlives the program.
+    inputs: registers that it reads, in order. constants: tensors that it reads besides, after those.
+    clears: registers that nobody reads afterwards. ends: storages given to the program that die in it.
+    makes: per tensor returned, what it stands for.
+    rise_bytes: as counted, the most that the bytes held lie above their level at the start.
+    """
+
+    function: Callable[[list[Any]], Any]
+    inputs: tuple[int, ...]
+    constants: tuple[torch.Tensor, ...]
+    clears: tuple[int, ...]
+    ends: tuple[int, ...]
+    makes: tuple[Made, ...]
+    rise_bytes: int
+
+
+@dataclass(frozen=True)
 class Program:
     """Instructions over registers.
 
@@ -60,6 +102,7 @@ class Program:
     rise_bytes: the most that the bytes held lie above their level at the start.
     net_bytes: by how much the level has changed at the end.
     seconds: the operators' measured seconds, added up.
+    fused: what runs instead of the instructions, if anything does.
     """
 
     n_registers: int
@@ -68,6 +111,7 @@ class Program:
     rise_bytes: int
     net_bytes: int
     seconds: float
+    fused: Fused | None = None
 
 
 def run(program: Program, registers: list[Any], ledger: Ledger, given: dict[int, int]) -> dict[int, int]:
@@ -81,6 +125,8 @@ def run(program: Program, registers: list[Any], ledger: Ledger, given: dict[int,
     Returns: bytes by storage number of what is still alive at the end, `given` included.
     """
     live = dict(given)
+    if program.fused is not None:
+        return _run_fused(program.fused, registers, ledger, live)
     for step in program.instructions:
         result = step.target(*_fill(step.args, registers), **_fill_map(step.kwargs, registers))
         for position, register in step.outs:
@@ -96,6 +142,22 @@ def run(program: Program, registers: list[Any], ledger: Ledger, given: dict[int,
             registers[register] = None
         if step.ends:
             ledger.freed(sum(live.pop(storage) for storage in step.ends))
+    return live
+
+
+def _run_fused(fused: Fused, registers: list[Any], ledger: Ledger, live: dict[int, int]) -> dict[int, int]:
+    """Run a program's one function, counted as one rise and then as what it leaves."""
+    inputs = [*(registers[register] for register in fused.inputs), *fused.constants]
+    for register in fused.clears:
+        registers[register] = None
+    ledger.made(0, fused.rise_bytes)
+    results = fused.function(inputs)
+    ledger.freed(sum(live.pop(storage) for storage in fused.ends))
+    for made, result in zip(fused.makes, results, strict=True):
+        live[made.storage] = made.bytes
+        for view in made.views:
+            registers[view.register] = result.as_strided(view.size, view.stride, view.offset)
+    ledger.made(sum(made.bytes for made in fused.makes))
     return live
 
 

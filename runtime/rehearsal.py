@@ -168,6 +168,12 @@ class _Walker:
 
     def _run(self, program: Program, given: dict[int, int]) -> dict[int, int]:
         live = dict(given)
+        fused = program.fused
+        if fused is not None:
+            # In which pieces it takes its memory is not known; what has room for all of it at once has room for them.
+            self._end([self._make(fused.rise_bytes)])
+            self._end([live.pop(storage) for storage in fused.ends if storage in live])
+            return live | {made.storage: self._make(made.bytes) for made in fused.makes}
         for step in program.instructions:
             for _, storage, size in step.makes:
                 live[storage] = self._make(size)

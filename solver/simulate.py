@@ -77,6 +77,17 @@ def memory_highs(schedule: Schedule) -> list[int]:
     return highs
 
 
+def room_bytes(schedule: Schedule) -> dict[str, int]:
+    """By how much more each compute could rise, by name, without the schedule's peak being any higher."""
+    highs = memory_highs(schedule)
+    peak = max(highs)
+    room: dict[str, int] = {}
+    for action, high in zip(schedule.actions, highs):
+        if action.kind is Kind.COMPUTE:
+            room[action.name] = min(room.get(action.name, peak), peak - high)
+    return room
+
+
 def simulate(schedule: Schedule) -> Simulation:
     """Run a schedule dry until it is steady.
 

@@ -42,6 +42,7 @@ def test_is_frozen():
         {"turn_around_steps": 2},
         {"shape_buckets": (128, 1024)},
         {"max_plans": 1},
+        {"backend": "inductor"},
     ],
 )
 def test_accepts(good):
@@ -71,6 +72,7 @@ def test_accepts(good):
         {"shape_buckets": (1024, 128)},
         {"shape_buckets": (0,)},
         {"max_plans": 0},
+        {"backend": "triton"},
     ],
 )
 def test_refuses_and_names_the_field_and_its_value(bad):

@@ -6,7 +6,7 @@ import pytest
 from offmate.solver.improve import improve
 from offmate.solver.machine import Machine, Resource
 from offmate.solver.problem import Rates
-from offmate.solver.simulate import memory_highs, simulate
+from offmate.solver.simulate import memory_highs, room_bytes, simulate
 from offmate.solver.validate import validate
 
 from .tiny_schedule import FORWARD, after, tiny_schedule, without
@@ -35,6 +35,11 @@ def test_the_tiny_bytes():
     levels = [high for _, high in simulation.memory]
     assert levels == [34, 36, 76, 74, 74, 54, 54, 50, 46, 76, 116, 144, 134, 134, 114, 114, 84, 46, 46, 36, 26, 24]
     assert (simulation.peak_bytes, str(simulation.peak_action)) == (144, "2 compute B1")
+
+
+def test_computes_may_rise_up_to_the_peak():
+    room = room_bytes(tiny_schedule())
+    assert room == {"start": 108, "F0": 68, "F1": 90, "user": 98, "B1": 0, "B0": 60}
 
 
 def test_late_frees_hide_copies_out():

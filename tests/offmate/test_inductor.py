@@ -1,0 +1,188 @@
+"""Blocks compiled with Inductor: plain PyTorch's numbers up to rounding, its draws, and the plan's bytes."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from offmate.runtime.rehearsal import pool_peaks, rehearse
+from torch import nn
+
+import offmate
+from offmate import inductor
+from offmate.inductor import check_inductor
+from offmate.programs import ClassGraph
+from offmate.traced import trace_model
+
+from .loops import CPU_BUDGET, adamw, batch, plain, plan, tiny
+from .parity import AMPLE, LEAST, check
+from .test_parity_language import text_case
+from .test_parity_models import Decoder, momentum, token_case
+
+INDUCTOR = {"backend": "inductor"}
+TOLERANCE = 1e-5
+
+
+@functools.cache
+def why_not() -> str:
+    """Why nothing can be compiled here; empty if it can."""
+    try:
+        check_inductor("emulated")
+    except offmate.DeviceError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture
+def compiler() -> None:
+    if why_not():
+        pytest.skip(why_not())
+
+
+def fused(binding: Any) -> list[Any]:
+    """What was compiled, per block and direction."""
+    programs = [program for block in binding.blocks for program in (block.forward, block.backward)]
+    return [program.fused for program in programs if program.fused is not None]
+
+
+def binding_of(model: Any) -> Any:
+    return model._offmate_session.training.prepared.binding
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("budget", [AMPLE, LEAST])
+def test_llama(budget: str, cache_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    compile_function = inductor.compile_function
+    monkeypatch.setattr(inductor, "compile_function", lambda *a: calls.append(a) or compile_function(*a))
+    case = text_case("llama", "no_mask", "-inductor", config=INDUCTOR, optimizer=momentum)
+    run = check(case, budget, cache_dir, tolerance=TOLERANCE)
+    found = fused(binding_of(run.model))
+    distinct = len({id(one) for one in found})
+    # A class is compiled once, whether or not it keeps the peak.
+    assert len(found) > distinct >= 4
+    assert run.plan is not None
+    chosen = {(row.class_id, option) for row, option in zip(run.plan.blocks, run.plan.schedule.options)}
+    assert len(calls) <= 2 * len(chosen)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_dropout_draws_as_plain_pytorch(cache_dir: str) -> None:
+    case = token_case("dropout-inductor", lambda: Decoder(dropout=0.2), config=INDUCTOR, optimizer=momentum)
+    run = check(case, LEAST, cache_dir, tolerance=TOLERANCE)
+    compiled = [block.forward.fused is not None for block in binding_of(run.model).blocks]
+    assert any(compiled)
+
+
+def started(config: offmate.Config, steps: int = 1) -> tuple[Any, list[float]]:
+    """The tiny model after some steps as the least plan has it, which was made without a backend."""
+    model = tiny()
+    optimizer = adamw(model)
+    known = plan("least")
+    offmate.compile(
+        model, known.budget_bytes, optimizer=optimizer, device="emulated", cpu_budget=CPU_BUDGET, plan=known,
+        config=config,
+    )  # fmt: skip
+    losses = []
+    for step in range(steps):
+        loss = model(**batch(step))["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return model, losses
+
+
+@pytest.mark.usefixtures("compiler")
+def test_what_holds_more_stays_as_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(inductor, "measure_peak", lambda *a: 3 << 30)
+    with caplog.at_level(logging.INFO, "offmate"):
+        model, losses = started(offmate.Config(cache_dir=None, **INDUCTOR), steps=3)
+    assert not fused(binding_of(model))
+    assert losses == plain().steps(0, 3)
+    lines = [r.getMessage() for r in caplog.records if "not compiled" in r.getMessage()]
+    assert any(
+        "the forward of blocks 1, 2" in line and "would hold 3 GiB where the plan counts" in line for line in lines
+    )
+
+
+@pytest.mark.usefixtures("compiler")
+def test_what_inductor_cannot_do_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*given: Any) -> Any:
+        raise NotImplementedError("no lowering")
+
+    monkeypatch.setattr(inductor, "compile_function", fails)
+    with caplog.at_level(logging.WARNING, "offmate"):
+        _, losses = started(offmate.Config(cache_dir=None, **INDUCTOR), steps=2)
+    assert losses == plain().steps(0, 2)
+    assert "since Inductor failed (NotImplementedError: no lowering)" in caplog.text
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_plan_serves_every_backend() -> None:
+    model, losses = started(offmate.Config(cache_dir=None, **INDUCTOR), steps=2)
+    assert losses == pytest.approx(plain().steps(0, 2), rel=1e-5)
+    assert fused(binding_of(model))
+    assert model.offmate.peak_bytes == plan("least").predicted_peak_bytes
+    reference = plain(2).model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(**batch(5))["scores"], reference(**batch(5))["scores"])
+
+
+@pytest.mark.usefixtures("compiler")
+def test_an_allocator_rehearses_what_is_compiled() -> None:
+    model, _ = started(offmate.Config(cache_dir=None, **INDUCTOR))
+    binding, schedule = binding_of(model), plan("least").schedule
+    single = replace(
+        binding,
+        blocks=tuple(
+            replace(b, forward=replace(b.forward, fused=None), backward=replace(b.backward, fused=None))
+            for b in binding.blocks
+        ),
+    )
+
+    def left(how: Any) -> tuple[int, int]:
+        changes = rehearse(schedule, how, lambda name: (schedule.item_bytes.get(f"s:{name}", 0),), fresh=False)
+        ended = {change.number for change in changes if not change.bytes}
+        return sum(change.bytes for change in changes if change.number not in ended), sum(pool_peaks(changes))
+
+    assert left(binding) == left(single)
+
+
+class Gated(nn.Module):
+    """Takes one of its columns, by which is the largest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        hidden = hidden + torch.gather(self.second(hidden), 1, hidden.argmax(1, keepdim=True))
+        return self.last(torch.tanh(hidden)).sum()
+
+
+def test_a_choice_is_not_made_again_otherwise() -> None:
+    config = offmate.Config(cache_dir=None)
+    traced = trace_model(Gated().train(), (torch.randn(4, 8),), {}, config, True, lambda phase, share: None)
+    found = []
+    for block in traced.blocks:
+        graph = ClassGraph(block.joint)
+        everything = frozenset(graph.number.values()) - graph.resting
+        assert inductor._decided_again(graph, graph.programs(frozenset())) is None
+        found.append(inductor._decided_again(graph, graph.programs(everything)))
+    assert "argmax" in found
+
+
+def test_a_missing_compiler_is_named_at_once() -> None:
+    from torch._inductor import config
+
+    words = r'needs a C\+\+ compiler .* install g\+\+ .* backend at "eager"'
+    with config.patch({"cpp.cxx": (None, "no-such-compiler")}), pytest.raises(offmate.DeviceError, match=words):
+        offmate.compile(tiny(), "1GiB", device="emulated", config=offmate.Config(**INDUCTOR))
