@@ -18,6 +18,8 @@ class Resource(Enum):
     OUT = "copy out"
     CPU = "cpu"
 
+    __hash__ = object.__hash__  # members are keys of what the simulator touches most
+
 
 class Stall(NamedTuple):
     """A span in which the executor waits, and the resource that it waits for."""

@@ -23,7 +23,7 @@ from .whole import counts, in_whole_tensors
 
 _LARGE = 0.1  # a group is large if its states or its update take this part of an iteration on a link or on the host
 _SPLIT = 1e-4  # fractions this close to none or all are whole
-_COUNTED = 200  # columns of whole tensors with which the program is solved in seconds
+_COUNTED = 350  # columns of whole tensors with which the program is solved in seconds
 _LONG = 0.2  # part of an iteration that a whole tensor's way to the host and back may take beside everything else
 _NEAR = 0.03  # gap of the program in whole tensors
 _TRIED = 3  # large groups that are tried both ways

@@ -15,12 +15,16 @@ from .simulate import Simulation, memory_highs, simulate
 from .solution import Solution, Status
 from .solve import solve
 from .timing import in_time
-from .validate import ScheduleError, validate
+from .trials import best_of_trials
+from .validate import is_valid, validate
 
 _TRIES = 8
 _WORTH = 0.02  # part of the program's seconds that rounding must cost before it is worth another solve
 _MUCH = 0.05  # that it must cost before whole tensors are worth a program of their own,
 _LEAST_S = 1e-3  # and seconds: that program takes as many as ten thousand steps then lose
+_ROOM = 0.1  # part of the device that may be left for moves in whole tensors
+_TRIED = 60_000  # actions in all trials, some seconds; and so many for every second that a step loses
+_TRIED_PER_S = 5_000_000
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,27 @@ class Planned:
     rounding_loss_s: float
 
 
+@dataclass(frozen=True)
+class _Found:
+    """A plan, its schedule before moves were improved, and what a step takes if moves come in fractions."""
+
+    planned: Planned
+    rough: Schedule
+    fluid_s: float
+
+    @property
+    def promise_s(self) -> float:
+        """The less, the more trials are likely to find."""
+        return self.planned.rounding_loss_s + self.fluid_s
+
+
 def plan(problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.01, backend: str | None = None) -> Planned:
     """Find a schedule for a problem.
 
     Whole tensors can need more of the host than fractions do: the program is then solved again with less of it.
     Where rounding costs more than 2 % it is solved again with whole parts (see parts.py), where that costs more than
-    5 % in whole tensors (see whole.py), and the fastest schedule is taken.
+    5 % in whole tensors (see whole.py); the fastest schedule is taken, and searched around (see trials.py) where even
+    that costs more than 5 %.
 
     Parameters
     ----------
@@ -68,13 +87,8 @@ def plan(problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.01, bac
         host = schedule.host_bytes - problem.host_budget_bytes
         if device <= 0 and host <= 0:
             planned = _finished(solution, schedule)
-            rest = settle(tried, solution, time_limit_s=time_limit_s, gap=gap, backend=backend)
-            while planned.rounding_loss_s > _WORTH * solution.objective_s and (settled := next(rest, None)) is not None:
-                planned = _better(problem, planned, settled)
-            if planned.rounding_loss_s > max(_MUCH * solution.objective_s, _LEAST_S):
-                whole = settle_whole(tried, solution, time_limit_s=time_limit_s, backend=backend)
-                planned = planned if whole is None else _better(problem, planned, whole)
-            return planned
+            first = _Found(planned, schedule, solution.objective_s + planned.rounding_loss_s)
+            return _refined(problem, tried, first, time_limit_s=time_limit_s, gap=gap, backend=backend)
         tried = replace(
             tried,
             device_budget_bytes=max(0, tried.device_budget_bytes - attempt * max(0, device)),
@@ -88,30 +102,66 @@ def plan(problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.01, bac
 
 def _finished(solution: Solution, schedule: Schedule) -> Planned:
     """The best that improvement makes of a schedule; where it stays slow, with every move at its time."""
-    found = next(filter(_is_valid, (improve(schedule), schedule)), schedule)
+    found = next(filter(is_valid, (improve(schedule), schedule)), schedule)
     if simulate(found).step_s > (1 + _WORTH) * solution.objective_s:
-        found = fastest(found, *filter(_is_valid, in_time(schedule)))
+        found = fastest(found, *filter(is_valid, in_time(schedule)))
     validate(found)
-    simulation = simulate(found)
-    return Planned(solution, found, simulation, simulation.step_s - solution.objective_s)
+    return _timed(solution, found)
 
 
-def _is_valid(schedule: Schedule) -> bool:
-    """Whether a variant keeps every rule: moves may bring together what was apart."""
-    try:
-        validate(schedule)
-    except ScheduleError:
-        return False
-    return True
+def _timed(solution: Solution, schedule: Schedule) -> Planned:
+    simulation = simulate(schedule)
+    return Planned(solution, schedule, simulation, simulation.step_s - solution.objective_s)
 
 
-def _better(problem: Problem, planned: Planned, settled: Solution) -> Planned:
-    """The faster of a plan and what rounding makes of a solution with whole parts, if that keeps the budgets."""
-    schedule = build_schedule(problem, round_solution(problem, settled))
+def _refined(
+    problem: Problem, tried: Problem, first: _Found, *, time_limit_s: float, gap: float, backend: str | None
+) -> Planned:
+    """The best of a plan and what rounding makes of solutions that are nearer to whole tensors."""
+    solution, found = first.planned.solution, [first]
+
+    def loses(part: float, least_s: float = 0.0) -> bool:
+        lost_s = min(one.planned.rounding_loss_s for one in found)
+        return lost_s > max(part * solution.objective_s, least_s)
+
+    settled = settle(tried, solution, time_limit_s=time_limit_s, gap=gap, backend=backend)
+    while loses(_WORTH) and (near := next(settled, None)) is not None:
+        found += _rounded(problem, solution, near)
+    if loses(_MUCH, _LEAST_S):
+        whole = settle_whole(tried, solution, time_limit_s=time_limit_s, backend=backend)
+        found += _rounded(problem, solution, whole) if whole else []
+        roomy = _with_room(tried) if whole and loses(_MUCH, _LEAST_S) else None
+        if roomy is not None and (near := solve(roomy, time_limit_s=time_limit_s, gap=gap, backend=backend)).options:
+            whole = settle_whole(roomy, near, time_limit_s=time_limit_s, backend=backend)
+            found += _rounded(problem, solution, whole, roomy) if whole else []
+    planned = [one.planned for one in found]
+    if loses(_MUCH, _LEAST_S):
+        likely = min(found, key=lambda one: one.promise_s)
+        work = min(_TRIED, int(likely.planned.rounding_loss_s * _TRIED_PER_S))
+        best = best_of_trials(likely.rough, work)
+        planned += [_timed(solution, best)] if best else []
+    return min(planned, key=lambda one: one.rounding_loss_s)
+
+
+def _with_room(problem: Problem) -> Problem | None:
+    """The problem with as much less of the device as its largest item takes; None if that is much."""
+    largest = max(max(t.param_bytes, t.state_bytes) for group in problem.groups for t in group.tensors)
+    if largest > _ROOM * problem.device_budget_bytes:
+        return None
+    return replace(problem, device_budget_bytes=problem.device_budget_bytes - largest)
+
+
+def _rounded(problem: Problem, solution: Solution, near: Solution, tried: Problem | None = None) -> list[_Found]:
+    """What rounding makes of a solution that is nearer to whole tensors, if that keeps the budgets.
+
+    Parameters
+    ----------
+    near: an answer to `tried`, which is the problem if there is none.
+    """
+    schedule = build_schedule(problem, round_solution(tried or problem, near))
     if max(memory_highs(schedule)) > problem.device_budget_bytes or schedule.host_bytes > problem.host_budget_bytes:
-        return planned
-    other = _finished(planned.solution, schedule)
-    return min(planned, other, key=lambda one: one.rounding_loss_s)
+        return []
+    return [_Found(_finished(solution, schedule), schedule, near.objective_s)]
 
 
 def _streamed(problem: Problem, failed: Solution) -> Planned:

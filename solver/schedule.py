@@ -37,6 +37,8 @@ class Kind(Enum):
     ACCUMULATE = "accumulate"  # device: the first gradient becomes the total, later ones are added; `g:` is gone
     ACCUMULATE_CPU = "accumulate-cpu"  # host: starts adding the gradient that was sent out; the first is the total
 
+    __hash__ = object.__hash__  # members are keys of what the simulator touches most
+
 
 @dataclass(frozen=True)
 class Action:

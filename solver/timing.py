@@ -9,7 +9,7 @@ again; memory is released when bytes are needed, what has arrived on the host fi
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from .computes import resident_items
@@ -43,10 +43,27 @@ def in_time(schedule: Schedule) -> Iterator[Schedule]:
     Returns: schedules within the device budget; none where no steady order is found.
     """
     for reach, lap in _VARIANTS[: max(1, _WORK // len(schedule.actions))]:
-        try:
-            yield _Walk(Unrolled(schedule, lap + 2), reach, lap).schedule()
-        except _Stuck:
-            continue
+        found = taken_in_time(schedule, reach, lap)
+        if found is not None:
+            yield found
+
+
+def taken_in_time(
+    schedule: Schedule, reach: float, lap: int = 2, shifts: Mapping[tuple[int, int], float] | None = None
+) -> Schedule | None:
+    """The schedule with its moves in time.
+
+    Parameters
+    ----------
+    reach: how far a lane is filled, in seconds of what blocks the executor next. lap: the iteration that is taken.
+    shifts: by part of the schedule and index in it, the entries by which a move is more urgent (below 0), or less.
+
+    Returns: the schedule, which may be above the device budget in a rare case; None where no steady order is found.
+    """
+    try:
+        return _Walk(Unrolled(schedule, lap + 2, shifts or {}), reach, lap).schedule()
+    except _Stuck:
+        return None
 
 
 class _Walk:

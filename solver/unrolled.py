@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from .schedule import Action, Kind, Schedule
@@ -41,6 +41,7 @@ class Task:
     floor: the first entry before which it may be taken. after: what must have been taken before.
     place: the entry before which it must be taken; a release may wait until its bytes are needed.
     number: in the row.
+    shift: entries by which it is taken to be more urgent, or less, than its place says.
     """
 
     action: Action
@@ -50,12 +51,13 @@ class Task:
     floor: int
     place: int
     number: int
+    shift: float = 0.0
     after: list[Task] = field(default_factory=list)
     done: bool = False
 
-    def rank(self) -> tuple[int, int]:
+    def rank(self) -> tuple[float, int]:
         """What sorts tasks by urgency."""
-        return self.place, self.number
+        return self.place + self.shift, self.number
 
 
 class Unrolled:
@@ -66,12 +68,14 @@ class Unrolled:
 
     Parameters
     ----------
-    laps: iterations. `walks`: passes of each, `repeated` the one of them that is like the next, -1 if there is none.
-    `highs`: the bytes on the device during each entry with every task in place.
+    laps: iterations. shifts: by key those of the tasks that have one. `walks`: passes of each, `repeated` the one of
+        them that is like the next, -1 if there is none. `highs`: the bytes on the device during each entry with every
+        task in place.
     """
 
-    def __init__(self, schedule: Schedule, laps: int) -> None:
+    def __init__(self, schedule: Schedule, laps: int, shifts: Mapping[tuple[int, int], float]) -> None:
         self.schedule = schedule
+        self._shifts = shifts
         self.entries: list[Entry] = []
         self.tasks: list[Task] = []
         self._barrier = has_barrier(schedule)
@@ -118,7 +122,9 @@ class Unrolled:
             floor, before = self._opened, [(Kind.OFFLOAD, f"g:{name}")]
         after = [self._latest[one] for one in before if one in self._latest]
         floor, size = max([floor, *(one.floor for one in after)]), self.schedule.item_bytes.get(name, 0)
-        task = self._latest[kind, name] = Task(action, key, self._home, size, floor, here, len(self.tasks), after)
+        number, shift = len(self.tasks), self._shifts.get(key, 0.0)
+        task = Task(action, key, self._home, size, floor, here, number, shift, after)
+        self._latest[kind, name] = task
         self.tasks.append(task)
         if kind is Kind.PREFETCH:
             self._coming[name] = task

@@ -45,6 +45,15 @@ def validate(schedule: Schedule) -> None:
     _check_budgets(schedule)
 
 
+def is_valid(schedule: Schedule) -> bool:
+    """Whether a variant of a schedule keeps every rule: moves may bring together what was apart."""
+    try:
+        validate(schedule)
+    except ScheduleError:
+        return False
+    return True
+
+
 def _check_names(schedule: Schedule) -> None:
     resident = schedule.resident
     require(list(resident) == sorted(set(resident)), "resident", "items must ascend without repeats")
