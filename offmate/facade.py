@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from .errors import PlanFileError, ProtocolError
 from .plans import Plan, load_plan
+from .runtime.clocks import clock_of
 from .runtime.trace import Recorder
 from .trace import Trace
 
@@ -33,7 +34,7 @@ class Handle:
     def record(self) -> Iterator[None]:
         """Record the iterations that run inside the `with` block; `trace` is then the last whole one."""
         device = self._session.device
-        self._recorder = device.recorder = Recorder(device.ledger)
+        self._recorder = device.recorder = Recorder(device.ledger, clock_of(device.torch_device))
         try:
             yield
         finally:

@@ -50,6 +50,11 @@ class Trace:
         return self.recording.step_s
 
     @property
+    def launch_s(self) -> float:
+        """Seconds of these that the training thread took to launch the actions; on an accelerator it may run ahead."""
+        return self.recording.launch_s
+
+    @property
     def peak_bytes(self) -> int:
         """The most that was on the device."""
         return max(one.high_bytes for walk in self.recording.walks for one in walk)

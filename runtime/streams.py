@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from ..solver.machine import Resource
 from .device import Event
 from .lanes import Lane, LaneEvent, close_all
 from .ledger import Ledger
 from .pinned import PinnedMemory, flat_bytes
-from .trace import Recorder
+from .trace import Job, Recorder
 
 _STAGE_BYTES = 1 << 25  # of each of the two buffers through which memory goes that cannot be pinned
 _POLL_S = 2e-4  # how often the update worker asks for gradients under way
@@ -75,27 +76,30 @@ class LateEvent:
 class _Direction:
     """One of the two ways between host and device: its stream, and the thread for copies that cannot start at once."""
 
-    def __init__(self, device: torch.device, name: str, changed: threading.Condition) -> None:
+    def __init__(self, device: torch.device, resource: Resource, name: str, changed: threading.Condition) -> None:
+        self.resource = resource
         self.stream = torch.Stream(device)
         self.lane = Lane(name, 1, changed, launches=True)
         self._turn = threading.Lock()
         self._stage: list[tuple[torch.Tensor, torch.Event]] = []
 
-    def launch(self, target: torch.Tensor, source: torch.Tensor, before: tuple[Event, ...]) -> StreamEvent:
+    def launch(
+        self, target: torch.Tensor, source: torch.Tensor, before: tuple[Event, ...], job: Job | None
+    ) -> StreamEvent:
         """Put a copy between the device and pinned memory into the stream."""
         with self._turn:
-            for event in before:
-                event.wait(self.stream)
+            self._begin(before, job)
             with self.stream:
                 target.copy_(source, non_blocking=True)
-            return StreamEvent(self.stream.record_event())
+            return self._end(job)
 
-    def launch_staged(self, target: torch.Tensor, source: torch.Tensor, before: tuple[Event, ...]) -> StreamEvent:
+    def launch_staged(
+        self, target: torch.Tensor, source: torch.Tensor, before: tuple[Event, ...], job: Job | None
+    ) -> StreamEvent:
         """Copy between the device and memory that is not pinned, in pieces; the last is under way on return."""
         flat_target, flat_source = flat_bytes(target), flat_bytes(source)
         with self._turn:
-            for event in before:
-                event.wait(self.stream)
+            self._begin(before, job)
             if flat_target is None or flat_source is None or not self._has_stage():
                 with self.stream:
                     target.copy_(source)
@@ -115,7 +119,18 @@ class _Direction:
                         used.record(self.stream)
                     used.synchronize()
                     flat_target[start : start + piece.numel()].copy_(piece)
-            return StreamEvent(self.stream.record_event())
+            return self._end(job)
+
+    def _begin(self, before: tuple[Event, ...], job: Job | None) -> None:
+        for event in before:
+            event.wait(self.stream)
+        if job is not None:
+            job.begins(self.stream)
+
+    def _end(self, job: Job | None) -> StreamEvent:
+        if job is not None:
+            job.ends(self.stream)
+        return StreamEvent(self.stream.record_event())
 
     def _has_stage(self) -> bool:
         while len(self._stage) < 2:
@@ -154,9 +169,9 @@ class StreamDevice:
             _cap(device, limit_bytes / total)
         # Parameters, states and activations come in beside compute and beside what goes out.
         changed = threading.Condition()
-        self._in = _Direction(device, "copy-in", changed)
+        self._in = _Direction(device, Resource.IN, "copy-in", changed)
         # Gradients, states and activations go out beside compute and beside what comes in.
-        self._out = _Direction(device, "copy-out", changed)
+        self._out = _Direction(device, Resource.OUT, "copy-out", changed)
         self._update = Lane("update", update_threads or torch.get_num_threads(), changed, poll_s=_POLL_S)
         self._close = weakref.finalize(
             self, _close, (self._in.lane, self._out.lane, self._update), device if capped else None
@@ -197,18 +212,21 @@ class StreamDevice:
         # What was launched until now may still use the memory of the target, or make the source.
         now = StreamEvent(torch.accelerator.current_stream(self.torch_device).record_event())
         before: tuple[Event, ...] = (now, *after)
+        job = None if self.recorder is None else self.recorder.job(way.resource, source.nbytes)
         pinned = host.is_pinned()
         if pinned and all(event.ready() for event in before):
-            return way.launch(target, source, before)
+            return way.launch(target, source, before, job)
         event = LateEvent()
 
         def work() -> None:
-            event.reached((way.launch if pinned else way.launch_staged)(target, source, before))
+            event.reached((way.launch if pinned else way.launch_staged)(target, source, before, job))
 
         event.launched = way.lane.submit(work, before)
         return event
 
     def update_on_host(self, work: Callable[[], None], after: tuple[Event, ...]) -> Event:
+        if self.recorder is not None:
+            work = self.recorder.watched(Resource.CPU, 0, work)
         return self._update.submit(work, after)
 
     def drain(self) -> None:

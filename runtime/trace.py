@@ -1,7 +1,8 @@
 """What really happened: the schedule's actions with times and bytes, recorded while the executor walks them.
 
-A device without a recorder pays one comparison per action and per job. With one, the executor's thread notes when it
-took an action and what the ledger said; each worker notes when it began and ended a job.
+A device without a recorder pays one comparison per action and per job. With one, every action and job is put between
+two moments where it runs: in the stream that computes or copies, or on the thread that works. Events in streams are
+read when the recording is, and waited for by nobody.
 """
 
 from __future__ import annotations
@@ -11,16 +12,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from ..solver.machine import Resource
 from ..solver.schedule import Action, Schedule
 from ..solver.simulate import Event
+from .clocks import Clock, Moment, Tie
 from .ledger import Ledger
 
 
 class Taken(NamedTuple):
-    """One action on the executor's thread: when it was taken and done with, and the bytes on the device.
+    """One action where computing is done: when it was begun and done with, and the bytes on the device.
 
     `start_bytes` and `end_bytes` are the level before and after it, `high_bytes` the most meanwhile, with workspaces.
+    `launch_start_s` and `launch_end_s` are the executor's thread's times: on an accelerator it is done with an action
+    as soon as that has been launched.
     """
 
     action: Action
@@ -29,6 +35,26 @@ class Taken(NamedTuple):
     start_bytes: int
     high_bytes: int
     end_bytes: int
+    launch_start_s: float
+    launch_end_s: float
+
+
+class _Noted(NamedTuple):
+    """An action whose moments are not known in seconds yet; the rest as in `Taken`."""
+
+    action: Action
+    start: Moment
+    end: Moment
+    start_bytes: int
+    high_bytes: int
+    end_bytes: int
+    launch_start_s: float
+    launch_end_s: float
+
+    def taken(self, tie: Tie, since_s: float) -> Taken:
+        start_s, end_s = (tie.seconds(moment) - since_s for moment in (self.start, self.end))
+        launch = (self.launch_start_s - since_s, self.launch_end_s - since_s)
+        return Taken(self.action, start_s, end_s, *self[3:6], *launch)
 
 
 @dataclass(frozen=True)
@@ -54,47 +80,92 @@ class Recording:
         """Seconds from the start of the first forward to the end of the turn-around, the user's code included."""
         return max((taken.end_s for walk in self.walks for taken in walk), default=0.0)
 
+    @property
+    def launch_s(self) -> float:
+        """Seconds that the executor's thread was at it, its waits included."""
+        return sum(walk[-1].launch_end_s - walk[0].launch_start_s for walk in self.walks if walk)
 
-class _Job:
-    """A job that a worker will do; its times are set by the worker."""
 
-    __slots__ = ("action", "bytes", "end_s", "resource", "start_s")
+class Job:
+    """A job that a worker or a stream will do; its moments are set where it is done.
 
-    def __init__(self, action: Action, resource: Resource, size_bytes: int) -> None:
-        self.action, self.resource, self.bytes = action, resource, size_bytes
-        self.start_s = self.end_s = 0.0
+    Parameters
+    ----------
+    action: of which it is a part. resource: that does it. size_bytes: that it moves.
+    """
 
-    def ran(self, since_s: float) -> Event:
-        return Event(self.action, self.resource, self.start_s - since_s, self.end_s - since_s, self.bytes)
+    __slots__ = ("_clock", "_end", "_start", "action", "bytes", "resource")
+
+    def __init__(self, action: Action, resource: Resource, size_bytes: int, clock: Clock) -> None:
+        self.action, self.resource, self.bytes, self._clock = action, resource, size_bytes, clock
+        self._start: Moment | None = None
+        self._end: Moment | None = None
+
+    def begins(self, stream: torch.Stream) -> None:
+        """What is put on the stream from now on is the job."""
+        self._start = self._clock.mark(stream)
+
+    def ends(self, stream: torch.Stream) -> None:
+        """What was put on the stream since it began was the job."""
+        self._end = self._clock.mark(stream)
+
+    def do(self, work: Callable[[], None]) -> None:
+        """The job is this work, done now, on this thread."""
+        self._start = time.perf_counter()
+        try:
+            work()
+        finally:
+            self._end = time.perf_counter()
+
+    def ran(self, tie: Tie, since_s: float) -> Event | None:
+        """When it was done; None if it was not."""
+        if self._start is None or self._end is None:
+            return None
+        start_s, end_s = (tie.seconds(moment) - since_s for moment in (self._start, self._end))
+        return Event(self.action, self.resource, start_s, end_s, self.bytes)
+
+
+class _Whole(NamedTuple):
+    """A whole iteration, as it was noted."""
+
+    schedule: Schedule
+    fixed_bytes: int
+    tie: Tie
+    walks: list[list[_Noted]]
+    jobs: list[Job]
+    before: list[Job]
 
 
 class Recorder:
     """Records iterations and keeps the last whole one.
 
-    State: `_whole`, the last whole iteration; `_walks` and `_jobs`, those of the one under way, and `_before`, the jobs
-    of the one before it; `_action`, which is being taken. Changed on the executor's thread; workers set the times of
-    their own jobs.
+    State: `_whole`, the last whole iteration; `_walks`, `_jobs` and `_tie`, those of the one under way, and `_before`,
+    the jobs of the one before it; `_action`, which is being taken. Changed on the executor's thread; workers set the
+    moments of their own jobs.
 
     Parameters
     ----------
-    ledger: of the device whose executor is recorded.
+    ledger: of the device whose executor is recorded. clock: for what that device does.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, ledger: Ledger, clock: Clock) -> None:
+        self._ledger, self._clock = ledger, clock
         self._action: Action | None = None
-        self._walks: list[list[Taken]] = []
-        self._jobs: list[_Job] = []
-        self._before: list[_Job] = []
+        self._walks: list[list[_Noted]] = []
+        self._jobs: list[Job] = []
+        self._before: list[Job] = []
         self._schedule: Schedule | None = None
         self._fixed_bytes = 0
-        self._whole: tuple[Schedule, int, list[list[Taken]], list[_Job], list[_Job]] | None = None
+        self._tie = Tie(None, 0.0)
+        self._whole: _Whole | None = None
 
     def begin(self, schedule: Schedule, actions: tuple[Action, ...]) -> None:
         """The executor starts to walk a part of a schedule."""
         if actions is schedule.passes[0].forward:
             self._walks, self._jobs, self._before = [[]], [], self._jobs
             self._schedule, self._fixed_bytes = schedule, self._ledger.fixed_bytes
+            # Anew for every iteration: clocks drift apart, and seconds between far events are told less exactly.
+            self._tie = self._clock.tie()
         elif schedule is not self._schedule:
             # Micro-batches of several shapes go by several schedules: there is no one iteration to show.
             self._walks = []
@@ -106,48 +177,48 @@ class Recorder:
         ledger, self._action = self._ledger, action
         start_bytes, peak_bytes = ledger.level_bytes, ledger.peak_bytes
         ledger.peak_bytes = start_bytes
-        start_s = time.perf_counter()
+        launch_start_s, start = time.perf_counter(), self._clock.mark()
         try:
             handler(action.name)
         finally:
-            end_s, high_bytes = time.perf_counter(), ledger.peak_bytes
+            high_bytes = ledger.peak_bytes
             ledger.peak_bytes = max(peak_bytes, high_bytes)
             self._action = None
         if self._walks:
-            self._walks[-1].append(Taken(action, start_s, end_s, start_bytes, high_bytes, ledger.level_bytes))
+            end, launch_end_s = self._clock.mark(), time.perf_counter()
+            levels = (start_bytes, high_bytes, ledger.level_bytes)
+            self._walks[-1].append(_Noted(action, start, end, *levels, launch_start_s, launch_end_s))
 
     def end(self, schedule: Schedule, actions: tuple[Action, ...]) -> None:
         """The executor has walked a part of a schedule; after the turn-around the iteration is whole."""
         if actions is schedule.turn_around and self._walks:
-            self._whole = (schedule, self._fixed_bytes, self._walks, self._jobs, self._before)
+            self._whole = _Whole(schedule, self._fixed_bytes, self._tie, self._walks, self._jobs, self._before)
             self._walks = []
 
-    def watched(self, resource: Resource, size_bytes: int, work: Callable[[], None]) -> Callable[[], None]:
-        """The same work, for a worker, noted as a job of the action that is being taken."""
+    def job(self, resource: Resource, size_bytes: int) -> Job | None:
+        """A job of the action that is being taken, for whoever does it to note when; None outside of actions."""
         if self._action is None:
-            return work
-        job = _Job(self._action, resource, size_bytes)
+            return None
+        job = Job(self._action, resource, size_bytes, self._clock)
         self._jobs.append(job)
+        return job
 
-        def timed() -> None:
-            job.start_s = time.perf_counter()
-            try:
-                work()
-            finally:
-                job.end_s = time.perf_counter()
-
-        return timed
+    def watched(self, resource: Resource, size_bytes: int, work: Callable[[], None]) -> Callable[[], None]:
+        """The same work, for a worker's thread, noted as a job of the action that is being taken."""
+        job = self.job(resource, size_bytes)
+        return work if job is None else lambda: job.do(work)
 
     def recording(self) -> Recording | None:
-        """The last whole iteration, None if there is none yet. No job of it may be under way."""
+        """The last whole iteration, None if there is none yet. Nothing of it may be under way."""
         if self._whole is None:
             return None
-        schedule, fixed_bytes, walks, jobs, before = self._whole
-        since_s = walks[0][0].start_s
+        schedule, fixed_bytes, tie, walks, jobs, before = self._whole
+        since_s = tie.seconds(walks[0][0].start)
+        tails = (job.ran(tie, since_s) for job in before)
         return Recording(
             schedule,
             fixed_bytes,
-            tuple(tuple(t._replace(start_s=t.start_s - since_s, end_s=t.end_s - since_s) for t in w) for w in walks),
-            tuple(job.ran(since_s) for job in jobs),
-            tuple(job.ran(since_s) for job in before if job.end_s > since_s),
+            tuple(tuple(noted.taken(tie, since_s) for noted in walk) for walk in walks),
+            tuple(ran for job in jobs if (ran := job.ran(tie, since_s)) is not None),
+            tuple(ran for ran in tails if ran is not None and ran.end_s > 0.0),
         )

@@ -1,4 +1,4 @@
-"""The simulated accelerator, for the tests that ask for it."""
+"""What tests of all kinds share: a cache of plans, and the simulated accelerator for those that ask for it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder that all tests of a session plan with: one cache of plans and profiles."""
+    return str(tmp_path_factory.mktemp("plans"))
 
 
 @pytest.fixture

@@ -59,12 +59,15 @@ def _bar(action: Action, row: Resource, start_s: float, end_s: float, size: int,
 
 
 def _joined(jobs: Iterable[Event]) -> Iterator[Event]:
-    """One job per action: an item of several tensors, such as an optimizer's state, is copied tensor by tensor."""
-    for _, group in groupby(jobs, key=lambda job: id(job.action)):
+    """One job for the parts of an action: an item of several tensors, such as a state, is copied tensor by tensor.
+
+    Jobs of one resource need not be done in the order given: one that waits lets others pass, between parts even.
+    """
+    in_order = sorted(jobs, key=lambda job: (job.resource.value, job.start_s))
+    for _, group in groupby(in_order, key=lambda job: (job.resource, id(job.action))):
         parts = list(group)
         size = sum(part.bytes for part in parts)
-        start_s, end_s = min(p.start_s for p in parts), max(p.end_s for p in parts)
-        yield replace(parts[0], start_s=start_s, end_s=end_s, bytes=size)
+        yield replace(parts[0], end_s=parts[-1].end_s, bytes=size)
 
 
 def _phases(recording: Recording) -> tuple[tuple[str, float, float], ...]:
@@ -90,16 +93,16 @@ class _Waiting:
         return max((job.end_s for job in self._awaited(one)), default=one.start_s)
 
     def causes(self, one: Taken, ready_s: float) -> Iterator[Wait]:
-        """The wait before an action, in two parts if what it waited for had to wait itself."""
+        """The wait before an action, in two parts if what it waited for had to wait for another resource."""
         if ready_s <= one.start_s:
             return
         last = max(self._awaited(one), key=lambda job: job.end_s)
-        began_s, held_up = max(last.start_s, one.start_s), self._held_up(last, one.start_s)
-        if held_up is last.resource:
+        before = self._before(last, one.start_s)
+        if before is None:
             yield Wait(last.resource, one.action, one.start_s, ready_s)
             return
-        yield Wait(held_up, one.action, one.start_s, began_s)
-        yield Wait(last.resource, one.action, began_s, ready_s)
+        yield Wait(before.resource, one.action, one.start_s, before.end_s)
+        yield Wait(last.resource, one.action, before.end_s, ready_s)
 
     def _awaited(self, one: Taken) -> list[Event]:
         reads, both = _items(self._schedule, one.action)
@@ -111,10 +114,14 @@ class _Waiting:
             and (job.resource is Resource.IN or (item in both and job.resource is Resource.OUT))
         ]
 
-    def _held_up(self, job: Event, since_s: float) -> Resource:
-        """Why a job had not begun: an earlier job of the same item, or else what its own resource did before."""
-        earlier = [j for j in self._jobs[item_of(job.action)] if j is not job and since_s < j.end_s <= job.start_s]
-        return max(earlier, key=lambda j: j.end_s).resource if earlier else job.resource
+    def _before(self, job: Event, since_s: float) -> Event | None:
+        """What another resource had to do for a job first, if it was done with that only after the waiting began."""
+        earlier = [
+            j
+            for j in self._jobs[item_of(job.action)]
+            if j.resource is not job.resource and since_s < j.end_s <= job.start_s
+        ]
+        return max(earlier, key=lambda j: j.end_s, default=None)
 
 
 def _items(schedule: Schedule, action: Action) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -44,7 +44,7 @@ def test_every_copy_and_update_was_done_with_its_bytes(recorded):
     updates = {job.action.name for job in jobs if job.resource is Resource.CPU}
     assert updates == plan.schedule.update_cpu_s.keys()
     for resource in (Resource.IN, Resource.OUT, Resource.CPU):
-        spans = [(job.start_s, job.end_s) for job in jobs if job.resource is resource]
+        spans = sorted((job.start_s, job.end_s) for job in jobs if job.resource is resource)
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
 
 
@@ -129,7 +129,7 @@ def test_waits_are_told_by_what_ended_meanwhile():
     for part in (schedule.forward, schedule.backward, schedule.turn_around):
         walk = []
         for action in part:
-            walk.append(Taken(action, clock, clock + 10, 0, 0, 0))
+            walk.append(Taken(action, clock, clock + 10, 0, 0, 0, clock, clock + 10))
             clock += 10
         walks.append(tuple(walk))
     taken = {one.action: one for walk in walks for one in walk}
