@@ -38,7 +38,7 @@ def search(problem: Problem, program: Program, backend: Backend, time_limit_s: f
         return time_limit_s - (time.perf_counter() - started)
 
     model = program.model
-    relaxation = backend.solve(relaxed(model), time_limit_s, gap)
+    relaxation = backend.solve(relaxed(model), time_limit_s, gap, vertex=False)
     if relaxation.status is not Status.OPTIMAL:  # what the time limit left of a relaxation is no plan
         return replace(relaxation, status=_without_point(relaxation.status), values=(), lower_bound=-inf)
     best = _near(problem, program, relaxation, backend, max(left_s(), 0.0), gap)

@@ -28,10 +28,12 @@ class Backend(Protocol):
         start: Sequence[float] = (),
         *,
         nodes: int | None = None,
+        vertex: bool = True,
     ) -> RawAnswer:
         """The best point found in `time_limit_s` seconds, or within the relative `gap` of the bound.
 
-        `start` is a feasible point to begin with, if there is one; `nodes` limits the nodes of the search tree.
+        `start` is a feasible point to begin with, if there is one; `nodes` limits the nodes of the search tree. Where
+        any of the best points of a relaxation will do, it need not be a `vertex`.
         """
         ...
 

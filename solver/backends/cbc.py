@@ -20,7 +20,13 @@ INTERIOR = "barrier"  # for a relaxation, which is degenerate: several times as 
 
 
 def solve(
-    model: LinearModel, time_limit_s: float, gap: float, start: Sequence[float] = (), *, nodes: int | None = None
+    model: LinearModel,
+    time_limit_s: float,
+    gap: float,
+    start: Sequence[float] = (),
+    *,
+    nodes: int | None = None,
+    vertex: bool = True,
 ) -> RawAnswer:
     """Minimise the model with CBC.
 
@@ -30,6 +36,7 @@ def solve(
         search may end.
     start: not used; CBC as pulp runs it takes no point to begin with.
     nodes: limit on the nodes of the search tree; a limit on effort by which the answer is the same every time.
+    vertex: not used; CBC always finds one.
 
     Returns: the same answer every time, unless the time limit ends the search. The bound is read from CBC's log, where
     a search that ended early prints it; a search that ended by itself has the objective as its bound.

@@ -21,7 +21,13 @@ SIMPLEX = {"solver": "simplex", "mip_lp_solver": "choose"}
 
 
 def solve(
-    model: LinearModel, time_limit_s: float, gap: float, start: Sequence[float] = (), *, nodes: int | None = None
+    model: LinearModel,
+    time_limit_s: float,
+    gap: float,
+    start: Sequence[float] = (),
+    *,
+    nodes: int | None = None,
+    vertex: bool = True,
 ) -> RawAnswer:
     """Minimise the model with HiGHS.
 
@@ -30,12 +36,14 @@ def solve(
     time_limit_s: limit on the search. gap: relative gap at which the search may end.
     start: a feasible point to begin with, one value per column; none if empty.
     nodes: limit on the nodes of the search tree; a limit on effort by which the answer is the same every time.
+    vertex: whether the point of a relaxation has to be one; the way to it can take longer than finding the optimum.
 
     Returns: the same answer every time, unless the time limit ends the search.
     """
     started = time.perf_counter()
     highs = _build(model)
     highs.setOptionValue("mip_rel_gap", gap)
+    highs.setOptionValue("run_crossover", "on" if vertex else "off")
     if nodes is not None:
         highs.setOptionValue("mip_max_nodes", nodes)
     if start:
