@@ -1,7 +1,7 @@
 """What offmate costs when nothing has to move: its step beside plain PyTorch's, at an ample budget.
 
-`python -m benchmarks.overhead [--steps N] [--json FILE]` trains two copies of the demo model in one process, a step of
-one and a step of the other in turn, and compares the medians.
+`python -m benchmarks.overhead [--steps N] [--backend inductor] [--json FILE]` trains two copies of the demo model in
+one process, a step of one and a step of the other in turn, and compares the medians.
 """
 
 from __future__ import annotations
@@ -41,11 +41,14 @@ def main() -> None:
     """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="measured steps of each (default: 20)")
+    parser.add_argument(
+        "--backend", choices=("eager", "inductor"), default="eager", help="what runs offmate's blocks (default: eager)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every number to FILE")
     arguments = parser.parse_args()
     if arguments.steps < 1:
         parser.error(f"--steps is {arguments.steps}; at least 1 is needed")
-    result = {"machine": machine(), **measure(arguments.steps)}
+    result = {"machine": machine(), **measure(arguments.steps, arguments.backend)}
     _show(result)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
@@ -64,16 +67,16 @@ def machine() -> dict[str, Any]:
     }
 
 
-def measure(n_steps: int) -> dict[str, Any]:
+def measure(n_steps: int, backend: str) -> dict[str, Any]:
     """Seconds of alternating steps, in order, and the ratio of their medians.
 
     Parameters
     ----------
-    n_steps: measured steps of each, after WARM_UP_STEPS unmeasured ones.
+    n_steps: measured steps of each, after WARM_UP_STEPS unmeasured ones. backend: of `offmate.Config`.
 
     Returns: `step_s`, `reference_step_s` (medians), `ratio` of these, `pair_ratio` (the median of the single ratios,
-    which other work on the machine disturbs less), the single times, losses equal or not, budget and peaks in bytes,
-    predicted seconds.
+    which other work on the machine disturbs less), the single times, losses equal or not and by how
+    much, budget and peaks in bytes, predicted seconds.
     """
     batches = demo_batches(WARM_UP_STEPS + n_steps)
     peak_bytes = reference_peak_bytes("emulated")
@@ -83,7 +86,8 @@ def measure(n_steps: int) -> dict[str, Any]:
     ours = demo_model()
     optimizer = demo_optimizer(ours)
     plan = offmate.plan(ours, budget_bytes, optimizer=optimizer, device="emulated", example_inputs=batches[0])
-    ours = offmate.compile(ours, budget_bytes, optimizer=optimizer, device="emulated", plan=plan)
+    config = offmate.Config(backend=backend)  # type: ignore[arg-type]
+    ours = offmate.compile(ours, budget_bytes, optimizer=optimizer, device="emulated", plan=plan, config=config)
 
     def our_step(batch: Batch) -> float:
         loss = train_step(ours, optimizer, batch)
@@ -93,6 +97,7 @@ def measure(n_steps: int) -> dict[str, Any]:
 
     steps = {"offmate": our_step, "reference": lambda batch: train_step(reference, reference_optimizer, batch)}
     return _alternate(steps, batches) | {
+        "backend": backend,
         "budget_bytes": budget_bytes,
         "peak_bytes": ours.offmate.peak_bytes,
         "reference_peak_bytes": peak_bytes,
@@ -120,6 +125,7 @@ def _alternate(steps: dict[str, Callable[[Batch], float]], batches: list[Batch])
         "steps_s": measured["offmate"],
         "reference_steps_s": measured["reference"],
         "identical": losses["offmate"] == losses["reference"],
+        "loss_difference": max(abs(a - b) for a, b in zip(losses["offmate"], losses["reference"])),
     }
 
 
@@ -139,7 +145,7 @@ def _show(result: dict[str, Any]) -> None:
         )
     console = Console(highlight=False)
     console.print(table)
-    losses = "identical" if result["identical"] else "DIFFERENT"
+    losses = "identical" if result["identical"] else f"differ by up to {result['loss_difference']:.1e}"
     console.print(
         f"Ratio {result['ratio']:.3f}, pair by pair {result['pair_ratio']:.3f}, at {BATCH} × {TOKENS} tokens and a "
         f"budget of {format_bytes(result['budget_bytes'])}; losses {losses}."

@@ -29,11 +29,12 @@ class Pace:
 
     Parameters
     ----------
-    cache_dir: folder of cached profiles, None if there is none.
+    cache_dir: folder of cached profiles, None if there is none. compiled: steps may be as fast as they like, since
+        blocks are compiled and a plan predicts them as they are otherwise.
     """
 
-    def __init__(self, cache_dir: str | None) -> None:
-        self._cache_dir = cache_dir
+    def __init__(self, cache_dir: str | None, compiled: bool = False) -> None:
+        self._cache_dir, self._compiled = cache_dir, compiled
         self._plan: Plan | None = None
         self._steps = 0
         self._ended_s = 0.0
@@ -64,7 +65,8 @@ class Pace:
     def _compare(self, plan: Plan) -> None:
         inside_s, all_s = (statistics.median(kind) for kind in zip(*self._compared))
         predicted_s = plan.predicted_step_s
-        slow, fast = inside_s > _APART * predicted_s, all_s < predicted_s / _APART
+        slow = inside_s > _APART * predicted_s
+        fast = all_s < predicted_s / _APART and not self._compiled
         measured_s = inside_s if slow else all_s
         if not (slow or fast) or max(measured_s, predicted_s) < _WORTH_SAYING_S:
             return

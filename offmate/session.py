@@ -93,7 +93,7 @@ class Session:
         self.uncleared = False
         self.user_code = UserCode(self.device.torch_device)
         self.said: set[str] = set()
-        self.pace = Pace(request.config.cache_dir)
+        self.pace = Pace(request.config.cache_dir, compiled=request.config.backend != "eager")
         self.segment_bytes = 0
 
     @property

@@ -23,10 +23,17 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def said(now: list[float], log: pytest.LogCaptureFixture, inside_s: float, outside_s: float, steps: int = 20) -> str:
+def said(
+    now: list[float],
+    log: pytest.LogCaptureFixture,
+    inside_s: float,
+    outside_s: float,
+    steps: int = 20,
+    compiled: bool = False,
+) -> str:
     """What is logged of steps that are predicted to take a second."""
     plan: Any = SimpleNamespace(predicted_step_s=1.0)
-    counted = pace.Pace("/cache")
+    counted = pace.Pace("/cache", compiled)
     with log.at_level(logging.WARNING, "offmate"):
         for step in range(steps):
             with counted.working():
@@ -53,6 +60,11 @@ def test_near_steps_slow_loaders_and_short_runs_are_not(
     seconds: list[float], caplog: pytest.LogCaptureFixture, inside_s: float, outside_s: float, steps: int
 ) -> None:
     assert said(seconds, caplog, inside_s, outside_s, steps) == ""
+
+
+def test_compiled_blocks_may_be_faster(seconds: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    assert said(seconds, caplog, 0.2, 0.1, compiled=True) == ""
+    assert "takes 2.50 s" in said(seconds, caplog, 2.5, 0.0, compiled=True)
 
 
 @pytest.mark.parametrize("planned", [True, False])
