@@ -1,5 +1,6 @@
 # make demo    fine-tune a small model inside a budget and compare it with plain PyTorch (ARGS="--steps 5" and such)
 # make test    the test suite (make test TORCH=2.11.0 tries another torch; ARGS="-k sizes" and such)
+# make fuzz    the property tests with examples that have not been tried before
 # make lint    style and format; make types: type check of the installed package
 # make docs    the documentation as HTML in docs/_build; a warning is an error
 #
@@ -14,7 +15,7 @@ VENV := .venv$(if $(TORCH),-$(TORCH))
 TYPES_VENV := .venv-types
 PIP_INSTALL = -m pip --disable-pip-version-check install -qq
 
-.PHONY: help demo test lint types docs
+.PHONY: help demo test fuzz lint types docs
 .DELETE_ON_ERROR:
 
 help:
@@ -25,6 +26,9 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed
 	@$(VENV)/bin/python -m pytest $(ARGS)
+
+fuzz: $(VENV)/installed
+	@$(VENV)/bin/python -m pytest --hypothesis-profile fuzz tests/solver tests/offmate/test_reports.py $(ARGS)
 
 lint: $(VENV)/installed
 	@$(VENV)/bin/python -m ruff check .

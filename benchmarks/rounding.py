@@ -1,9 +1,10 @@
 """What whole tensors cost: the simulated schedule against the integer program, over random problems.
 
-`python -m benchmarks.rounding [--problems 40] [--json FILE]` plans Llama-like chains of random shapes, precisions,
-machines and budgets, with updates as gradients come, behind a gate, and with four micro-batches per update, and prints
-the ratio of simulated seconds to the program's: for all, and for those in which no tensor's state takes more than a
-tenth of an iteration on the link.
+`python -m benchmarks.rounding [--problems 20] [--json FILE]` plans random problems of two families: published
+architectures on the machines whose files come with offmate, at random precisions, batches and budgets; and Llama-like
+chains of random shapes on random machines, many of which nobody would build. Each with updates as gradients come,
+behind a gate, and with four micro-batches per update. It prints the ratio of simulated seconds to the program's: for
+all, and for those in which no tensor's state takes more than a tenth of an iteration on the link.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,31 +24,75 @@ from offmate.solver.synthetic import Precision, Shape, Speeds, llama
 from rich.console import Console
 from rich.table import Table
 
+from offmate import hardware
+
 KINDS = {"as gradients come": 0, "behind a gate": 1, "four micro-batches": 4}
 SMALL = 0.1  # of an iteration: the copy of the largest state
+MACHINES = ("a100-40", "h100", "h200", "rtx3060", "rtx3090", "rtx4090")
+PRECISIONS = (Precision(), Precision(2, 2, 12, 2))  # float32; bfloat16 with float32 master weights
+# Layers, hidden, intermediate, vocabulary, width of keys, gated, tied: from the models' own configuration files.
+MODELS: dict[str, tuple[int, int, int, int, int, bool, bool]] = {
+    "bloom-3b": (30, 2560, 10240, 250880, 2560, False, True),
+    "gemma-2b": (18, 2048, 16384, 256000, 256, True, True),
+    "gpt2": (12, 768, 3072, 50257, 768, False, True),
+    "gpt2-medium": (24, 1024, 4096, 50257, 1024, False, True),
+    "llama2-7b": (32, 4096, 11008, 32000, 4096, True, False),
+    "llama3-8b": (32, 4096, 14336, 128256, 1024, True, False),
+    "llama3.2-1b": (16, 2048, 8192, 128256, 512, True, True),
+    "llama3.2-3b": (28, 3072, 8192, 128256, 1024, True, True),
+    "mistral-7b": (32, 4096, 14336, 32000, 1024, True, False),
+    "opt-1.3b": (24, 2048, 8192, 50272, 2048, False, True),
+    "phi-3.8b": (32, 3072, 8192, 32064, 3072, True, False),
+    "qwen2.5-1.5b": (28, 1536, 8960, 151936, 256, True, True),
+    "tinyllama-1.1b": (22, 2048, 5632, 32000, 256, True, False),
+}
 
 
 def main() -> None:
     """Plan, print the table, write it if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--problems", type=int, default=40, help="random problems of each kind")
+    parser.add_argument("--problems", type=int, default=20, help="random problems of each family and kind")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    rows = []
-    for kind, batches in KINDS.items():
-        ratios = [measure(instance(random.Random(seed), batches)) for seed in range(arguments.problems)]
-        rows.append(_row(kind, [ratio for ratio, _ in ratios]))
-        rows.append(_row(f"{kind}, small tensors", [ratio for ratio, largest in ratios if largest <= SMALL]))
+    console, rows, measured = Console(width=140), [], []
+    for family, draw in (("published", published), ("made-up", made_up)):
+        for kind, batches in KINDS.items():
+            found = [_measured(family, kind, seed, *draw(seed, batches)) for seed in range(arguments.problems)]
+            measured += found
+            rows += list(_rows(f"{family}, {kind}", found))
+            console.print(*rows[-2].values(), sep="  ")
+        rows += list(_rows(f"{family}, all", [one for one in measured if one["family"] == family]))
     table = Table(*rows[0], title="Simulated seconds, in those of the program")
     for row in rows:
         table.add_row(*(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()))
-    Console().print(table)
+    console.print(table)
     if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+        arguments.json.write_text(json.dumps({"rows": rows, "problems": measured}, indent=1) + "\n")
 
 
-def instance(rng: random.Random, micro_batches: int) -> Problem:
-    """A random problem with a budget between the least and an ample one; without a gate if `micro_batches` is 0."""
+def published(seed: int, micro_batches: int) -> tuple[str, Problem]:
+    """A published architecture on a machine that can be bought; its name, and its problem."""
+    rng = random.Random(seed)
+    name, machine = rng.choice(sorted(MODELS)), hardware.load(rng.choice(MACHINES))
+    *widths, kv_hidden, gated, tied = MODELS[name]
+    batch, sequence = rng.choice([1, 2, 4, 8]), rng.choice([512, 1024, 2048, 4096])
+    shape = Shape(*widths, batch, sequence, kv_hidden=kv_hidden, gated=gated, tied=tied)
+    precision = rng.choice(PRECISIONS)
+    part = precision.param_bytes / 4  # updates are given in bytes of float32 parameters
+    speeds = Speeds(
+        machine.flops_per_s("float32" if part == 1 else "bfloat16"),
+        machine.memory_bytes_per_s,
+        machine.cpu_update_bytes_per_s * part,
+        machine.device_update_bytes_per_s * part,
+        Rates(machine.in_bytes_per_s, machine.out_bytes_per_s, machine.both_bytes_per_s, machine.manage_s),
+    )
+    label = f"{name} {machine.name} {8 * precision.param_bytes} bit {batch} x {sequence}"
+    return label, _budgeted(rng, llama(shape, speeds, 10**13, 10**14, precision=precision), micro_batches)
+
+
+def made_up(seed: int, micro_batches: int) -> tuple[str, Problem]:
+    """A chain whose widths, rates and speeds have nothing to do with each other; its shape, and its problem."""
+    rng = random.Random(seed)
     hidden, link = rng.choice([512, 1024, 2048, 4096]), rng.choice([4e9, 1.2e10, 2.5e10])
     shape = Shape(
         rng.randint(4, 10),
@@ -62,7 +108,12 @@ def instance(rng: random.Random, micro_batches: int) -> Problem:
     rates = Rates(link, link * rng.choice([0.8, 1]), link * rng.choice([1.2, 1.6, 2]), rng.choice([0, 5e-4, 1e-3]))
     host, device = rng.choice([5e8, 1e9, 3e9]), rng.choice([2e10, 5e10])
     speeds = Speeds(rng.choice([5e12, 2e13, 6e13]), rng.choice([3e11, 9e11]), host, device, rates)
-    problem = llama(shape, speeds, 10**13, 10**14, precision=rng.choice([Precision(), Precision(2, 2, 12, 2)]))
+    problem = llama(shape, speeds, 10**13, 10**14, precision=rng.choice(PRECISIONS))
+    return f"{shape.layers} layers, {hidden} wide", _budgeted(rng, problem, micro_batches)
+
+
+def _budgeted(rng: random.Random, problem: Problem, micro_batches: int) -> Problem:
+    """With a budget between the least and an ample one; without a gate if `micro_batches` is 0."""
     if micro_batches:
         adds = {g.name: (g.cpu_update_s / 4, g.device_update_s / 4) for g in problem.groups}
         groups = tuple(replace(g, cpu_add_s=adds[g.name][0], device_add_s=adds[g.name][1]) for g in problem.groups)
@@ -71,14 +122,29 @@ def instance(rng: random.Random, micro_batches: int) -> Problem:
     return replace(problem, device_budget_bytes=int(least * 1.02 + rng.random() * max(0, ample - least)))
 
 
-def measure(problem: Problem) -> tuple[float, float]:
+def _measured(family: str, kind: str, seed: int, label: str, problem: Problem) -> dict[str, Any]:
     """Simulated seconds over the program's, and the part of an iteration that the largest state's copy takes."""
     planned = plan(problem)
     assert planned.simulation is not None, planned.solution.status.value
     largest = max(t.state_bytes for group in problem.groups for t in group.tensors)
     copy_s = largest / min(problem.rates.in_bytes_per_s, problem.rates.out_bytes_per_s)
     seconds = planned.solution.objective_s
-    return planned.simulation.step_s / seconds, copy_s / seconds
+    return {
+        "family": family,
+        "kind": kind,
+        "seed": seed,
+        "problem": label,
+        "budget bytes": problem.device_budget_bytes,
+        "program s": seconds,
+        "simulated s": planned.simulation.step_s,
+        "ratio": planned.simulation.step_s / seconds,
+        "largest copy": copy_s / seconds,
+    }
+
+
+def _rows(label: str, found: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+    yield _row(label, [one["ratio"] for one in found])
+    yield _row(f"{label}, small tensors", [one["ratio"] for one in found if one["largest copy"] <= SMALL])
 
 
 def _row(kind: str, ratios: list[float]) -> dict[str, Any]:

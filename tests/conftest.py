@@ -6,6 +6,12 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
+from hypothesis import settings
+
+# `make test` tries the same examples every time; `make fuzz` tries others.
+settings.register_profile("same", derandomize=True)
+settings.register_profile("fuzz", derandomize=False, print_blob=True)
+settings.load_profile("same")
 
 
 @pytest.fixture(scope="session")
