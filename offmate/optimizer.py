@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import statistics
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -248,7 +249,8 @@ class PlannedOptimizer:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state saved with or without offmate."""
         self._offmate.end_iteration()
-        super().load_state_dict(state_dict)  # type: ignore[misc]
+        with _at_home(self._offmate.updater.names):
+            super().load_state_dict(state_dict)  # type: ignore[misc]
         self._offmate.truth.adopt_states()
         self._offmate.truth.reloaded("optimizer")
 
@@ -257,6 +259,19 @@ class PlannedOptimizer:
         raise ProtocolError(
             "a parameter group was added after offmate.compile; add all groups first, then compile the model"
         )
+
+
+@contextlib.contextmanager
+def _at_home(params: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Parameters name the device that their memory is on: torch sends states that are loaded there."""
+    kinds = {param: type(param) for param in params}
+    for param in kinds:
+        param.__class__ = torch.nn.Parameter
+    try:
+        yield
+    finally:
+        for param, kind in kinds.items():
+            param.__class__ = kind
 
 
 def take_over(optimizer: torch.optim.Optimizer, session: Any) -> None:
