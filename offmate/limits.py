@@ -28,6 +28,7 @@ def limits(plan: Plan, offers: bool) -> Explanation:
     plan: one with its problem.
     """
     assert plan.problem is not None
-    objective_s = plan.lower_bound_s / (1 - plan.gap)
+    # Where the solver has proved nothing, the gap is 1 and says nothing of what it found.
+    objective_s = plan.lower_bound_s / (1 - plan.gap) if plan.gap < 1 else plan.predicted_step_s
     solution = Solution(Status.OPTIMAL, objective_s, plan.lower_bound_s, plan.gap, 0.0)
     return explain(plan.problem, Planned(solution, plan.schedule, plan.simulation, 0.0), offers=offers)
