@@ -103,8 +103,9 @@ def restore_random(path: Path) -> None:
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    device: Any = torch.get_device_module()
+    if state["device"] and hasattr(device, "set_rng_state_all"):
+        device.set_rng_state_all(state["device"])
 
 
 def save_result(output: Path, model: Any, tokenizer: Any) -> None:
@@ -218,11 +219,12 @@ def _check_finite(model: torch.nn.Module, step: int) -> None:
 def _random_state() -> dict[str, Any]:
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    device: Any = torch.get_device_module()
     return {
         "torch": torch.get_rng_state(),
         "python": [version, list(internal), gauss],
         "numpy": [str(name), keys.tolist(), int(position), int(has_gauss), float(cached)],  # type: ignore[union-attr]
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "device": device.get_rng_state_all() if hasattr(device, "get_rng_state_all") else [],
     }
 
 

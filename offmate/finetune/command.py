@@ -25,7 +25,7 @@ _SETTINGS: tuple[tuple[str, Any, str, str], ...] = (
     ("output", str, "DIR", "folder of the result and its checkpoints; must not exist"),
     ("gpu-budget", str, "SIZE", "device memory, such as 12GiB (default: what is free)"),
     ("cpu-budget", str, "SIZE", "host memory (default: what is available)"),
-    ("device", str, "DEVICE", "cuda or emulated (default: cuda where there is one)"),
+    ("device", str, "DEVICE", "cuda, cuda:1, ..., or emulated (default: an accelerator where there is one)"),
     ("sequence-length", int, "N", "tokens of a sequence (default: 1024, or the model's limit)"),
     ("batch-size", int, "N", "sequences of a micro-batch (default: 4)"),
     ("accumulation", int, "N", "micro-batches of a step (default: 1)"),

@@ -19,6 +19,7 @@ import torch
 
 from ..api import compile as compile_model
 from ..api import plan as plan_model
+from ..devices import device_kind
 from ..errors import OffmateError, PlanFileError
 from ..plans import Plan, load_plan
 from .checkpoint import (
@@ -79,6 +80,8 @@ def finetune(given: Mapping[str, Any], *, resume: bool, dry_run: bool, yes: bool
         _say(mode, f"{output}: the run is finished", event="finished")
         return
     check_reporters(settings.report)
+    if settings.device is not None:
+        device_kind(settings.device)
     folder = model_folder(settings.model)
     settings = _resolved(settings, folder)
     tokenizer = load_tokenizer(folder)

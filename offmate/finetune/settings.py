@@ -19,7 +19,6 @@ OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")
 PRECISIONS = ("fp32", "bf16", "bf16-master")
 TRAINED_ON = ("all", "assistant")
 REPORTERS = ("tensorboard", "wandb")
-DEVICES = ("emulated", "cuda")
 
 # Settings that do not change the numbers, so that a run may be resumed with others.
 _FREE = ("gpu_budget", "cpu_budget", "eval_every", "checkpoint_every", "keep_checkpoints", "report", "output")

@@ -218,3 +218,11 @@ def get_rng_state(device: Any = None) -> torch.Tensor:
 
 def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
     native.default_generator().set_state(state)
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    return [get_rng_state()]
+
+
+def set_rng_state_all(states: list[torch.Tensor]) -> None:
+    set_rng_state(states[0])

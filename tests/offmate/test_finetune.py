@@ -397,6 +397,8 @@ def test_bad_input_is_refused_before_anything_runs(base, tmp_path, capsys):
         (arguments(llama, text, tmp_path / "full"), "exists already"),
         (arguments(llama, text, out, resume=True), "there is no run to resume"),
         (arguments(llama, text, out, lora="r=4,targets=nothing"), "lora: "),
+        (arguments(tmp_path / "none", text, out, device="tpu"), "device='tpu' is not known"),
+        (arguments(tmp_path / "none", text, out, device="xpu:3"), "device='xpu:3': torch"),
     ):
         assert said in refused(argv, capsys)
         assert not out.exists()

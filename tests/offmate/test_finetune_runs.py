@@ -215,3 +215,16 @@ def test_resume_with_another_configuration_shows_the_differences(base, tmp_path,
     said = refused(usual(base, output, resume=True, learning_rate=5e-3, seed=1), capsys)
     assert "learning_rate: 0.01 in the run, 0.005 now" in said and "seed: 0 in the run, 1 now" in said
     assert "exists already; go on with it by --resume" in refused(usual(base, output), capsys)
+
+
+def test_on_an_accelerator_dropout_resumes_bit_for_bit(sim, base, tmp_path, monkeypatch):
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    settings = {"device": "sim", "gpu_budget": "64MiB", "steps": 3}
+    events = finetune(usual(base, unbroken, "gpt2", **settings))
+    stop_after(monkeypatch, 2)
+    with pytest.raises(OffmateError, match="stopped by the test"):
+        finetune_raising(usual(base, broken, "gpt2", **settings))
+    monkeypatch.undo()
+    rest = finetune(usual(base, broken, "gpt2", resume=True, **settings))
+    assert losses(rest) == losses(events)[2:]
+    assert same(weights(broken), weights(unbroken))
