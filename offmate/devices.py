@@ -79,6 +79,11 @@ def check_budget(kind: str, budget_bytes: int) -> None:
             f"gpu_budget is {format_bytes(budget_bytes)}, but {words(where)} has {format_bytes(total)}; give less, or "
             'leave gpu_budget out ("auto")'
         )
+    if budget_bytes <= 0:
+        raise DeviceError(
+            f"nothing of {words(where)} is left to plan with: of {format_bytes(total)} other processes hold "
+            f"{format_bytes(total - free - held)}, contexts included. End them, or wait"
+        )
     if budget_bytes > free + held:
         raise DeviceError(
             f"gpu_budget is {format_bytes(budget_bytes)}, but only {format_bytes(free + held)} of {words(where)} are "

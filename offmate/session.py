@@ -16,9 +16,10 @@ from torch.utils import _pytree as pytree
 from . import handover
 from .assigned import Assigned
 from .caches import has_cache, without_cache
-from .devices import accelerator, make_device, rng_untouched
+from .devices import accelerator, check_budget, make_device, rng_untouched
 from .errors import BudgetExceeded, CaptureError, OffmateError, ProtocolError
 from .evaluate import make_stream
+from .failures import described, out_of_memory
 from .fitting import fitted
 from .optimizer import Updater
 from .pace import Pace
@@ -30,8 +31,6 @@ from .runtime import interrupts
 from .runtime.contents import on_storage
 from .runtime.executor import Executor
 from .runtime.gate import Clip
-from .runtime.ledger import LimitExceeded
-from .sizes import format_bytes
 from .truth import Truth
 from .user_code import UserCode
 from .variants import CallKind, Numbers, Variant, Variants, kind_of
@@ -254,7 +253,13 @@ class Session:
         where = accelerator(self.request.device)
         if where is None:
             return make(0)
-        prepared, self.segment_bytes = fitted(make, self.model, where, self.request.budget_bytes, self.segment_bytes)
+        budget_bytes = self.request.budget_bytes
+        # Other processes may have come since the model was compiled.
+        check_budget(self.request.device, budget_bytes)
+        try:
+            prepared, self.segment_bytes = fitted(make, self.model, where, budget_bytes, self.segment_bytes)
+        except torch.OutOfMemoryError as error:
+            raise BudgetExceeded(f"{out_of_memory(where, budget_bytes, None)}. ({error})") from error
         return prepared
 
     @contextlib.contextmanager
@@ -444,33 +449,12 @@ class Session:
         except BaseException as error:
             with interrupts.held():
                 self.give_up()
-            if isinstance(error, LimitExceeded):
-                raise BudgetExceeded(f"the device's budget would be exceeded: {error}") from error
-            if isinstance(error, torch.OutOfMemoryError):
-                raise BudgetExceeded(self._out_of_memory(error)) from error
             if isinstance(error, OffmateError) or not isinstance(error, Exception):
                 if self.truth.torn:
                     log.warning("the iteration was interrupted: %s", self.truth.torn_words())
                 raise
-            torn = f"; {self.truth.torn_words()}" if self.truth.torn else ""
-            raise OffmateError(
-                f"the iteration failed: {type(error).__name__}: {error}. Every parameter and its optimizer state are "
-                f"of one update and can be read{torn}"
-            ) from error
-
-    def _out_of_memory(self, error: torch.OutOfMemoryError) -> str:
-        """What the plan says of the device's memory, beside what the device says."""
-        where, plan = self.device.torch_device, self.plan
-        free, total = torch.accelerator.get_memory_info(where)
-        planned = "" if plan is None else f"; planned {format_bytes(plan.predicted_peak_bytes)}"
-        return (
-            f"{where} ran out of memory: budget {format_bytes(self.request.budget_bytes)}{planned}; really at most "
-            f"{format_bytes(torch.accelerator.max_memory_allocated(where))} allocated and "
-            f"{format_bytes(torch.accelerator.max_memory_reserved(where))} reserved, and {format_bytes(free)} of "
-            f"{format_bytes(total)} free on the device. What your own code keeps on the device counts too: let go "
-            f"of it, or raise gpu_budget. Every parameter and its optimizer state are of one update and can be read. "
-            f"({error})"
-        )
+            where, budget_bytes = self.device.torch_device, self.request.budget_bytes
+            raise described(error, where, budget_bytes, self.plan, self.truth) from error
 
     def give_up(self) -> None:
         """End the iteration where it is; what was updated stays, and the host holds the truth."""
@@ -480,10 +464,12 @@ class Session:
         variant, self.active = self.active, None
         if variant is None:
             return
-        variant.executor.abandon()
+        lost = variant.executor.abandon()
         self.truth.current = True
         self.truth.publish_states()
-        if self.updater is not None:
+        if lost:
+            self.truth.note_lost(lost)
+        elif self.updater is not None:
             schedule = variant.prepared.plan.schedule
             self.truth.note_torn(schedule.update_cpu_s.keys() | schedule.update_device_s.keys())
 

@@ -19,9 +19,9 @@ log = logging.getLogger("offmate")
 class Truth:
     """What the host knows of a model.
 
-    State: `host`; `current`, whether nothing newer is on the device or under way; `torn`, the parameters that a failure
-    left one update ahead of the others; the versions of all parameters as last seen, which tell the user's edits.
-    Changed on the training thread, `host` also by the executor and its workers.
+    State: `host`; `current`, whether nothing newer is on the device or under way; `torn`, the tensors that a failure
+    left one update ahead of the others or, if `lost`, behind them; the versions of all parameters as last seen, which
+    tell the user's edits. Changed on the training thread, `host` also by the executor and its workers.
 
     Parameters
     ----------
@@ -37,6 +37,7 @@ class Truth:
         )
         self.current = True
         self.torn: tuple[str, ...] = ()
+        self.lost = False
         self._not_reloaded: set[str] = set()
         self._trains = {n: p.requires_grad for n, p in model.named_parameters()}
         self._versions: dict[str, tuple[int, int]] = {}
@@ -174,22 +175,34 @@ class Truth:
         most = max(counts.values(), default=0)
         ahead = tuple(sorted(n for n, count in counts.items() if count == most))
         if len(ahead) < len(counts):
-            self.torn = ahead
-            self._not_reloaded = {"model", "optimizer"}
+            self._tear(ahead, False)
+
+    def note_lost(self, names: frozenset[str]) -> None:
+        """The device is gone with the newest values of these tensors."""
+        self._tear(tuple(sorted(names)), True)
+
+    def _tear(self, names: tuple[str, ...], lost: bool) -> None:
+        self.torn, self.lost = names, lost
+        self._not_reloaded = {"model", "optimizer"} if self._updater is not None else {"model"}
 
     def reloaded(self, what: str) -> None:
         """The user has loaded a state of `what`, "model" or "optimizer"; both make the state whole again."""
         self._not_reloaded.discard(what)
         if not self._not_reloaded:
-            self.torn = ()
+            self.torn, self.lost = (), False
             self.host.updates.clear()
 
     def torn_words(self) -> str:
         """What is torn, for a message."""
-        more = ", ..." if len(self.torn) > 8 else ""
-        return f"{len(self.torn)} parameters are one update ahead of the others: {', '.join(self.torn[:8])}{more}"
+        names = ", ".join(self.torn[:8]) + (", ..." if len(self.torn) > 8 else "")
+        if self.lost:
+            return (
+                f"the newest values of {len(self.torn)} tensors were lost with the device, and the host's are of "
+                f"earlier updates than the others: {names}"
+            )
+        return f"{len(self.torn)} parameters are one update ahead of the others: {names}"
 
     def warn_if_torn(self) -> None:
-        """Tell the reader of a state_dict if it is of two updates."""
+        """Tell the reader of a state_dict if it is of several updates."""
         if self.torn:
             log.warning("state_dict() after a failure: %s", self.torn_words())

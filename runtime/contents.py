@@ -103,6 +103,7 @@ class Contents:
     shared, outputs: tensors by value name.
     grads: gradients by "param:NAME" or "value:NAME". saved: by block.
     newer: items ("p:NAME", "s:NAME") and buffers ("b:NAME") whose device copy is newer than the host's.
+    states_at_home: by parameter, its state as the host had it before the device updated it; scalars stay on the device.
     written: by item, or by name for a parameter, the event after which its host copy may be read.
     pending: parameters whose gradient is there and whose update has not been started.
     grad_leaving, grad_adding: by parameter, its gradient's way to the host, and its addition to the total there.
@@ -122,6 +123,7 @@ class Contents:
     grads: dict[str, torch.Tensor] = field(default_factory=dict)
     saved: dict[int, Saved] = field(default_factory=dict)
     newer: set[str] = field(default_factory=set)
+    states_at_home: dict[str, dict[str, object]] = field(default_factory=dict)
     written: dict[str, Event] = field(default_factory=dict)
     pending: set[str] = field(default_factory=set)
     grad_leaving: dict[str, Event] = field(default_factory=dict)

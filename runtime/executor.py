@@ -180,22 +180,24 @@ class Executor:
         self._gradients.release_host()
         self._empty()
 
-    def abandon(self) -> None:
+    def abandon(self) -> frozenset[str]:
         """After a failure: let what is under way end, save what only the device has, take everything off it.
 
-        Of a device that was lost nothing can be saved: what only it had counts as not updated.
+        Returns: the tensors whose newest values could not be saved, since the device was lost.
         """
+        lost: frozenset[str] = frozenset()
         try:
             self.device.drain()
             if self.complete:
                 self._updates.salvage_pending()
             self._updates.rescue()
         except torch.AcceleratorError:
-            self._updates.give_back()
+            lost = self._updates.give_up_on_device()
         self._transfers.release_host()
         self._gradients.forget()
         self._empty()
         self.complete, self._updating = True, False
+        return lost
 
     def _empty(self) -> None:
         self.device.ledger.clear()

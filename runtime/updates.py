@@ -66,6 +66,7 @@ class Updates:
         host = self._host.states.setdefault(name, {})
         state: dict[str, object] = {**host, **buffer.tensors}
         here.newer |= {f"p:{name}", f"s:{name}"}
+        here.states_at_home.setdefault(name, dict(host))
         self._known()(name, param.read(), grad, state)
         self._host.updates[name] = self._host.updates.get(name, 0) + 1
         here.pending.discard(name)
@@ -113,12 +114,25 @@ class Updates:
                 self._rescue(item)
             self._rescue_scalars()
         here.newer.clear()
+        here.states_at_home.clear()
 
-    def give_back(self) -> None:
-        """Take back the updates of which only a lost device had the result."""
-        for name in {item[2:] for item in self._contents.newer if item[:2] in ("p:", "s:")}:
-            self._host.updates[name] = self._host.updates.get(name, 1) - 1
-        self._contents.newer.clear()
+    def give_up_on_device(self) -> frozenset[str]:
+        """The device is lost: states that it shares with the host become what they were before it had them.
+
+        Returns: the tensors of which only the device had the newest values.
+        """
+        here = self._contents
+        lost = {item[2:] for item in here.newer} | here.states_at_home.keys()
+        for name, known in here.states_at_home.items():
+            state = self._host.states[name]
+            away = [k for k, v in state.items() if isinstance(v, torch.Tensor) and v.device.type != "cpu"]
+            if any(key not in known for key in away):
+                # Its first update was the device's, and half a state is none.
+                state.clear()
+            else:
+                state.update({key: known[key] for key in away})
+        here.newer.clear()
+        return frozenset(lost)
 
     def _rescue(self, item: str) -> None:
         here = self._contents
