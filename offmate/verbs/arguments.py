@@ -41,10 +41,13 @@ def device(text: str) -> str:
 
 
 def output_file(text: str) -> Path:
-    """Refuses a file that cannot be written before the run, not minutes later; the file exists from here on."""
+    """Refuses a file that cannot be written before the run, not minutes later; leaves none behind."""
     path = Path(text)
+    new = not path.exists()
     try:
         path.open("a").close()
+        if new:
+            path.unlink()
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {error.strerror}") from None
     return path

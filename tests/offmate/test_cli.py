@@ -6,6 +6,7 @@ import pytest
 
 from offmate import __version__, cli
 from offmate.errors import DeviceError
+from offmate.verbs.arguments import output_file
 
 
 def refused(capsys, *argv: str) -> str:
@@ -94,3 +95,11 @@ def test_errors_become_one_line_and_a_status(monkeypatch, capsys, error, status)
 def test_arguments_are_read_without_loading_torch():
     code = "import sys, offmate.cli; offmate.cli._parser().parse_args(['demo']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_run_that_fails_leaves_no_empty_file(tmp_path):
+    new, old = tmp_path / "new.json", tmp_path / "old.json"
+    old.write_text("kept")
+    assert (output_file(str(new)), output_file(str(old))) == (new, old)
+    assert not new.exists()
+    assert old.read_text() == "kept"
