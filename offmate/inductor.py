@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +36,20 @@ Function = Callable[[list[torch.Tensor]], Any]
 _LEAST_OPERATORS = 2  # of one alone Inductor calls the same kernel
 _UNLIMITED = 2**62
 _ROUNDING = 0.05  # several operators' in bfloat16
+
+
+@dataclass(frozen=True)
+class _Key:
+    """What a compiled program depends on: class, saved storages, direction, device; on a CPU also how many threads."""
+
+    class_key: str
+    saved: frozenset[int]
+    direction: str
+    kind: str
+    threads: int
+
+
+_known: dict[_Key, tuple[Function, int]] = {}
 
 
 def check_inductor(kind: str) -> None:
@@ -81,20 +95,25 @@ def compiled(lowered: Lowered, schedule: Schedule, kind: str, say: Progress) -> 
     room = room_bytes(schedule)
     classes = dict(lowered.classes)
     done = total = 0
-    for (key, option), indices in members.items():
-        say("compile", total / (2 * len(members)))
+    for position, ((key, option), indices) in enumerate(members.items()):
+        say("compile", position / len(members))
         cls = classes[key]
-        programs = _compiled_pair(cls.graph, cls.options[option].programs, kind, indices, room)
-        done += (programs.forward.fused is not None) + (programs.backward.fused is not None)
-        total += 2
-        new = replace(cls.options[option], programs=programs)
-        classes[key] = replace(cls, options=(*cls.options[:option], new, *cls.options[option + 1 :]))
+        own = cls.options[option]
+        like = _Key(key, own.kept | own.offloaded, "", kind, torch.get_num_threads())
+        with rng_untouched(accelerator(kind)):
+            programs = _compiled_pair(cls.graph, own.programs, like, indices, room)
+        classes[key] = replace(
+            cls, options=(*cls.options[:option], replace(own, programs=programs), *cls.options[option + 1 :])
+        )
+        both = [program for program in (programs.forward, programs.backward) if program.instructions]
+        done += sum(program.fused is not None for program in both)
+        total += len(both)
     log.info("Inductor runs %d of the %d programs of the blocks' classes, the others run as before", done, total)
     return replace(lowered, classes=classes)
 
 
 def _compiled_pair(
-    graph: ClassGraph, programs: Programs, kind: str, indices: list[int], room: dict[str, int]
+    graph: ClassGraph, programs: Programs, key: _Key, indices: list[int], room: dict[str, int]
 ) -> Programs:
     words = f"block{'s' * (len(indices) > 1)} {', '.join(map(str, indices))}"
     decision = _decided_again(graph, programs)
@@ -109,7 +128,10 @@ def _compiled_pair(
         names = [f"{direction[0].upper()}{index}" for index in indices]
         # An evaluation has no backwards.
         rooms = [room[name] for name in names if name in room]
-        return _compiled_or_not(graph, program, kind, f"the {direction} of {words}", min(rooms)) if rooms else program
+        if not rooms or sum(bool(step.makes) for step in program.instructions) < _LEAST_OPERATORS:
+            return program
+        own = replace(key, direction=direction)
+        return _compiled_or_not(graph, program, own, f"the {direction} of {words}", min(rooms))
 
     return replace(programs, forward=one(programs.forward, "forward"), backward=one(programs.backward, "backward"))
 
@@ -131,21 +153,19 @@ def _is_index(value: torch.Tensor) -> bool:
     return not value.dtype.is_floating_point and not value.dtype.is_complex and value.dtype != torch.bool
 
 
-def _compiled_or_not(graph: ClassGraph, program: Program, kind: str, words: str, room: int) -> Program:
+def _compiled_or_not(graph: ClassGraph, program: Program, key: _Key, words: str, room: int) -> Program:
     """The program with what Inductor made of it, if that keeps every promise of the plan's.
 
     Parameters
     ----------
     room: bytes that it may hold more than the operators one by one.
     """
-    if sum(bool(step.makes) for step in program.instructions) < _LEAST_OPERATORS:
-        return program
     try:
         _check_operators(program)
         ports = outline(graph, program)
-        plain = as_function(graph, program, ports)
-        function = compile_function(plain, likes(graph, ports), left_like(graph, ports), ports.donated)
-        _check_results(graph, program, ports, function, kind)
+        if key not in _known:
+            _known[key] = _compile(graph, program, ports, key.kind)
+        function, peak_bytes = _known[key]
     except Unfit as reason:
         log.info("%s: not compiled, since %s", words, reason)
         return program
@@ -153,7 +173,6 @@ def _compiled_or_not(graph: ClassGraph, program: Program, kind: str, words: str,
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         log.warning("%s: not compiled, since Inductor failed (%s: %s)", words, type(error).__name__, first)
         return program
-    peak_bytes = measure_peak(graph, ports, function)
     if peak_bytes > program.rise_bytes + room:
         log.info(
             "%s: not compiled, since Inductor's code would hold %s where the plan counts %s and has room for %s more",
@@ -163,6 +182,14 @@ def _compiled_or_not(graph: ClassGraph, program: Program, kind: str, words: str,
     rise_bytes = max(peak_bytes, program.rise_bytes)
     fused = Fused(function, ports.inputs, ports.constants, ports.clears, ports.ends, ports.makes, rise_bytes)
     return replace(program, fused=fused)
+
+
+def _compile(graph: ClassGraph, program: Program, ports: Outline, kind: str) -> tuple[Function, int]:
+    """A program's function, checked on samples, and the bytes by which it rises."""
+    plain = as_function(graph, program, ports)
+    function = compile_function(plain, likes(graph, ports), left_like(graph, ports), ports.donated)
+    _check_results(graph, program, ports, function, kind)
+    return function, measure_peak(graph, ports, function)
 
 
 def _check_operators(program: Program) -> None:
@@ -225,22 +252,23 @@ def _check_results(graph: ClassGraph, program: Program, ports: Outline, function
     """Run a compiled program once, which also warms it up; what it draws must be what the operators draw."""
     where = accelerator(kind)
     given, _ = samples(graph, ports)
-    with torch.no_grad(), rng_untouched(where):
+    with torch.no_grad():
         start = _generator_state(where)
         results = list(function(list(given)))
         difference = mismatch(graph, ports, given, results)
         if difference is not None:
             raise Unfit(difference)
-        if program.given or not any(map(is_random, graph.joint.forward)):
-            return  # only forwards draw, and a forward lets go of nothing that it was given
         end = _generator_state(where)
         _set_generator_state(where, start)
         registers: list[Any] = [None] * program.n_registers
-        for register, tensor in zip(ports.inputs, given):
-            registers[register] = tensor
-        run(program, registers, Ledger(_UNLIMITED), {})
+        # Only forwards draw, and a forward lets go of nothing that it was given.
+        draws = not program.given and any(map(is_random, graph.joint.forward))
+        if draws:
+            for register, tensor in zip(ports.inputs, given):
+                registers[register] = tensor
+            run(program, registers, Ledger(_UNLIMITED), {})
         same = torch.equal(end, _generator_state(where))
-    for made, result in zip(ports.makes, results):
+    for made, result in zip(ports.makes, results) if draws else ():
         for view in made.views:
             own = registers[view.register]
             same = same and _alike(own, result.as_strided(view.size, view.stride, view.offset))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -54,6 +55,12 @@ def binding_of(model: Any) -> Any:
     return model._offmate_session.training.prepared.binding
 
 
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests have compiled, or pretended to, is not taken."""
+    monkeypatch.setattr(inductor, "_known", {})
+
+
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What would be compiled runs operator by operator instead, one function per program all the same; its calls."""
@@ -93,6 +100,31 @@ def test_one_function_per_program_is_exact(cache_dir: str, uncompiled: list[Any]
     case = token_case("dropout-uncompiled", lambda: Decoder(dropout=0.2, tied=True), config=INDUCTOR, micro=2)
     run = check(case, LEAST, cache_dir)
     assert len(fused(binding_of(run.model))) > len(uncompiled), "a class is compiled once, however many blocks it has"
+
+
+def draws_more(function: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    torch.rand(1)
+    return function(*tensors)
+
+
+def takes_more(function: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.stack([t, t]).select(0, 0) for t in function(*tensors)]
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [(draws_more, "since its code draws other random numbers"), (takes_more, r"came back in \d+ bytes instead of")],
+)
+def test_other_results_are_not_taken(
+    run: Any, words: str, cache_dir: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(inductor, "compile_function", lambda function, *more: functools.partial(run, function))
+    monkeypatch.setattr(inductor, "measure_peak", lambda *a: 0)
+    case = token_case("dropout-spoiled", lambda: Decoder(dropout=0.2), config=INDUCTOR)
+    with caplog.at_level(logging.INFO, "offmate"):
+        check(case, LEAST, cache_dir)
+    assert re.search(words, caplog.text)
 
 
 def started(steps: int) -> tuple[Any, list[float]]:
