@@ -17,7 +17,7 @@ from ..accelerator.loops import on_sim
 from .loops import batch, plain
 
 pytestmark = pytest.mark.timeout(120)
-SLOW_S = 0.1
+SLOW_S = 0.2
 COPIES = (Resource.IN, Resource.OUT)
 
 
@@ -52,7 +52,7 @@ def test_a_slow_copy_is_long_in_the_trace_and_its_launch_is_not(sim, loop, monke
     assert launch.launch_end_s - launch.launch_start_s < SLOW_S
     spans = [job for job in trace.recording.jobs if job.action is action]
     assert max(job.end_s - job.start_s for job in spans) >= SLOW_S
-    (bar,) = [bar for bar in trace.measured.bars if bar.end_s - bar.start_s >= SLOW_S and bar.row is resource]
+    bar = max((b for b in trace.measured.bars if b.row is resource), key=lambda b: b.end_s - b.start_s)
     assert bar.name == action.name
     longest = max(trace.measured.waits, key=lambda wait: wait.end_s - wait.start_s)
     assert longest.cause is resource
