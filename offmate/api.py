@@ -23,10 +23,11 @@ from .hardware import names as names_of_hardware
 from .host_memory import default_host_budget_bytes
 from .inductor import check_inductor
 from .optimizer import Updater, parameter_names
-from .planner import Prepared, Request, make_plan, plan_elsewhere
+from .planner import make_plan, plan_elsewhere
 from .plans import Plan
 from .probe import check_optimizer
 from .progress import Progress, planning_progress
+from .request import Prepared, Request
 from .session import Session
 from .sizes import parse_bytes
 

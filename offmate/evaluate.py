@@ -13,10 +13,11 @@ from .errors import InfeasibleBudget
 from .figures import measure
 from .inductor import compiled
 from .lower import BlockClass, ClassOption, LinkRates, Lowering, lower_prelude
-from .planner import Prepared, Request, fixed_bytes
+from .planner import fixed_bytes
 from .plans import Plan
 from .programs import ClassGraph
 from .progress import Progress
+from .request import Prepared, Request
 from .sizes import format_bytes, format_least_bytes
 from .solver.stream import stream_schedule
 from .traced import trace_model

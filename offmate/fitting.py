@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from .errors import InfeasibleBudget
-from .planner import Prepared
+from .request import Prepared
 from .runtime.rehearsal import rehearse
 from .runtime.reserve import Reserved, reserve
 from .sizes import format_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .errors import ProtocolError
-from .planner import Prepared
+from .request import Prepared
 
 
 def take_in(

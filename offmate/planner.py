@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
-import platform
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,30 +12,29 @@ from typing import Any
 
 import torch
 
-from . import __version__
 from .bind import bind
-from .blocks import TracedBlock
 from .capture import Captured
-from .config import Config
 from .describe import block_rows, refusal
-from .devices import accelerator, words
+from .devices import accelerator
 from .errors import InfeasibleBudget, PlanFileError
 from .fake import fake_batch, faked, stand_in
 from .figures import measure, measure_all, work_out
+from .fingerprint import fingerprint_of
 from .hardware import Hardware
 from .inductor import compiled
 from .joint import dense_stride
-from .lower import BlockClass, ClassOption, LinkRates, Lowered, Lowering, Trainable, lower_prelude
-from .measured import recall, remember
+from .lower import BlockClass, LinkRates, Lowered, Lowering, Trainable, lower_prelude
+from .measured import Measured, recall, remember
 from .optimizer import UpdateCost, Updater
-from .plans import Plan, StoredClass, StoredOption, load_plan
-from .programs import ClassGraph, NodeCost
+from .plans import Plan, StoredClass
+from .programs import NodeCost
 from .progress import Progress
-from .runtime.binding import Binding
+from .request import Prepared, Request
 from .sizes import format_bytes
 from .solver.follow import follow
 from .solver.plan import plan as solve_problem
 from .solver.solve import least_budget
+from .stored import cached, fitting, kernel_bytes, restore_class
 from .traced import Traced, structure, trace_model
 
 log = logging.getLogger("offmate")
@@ -46,52 +43,17 @@ _USER_COPIES = 3  # of an output that the user differentiates: its gradient, and
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a plan is for, besides the model and the batch.
+class _Subject:
+    """What is planned: a model, traced with a batch, for a request; `machine` is not here, or None."""
 
-    Parameters
-    ----------
-    budget_bytes, host_budget_bytes: of device and host.
-    device: kind of device. user_bytes: reserved for the user's code; None estimates it, as `user_factor` times what
-        usual losses hold.
-    automatic_host: the host budget is what is available now; a stored plan need only fit into it.
-    micro_batches: how many forwards and backwards make one planned update. clips: whether gradients are clipped.
-    margin_bytes: of the budget, left to the device's allocator.
-    """
-
-    budget_bytes: int
-    host_budget_bytes: int
-    device: str
-    config: Config
-    user_bytes: int | None = None
-    user_factor: float = 1.0
-    automatic_host: bool = False
-    micro_batches: int = 1
-    clips: bool = False
-    margin_bytes: int = 0
-
-    @property
-    def gate(self) -> bool:
-        """Whether updates wait until all gradients are complete."""
-        return self.clips or self.micro_batches > 1
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A captured model with its plan, ready to be replayed.
-
-    Parameters
-    ----------
-    gradient_like: per output into which the user hands a gradient, a meta tensor laid out as that gradient.
-    keys: class of every block. structure: of the traced model, sizes left out; "" if nobody may follow.
-    """
-
-    captured: Captured
-    plan: Plan
-    binding: Binding
-    gradient_like: dict[str, torch.Tensor]
-    keys: tuple[str, ...] = ()
-    structure: str = ""
+    model: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    traced: Traced
+    request: Request
+    updater: Updater | None
+    machine: Hardware | None
+    say: Progress
 
 
 def make_plan(
@@ -126,7 +88,8 @@ def make_plan(
     where = accelerator(request.device) if machine is None else None
     traced = trace_model(model, args, kwargs, request.config, True, say, real, where)
     request = replace(request, user_bytes=_user_bytes(traced, request))
-    fingerprint = _fingerprint(model, traced, request, updater, machine)
+    subject = _Subject(model, args, kwargs, traced, request, updater, machine, say)
+    fingerprint = fingerprint_of(model, traced, request, updater, machine)
     if given is not None and given.fingerprint != fingerprint:
         raise PlanFileError(
             f"the plan was made for another model, batch, optimizer or budget (fingerprint {given.fingerprint}, "
@@ -134,16 +97,16 @@ def make_plan(
         )
     margin = f"-{request.margin_bytes}" if request.margin_bytes else ""
     path = Path(request.config.cache_dir, f"{fingerprint}{margin}.json") if request.config.cache_dir else None
-    stored = given or _fitting((kept or {}).get(fingerprint), request) or _cached(path, request)
+    stored = given or fitting((kept or {}).get(fingerprint), request) or cached(path, request)
     if stored is not None:
-        lowered = _relower(model, traced, request, updater, stored)
+        lowered = _relower(subject, stored)
         elapsed = time.perf_counter() - start
         plan = stored if given is not None else replace(stored, plan_s=elapsed, from_cache=True)
-    elif followed := _follow(model, args, kwargs, traced, request, updater, near, say):
+    elif followed := _follow(subject, near):
         plan, lowered = followed
         plan = replace(plan, fingerprint=fingerprint, plan_s=time.perf_counter() - start)
     else:
-        plan, lowered = _search(model, args, kwargs, traced, request, updater, fingerprint, say, start, machine)
+        plan, lowered = _search(subject, fingerprint, start)
         if path is not None:
             plan.save(path)
     if request.config.backend == "inductor":
@@ -174,24 +137,6 @@ def plan_elsewhere(
         return make_plan(model, args, kwargs, request, updater, say, machine=machine, real=real).plan
 
 
-def _cached(path: Path | None, request: Request) -> Plan | None:
-    if path is None or not path.exists():
-        return None
-    try:
-        plan = load_plan(path)
-    except PlanFileError as error:
-        log.warning("a cached plan is ignored: %s", error)
-        return None
-    return _fitting(plan, request)
-
-
-def _fitting(plan: Plan | None, request: Request) -> Plan | None:
-    if plan is not None and plan.host_bytes > request.host_budget_bytes:
-        log.info("an earlier plan needs %s of host memory, more than there is now", format_bytes(plan.host_bytes))
-        return None
-    return plan
-
-
 def _gradient_like(traced: Traced) -> dict[str, torch.Tensor]:
     found = {}
     for node in traced.chain.made_in:
@@ -212,29 +157,21 @@ def _user_bytes(traced: Traced, request: Request) -> int:
     return sum(size if size <= 16 else math.ceil(request.user_factor * _USER_COPIES * size) for size in sizes)
 
 
-def _follow(
-    model: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    traced: Traced,
-    request: Request,
-    updater: Updater | None,
-    near: tuple[Prepared, ...],
-    say: Progress,
-) -> tuple[Plan, Lowered] | None:
+def _follow(subject: _Subject, near: tuple[Prepared, ...]) -> tuple[Plan, Lowered] | None:
     """Take over the decisions of a larger batch's plan: bytes and seconds are measured anew, nothing is solved."""
+    traced, request = subject.traced, subject.request
     own = structure(traced) if near else ""
     for known in near:
         taken = {b.key: key for b, key in zip(traced.blocks, known.keys)}
         if known.structure != own or any(taken[b.key] != key for b, key in zip(traced.blocks, known.keys)):
             continue
-        _, costs = measure(model, args, kwargs, traced, say, request.device)
+        _, costs = measure(subject.model, subject.args, subject.kwargs, traced, subject.say, request.device)
         options = {key: known.plan.classes[old].options for key, old in taken.items()}
         classes = {b.key: restore_class(b, options[b.key], costs[b.key]) for b in traced.blocks}
         unknown = LinkRates(1.0, 1.0, 1.0)
-        lowered, held = _lower(model, traced, request, updater, classes, costs[""], {}, unknown)
+        lowered, held = _lower(subject, classes, costs[""], {}, unknown)
         unchanged = known.plan.fixed_bytes - known.plan.allocator_bytes
-        fixed = held + unchanged - fixed_bytes(model, known.captured, {})
+        fixed = held + unchanged - fixed_bytes(subject.model, known.captured, {})
         problem = replace(lowered.problem, device_budget_bytes=max(0, request.budget_bytes - fixed))
         schedule = follow(known.plan.schedule, problem)
         if schedule is None:
@@ -242,8 +179,8 @@ def _follow(
         plan = replace(
             known.plan,
             schedule=schedule,
-            classes={key: StoredClass(o, _kernel_bytes(costs[key])) for key, o in options.items()}
-            | {"": StoredClass((), _kernel_bytes(costs[""]))},
+            classes={key: StoredClass(o, kernel_bytes(costs[key])) for key, o in options.items()}
+            | {"": StoredClass((), kernel_bytes(costs[""]))},
             blocks=block_rows(lowered, schedule),
             budget_bytes=request.budget_bytes,
             fixed_bytes=fixed,
@@ -258,32 +195,15 @@ def _follow(
     return None
 
 
-def _search(
-    model: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    traced: Traced,
-    request: Request,
-    updater: Updater | None,
-    fingerprint: str,
-    say: Progress,
-    start: float,
-    machine: Hardware | None,
-) -> tuple[Plan, Lowered]:
+def _search(subject: _Subject, fingerprint: str, start: float) -> tuple[Plan, Lowered]:
     """Measure, solve the options, state and solve the problem."""
+    traced, request, say = subject.traced, subject.request, subject.say
     config = request.config
-    own = _fingerprint(model, traced, request, updater, machine, budgets=False)
-    measured = recall(own, config.cache_dir)
-    if measured is None:
-        if machine is None:
-            measured = measure_all(model, args, kwargs, traced, config.options_per_block, updater, say, request.device)
-        else:
-            measured = work_out(model, traced, machine, config.options_per_block, updater, say)
-        remember(own, config.cache_dir, measured)
+    measured = _measured(subject)
     classes = {b.key: restore_class(b, measured.options[b.key], measured.costs[b.key]) for b in traced.blocks}
     say("solve", 0.0)
     before = measured.costs.get("", {})
-    lowered, fixed = _lower(model, traced, request, updater, classes, before, measured.updates, measured.rates)
+    lowered, fixed = _lower(subject, classes, before, measured.updates, measured.rates)
     problem = lowered.problem
     found = solve_problem(
         problem, time_limit_s=config.solver_time_limit_s, gap=config.solver_gap, backend=config.solver
@@ -295,8 +215,8 @@ def _search(
     plan = Plan(
         fingerprint=fingerprint,
         schedule=found.schedule,
-        classes={key: StoredClass(o, _kernel_bytes(measured.costs[key])) for key, o in measured.options.items()}
-        | {"": StoredClass((), _kernel_bytes(before))},
+        classes={key: StoredClass(o, kernel_bytes(measured.costs[key])) for key, o in measured.options.items()}
+        | {"": StoredClass((), kernel_bytes(before))},
         blocks=block_rows(lowered, found.schedule),
         budget_bytes=request.budget_bytes,
         fixed_bytes=fixed,
@@ -312,20 +232,37 @@ def _search(
     return plan, lowered
 
 
+def _measured(subject: _Subject) -> Measured:
+    """Costs of this model on its device, from an earlier run where nothing has changed that they depend on."""
+    model, traced, request, updater, say = (
+        subject.model, subject.traced, subject.request, subject.updater, subject.say,
+    )  # fmt: skip
+    many, folder = request.config.options_per_block, request.config.cache_dir
+    own = fingerprint_of(model, traced, request, updater, subject.machine, budgets=False)
+    measured = recall(own, folder)
+    if measured is not None:
+        return measured
+    if subject.machine is None:
+        args, kwargs = subject.args, subject.kwargs
+        measured = measure_all(model, args, kwargs, traced, many, updater, say, request.device)
+    else:
+        measured = work_out(model, traced, subject.machine, many, updater, say)
+    remember(own, folder, measured)
+    return measured
+
+
 def _lower(
-    model: torch.nn.Module,
-    traced: Traced,
-    request: Request,
-    updater: Updater | None,
+    subject: _Subject,
     classes: dict[str, BlockClass],
     prelude_costs: dict[str, NodeCost],
     updates: dict[str, UpdateCost],
     rates: LinkRates,
 ) -> tuple[Lowered, int]:
     """The problem, and the bytes on the device that no decision changes."""
+    traced, request = subject.traced, subject.request
     captured = traced.captured
     prelude = lower_prelude(captured, traced.chain, traced.blocks, prelude_costs)
-    fixed = fixed_bytes(model, captured, updates) + request.margin_bytes
+    fixed = fixed_bytes(subject.model, captured, updates) + request.margin_bytes
     if request.budget_bytes <= fixed:
         raise InfeasibleBudget(
             f"a budget of {format_bytes(request.budget_bytes)} does not hold the model's buffers and the optimizer's "
@@ -342,7 +279,7 @@ def _lower(
         shared_cores=request.device == "emulated",
         device_budget_bytes=request.budget_bytes - fixed,
         host_budget_bytes=request.host_budget_bytes,
-        update="planned" if updater is not None else "external",
+        update="planned" if subject.updater is not None else "external",
         user_bytes=request.user_bytes or 0,
         turn_around_steps=max(request.config.turn_around_steps, 3 if request.gate else 2),
         gate=request.gate,
@@ -359,68 +296,13 @@ def fixed_bytes(model: torch.nn.Module, captured: Captured, updates: dict[str, U
     return sum(storages.values()) + sum(c.scalar_bytes for c in updates.values())
 
 
-def _relower(model: torch.nn.Module, traced: Traced, request: Request, updater: Updater | None, plan: Plan) -> Lowered:
+def _relower(subject: _Subject, plan: Plan) -> Lowered:
     """Rebuild the programs of a stored plan; no times are needed, only what the ledger counts."""
     stored = {
         key: (c.options, {n: NodeCost(0.0, work, tuple(held)) for n, (work, *held) in c.kernel_bytes.items()})
         for key, c in plan.classes.items()
     }
-    classes = {b.key: restore_class(b, *stored[b.key]) for b in traced.blocks}
+    classes = {b.key: restore_class(b, *stored[b.key]) for b in subject.traced.blocks}
     unknown = LinkRates(1.0, 1.0, 1.0)
-    request = replace(request, budget_bytes=plan.budget_bytes)
-    return _lower(model, traced, request, updater, classes, stored[""][1], {}, unknown)[0]
-
-
-def restore_class(block: TracedBlock, options: tuple[StoredOption, ...], costs: dict[str, NodeCost]) -> BlockClass:
-    """A class with the programs of its options, from what is stored of them."""
-    graph = ClassGraph(block.joint, costs)
-    own = frozenset(s for n in block.joint.forward for s in graph.made_by(n)) - graph.resting
-    restored = []
-    for option in options:
-        kept, offloaded = frozenset(option.kept), frozenset(option.offloaded)
-        restored.append(ClassOption(option.name, graph.programs(own - kept - offloaded), kept, offloaded))
-    return BlockClass(graph, tuple(restored))
-
-
-def _kernel_bytes(costs: dict[str, NodeCost]) -> dict[str, tuple[int, ...]]:
-    found = {name: (c.workspace_bytes, *c.storage_bytes) for name, c in costs.items()}
-    return {name: sizes for name, sizes in found.items() if any(sizes)}
-
-
-def _fingerprint(
-    model: torch.nn.Module,
-    traced: Traced,
-    request: Request,
-    updater: Updater | None,
-    machine: Hardware | None,
-    budgets: bool = True,
-) -> str:
-    """A hash of everything that the plan depends on, or without `budgets` of what measuring depends on."""
-    captured = traced.captured
-    wiring = [(b.key, [e.node.name for e in b.spec.externals], [n.name for n in b.spec.results]) for b in traced.blocks]
-    optimizer: Any = None
-    if updater is not None:
-        kept = ("lr", "weight_decay")
-        hyper = {n: sorted((k, str(v)) for k, v in g.items() if k not in kept) for n, g in updater.groups.items()}
-        optimizer = (updater.base.__qualname__, hyper)
-    parts: tuple[Any, ...] = (
-        __version__, torch.__version__, platform.processor(), torch.get_num_threads(), _device_words(request, machine),
-        wiring,
-        sorted(captured.params.items()), sorted(traced.differentiated), captured.outputs, optimizer,
-        request.config.options_per_block, machine,
-    )  # fmt: skip
-    if budgets:
-        host = None if request.automatic_host else request.host_budget_bytes
-        parts += (request.budget_bytes, host, request.user_bytes, _planning(request.config))
-        parts += (request.micro_batches, request.clips)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
-
-
-def _device_words(request: Request, machine: Hardware | None) -> str:
-    where = accelerator(request.device) if machine is None else None
-    return request.device if where is None else words(where)
-
-
-def _planning(config: Config) -> Config:
-    """What of a configuration decides a plan."""
-    return replace(config, cache_dir=None, shape_buckets=(), max_plans=1, backend="eager")
+    subject = replace(subject, request=replace(subject.request, budget_bytes=plan.budget_bytes))
+    return _lower(subject, classes, stored[""][1], {}, unknown)[0]

@@ -23,10 +23,11 @@ from .failures import described, out_of_memory
 from .fitting import fitted
 from .optimizer import Updater
 from .pace import Pace
-from .planner import Prepared, Request, make_plan
+from .planner import make_plan
 from .plans import Plan
 from .progress import Progress
 from .replay import Iteration, Replay
+from .request import Prepared, Request
 from .runtime import interrupts
 from .runtime.contents import on_storage
 from .runtime.executor import Executor

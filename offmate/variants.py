@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from . import decisions
-from .planner import Prepared
+from .request import Prepared
 from .runtime.executor import Executor
 
 _COUNT = "num_items_in_batch"

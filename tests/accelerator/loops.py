@@ -17,7 +17,7 @@ from offmate.runtime.device import Device
 from offmate.runtime.streams import StreamDevice
 
 import offmate
-from offmate.planner import Prepared
+from offmate.request import Prepared
 
 from ..offmate.loops import CPU_BUDGET, Loop, adamw, tiny
 

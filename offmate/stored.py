@@ -1,0 +1,50 @@
+"""What of a plan is stored: found again on disk, and its programs built again."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from .blocks import TracedBlock
+from .errors import PlanFileError
+from .lower import BlockClass, ClassOption
+from .plans import Plan, StoredOption, load_plan
+from .programs import ClassGraph, NodeCost
+from .request import Request
+from .sizes import format_bytes
+
+log = logging.getLogger("offmate")
+
+
+def cached(path: Path | None, request: Request) -> Plan | None:
+    if path is None or not path.exists():
+        return None
+    try:
+        plan = load_plan(path)
+    except PlanFileError as error:
+        log.warning("a cached plan is ignored: %s", error)
+        return None
+    return fitting(plan, request)
+
+
+def fitting(plan: Plan | None, request: Request) -> Plan | None:
+    if plan is not None and plan.host_bytes > request.host_budget_bytes:
+        log.info("an earlier plan needs %s of host memory, more than there is now", format_bytes(plan.host_bytes))
+        return None
+    return plan
+
+
+def restore_class(block: TracedBlock, options: tuple[StoredOption, ...], costs: dict[str, NodeCost]) -> BlockClass:
+    """A class with the programs of its options, from what is stored of them."""
+    graph = ClassGraph(block.joint, costs)
+    own = frozenset(s for n in block.joint.forward for s in graph.made_by(n)) - graph.resting
+    restored = []
+    for option in options:
+        kept, offloaded = frozenset(option.kept), frozenset(option.offloaded)
+        restored.append(ClassOption(option.name, graph.programs(own - kept - offloaded), kept, offloaded))
+    return BlockClass(graph, tuple(restored))
+
+
+def kernel_bytes(costs: dict[str, NodeCost]) -> dict[str, tuple[int, ...]]:
+    found = {name: (c.workspace_bytes, *c.storage_bytes) for name, c in costs.items()}
+    return {name: sizes for name, sizes in found.items() if any(sizes)}
