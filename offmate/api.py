@@ -17,7 +17,7 @@ from .config import Config
 from .devices import accelerator, check_budget, default_budget_bytes, device_kind, rng_untouched
 from .errors import OffmateError
 from .fake import is_without_memory
-from .fitting import fitted
+from .fitting import fitted, pockets
 from .hardware import Hardware, load
 from .hardware import names as names_of_hardware
 from .host_memory import default_host_budget_bytes
@@ -194,7 +194,10 @@ def _sized(
         def make(margin_bytes: int) -> Prepared:
             return make_plan(model, args, kwargs, replace(request, margin_bytes=margin_bytes), updater, say)
 
-        return fitted(make, model, where, request.budget_bytes)[0].plan
+        held = pockets(where, model, (args, kwargs))
+        plan = fitted(make, model, updater, where, request.budget_bytes)[0].plan
+        del held
+        return plan
 
     if batch_size is None:
         return planned(None)

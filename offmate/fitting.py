@@ -5,79 +5,135 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from .errors import InfeasibleBudget
+from .measure import DeviceAllocationLog
+from .optimizer import Updater
+from .plans import Plan
 from .request import Prepared
-from .runtime.rehearsal import rehearse
-from .runtime.reserve import Reserved, reserve
-from .sizes import format_bytes
+from .runtime.rehearsal import Rehearsal, Updated, rehearse
+from .runtime.reserve import Place, Reserved, least_budget_bytes, make_pockets, reserve
+from .sizes import format_bytes, format_least_bytes
+from .states import state_parts
 
 log = logging.getLogger("offmate")
 
-_MARGINS_PERCENT = (
-    0,
-    1,
-    1,
-    1,
-    2,
-    2,
-    3,
-    3,
-    4,
-    4,
-    5,
-    6,
-)  # of the budget by which more is left to the allocator, until a plan fits
+_PROBED_ELEMENTS = 1 << 18  # of the tensor on which an update's workspace is measured
+_ESTIMATED = 4  # iterations that say about how much a plan needs
+_PLANS = 6  # tried until one fits; after these comes the one that takes the least
 
 
 def fitted(
     make: Callable[[int], Prepared],
     model: torch.nn.Module,
+    updater: Updater | None,
     device: torch.device,
     budget_bytes: int,
-    segment_bytes: int = 0,
-) -> tuple[Prepared, int]:
-    """A plan whose allocations fit into the budget on this device, and the bytes of the segment they come from.
+) -> tuple[Prepared, Place]:
+    """A plan whose allocations fit into the budget on this device, and where they come from.
+
+    Plans take ever less of the budget until one can be placed. The last one takes the least that any can, so that a
+    budget is refused only if every smaller one is.
 
     Parameters
     ----------
-    make: plans with so many bytes of the budget left to the allocator. segment_bytes: the least that other plans need.
+    make: plans with so many bytes of the budget left to the allocator.
 
     Returns: the plan, what the allocator needs beyond its tensors counted as bytes that no decision changes.
     Raises: InfeasibleBudget if none fits.
     """
-    elements = {name: param.numel() for name, param in model.named_parameters()}
-    margin = 0
-    for percent in _MARGINS_PERCENT:
-        margin += budget_bytes * percent // 100
-        prepared = make(margin)
-        plan, sizes = prepared.plan, prepared.plan.schedule.item_bytes
-        parts = {name: state_parts(sizes.get(f"s:{name}", 0), n) for name, n in elements.items()}
-        starts = tuple(
-            rehearse(plan.schedule, prepared.binding, parts.__getitem__, fresh=fresh) for fresh in (True, False)
-        )
-        found = reserve(device, starts, budget_bytes, segment_bytes)
+    margin, prepared, tried = 0, make(0), 1
+    while True:
+        starts, plan = rehearsals(prepared, model, updater, device), prepared.plan
+        found = reserve(device, starts, budget_bytes)
         if isinstance(found, Reserved):
-            allocator = found.bytes - (plan.predicted_peak_bytes - plan.allocator_bytes)
-            fixed = plan.fixed_bytes - plan.allocator_bytes + allocator
-            plan = replace(plan, fixed_bytes=fixed, allocator_bytes=allocator)
-            return replace(prepared, plan=plan), found.segment_bytes
-        log.info("the allocator cannot place a plan that leaves %s of the budget to it", format_bytes(margin))
-        # A plan for less also needs its bytes at other times.
-        margin += found.bytes // 2
-    raise InfeasibleBudget(
-        f"no plan could be placed in a budget of {format_bytes(budget_bytes)}: the last one leaves "
-        f"{format_bytes(margin)} of it to the allocator, which still has no pieces large enough. Raise gpu_budget or "
-        "make the batch smaller",
-        budget_bytes=budget_bytes,
+            return _placed(prepared, found), found.place
+        least_taken = plan.least_budget_bytes - plan.allocator_bytes
+        if margin >= budget_bytes - least_taken:
+            break
+        needed = max(least_budget_bytes(device, starts, _ESTIMATED), budget_bytes * 101 // 100)
+        log.info("a plan needs %s, gaps in the allocator's memory included", format_bytes(needed))
+        # Gaps are about in proportion to what is taken, as this plan takes it: it need not take all that it may.
+        taken = (plan.predicted_peak_bytes - plan.allocator_bytes) * budget_bytes // needed
+        margin = budget_bytes - (max(taken, least_taken) if tried < _PLANS else least_taken)
+        try:
+            prepared, tried = make(margin), tried + 1
+        except InfeasibleBudget:
+            break
+    raise _refusal(budget_bytes, max(least_budget_bytes(device, starts), budget_bytes + 1), plan)
+
+
+def pockets(device: torch.device, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, ...]:
+    """Places on the device for what no plan knows of: the user's batches and numbers, an optimizer's scalars.
+
+    Returns: what keeps the places apart; to be held for as long as plans are replayed.
+    """
+    # For every parameter the scalars of its state, and its norm while gradients are clipped.
+    numbers = 2 * sum(1 for _ in model.parameters())
+    leaves = pytree.tree_leaves(batch)
+    return make_pockets(device, numbers, [leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)])
+
+
+def rehearsals(
+    prepared: Prepared, model: torch.nn.Module, updater: Updater | None, device: torch.device
+) -> tuple[Rehearsal, ...]:
+    """Every way in which an iteration of the plan may start, rehearsed."""
+    params, buffers = dict(model.named_parameters()), dict(model.named_buffers(remove_duplicate=False))
+    held: dict[str, Updated] = {}
+    per_element: dict[Any, int] = {}
+
+    def updated(name: str) -> Updated:
+        if name not in held:
+            assert updater is not None, "without an optimizer no schedule moves states"
+            param, hyper = params[name], updater.groups[name]
+            key = param.dtype, id(hyper)
+            if key not in per_element:
+                per_element[key] = _workspace_share(updater, param.dtype, hyper, device)
+            parts, _ = state_parts(updater, param, hyper)
+            held[name] = Updated(tuple(parts), param.numel() * per_element[key])
+        return held[name]
+
+    buffer_bytes = [buffers[name].nbytes for name in prepared.binding.buffers]
+    return tuple(
+        rehearse(prepared.plan.schedule, prepared.binding, updated, buffer_bytes, fresh=fresh)
+        for fresh in (True, False)
     )
 
 
-def state_parts(state_bytes: int, elements: int) -> list[int]:
-    """Bytes of the tensors that a state is made of: as many of the parameter's shape in float32 as it could hold."""
-    for size in (4 * elements, 2 * elements):
-        if size and state_bytes % size == 0:
-            return [size] * (state_bytes // size)
-    return [state_bytes]
+def _workspace_share(updater: Updater, dtype: torch.dtype, hyper: dict[str, Any], device: torch.device) -> int:
+    """Bytes per element that an update takes on the device while it runs."""
+    param, grad = (torch.zeros(_PROBED_ELEMENTS, dtype=dtype, device=device) for _ in range(2))
+    state: dict[str, Any] = {}
+    updater.step_one(hyper, param, grad, state)
+    with DeviceAllocationLog(device) as log:
+        log.stretch("update", lambda: updater.step_one(hyper, param, grad, state))
+    # Numbers are small beside these; they go where the user's go.
+    return log.workspace_bytes()["update"] // _PROBED_ELEMENTS
+
+
+def _placed(prepared: Prepared, reserved: Reserved) -> Prepared:
+    plan = prepared.plan
+    tensors = plan.predicted_peak_bytes - plan.allocator_bytes
+    allocator = reserved.bytes - tensors
+    placed = replace(
+        plan,
+        fixed_bytes=plan.fixed_bytes - plan.allocator_bytes + allocator,
+        least_budget_bytes=plan.least_budget_bytes - plan.allocator_bytes + reserved.needed_bytes - tensors,
+        allocator_bytes=allocator,
+    )
+    return replace(prepared, plan=placed)
+
+
+def _refusal(budget_bytes: int, needed_bytes: int, plan: Plan) -> InfeasibleBudget:
+    tensors = plan.predicted_peak_bytes - plan.allocator_bytes
+    return InfeasibleBudget(
+        f"no plan could be placed in a budget of {format_bytes(budget_bytes)}: the one that takes least needs "
+        f"{format_bytes(tensors)} for its tensors, and more for the gaps between them; "
+        f"{format_least_bytes(needed_bytes)} works. Raise gpu_budget or make the batch smaller",
+        budget_bytes=budget_bytes,
+        least_budget_bytes=needed_bytes,
+    )

@@ -84,6 +84,9 @@ class ClassGraph:
         storages = [v.untyped_storage() for v in values if isinstance(v, torch.Tensor)]
         reserved = self.costs.get(node.name, NodeCost()).storage_bytes or tuple(s.nbytes() for s in storages)
         for storage, nbytes in zip(storages, reserved, strict=True):
+            if storage._cdata not in self.number and getattr(node.target, "is_view", False):
+                # The trace gave a view of something a storage of its own.
+                self.number[storage._cdata] = self.storages(node.all_input_nodes[0])[0]
             if storage._cdata not in self.number:
                 number = self.number[storage._cdata] = len(self.number)
                 self.bytes[number] = nbytes

@@ -20,7 +20,7 @@ from .devices import accelerator, check_budget, make_device, rng_untouched
 from .errors import BudgetExceeded, CaptureError, OffmateError, ProtocolError
 from .evaluate import make_stream
 from .failures import described, out_of_memory
-from .fitting import fitted
+from .fitting import fitted, pockets
 from .optimizer import Updater
 from .pace import Pace
 from .planner import make_plan
@@ -32,6 +32,7 @@ from .runtime import interrupts
 from .runtime.contents import on_storage
 from .runtime.executor import Executor
 from .runtime.gate import Clip
+from .runtime.reserve import Place
 from .truth import Truth
 from .user_code import UserCode
 from .variants import CallKind, Numbers, Variant, Variants, kind_of
@@ -51,9 +52,9 @@ class Session:
     """What stands behind a compiled model.
 
     State: `active`, the variant whose tensors are on the device; `training`, the one that trained last; `turn`, and the
-    `iteration` that is under way and its `micro_batches` so far; `uncleared`, whether zero_grad() is due; `truth`, what
-    the host holds; `user_code`, what it was seen to hold; `pace`, how long its steps take. Changed on the training
-    thread only.
+    `iteration` that is under way and its `micro_batches` so far; `replays`, iterations since the device's memory was
+    laid out; `uncleared`, whether zero_grad() is due; `truth`, what the host holds; `user_code`, what it was seen to
+    hold; `pace`, how long its steps take; `pockets`, see `fitting`. Changed on the training thread only.
 
     Parameters
     ----------
@@ -94,7 +95,8 @@ class Session:
         self.user_code = UserCode(self.device.torch_device)
         self.said: set[str] = set()
         self.pace = Pace(request.config.cache_dir, compiled=request.config.backend != "eager")
-        self.segment_bytes = 0
+        self.replays = 0
+        self.pockets: tuple[torch.Tensor, ...] = ()
 
     @property
     def model(self) -> torch.nn.Module:
@@ -217,6 +219,9 @@ class Session:
         return variant
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], kind: CallKind) -> Variant:
+        where = accelerator(self.request.device)
+        if where is not None and not self.pockets:
+            self.pockets = pockets(where, self.model, (args, kwargs))
         meta = [n for n, p in self.model.named_parameters() if p.device.type == "meta"]
         if meta:
             raise OffmateError(
@@ -227,10 +232,10 @@ class Session:
         self.truth.pin(self.device)
         with self.plain() as model, self.progress() as say, rng_untouched(accelerator(self.request.device)):
             if not kind.trains:
-                prepared = self._placed(
+                prepared, place = self._placed(
                     lambda margin: make_stream(model, args, kwargs, replace(self.request, margin_bytes=margin), say)
                 )
-                return self._bound(prepared, kind)
+                return self._bound(prepared, kind, place)
             if self.training is not None:
                 log.info("planning for batches with %s", ", ".join(str(list(shape)) for shape in kind.shapes))
             request = replace(
@@ -245,23 +250,22 @@ class Session:
                     None if margin_bytes else given, near=near, kept=self.earlier_plans,
                 )  # fmt: skip
 
-            prepared = self._placed(make)
+            prepared, place = self._placed(make)
         log.info("plan ready:\n%s", prepared.plan.explain())
-        return self._bound(prepared, kind)
+        return self._bound(prepared, kind, place)
 
-    def _placed(self, make: Callable[[int], Prepared]) -> Prepared:
-        """A plan that fits the device's allocator too, given what makes one that leaves it so many bytes."""
+    def _placed(self, make: Callable[[int], Prepared]) -> tuple[Prepared, Place | None]:
+        """A plan that fits the device's allocator too, and its place, given what makes one that leaves it so much."""
         where = accelerator(self.request.device)
         if where is None:
-            return make(0)
+            return make(0), None
         budget_bytes = self.request.budget_bytes
         # Other processes may have come since the model was compiled.
         check_budget(self.request.device, budget_bytes)
         try:
-            prepared, self.segment_bytes = fitted(make, self.model, where, budget_bytes, self.segment_bytes)
+            return fitted(make, self.model, self.updater, where, budget_bytes)
         except torch.OutOfMemoryError as error:
             raise BudgetExceeded(f"{out_of_memory(where, budget_bytes, None)}. ({error})") from error
-        return prepared
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[torch.nn.Module]:
@@ -286,7 +290,7 @@ class Session:
             for param, own in params.items():
                 param.__class__ = own
 
-    def _bound(self, prepared: Prepared, kind: CallKind) -> Variant:
+    def _bound(self, prepared: Prepared, kind: CallKind, place: Place | None) -> Variant:
         plan = prepared.plan
         executor = Executor(
             plan.schedule,
@@ -297,7 +301,7 @@ class Session:
             plan.fixed_bytes,
             self._clip() if kind.trains else None,
         )
-        return Variant(prepared, executor, kind)
+        return Variant(prepared, executor, kind, place)
 
     def _clip(self) -> Clip | None:
         if self.max_grad_norm is None:
@@ -309,10 +313,18 @@ class Session:
         stale = edited if self.updater is not None else self.truth.frozen(edited)
         if stale and self.active is variant:
             log.info("%d parameters were edited (%s, ...); all are sent to the device again", len(stale), stale[0])
-        if stale or self.active is not variant:
+        if stale or self.active is not variant or self._is_worn(variant):
             self.bring_home()
-            self.active = variant
+            if variant.place is not None:
+                variant.place.take(self.device.torch_device)
+            self.active, self.replays = variant, 0
+        self.replays += not self.micro_batches
         self.truth.accept()
+
+    def _is_worn(self, variant: Variant) -> bool:
+        """Whether the device's memory has to be laid out anew before the next iteration."""
+        most = variant.place.iterations if variant.place is not None else None
+        return most is not None and self.replays >= most and not self.micro_batches
 
     # -- backward and step --------------------------------------------------------------------------------------------
 

@@ -14,7 +14,13 @@ _PRIMES = (2, 3, 5, 7, 11, 13)
 
 
 def state_bytes(updater: Updater, like: torch.Tensor, hyper: dict[str, Any]) -> tuple[int, int]:
-    """Bytes of state that move with a tensor, and of scalars that stay.
+    """Bytes of state that move with a tensor, and of scalars that stay."""
+    parts, scalars = state_parts(updater, like, hyper)
+    return sum(parts), scalars
+
+
+def state_parts(updater: Updater, like: torch.Tensor, hyper: dict[str, Any]) -> tuple[list[int], int]:
+    """Bytes of each tensor of state that moves with a tensor, as an update makes them, and of scalars that stay.
 
     A tiny tensor with a different prime in every dimension is updated instead; each dimension of its state is then
     read as the dimension of `like` whose prime it is.
@@ -28,11 +34,12 @@ def state_bytes(updater: Updater, like: torch.Tensor, hyper: dict[str, Any]) -> 
     state: dict[str, Any] = {}
     tiny = torch.zeros(primes, dtype=like.dtype)
     updater.step_one(hyper, tiny, torch.zeros_like(tiny), state)
-    bulk = scalars = 0
+    bulk: list[int] = []
+    scalars = 0
     for value in state.values():
         if isinstance(value, torch.Tensor):
             if is_bulk(value):
-                bulk += math.prod(real.get(n, n) for n in value.shape) * value.element_size()
+                bulk.append(math.prod(real.get(n, n) for n in value.shape) * value.element_size())
             else:
                 scalars += value.element_size()
     return bulk, scalars

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from . import decisions
 from .request import Prepared
 from .runtime.executor import Executor
+from .runtime.reserve import Place
 
 _COUNT = "num_items_in_batch"
 
@@ -40,11 +41,17 @@ class CallKind(NamedTuple):
 
 @dataclass
 class Variant:
-    """A prepared graph for one kind of call, with its executor."""
+    """A prepared graph for one kind of call, with its executor.
+
+    Parameters
+    ----------
+    place: where its memory comes from, on a device with an allocator of its own.
+    """
 
     prepared: Prepared
     executor: Executor
     kind: CallKind
+    place: Place | None = None
 
     @property
     def output_nodes(self) -> tuple[str, ...]:

@@ -73,8 +73,9 @@ class Computes:
         batch_bytes: dict[str, int] = {}
         for name, tensor in zip(start.batch, self.batch):
             if name is not None and tensor is not None:
-                here.shared[name] = own = self._device.bring(tensor)
-                batch_bytes[name] = own.untyped_storage().nbytes()
+                # No other name may keep it longer than the schedule has it.
+                here.shared[name] = self._device.bring(tensor)
+                batch_bytes[name] = here.shared[name].untyped_storage().nbytes()
                 ledger.add("x", batch_bytes[name])
         self.batch = ()
         registers: list[Any] = [None] * start.program.n_registers

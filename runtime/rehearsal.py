@@ -6,78 +6,100 @@ these changes take milliseconds and touch no memory, and what it has reserved th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from ..solver.schedule import Action, Kind, Schedule, made_old
 from .binding import Binding, Port
+from .pools import Change
 from .program import Program
 
-_ROUNDING_BYTES = 512
-_SMALL_BYTES = 1 << 20
-SMALL_SEGMENT_BYTES = 1 << 21
+_LEARNT = 3  # iterations that are walked through; from the third one on all are alike
 
 
-class Change(NamedTuple):
-    """An allocation of `bytes` under a number of its own, or with 0 bytes the end of the allocation of that number."""
-
-    number: int
-    bytes: int
-
-
-def rehearse(
-    schedule: Schedule, binding: Binding, state_parts: Callable[[str], Iterable[int]], *, fresh: bool
-) -> list[Change]:
-    """What is allocated and let go, in order: first what an iteration starts with, then two iterations.
-
-    In the second one lies where the first one has left it what stays on the device between them.
+@dataclass(frozen=True)
+class Updated:
+    """What an optimizer holds of a parameter on the device.
 
     Parameters
     ----------
-    state_parts: bytes of the tensors of a parameter's optimizer state.
-    fresh: optimizer states do not exist before the first update makes them.
-
-    Returns: the changes; what an iteration leaves stays allocated at the end.
+    state_bytes: of each tensor of its state, in the order in which the first update makes them. workspace_bytes: while
+        it is updated.
     """
-    walker = _Walker(schedule, binding, state_parts)
+
+    state_bytes: tuple[int, ...]
+    workspace_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What is allocated and let go, in order.
+
+    Parameters
+    ----------
+    stretches: first what training starts with, then iterations. period: by how much the numbers of every further
+        iteration's allocations lie above those of the one before.
+    """
+
+    stretches: tuple[list[Change], ...]
+    period: int = 0
+
+    def played(self, iterations: int) -> Iterator[list[Change]]:
+        """What training starts with, and so many iterations."""
+        yield from self.stretches[: 1 + iterations]
+        for more in range(1, iterations + 2 - len(self.stretches)):
+            yield [Change(change.number + more * self.period, change.bytes) for change in self.stretches[-1]]
+
+
+def rehearse(
+    schedule: Schedule,
+    binding: Binding,
+    updated: Callable[[str], Updated],
+    buffer_bytes: Iterable[int] = (),
+    *,
+    fresh: bool,
+) -> Rehearsal:
+    """Walk through a schedule.
+
+    The first iteration finds what training starts with, without what an iteration before would have left; from the
+    second one on things lie where the one before has left them.
+
+    Parameters
+    ----------
+    updated: what the optimizer holds of a parameter. buffer_bytes: of the model's buffers.
+    fresh: optimizer states do not exist before the first update makes them.
+    """
+    walker = _Walker(schedule, binding, updated)
     walker.unborn = {item for item in schedule.item_bytes if fresh and item.startswith("s:")}
     for item in schedule.resident:
-        if item not in walker.unborn:
+        if item not in walker.unborn and not item.startswith(("g:", "old:")):
             walker.bring(item)
-    for _ in range(2):
+    for size in buffer_bytes:
+        walker.make(size)
+    stretches = [walker.take()]
+    for _ in range(_LEARNT):
         for one in schedule.passes:
             walker.walk((*one.forward, *one.backward))
             walker.items = {made_old(item): numbers for item, numbers in walker.items.items()}
         walker.walk(schedule.turn_around)
-    return walker.changes
-
-
-def pool_peaks(changes: Iterable[Change]) -> tuple[int, int]:
-    """The most bytes held at once in large allocations, and what the segments for the small ones take at least.
-
-    Caching allocators keep what is small in segments of its own, so that it does not cut up the large ones.
-    """
-    live: dict[int, int] = {}
-    held, peak = [0, 0], [0, 0]
-    for change in changes:
-        size = -(-change.bytes // _ROUNDING_BYTES) * _ROUNDING_BYTES or -live.pop(change.number)
-        if change.bytes:
-            live[change.number] = size
-        kind = int(abs(size) <= _SMALL_BYTES)
-        held[kind] += size
-        peak[kind] = max(peak[kind], held[kind])
-    return peak[0], -(-peak[1] // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
+        stretches.append(walker.take())
+    return Rehearsal(tuple(stretches), sum(change.bytes > 0 for change in stretches[-1]))
 
 
 class _Walker:
-    """State: `changes` so far; `items`, the numbers of the allocations of an item; `unborn`, states not yet made."""
+    """State: `changes` since they were taken; `items`, those of items; `unborn`, states not yet made."""
 
-    def __init__(self, schedule: Schedule, binding: Binding, state_parts: Callable[[str], Iterable[int]]) -> None:
-        self.schedule, self.binding, self.state_parts = schedule, binding, state_parts
+    def __init__(self, schedule: Schedule, binding: Binding, updated: Callable[[str], Updated]) -> None:
+        self.schedule, self.binding, self.updated = schedule, binding, updated
         self.changes: list[Change] = []
         self.items: dict[str, list[int]] = {}
         self.unborn: set[str] = set()
         self._last = 0
+
+    def take(self) -> list[Change]:
+        """The changes since the last call."""
+        taken, self.changes = self.changes, []
+        return taken
 
     def walk(self, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -86,9 +108,11 @@ class _Walker:
             elif action.kind is Kind.PREFETCH:
                 if action.name not in self.unborn:
                     self.bring(action.name)
-            elif action.kind is Kind.UPDATE_DEVICE and f"s:{action.name}" in self.unborn:
-                self.unborn.discard(f"s:{action.name}")
-                self.bring(f"s:{action.name}")
+            elif action.kind is Kind.UPDATE_DEVICE:
+                if f"s:{action.name}" in self.unborn:
+                    self.unborn.discard(f"s:{action.name}")
+                    self.bring(f"s:{action.name}")
+                self._pass(self.updated(action.name).workspace_bytes)
             elif action.kind is Kind.FREE:
                 self._end(self.items.pop(action.name, ()))
             elif action.kind is Kind.ACCUMULATE:
@@ -102,7 +126,7 @@ class _Walker:
         """Allocate an item as a prefetch does."""
         kind, name = item.split(":", 1)
         if kind == "s":
-            sizes = list(self.state_parts(name))
+            sizes = list(self.updated(name).state_bytes)
         elif kind in "ka":
             block = self.binding.blocks[int(name)]
             wanted = block.kept if kind == "k" else block.offloaded
@@ -110,14 +134,14 @@ class _Walker:
             sizes = [made[storage] for storage in wanted]
         else:
             sizes = [self.schedule.item_bytes[item]]
-        self.items[item] = [self._make(size) for size in sizes]
+        self.items[item] = [self.make(size) for size in sizes]
 
     def _compute(self, name: str) -> None:
         if name == "start":
             self._start()
         elif name == "user":
             spec = self.schedule.computes[name]
-            self._end([self._make(spec.rise_bytes)])
+            self._pass(spec.rise_bytes)
             for item in spec.makes:
                 self.bring(item)
         elif name[0] == "F":
@@ -133,9 +157,9 @@ class _Walker:
             item = self.binding.shared_item.get(name)
             own = start.program.given.get(storage.get(name, -1))
             if own is not None:
-                given[storage[name]] = self._make(own)
+                given[storage[name]] = self.make(own)
             elif item is not None:
-                self.items.setdefault(item, []).append(self._make(sizes[item]))
+                self.items.setdefault(item, []).append(self.make(sizes[item]))
         live = self._run(start.program, given)
         for port in start.results:
             if port.storage in live:
@@ -171,21 +195,26 @@ class _Walker:
         fused = program.fused
         if fused is not None:
             # In which pieces it takes its memory is not known; what has room for all of it at once has room for them.
-            self._end([self._make(fused.rise_bytes)])
+            self._pass(fused.rise_bytes)
             self._end([live.pop(storage) for storage in fused.ends if storage in live])
-            return live | {made.storage: self._make(made.bytes) for made in fused.makes}
+            return live | {made.storage: self.make(made.bytes) for made in fused.makes}
         for step in program.instructions:
             for _, storage, size in step.makes:
-                live[storage] = self._make(size)
-            if step.workspace_bytes:
-                self._end([self._make(step.workspace_bytes)])
+                live[storage] = self.make(size)
+            self._pass(step.workspace_bytes)
             self._end([live.pop(storage) for storage in step.ends if storage in live])
         return live
 
-    def _make(self, size: int) -> int:
+    def make(self, size: int) -> int:
+        """Allocate so many bytes; the allocation's number."""
         self._last += 1
         self.changes.append(Change(self._last, max(size, 1)))
         return self._last
+
+    def _pass(self, size: int) -> None:
+        """Allocate what is let go at once, if it is anything."""
+        if size:
+            self._end([self.make(size)])
 
     def _end(self, numbers: Iterable[int]) -> None:
         self.changes += [Change(number, 0) for number in numbers]

@@ -49,6 +49,7 @@ def reset() -> None:
     set_workspace_bytes(0)
     set_limit_bytes(NO_LIMIT)
     set_pinned_limit_bytes(NO_LIMIT)
+    set_poisons(True)
     set_total_bytes(TOTAL_BYTES)
     if memory_allocated():
         gc.collect()
@@ -96,6 +97,26 @@ def set_workspace_bytes(workspace_bytes: int) -> None:
     native.set_workspace_bytes(workspace_bytes)
 
 
+def set_poisons(poisons: bool) -> None:
+    """Whether memory that is let go is overwritten; if not, memory that nobody writes takes none of the host's."""
+    native.set_poisons(poisons)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[tuple[int, int]]]:
+    """What is allocated within a block, in order: address and bytes asked for, or address and 0 when it is let go.
+
+    The list is filled when the block ends.
+    """
+    changes: list[tuple[int, int]] = []
+    native.watch_allocations(True)
+    try:
+        yield changes
+    finally:
+        changes += native.take_changes()
+        native.watch_allocations(False)
+
+
 def lose(lost: bool = True) -> None:
     """A lost device refuses everything with torch.AcceleratorError."""
     native.set_lost(lost)
@@ -108,7 +129,7 @@ def set_pinned_limit_bytes(limit_bytes: int) -> None:
 
 def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
     """The limit as a fraction of the card's memory."""
-    native.set_limit_bytes(int(fraction * mem_get_info()[1]))
+    set_limit_bytes(int(fraction * mem_get_info()[1]))
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:

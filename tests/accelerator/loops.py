@@ -28,8 +28,8 @@ AMPLE = 1 << 30
 def without_allocator() -> Iterator[None]:
     """Plans are not placed in the allocator, and it is given no limit."""
 
-    def placed(make: Callable[[int], Prepared], *given: Any) -> tuple[Prepared, int]:
-        return make(0), 0
+    def placed(make: Callable[[int], Prepared], *given: Any) -> tuple[Prepared, None]:
+        return make(0), None
 
     def make_device(kind: str, limit_bytes: int) -> Device:
         device = StreamDevice(torch.device(kind), AMPLE)

@@ -7,8 +7,10 @@ that whatever is read too early or written too late shows in the losses.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import offmate
+from offmate.fitting import rehearsals
 
 pytestmark = pytest.mark.timeout(300)
 STEPS = 4
@@ -180,6 +183,48 @@ def test_numbers_and_budget(sim, name, level):
         assert model.offmate.peak_bytes == plan.predicted_peak_bytes
         assert sim.max_memory_reserved() <= plan.predicted_peak_bytes <= budget
         assert next(model.parameters()).device == torch.device("sim:0")
+
+
+def test_an_iteration_allocates_what_was_rehearsed(sim):
+    """Whatever is larger than the user's own numbers and batches."""
+    with compiled("llama", budget_of("llama", "tight")) as (model, optimizer):
+        forward, seen = functools.partial(model, **text(0)), []
+        for _ in range(3):
+            with sim.watched() as changes:
+                forward()["loss"].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append(large(size for _, size in changes))
+        session = model._offmate_session
+        fresh, _ = rehearsals(session.training.prepared, model, session.updater, torch.device("sim:0"))
+        _, _, *rehearsed = [large(change.bytes for change in stretch) for stretch in fresh.played(3)]
+        assert seen[1:] == rehearsed  # planning is in the first one
+
+
+def large(sizes: Iterable[int]) -> Counter[int]:
+    return Counter(size for size in sizes if size > 4096)
+
+
+def test_a_refusal_names_a_budget_that_works(sim):
+    """Nothing runs out of memory in a step at the least budget, in which half of the memory is of small pieces."""
+    model = built("llama").bfloat16()
+    settings = {"device": "sim", "cpu_budget": HOST_BYTES, "config": NO_CACHE}
+    optimizer = adamw(model)
+    with pytest.raises(offmate.InfeasibleBudget) as caught:
+        offmate.plan(model, 8 << 20, example_inputs=text(0), optimizer=optimizer, **settings)
+    tensors = caught.value.least_budget_bytes + (1 << 20)
+    with pytest.raises(offmate.InfeasibleBudget, match=r"no plan could be placed .* MiB works") as caught:
+        offmate.plan(model, tensors, example_inputs=text(0), optimizer=optimizer, **settings)
+    least = caught.value.least_budget_bytes
+    offmate.compile(model, least, optimizer=optimizer, **settings)
+    for step in range(5):
+        model(**text(step)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    plan = model.offmate.plan
+    assert sim.max_memory_reserved() <= plan.predicted_peak_bytes <= least
+    model._offmate_session.bring_home()
+    model._offmate_session.device.close()
 
 
 @pytest.mark.parametrize(("micro", "max_norm"), [(1, 0.1), (3, None), (2, 0.1)])

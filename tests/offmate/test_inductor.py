@@ -6,11 +6,13 @@ import functools
 import logging
 import re
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
-from offmate.runtime.rehearsal import pool_peaks, rehearse
+from offmate.runtime.pools import pool_peaks
+from offmate.runtime.rehearsal import Updated, rehearse
 from torch import nn
 
 import offmate
@@ -188,7 +190,8 @@ def test_an_allocator_rehearses_what_is_compiled() -> None:
     )
 
     def left(how: Any) -> tuple[int, int]:
-        changes = rehearse(schedule, how, lambda name: (schedule.item_bytes.get(f"s:{name}", 0),), fresh=False)
+        rehearsal = rehearse(schedule, how, lambda n: Updated((schedule.item_bytes.get(f"s:{n}", 0),)), fresh=False)
+        changes = list(chain(*rehearsal.stretches))
         ended = {change.number for change in changes if not change.bytes}
         return sum(change.bytes for change in changes if change.number not in ended), sum(pool_peaks(changes))
 

@@ -6,6 +6,7 @@
 #include <ATen/native/Resize.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <pybind11/functional.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 namespace sim {
@@ -159,6 +160,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("set_others_bytes", &sim::set_others_bytes);
   module.def("set_workspace_bytes", &sim::set_workspace_bytes);
   module.def("set_limit_bytes", &sim::set_limit_bytes);
+  module.def("set_poisons", &sim::set_poisons, without_gil);
+  module.def("watch_allocations", &sim::watch_allocations);
+  module.def("take_changes", &sim::take_changes);
   module.def("set_pinned_limit_bytes", &sim::set_pinned_limit_bytes);
   module.def("empty_host_cache", [] { sim::pinned_memory()->empty_cache(); });
   module.def("default_generator", &sim::default_generator);

@@ -89,9 +89,20 @@ class DeviceMemory final : public c10::DeviceAllocator {
     return {total_bytes - std::min(total_bytes, others_bytes + reserved()), total_bytes};
   }
 
+  void watch(bool on) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    watched_ = on;
+    changes_.clear();
+  }
+  std::vector<Change> take_changes() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return std::exchange(changes_, {});
+  }
+
   size_t total_bytes = size_t{16} << 30;
   size_t limit_bytes = SIZE_MAX; // of this process
   size_t others_bytes = 0; // held by other processes
+  bool poisons = true; // without, memory that nobody writes takes none of the host's
 
  private:
   static void release(void* context);
@@ -111,12 +122,20 @@ class DeviceMemory final : public c10::DeviceAllocator {
   void merge(Block* block, Block* neighbour);
   void collect_read();
   void release_cached();
+  void note(const Block& block, size_t requested);
+  void poison(char* data, size_t size) const {
+    if (poisons) {
+      std::memset(data, kPoison, size);
+    }
+  }
   [[noreturn]] void refuse(size_t requested);
 
   std::mutex mutex_;
   Pool small_, large_;
   std::vector<Block*> being_read_; // freed, but a stream named by record_stream has not come so far yet
   c10::CachingDeviceAllocator::DeviceStats stats_;
+  bool watched_ = false;
+  std::vector<Change> changes_;
 };
 
 DeviceMemory& the_memory() {
@@ -173,6 +192,7 @@ c10::DataPtr DeviceMemory::allocate(size_t requested) {
   count(stats_.allocated_bytes, small, block->size);
   count(stats_.active_bytes, small, block->size);
   count(stats_.requested_bytes, small, requested);
+  note(*block, requested);
   return {block->data, block, &release, device};
 }
 
@@ -194,7 +214,7 @@ Block* DeviceMemory::take_new(c10::StreamId stream, bool small, size_t size) {
     return nullptr;
   }
   char* data = map_segment(bytes);
-  std::memset(data, kPoison, bytes);
+  poison(data, bytes);
   ++stats_.num_device_alloc;
   count(stats_.segment, small, 1);
   count(stats_.reserved_bytes, small, bytes);
@@ -221,6 +241,7 @@ void DeviceMemory::release(void* context) {
   }
   auto& memory = the_memory();
   std::lock_guard<std::mutex> lock(memory.mutex_);
+  memory.note(*block, 0);
   block->allocated = false;
   memory.count(memory.stats_.allocation, block->small, -1);
   memory.count(memory.stats_.allocated_bytes, block->small, -static_cast<int64_t>(block->size));
@@ -239,7 +260,9 @@ void DeviceMemory::release(void* context) {
 // Poisoned in the order of the stream that it was allocated on: what this stream reads before is whole, what another
 // one reads without having been waited for is not.
 void DeviceMemory::put_back(Block* block) {
-  stream(block->stream).submit([data = block->data, size = block->size] { std::memset(data, kPoison, size); });
+  if (poisons) {
+    stream(block->stream).submit([this, data = block->data, size = block->size] { poison(data, size); });
+  }
   count(stats_.active, block->small, -1);
   count(stats_.active_bytes, block->small, -static_cast<int64_t>(block->size));
   block->reads.clear();
@@ -313,6 +336,12 @@ void DeviceMemory::release_cached() {
   }
 }
 
+void DeviceMemory::note(const Block& block, size_t requested) {
+  if (watched_) {
+    changes_.emplace_back(reinterpret_cast<uintptr_t>(block.data), requested);
+  }
+}
+
 void DeviceMemory::emptyCache(c10::MempoolId_t) {
   std::lock_guard<std::mutex> lock(mutex_);
   release_cached();
@@ -354,6 +383,18 @@ void DeviceMemory::resetPeakStats(c10::DeviceIndex) {
 
 c10::DeviceAllocator* device_memory() {
   return &the_memory();
+}
+
+void set_poisons(bool poisons) {
+  the_memory().poisons = poisons;
+}
+
+void watch_allocations(bool on) {
+  the_memory().watch(on);
+}
+
+std::vector<Change> take_changes() {
+  return the_memory().take_changes();
 }
 
 void set_total_bytes(size_t total_bytes) {

@@ -6,6 +6,9 @@
 #include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 
+#include <utility>
+#include <vector>
+
 namespace sim {
 
 // Memory of the host that plays the device's; not safe for threads.
@@ -14,6 +17,14 @@ void unmap_segment(char* segment);
 
 c10::DeviceAllocator* device_memory();
 at::HostAllocator* pinned_memory();
+
+// Whether memory is overwritten when it is made and when it is let go.
+void set_poisons(bool poisons);
+
+// What was allocated (address and bytes asked for) and let go (address and 0) since it was last asked for, in order.
+using Change = std::pair<uintptr_t, size_t>;
+void watch_allocations(bool on);
+std::vector<Change> take_changes();
 
 // `total_bytes` is the memory of the whole card, `others_bytes` what other processes hold of it, `limit_bytes` what
 // this one may reserve.

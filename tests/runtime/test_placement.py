@@ -1,0 +1,96 @@
+"""What an allocator reserves for an iteration, on the simulated accelerator's."""
+
+from __future__ import annotations
+
+import random
+from types import ModuleType
+
+import pytest
+import torch
+from offmate.runtime.pools import Change, Pools, most_reserved_bytes
+from offmate.runtime.rehearsal import Rehearsal
+from offmate.runtime.reserve import Place, Reserved, Shortfall, least_budget_bytes, make_pockets, reserve
+
+KIB, MIB = 2**10, 2**20
+DEVICE = "sim"
+
+
+def drawn(seed: int, n: int = 400) -> list[Change]:
+    """Allocations of every size, of which about twenty live at a time."""
+    chance, live, changes = random.Random(seed), [], []
+    for number in range(n):
+        while len(live) > chance.randrange(40):
+            changes.append(Change(live.pop(chance.randrange(len(live))), 0))
+        size = chance.choice(
+            [chance.randrange(1, 2 * KIB), chance.randrange(1, 3 * MIB), chance.randrange(1, 30 * MIB)]
+        )
+        changes.append(Change(number, size))
+        live.append(number)
+    return changes + [Change(number, 0) for number in live]
+
+
+def iterations(*sizes_mib: float) -> Rehearsal:
+    """Nothing at the start; then, in every iteration, all of these sizes, let go in the order in which they came."""
+    made = [Change(number, int(size * MIB)) for number, size in enumerate(sizes_mib)]
+    return Rehearsal(([], [*made, *(Change(change.number, 0) for change in made)]), len(made))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_rules_are_the_allocator_s_own(sim: ModuleType, seed: int) -> None:
+    pools, live = Pools(0), {}
+    for change in drawn(seed):
+        pools.change(change)
+        if change.bytes:
+            live[change.number] = torch.empty(change.bytes, dtype=torch.uint8, device=DEVICE)
+        else:
+            del live[change.number]
+        assert pools.reserved_bytes == sim.memory_reserved()
+
+
+def test_what_repeats_itself_is_not_played_again() -> None:
+    def stretches():
+        yield from iterations(3, 0.5).played(2)
+        raise AssertionError("the second iteration ended as the first one did")
+
+    assert most_reserved_bytes(stretches(), 4 * MIB) == 6 * MIB
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_start_that_takes_most_counts(sim: ModuleType, order: int) -> None:
+    starts = (iterations(30, 30), iterations(30, 30, 6, *[0.5] * 20))[::order]
+    found = reserve(torch.device(DEVICE), starts, 128 * MIB)
+    assert isinstance(found, Reserved)
+    assert found.place.segment_bytes >= 66 * MIB
+    assert 76 * MIB <= found.needed_bytes <= found.bytes <= 128 * MIB
+
+
+def test_the_least_budget_that_works(sim: ModuleType) -> None:
+    starts = (iterations(30, 12, 50, *[0.7] * 9), iterations(40, 40))
+    least = least_budget_bytes(torch.device(DEVICE), starts)
+    sim.set_limit_bytes(least)
+    found = reserve(torch.device(DEVICE), starts, least)
+    assert isinstance(found, Reserved)
+    assert found.bytes <= least
+    short = reserve(torch.device(DEVICE), starts, least - 8 * MIB)
+    assert isinstance(short, Shortfall)
+
+
+def test_a_segment_is_taken_anew_only_where_it_fits(sim: ModuleType) -> None:
+    Place(40 * MIB, None).take(torch.device(DEVICE))
+    Place(60 * MIB, None).take(torch.device(DEVICE))
+    assert sim.memory_reserved() == 60 * MIB
+    held = torch.empty(4 * MIB, dtype=torch.uint8, device=DEVICE)
+    sim.set_limit_bytes(80 * MIB)
+    Place(30 * MIB, None).take(torch.device(DEVICE))
+    assert sim.memory_reserved() == 60 * MIB, held.shape
+
+
+def test_numbers_and_batches_cut_nothing_up(sim: ModuleType) -> None:
+    walls = make_pockets(torch.device(DEVICE), 8, [4 * KIB])
+    before = torch.empty(600 * KIB, dtype=torch.uint8, device=DEVICE)
+    others = [torch.empty(1000 * KIB, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
+    place = before.data_ptr()
+    del before
+    users = [torch.empty(size, dtype=torch.uint8, device=DEVICE) for size in (4, 4 * KIB, 1, 4 * KIB)]
+    assert torch.empty(600 * KIB, dtype=torch.uint8, device=DEVICE).data_ptr() == place
+    assert len({wall.data_ptr() for wall in (*walls, *users, *others)}) == len(walls) + 6
