@@ -36,6 +36,8 @@ from .gpu_cases import MODELS
 from .overhead import machine
 
 HARDWARE = "rtx4090"
+ALLOCATOR = "simulated, with the rules of CUDA's; no operator ran but where it says trained"
+TRAINED_PERCENT = (110, 150)  # of the least budget
 HOST_BYTES = 1 << 42
 CARD_BYTES = 80 << 30
 COLUMNS = ("model", "dtype", "budget GB", "tensors %", "reserved %", "margins tried", "refused")
@@ -50,20 +52,26 @@ def main() -> None:
         raise SystemExit(accelerator.why_not())
     sim.set_poisons(False)
     sim.set_total_bytes(CARD_BYTES)
-    console, rows = Console(width=120), []
+    console, found = Console(width=120), {"machine": machine(), "allocator": ALLOCATOR, "planned_for": HARDWARE}
+    found |= {"rows": [], "trained": []}
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.models:
             for dtype in arguments.dtypes:
                 for budget in arguments.budgets:
-                    rows.append(place(name, dtype, int(budget * 1e9), offmate.Config(cache_dir=folder)))
-                    console.print(*(_shown(rows[-1][column]) for column in COLUMNS), sep="  ")
-    _show(console, rows)
-    found = {"machine": machine(), "allocator": "simulated, with the rules of CUDA's", "planned_for": HARDWARE}
-    found |= {"rows": rows, "trained": [trained(percent) for percent in (110, 150)] if arguments.train else []}
-    if arguments.train:
-        console.print(*found["trained"], sep="\n")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+                    row = place(name, dtype, int(budget * 1e9), offmate.Config(cache_dir=folder))
+                    console.print(*(_shown(row[column]) for column in COLUMNS), sep="  ")
+                    found["rows"].append(row)
+                    _write(found, arguments.json)
+    _show(console, found["rows"])
+    for percent in TRAINED_PERCENT if arguments.train else ():
+        found["trained"].append(trained(percent))
+        console.print(found["trained"][-1])
+        _write(found, arguments.json)
+
+
+def _write(found: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def place(name: str, dtype: str, budget_bytes: int, config: offmate.Config) -> Row:

@@ -219,9 +219,6 @@ class Session:
         return variant
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], kind: CallKind) -> Variant:
-        where = accelerator(self.request.device)
-        if where is not None and not self.pockets:
-            self.pockets = pockets(where, self.model, (args, kwargs))
         meta = [n for n, p in self.model.named_parameters() if p.device.type == "meta"]
         if meta:
             raise OffmateError(
@@ -233,7 +230,8 @@ class Session:
         with self.plain() as model, self.progress() as say, rng_untouched(accelerator(self.request.device)):
             if not kind.trains:
                 prepared, place = self._placed(
-                    lambda margin: make_stream(model, args, kwargs, replace(self.request, margin_bytes=margin), say)
+                    lambda margin: make_stream(model, args, kwargs, replace(self.request, margin_bytes=margin), say),
+                    (args, kwargs),
                 )
                 return self._bound(prepared, kind, place)
             if self.training is not None:
@@ -250,11 +248,11 @@ class Session:
                     None if margin_bytes else given, near=near, kept=self.earlier_plans,
                 )  # fmt: skip
 
-            prepared, place = self._placed(make)
+            prepared, place = self._placed(make, (args, kwargs))
         log.info("plan ready:\n%s", prepared.plan.explain())
         return self._bound(prepared, kind, place)
 
-    def _placed(self, make: Callable[[int], Prepared]) -> tuple[Prepared, Place | None]:
+    def _placed(self, make: Callable[[int], Prepared], batch: Any) -> tuple[Prepared, Place | None]:
         """A plan that fits the device's allocator too, and its place, given what makes one that leaves it so much."""
         where = accelerator(self.request.device)
         if where is None:
@@ -263,6 +261,7 @@ class Session:
         # Other processes may have come since the model was compiled.
         check_budget(self.request.device, budget_bytes)
         try:
+            self.pockets = self.pockets or pockets(where, self.model, batch)
             return fitted(make, self.model, self.updater, where, budget_bytes)
         except torch.OutOfMemoryError as error:
             raise BudgetExceeded(f"{out_of_memory(where, budget_bytes, None)}. ({error})") from error

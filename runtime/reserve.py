@@ -127,7 +127,9 @@ def least_budget_bytes(device: torch.device, starts: tuple[Rehearsal, ...], iter
         max(_model_bytes(start, segment, iterations) for start in starts)
         for segment in _segments(large, 2 * large + SMALL_SEGMENT_BYTES)
     )
-    return -(-(needed + _SLACK_SEGMENTS * SMALL_SEGMENT_BYTES) * _SLACK_SHARE // (_SLACK_SHARE - 1)) + 1
+    # One segment more, since what else is on the device need not lie as it does now.
+    free = needed + (_SLACK_SEGMENTS + 1) * SMALL_SEGMENT_BYTES
+    return -(-free * _SLACK_SHARE // (_SLACK_SHARE - 1)) + 1
 
 
 def _model_bytes(start: Rehearsal, segment: int, iterations: int) -> int:

@@ -11,14 +11,16 @@ import functools
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from offmate.runtime.reserve import Place
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import offmate
-from offmate.fitting import rehearsals
+from offmate.fitting import fitted, rehearsals
 
 pytestmark = pytest.mark.timeout(300)
 STEPS = 4
@@ -205,10 +207,27 @@ def large(sizes: Iterable[int]) -> Counter[int]:
     return Counter(size for size in sizes if size > 4096)
 
 
-def test_a_refusal_names_a_budget_that_works(sim):
+def test_memory_is_laid_out_anew(sim, monkeypatch):
+    """Before an iteration that no rehearsal has seen everything leaves the device and returns; no number changes."""
+
+    def lasting_for_one(*given):
+        prepared, place = fitted(*given)
+        return prepared, replace(place, iterations=1)
+
+    taken, take = [], Place.take
+    monkeypatch.setattr("offmate.session.fitted", lasting_for_one)
+    monkeypatch.setattr(Place, "take", lambda place, device: (taken.append(place), take(place, device)))
+    losses, state = plain("gpt2")
+    with compiled("gpt2", budget_of("gpt2", "tight")) as (model, optimizer):
+        assert steps("gpt2", model, optimizer) == losses
+        assert_same(model, state)
+        assert len(taken) == STEPS
+
+
+def test_a_refusal_names_a_budget_that_works(sim, tmp_path):
     """Nothing runs out of memory in a step at the least budget, in which half of the memory is of small pieces."""
     model = built("llama").bfloat16()
-    settings = {"device": "sim", "cpu_budget": HOST_BYTES, "config": NO_CACHE}
+    settings = {"device": "sim", "cpu_budget": HOST_BYTES, "config": offmate.Config(cache_dir=str(tmp_path))}
     optimizer = adamw(model)
     with pytest.raises(offmate.InfeasibleBudget) as caught:
         offmate.plan(model, 8 << 20, example_inputs=text(0), optimizer=optimizer, **settings)
