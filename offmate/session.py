@@ -7,7 +7,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from enum import Enum
 from typing import Any
 
 import torch
@@ -23,9 +22,11 @@ from .failures import described, out_of_memory
 from .fitting import fitted, pockets
 from .optimizer import Updater
 from .pace import Pace
+from .plain import Plainness
 from .planner import make_plan
 from .plans import Plan
 from .progress import Progress
+from .protocol import Turn, check_backward, check_call
 from .replay import Iteration, Replay
 from .request import Prepared, Request
 from .runtime import interrupts
@@ -38,14 +39,6 @@ from .user_code import UserCode
 from .variants import CallKind, Numbers, Variant, Variants, kind_of
 
 log = logging.getLogger("offmate")
-
-
-class Turn(Enum):
-    """Whose turn it is in the training loop."""
-
-    FORWARD = "the model's forward"
-    BACKWARD = "backward() on the loss of the last forward"
-    STEP = "optimizer.step()"
 
 
 class Session:
@@ -73,8 +66,7 @@ class Session:
         max_grad_norm: float | None = None,
     ) -> None:
         self._model = weakref.ref(model)
-        self.plain_class = type(model)
-        self.plain_forward = model.__dict__.get("forward")
+        self._plainness = Plainness(type(model), model.__dict__.get("forward"))
         self.request = request
         self.updater = Updater(optimizer, names) if optimizer is not None else None
         self.given = given
@@ -106,6 +98,11 @@ class Session:
         return model
 
     @property
+    def plain_class(self) -> type[torch.nn.Module]:
+        """The model's class before it was compiled."""
+        return self._plainness.model_class
+
+    @property
     def plan(self) -> Plan | None:
         """The plan of the training iteration, once there is one."""
         return self.training.prepared.plan if self.training is not None else self.given
@@ -123,7 +120,7 @@ class Session:
         args, kwargs = self.numbers.as_tensors(*given)
         leaves = pytree.tree_leaves((args, kwargs))
         trains = torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
-        self._check_call(leaves, trains)
+        check_call(self, leaves, trains)
         self._account_for_user_code()
         edited = self.truth.check_edits()
         self.truth.adopt_tensors()
@@ -140,43 +137,6 @@ class Session:
             return self._rebuild(variant, self._train(variant, tensors))
         with self._whole():
             return self._rebuild(variant, variant.executor.forward(tensors))
-
-    def _check_call(self, leaves: list[Any], trains: bool) -> None:
-        if self.truth.torn and trains:
-            raise OffmateError(
-                f"after an earlier failure {self.truth.torn_words()}. Load a checkpoint into the model and the "
-                "optimizer before training goes on; to go on from here all the same, load their own: "
-                "model.load_state_dict(model.state_dict()), optimizer.load_state_dict(optimizer.state_dict())"
-            )
-        if self.turn is Turn.BACKWARD:
-            self._refuse_second_forward()
-        if self.turn is Turn.STEP:
-            raise ProtocolError(
-                f"a forward after backward() without optimizer.step(); {self.request.micro_batches} backward() calls "
-                "make one update in this plan. Call optimizer.step() first; to add up the gradients of more "
-                "micro-batches compile with accumulation_steps="
-            )
-        for leaf in leaves:
-            if trains and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                raise ProtocolError(
-                    f"an input of shape {tuple(leaf.shape)} requires a gradient; offmate gives gradients to parameters "
-                    "only. Detach the input, or make it a parameter of the model"
-                )
-        if trains:
-            self.assigned.check_none()
-            self.truth.check_trained()
-
-    def _refuse_second_forward(self) -> None:
-        message = (
-            "a second forward before backward(); the plan frees what a forward keeps in its own backward, so there is "
-            "one forward at a time, torch.no_grad() included. "
-        )
-        assert self.iteration is not None
-        if self.iteration.given_up:
-            self.give_up()
-            raise ProtocolError(message + "The earlier forward was given up, since nothing leads to its backward any "
-                                "more; the next call starts afresh")  # fmt: skip
-        raise ProtocolError(message + "Call backward() first, or let go of that forward's outputs to give it up")
 
     def _without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A cache of keys and values does not export and training never reads it."""
@@ -266,28 +226,9 @@ class Session:
         except torch.OutOfMemoryError as error:
             raise BudgetExceeded(f"{out_of_memory(where, budget_bytes, None)}. ({error})") from error
 
-    @contextlib.contextmanager
-    def plain(self) -> Iterator[torch.nn.Module]:
+    def plain(self) -> contextlib.AbstractContextManager[torch.nn.Module]:
         """The model as it was before it was compiled."""
-        model = self.model
-        compiled = type(model)
-        params = {p: type(p) for p in model.parameters()}
-        # Others put a forward on the instance: before, it is the one to run; since then, it leads here (accelerate's).
-        around = model.__dict__.pop("forward", None)
-        if self.plain_forward is not None:
-            model.__dict__["forward"] = self.plain_forward
-        model.__class__ = self.plain_class
-        for param in params:
-            param.__class__ = torch.nn.Parameter
-        try:
-            yield model
-        finally:
-            model.__class__ = compiled
-            model.__dict__.pop("forward", None)
-            if around is not None:
-                model.__dict__["forward"] = around
-            for param, own in params.items():
-                param.__class__ = own
+        return self._plainness.of(self.model)
 
     def _bound(self, prepared: Prepared, kind: CallKind, place: Place | None) -> Variant:
         plan = prepared.plan
@@ -337,7 +278,7 @@ class Session:
     def backward(self, variant: Variant, iteration: Iteration, grads: tuple[torch.Tensor | None, ...]) -> None:
         """The backwards, on behalf of autograd."""
         self.user_code.ends()
-        self._check_backward(iteration)
+        check_backward(self, iteration)
         gradients = handover.take_in(variant.prepared, grads, self.device.torch_device)
         with self._whole():
             if self.updater is None:
@@ -356,25 +297,6 @@ class Session:
             self.iteration = None
         if self.updater is None:
             self.pace.step_done(variant.prepared.plan)
-
-    def _check_backward(self, iteration: Iteration) -> None:
-        if self.turn is not Turn.BACKWARD or iteration is not self.iteration:
-            raise ProtocolError(
-                f"a second backward() through the same forward; next comes {self.turn.value}. The plan frees what a "
-                "backward has read, so retain_graph cannot be honoured; sum the losses and call backward() once"
-            )
-        if self.uncleared and not self.micro_batches:
-            raise ProtocolError(
-                "the gradients of the last iteration were not cleared, so plain PyTorch would add to them, but the "
-                "planned optimizer has consumed them. Call optimizer.zero_grad() before backward()"
-            )
-        edited = self.truth.edited()
-        if edited:
-            self.give_up()
-            raise ProtocolError(
-                f"{edited[0]} was edited between the forward and backward(); the forward was given up, the edit is "
-                "used from the next forward on. Edit parameters after optimizer.step()"
-            )
 
     def _account_for_user_code(self) -> None:
         if self.user_code.account(self.training):
