@@ -103,7 +103,7 @@ def restore_random(path: Path) -> None:
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
-    device: Any = torch.get_device_module()
+    device = _accelerator()
     if state["device"] and hasattr(device, "set_rng_state_all"):
         device.set_rng_state_all(state["device"])
 
@@ -216,10 +216,16 @@ def _check_finite(model: torch.nn.Module, step: int) -> None:
             )
 
 
+def _accelerator() -> Any:
+    """The module of the accelerator that is here now, None without one."""
+    found = torch.accelerator.current_accelerator()
+    return None if found is None else torch.get_device_module(found)
+
+
 def _random_state() -> dict[str, Any]:
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    device: Any = torch.get_device_module()
+    device = _accelerator()
     return {
         "torch": torch.get_rng_state(),
         "python": [version, list(internal), gauss],
