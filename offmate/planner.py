@@ -290,6 +290,7 @@ def _lower(
 
 
 def fixed_bytes(model: torch.nn.Module, captured: Captured, updates: dict[str, UpdateCost]) -> int:
+    """Bytes of buffers, constants and optimizer scalars, which are on the device all the time."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     tensors = [buffers[name] for name in captured.buffers.values()] + list(captured.constants.values())
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}

@@ -17,6 +17,7 @@ log = logging.getLogger("offmate")
 
 
 def cached(path: Path | None, request: Request) -> Plan | None:
+    """The plan in a file, if there is one that can be read and fits."""
     if path is None or not path.exists():
         return None
     try:
@@ -28,6 +29,7 @@ def cached(path: Path | None, request: Request) -> Plan | None:
 
 
 def fitting(plan: Plan | None, request: Request) -> Plan | None:
+    """The plan, if it fits into the host memory that there is."""
     if plan is not None and plan.host_bytes > request.host_budget_bytes:
         log.info("an earlier plan needs %s of host memory, more than there is now", format_bytes(plan.host_bytes))
         return None
@@ -46,5 +48,6 @@ def restore_class(block: TracedBlock, options: tuple[StoredOption, ...], costs: 
 
 
 def kernel_bytes(costs: dict[str, NodeCost]) -> dict[str, tuple[int, ...]]:
+    """By node the bytes of its workspace and of its results' storages, where there are any."""
     found = {name: (c.workspace_bytes, *c.storage_bytes) for name, c in costs.items()}
     return {name: sizes for name, sizes in found.items() if any(sizes)}
