@@ -15,15 +15,16 @@ from .measure import DeviceAllocationLog
 from .optimizer import Updater
 from .plans import Plan
 from .request import Prepared
-from .runtime.rehearsal import Rehearsal, Updated, rehearse
-from .runtime.reserve import Place, Reserved, least_budget_bytes, make_pockets, reserve
+from .runtime.changes import Rehearsal
+from .runtime.rehearsal import rehearse
+from .runtime.reserve import Place, Reserved, make_pockets, reserve
+from .runtime.updated import Updated
 from .sizes import format_bytes, format_least_bytes
 from .states import state_parts
 
 log = logging.getLogger("offmate")
 
 _PROBED_ELEMENTS = 1 << 18  # of the tensor on which an update's workspace is measured
-_ESTIMATED = 4  # iterations that say about how much a plan needs
 _PLANS = 6  # tried until one fits; after these comes the one that takes the least
 
 
@@ -48,14 +49,16 @@ def fitted(
     """
     margin, prepared, tried = 0, make(0), 1
     while True:
-        starts, plan = rehearsals(prepared, model, updater, device), prepared.plan
-        found = reserve(device, starts, budget_bytes)
+        updated, plan = holdings(model, updater, device), prepared.plan
+        found = reserve(device, rehearsals(prepared, model, updated), budget_bytes)
         if isinstance(found, Reserved):
-            return _placed(prepared, found), found.place
+            place = replace(found.place, updated={name: updated(name) for name in plan.schedule.update_device_s})
+            log.info("%s move aside on the device in an iteration, to make room", format_bytes(place.moved_bytes))
+            return _placed(prepared, found), place
         least_taken = plan.least_budget_bytes - plan.allocator_bytes
         if margin >= budget_bytes - least_taken:
             break
-        needed = max(least_budget_bytes(device, starts, _ESTIMATED), budget_bytes * 101 // 100)
+        needed = max(found.needed_bytes, budget_bytes * 101 // 100)
         log.info("a plan needs %s, gaps in the allocator's memory included", format_bytes(needed))
         # Gaps are about in proportion to what is taken, as this plan takes it: it need not take all that it may.
         taken = (plan.predicted_peak_bytes - plan.allocator_bytes) * budget_bytes // needed
@@ -64,7 +67,7 @@ def fitted(
             prepared, tried = make(margin), tried + 1
         except InfeasibleBudget:
             break
-    raise _refusal(budget_bytes, max(least_budget_bytes(device, starts), budget_bytes + 1), plan)
+    raise _refusal(budget_bytes, found.needed_bytes, plan)
 
 
 def pockets(device: torch.device, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, ...]:
@@ -78,11 +81,24 @@ def pockets(device: torch.device, model: torch.nn.Module, batch: Any) -> tuple[t
     return make_pockets(device, numbers, [leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)])
 
 
-def rehearsals(
-    prepared: Prepared, model: torch.nn.Module, updater: Updater | None, device: torch.device
-) -> tuple[Rehearsal, ...]:
-    """Every way in which an iteration of the plan may start, rehearsed."""
-    params, buffers = dict(model.named_parameters()), dict(model.named_buffers(remove_duplicate=False))
+def rehearsals(prepared: Prepared, model: torch.nn.Module, updated: Callable[[str], Updated]) -> tuple[Rehearsal, ...]:
+    """Every way in which an iteration of the plan may start, rehearsed.
+
+    Parameters
+    ----------
+    updated: what the optimizer holds of a parameter.
+    """
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    buffer_bytes = [buffers[name].nbytes for name in prepared.binding.buffers]
+    return tuple(
+        rehearse(prepared.plan.schedule, prepared.binding, updated, buffer_bytes, fresh=fresh)
+        for fresh in (True, False)
+    )
+
+
+def holdings(model: torch.nn.Module, updater: Updater | None, device: torch.device) -> Callable[[str], Updated]:
+    """What an optimizer holds of a parameter, measured on the device once per kind."""
+    params = dict(model.named_parameters())
     held: dict[str, Updated] = {}
     per_element: dict[Any, int] = {}
 
@@ -97,11 +113,7 @@ def rehearsals(
             held[name] = Updated(tuple(parts), param.numel() * per_element[key])
         return held[name]
 
-    buffer_bytes = [buffers[name].nbytes for name in prepared.binding.buffers]
-    return tuple(
-        rehearse(prepared.plan.schedule, prepared.binding, updated, buffer_bytes, fresh=fresh)
-        for fresh in (True, False)
-    )
+    return updated
 
 
 def _workspace_share(updater: Updater, dtype: torch.dtype, hyper: dict[str, Any], device: torch.device) -> int:

@@ -40,6 +40,8 @@ from .variants import CallKind, Numbers, Variant, Variants, kind_of
 
 log = logging.getLogger("offmate")
 
+_LASTS = 8  # iterations that a layout of the device's memory lasts at least
+
 
 class Session:
     """What stands behind a compiled model.
@@ -240,6 +242,7 @@ class Session:
             self.updater if kind.trains else None,
             plan.fixed_bytes,
             self._clip() if kind.trains else None,
+            place.updated if place is not None else None,
         )
         return Variant(prepared, executor, kind, place)
 
@@ -255,16 +258,17 @@ class Session:
             log.info("%d parameters were edited (%s, ...); all are sent to the device again", len(stale), stale[0])
         if stale or self.active is not variant or self._is_worn(variant):
             self.bring_home()
-            if variant.place is not None:
-                variant.place.take(self.device.torch_device)
+            if variant.place is not None and self.device.arena is not None:
+                self.device.arena.take(variant.place.segment_bytes)
             self.active, self.replays = variant, 0
         self.replays += not self.micro_batches
         self.truth.accept()
 
     def _is_worn(self, variant: Variant) -> bool:
         """Whether the device's memory has to be laid out anew before the next iteration."""
-        most = variant.place.iterations if variant.place is not None else None
-        return most is not None and self.replays >= most and not self.micro_batches
+        if variant.place is None or self.replays < _LASTS or self.micro_batches:
+            return False
+        return torch.accelerator.memory_reserved(self.device.torch_device) > variant.place.reserved_bytes
 
     # -- backward and step --------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -66,7 +67,18 @@ class Computes:
             if name not in outputs:
                 shared = self._contents.shared
                 outputs[name] = shared[name] if name in shared else self._binding.constants[name]
+        self._give_way(outputs.values())
         return outputs
+
+    def _give_way(self, outputs: Iterable[torch.Tensor]) -> None:
+        """From now on the user uses outputs, and allocates."""
+        arena = self._device.arena
+        if arena is None:
+            return
+        for output in outputs:
+            arena.fix(output)
+        if "user" in self._schedule.computes:
+            arena.room((self._schedule.computes["user"].rise_bytes,))
 
     def _start(self) -> None:
         start, ledger, here = self._binding.start, self._device.ledger, self._contents
@@ -87,14 +99,14 @@ class Computes:
         for name in batch_bytes:
             if name not in self._binding.shared_item:
                 here.shared.pop(name)
-        run(start.program, registers, ledger, given)
+        run(start.program, registers, ledger, given, self._device.arena)
         for port in start.results:
             here.shared[port.name] = registers[port.register]
 
     def _forward_block(self, index: int) -> None:
         block, here = self._binding.blocks[index], self._contents
         registers = self._registers(block, block.forward.n_registers)
-        live = run(block.forward, registers, self._device.ledger, {})
+        live = run(block.forward, registers, self._device.ledger, {}, self._device.arena)
         for port in block.writes:
             here.model_buffers[port.name].copy_(registers[port.register])
             if not self._on_host:
@@ -130,7 +142,7 @@ class Computes:
         for port in block.tangents:
             given[port.storage] = here.grads[port.name].untyped_storage().nbytes()
             registers[port.register] = here.grads.pop(port.name)
-        run(block.backward, registers, self._device.ledger, given)
+        run(block.backward, registers, self._device.ledger, given, self._device.arena)
         for port in block.grads:
             here.grads[port.name] = registers[port.register]
             if port.name.startswith("param:"):
@@ -158,8 +170,12 @@ class Computes:
 
     def _user(self) -> None:
         """The user's code has run between the forwards and the backwards and hands in gradients."""
-        spec = self._schedule.computes["user"]
+        spec, arena = self._schedule.computes["user"], self._device.arena
         self._device.ledger.made(0, spec.rise_bytes)
+        if arena is not None:
+            arena.forget_gaps()
+            for gradient in self.incoming.values():
+                arena.fix(gradient)
         for item in spec.makes:
             name = item[2:]
             self._device.ledger.add("d", self._schedule.item_bytes[item])

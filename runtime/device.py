@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from .ledger import Ledger
 from .trace import Recorder
+
+if TYPE_CHECKING:
+    from .arena import Arena
 
 
 class Event(Protocol):
@@ -40,12 +43,18 @@ class Device(Protocol):
     `ledger` counts its bytes. Copies and updates start after the events they are given, copies also after what was
     launched before them, and run beside what is launched later; of those of one direction, or of the host's, that are
     ready the first given goes first: one that has to wait holds up no other. A `recorder`, if there is one, is told of
-    every copy and update. `torch_device` is where operators run; on the CPU the device's memory is the host's own.
+    every copy and update. `torch_device` is where operators run; on the CPU the device's memory is the host's own, and
+    there is no `arena`.
     """
 
     ledger: Ledger
     recorder: Recorder | None
     torch_device: torch.device
+
+    @property
+    def arena(self) -> Arena | None:
+        """Where its large tensors find place."""
+        ...
 
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
         """Device memory for a tensor of this shape, strides and dtype."""

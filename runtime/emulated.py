@@ -32,6 +32,7 @@ class EmulatedDevice:
         self.ledger = Ledger(limit_bytes)
         self.torch_device = torch.device("cpu")
         self.recorder: Recorder | None = None
+        self.arena = None
         self._link_bytes_per_s = link_bytes_per_s
         changed = threading.Condition()
         self._in = Lane("copy-in", 1, changed)

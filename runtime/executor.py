@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -15,6 +15,7 @@ from .device import Device
 from .gate import Clip, Gate
 from .gradients import Gradients
 from .transfers import Transfers
+from .updated import Updated
 from .updates import Updates
 
 _MOVING = (Kind.PREFETCH, Kind.OFFLOAD, Kind.UPDATE_CPU)
@@ -36,6 +37,7 @@ class Executor:
     update: the optimizer's update of one tensor; None if the user's code updates.
     fixed_bytes: what lies on the device whatever the schedule does (buffers, scalar states).
     clip: how gradients are clipped when the schedule's gate opens.
+    updated: what the optimizer holds of parameters that are updated on an accelerator.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Executor:
         update: Update | None,
         fixed_bytes: int = 0,
         clip: Clip | None = None,
+        updated: Mapping[str, Updated] | None = None,
     ) -> None:
         self.schedule, self.binding, self.host, self.device, self.update = schedule, binding, host, device, update
         self.fixed_bytes = fixed_bytes
@@ -58,7 +61,9 @@ class Executor:
         self._gradients = Gradients(schedule, host, device, contents)
         self.gate = Gate(schedule.gate, clip, host, self._gradients)
         self._transfers = Transfers(schedule, binding, host, device, contents, self._gradients)
-        self._updates = Updates(host, device, contents, self._gradients, self.gate, update, self._homeless)
+        self._updates = Updates(
+            host, device, contents, self._gradients, self.gate, update, self._homeless, updated or {}
+        )
         self._computes = Computes(schedule, binding, host, device, contents, self.gate)
         self._updating = False
         self._handlers: dict[Kind, Callable[[str], None]] = {
@@ -202,6 +207,8 @@ class Executor:
     def _empty(self) -> None:
         self.device.ledger.clear()
         self._contents.clear()
+        if self.device.arena is not None:
+            self.device.arena.let_go()
         self.loaded = False
 
 

@@ -7,35 +7,37 @@ some allocations would take. Source: c10/cuda/CUDACachingAllocator.cpp, default 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
+from itertools import chain
 from typing import NamedTuple
 
+from .changes import Change
+from .compaction import LEAST_CUT_BYTES, Extent, Run, cheapest_run, first_without_place
+
 _GRAIN_BYTES = 512  # every piece is a multiple of it
-_SMALL_BYTES = 1 << 20  # the most that comes from small segments; what is left of a large piece is cut off above it
+_SMALL_BYTES = 1 << 20  # the most that comes from small segments
 SMALL_SEGMENT_BYTES = 1 << 21
+_ANCHOR = -1  # number of the piece that keeps the first segment from being given back
+_ROUNDS = 30  # of moves for one allocation
 _LARGE_SEGMENT_BYTES, _OWN_SEGMENT_BYTES = 20 << 20, 10 << 20  # from the latter on a segment has its request's size
-
-
-class Change(NamedTuple):
-    """An allocation of `bytes` under a number of its own, or with 0 bytes the end of the allocation of that number."""
-
-    number: int
-    bytes: int
 
 
 class Pools:
     """Pieces of segments, those of small allocations apart from the others.
 
-    State: `reserved_bytes`, of all segments; the free pieces of each pool by size and place, and where they start and
-    end; the allocations' pieces by number.
+    State: `reserved_bytes`, of all segments; `moved_bytes`; the free pieces of each pool by size and place, and where
+    they start and end; the allocations' pieces and rounded bytes by number, and which of them never move.
 
     Parameters
     ----------
-    segment_bytes: of a first large segment.
+    segment_bytes: of a first large segment, in which tensors move aside for one that finds no place.
     """
 
     def __init__(self, segment_bytes: int) -> None:
-        self.reserved_bytes = 0
+        self.reserved_bytes = self.moved_bytes = 0
+        self._arena_end = segment_bytes
+        self._fixed: set[int] = set()
+        self._asked: dict[int, int] = {}
         self._next = 0
         self._free: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
         self._sizes: dict[int, int] = {}
@@ -43,23 +45,59 @@ class Pools:
         self._live: dict[int, tuple[int, int, bool]] = {}
         if segment_bytes:
             self._put(*self._segment(segment_bytes), False)
+            self.change(Change(_ANCHOR, SMALL_SEGMENT_BYTES, fixed=True))
 
     def change(self, change: Change) -> None:
         """Make a change."""
         if not change.bytes:
+            self._fixed.discard(change.number)
+            del self._asked[change.number]
             self._let_go(*self._live.pop(change.number))
             return
-        size = _rounded(change.bytes, _GRAIN_BYTES)
+        size = self._asked[change.number] = rounded(change.bytes)
         small = size <= _SMALL_BYTES
-        start, length = self._take(size, small) or self._segment(_segment_bytes(size))
-        if length - size >= _GRAIN_BYTES if small else length - size > _SMALL_BYTES:
-            self._put(start + size, length - size, small)
-            length = size
-        self._live[change.number] = start, length, small
+        if self._arena_end and not (small and not change.then):
+            self._make_room(large_sizes((change.bytes, *change.then)))
+        self._live[change.number] = *self._cut(size, small), small
+        if change.fixed:
+            self._fixed.add(change.number)
 
-    def layout(self) -> tuple[tuple[int, int, bool], ...]:
-        """Where everything lies that is allocated, in the order in which it was."""
-        return tuple(self._live.values())
+    def piece(self, number: int) -> tuple[int, int]:
+        """Where an allocation lies: the start and the bytes of its piece."""
+        start, length, _ = self._live[number]
+        return start, length
+
+    def _cut(self, size: int, small: bool) -> tuple[int, int]:
+        """A piece of a free one, or of a new segment."""
+        start, length = self._take(size, small) or self._segment(_segment_bytes(size))
+        if length - size >= _GRAIN_BYTES if small else length - size > LEAST_CUT_BYTES:
+            self._put(start + size, length - size, small)
+            return start, size
+        return start, length
+
+    def _make_room(self, sizes: list[int]) -> None:
+        """Have what is in the first segment move aside until everything finds place, if that is possible."""
+        for _ in range(_ROUNDS):
+            short = first_without_place([length for length, _ in self._free[False]], sizes)
+            if short is None:
+                return
+            numbers = {start: n for n, (start, _, small) in self._live.items() if not small and start < self._arena_end}
+            extents = [
+                Extent(start, start + self._live[n][1], n not in self._fixed) for start, n in sorted(numbers.items())
+            ]
+            run = cheapest_run(extents, 0, self._arena_end, short)
+            if run is None:
+                return
+            self._clear(run, numbers)
+
+    def _clear(self, run: Run, numbers: dict[int, int]) -> None:
+        for length, start in [piece for piece in self._free[False] if run.start <= piece[1] < run.end]:
+            self._remove(start, length, False)
+        for extent in run.extents:
+            number = numbers[extent.start]
+            self._live[number] = *self._cut(self._asked[number], False), False
+            self.moved_bytes += self._asked[number]
+        self._put(run.start, run.end - run.start, False)
 
     def _take(self, size: int, small: bool) -> tuple[int, int] | None:
         """The smallest free piece that is large enough."""
@@ -98,23 +136,24 @@ class Pools:
         del self._sizes[start], self._starts[start + length]
 
 
-def most_reserved_bytes(stretches: Iterable[Iterable[Change]], segment_bytes: int) -> int:
-    """What is reserved in the end, nothing being given back, when these changes follow a first large segment.
+class Played(NamedTuple):
+    """What some iterations took: bytes reserved in the end, and bytes that moved aside in each on an average."""
+
+    reserved_bytes: int
+    moved_bytes: int
+
+
+def played(stretches: Iterable[Iterable[Change]], segment_bytes: int) -> Played:
+    """What is reserved, nothing being given back, when these changes follow a first large segment.
 
     Parameters
     ----------
-    stretches: what there is at the start, then iterations; once one ends as an earlier one did, the rest repeats it.
+    stretches: what there is at the start, then iterations.
     """
-    pools = Pools(segment_bytes)
-    seen: set[Hashable] = set()
-    for stretch in stretches:
-        for change in stretch:
-            pools.change(change)
-        state = pools.reserved_bytes, pools.layout()
-        if state in seen:
-            break
-        seen.add(state)
-    return pools.reserved_bytes
+    pools, row = Pools(segment_bytes), list(stretches)
+    for change in chain(*row):
+        pools.change(change)
+    return Played(pools.reserved_bytes, pools.moved_bytes // max(len(row) - 1, 1))
 
 
 def pool_peaks(changes: Iterable[Change]) -> tuple[int, int]:
@@ -125,20 +164,30 @@ def pool_peaks(changes: Iterable[Change]) -> tuple[int, int]:
     live: dict[int, int] = {}
     held, peak = [0, 0], [0, 0]
     for change in changes:
-        size = _rounded(change.bytes, _GRAIN_BYTES) or -live.pop(change.number)
+        size = rounded(change.bytes) or -live.pop(change.number)
         if change.bytes:
             live[change.number] = size
         kind = int(abs(size) <= _SMALL_BYTES)
         held[kind] += size
         peak[kind] = max(peak[kind], held[kind])
-    return peak[0], _rounded(peak[1], SMALL_SEGMENT_BYTES)
+    return peak[0], _in_grains(peak[1], SMALL_SEGMENT_BYTES)
+
+
+def rounded(size: int) -> int:
+    """Bytes of the piece that a request gets."""
+    return _in_grains(size, _GRAIN_BYTES)
+
+
+def large_sizes(sizes: Iterable[int]) -> list[int]:
+    """Those of some requests that do not come from small segments, rounded and descending."""
+    return sorted((rounded(size) for size in sizes if size > _SMALL_BYTES), reverse=True)
 
 
 def _segment_bytes(size: int) -> int:
     if size <= _SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
-    return _LARGE_SEGMENT_BYTES if size < _OWN_SEGMENT_BYTES else _rounded(size, SMALL_SEGMENT_BYTES)
+    return _LARGE_SEGMENT_BYTES if size < _OWN_SEGMENT_BYTES else _in_grains(size, SMALL_SEGMENT_BYTES)
 
 
-def _rounded(size: int, grain: int) -> int:
+def _in_grains(size: int, grain: int) -> int:
     return -(-size // grain) * grain

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from .arena import Arena
 from .ledger import Ledger
 
 
@@ -46,6 +48,16 @@ class Instruction:
     workspace_bytes: int
     clears: tuple[int, ...]
     ends: tuple[int, ...]
+
+    @cached_property
+    def allocates(self) -> tuple[int, ...]:
+        """Bytes of everything that has to find place at once."""
+        return (*(size for _, _, size in self.makes), self.workspace_bytes)
+
+    @cached_property
+    def allocates_once(self) -> bool:
+        """Whether nothing but one result is allocated."""
+        return len(self.makes) == 1 and not self.workspace_bytes
 
 
 @dataclass(frozen=True)
@@ -114,20 +126,25 @@ class Program:
     fused: Fused | None = None
 
 
-def run(program: Program, registers: list[Any], ledger: Ledger, given: dict[int, int]) -> dict[int, int]:
+def run(
+    program: Program, registers: list[Any], ledger: Ledger, given: dict[int, int], arena: Arena | None = None
+) -> dict[int, int]:
     """Execute a program, telling the ledger of every storage made and let go.
 
     Parameters
     ----------
     registers: filled with the program's inputs; results are left in it.
     given: bytes of the storages that the run may let go, by storage number; they are in the ledger already.
+    arena: in which what is made finds place, if there is one.
 
     Returns: bytes by storage number of what is still alive at the end, `given` included.
     """
     live = dict(given)
     if program.fused is not None:
-        return _run_fused(program.fused, registers, ledger, live)
+        return _run_fused(program.fused, registers, ledger, live, arena)
     for step in program.instructions:
+        if arena is not None:
+            arena.room(step.allocates)
         result = step.target(*_fill(step.args, registers), **_fill_map(step.kwargs, registers))
         for position, register in step.outs:
             registers[register] = result[position] if step.tupled else result
@@ -136,6 +153,8 @@ def run(program: Program, registers: list[Any], ledger: Ledger, given: dict[int,
             element = result[position] if step.tupled else result
             live[storage] = nbytes = element.untyped_storage().nbytes()
             made += nbytes
+            if arena is not None:
+                arena.note(element, alone=step.allocates_once)
         ledger.made(made, step.workspace_bytes)
         result = element = None
         for register in step.clears:
@@ -145,16 +164,22 @@ def run(program: Program, registers: list[Any], ledger: Ledger, given: dict[int,
     return live
 
 
-def _run_fused(fused: Fused, registers: list[Any], ledger: Ledger, live: dict[int, int]) -> dict[int, int]:
+def _run_fused(
+    fused: Fused, registers: list[Any], ledger: Ledger, live: dict[int, int], arena: Arena | None
+) -> dict[int, int]:
     """Run a program's one function, counted as one rise and then as what it leaves."""
     inputs = [*(registers[register] for register in fused.inputs), *fused.constants]
     for register in fused.clears:
         registers[register] = None
     ledger.made(0, fused.rise_bytes)
+    if arena is not None:
+        arena.room((fused.rise_bytes,))
     results = fused.function(inputs)
     ledger.freed(sum(live.pop(storage) for storage in fused.ends))
     for made, result in zip(fused.makes, results, strict=True):
         live[made.storage] = made.bytes
+        if arena is not None:
+            arena.note(result)
         for view in made.views:
             registers[view.register] = result.as_strided(view.size, view.stride, view.offset)
     ledger.made(sum(made.bytes for made in fused.makes))

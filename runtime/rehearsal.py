@@ -1,54 +1,20 @@
 """The allocations of an iteration without its work: what an allocator makes of a schedule is seen before training.
 
-A ledger counts bytes; an allocator also needs them in one piece, and rounds. Replayed on the device's own allocator
-these changes take milliseconds and touch no memory, and what it has reserved then is what training will reserve.
+A ledger counts bytes; an allocator also needs them in one piece, and rounds. Replayed by the allocator's rules these
+changes take milliseconds, and what would be reserved then is what training will reserve.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
 
 from ..solver.schedule import Action, Kind, Schedule, made_old
 from .binding import Binding, Port
-from .pools import Change
+from .changes import Change, Rehearsal
 from .program import Program
+from .updated import Updated
 
 _LEARNT = 3  # iterations that are walked through; from the third one on all are alike
-
-
-@dataclass(frozen=True)
-class Updated:
-    """What an optimizer holds of a parameter on the device.
-
-    Parameters
-    ----------
-    state_bytes: of each tensor of its state, in the order in which the first update makes them. workspace_bytes: while
-        it is updated.
-    """
-
-    state_bytes: tuple[int, ...]
-    workspace_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Rehearsal:
-    """What is allocated and let go, in order.
-
-    Parameters
-    ----------
-    stretches: first what training starts with, then iterations. period: by how much the numbers of every further
-        iteration's allocations lie above those of the one before.
-    """
-
-    stretches: tuple[list[Change], ...]
-    period: int = 0
-
-    def played(self, iterations: int) -> Iterator[list[Change]]:
-        """What training starts with, and so many iterations."""
-        yield from self.stretches[: 1 + iterations]
-        for more in range(1, iterations + 2 - len(self.stretches)):
-            yield [Change(change.number + more * self.period, change.bytes) for change in self.stretches[-1]]
 
 
 def rehearse(
@@ -109,10 +75,7 @@ class _Walker:
                 if action.name not in self.unborn:
                     self.bring(action.name)
             elif action.kind is Kind.UPDATE_DEVICE:
-                if f"s:{action.name}" in self.unborn:
-                    self.unborn.discard(f"s:{action.name}")
-                    self.bring(f"s:{action.name}")
-                self._pass(self.updated(action.name).workspace_bytes)
+                self._update(action.name)
             elif action.kind is Kind.FREE:
                 self._end(self.items.pop(action.name, ()))
             elif action.kind is Kind.ACCUMULATE:
@@ -121,6 +84,15 @@ class _Walker:
                     self._end(gradient)
                 else:
                     self.items[f"t:{action.name}"] = gradient
+
+    def _update(self, name: str) -> None:
+        updated, item = self.updated(name), f"s:{name}"
+        if item in self.unborn:
+            self.unborn.discard(item)
+            together = (*updated.state_bytes, updated.workspace_bytes)
+            parts = enumerate(updated.state_bytes)
+            self.items[item] = [self.make(size, together[i + 1 :]) for i, size in parts]
+        self._pass(updated.workspace_bytes)
 
     def bring(self, item: str) -> None:
         """Allocate an item as a prefetch does."""
@@ -134,7 +106,8 @@ class _Walker:
             sizes = [made[storage] for storage in wanted]
         else:
             sizes = [self.schedule.item_bytes[item]]
-        self.items[item] = [self.make(size) for size in sizes]
+        # Nobody else knows the address of anything but of the gradients that the user hands in.
+        self.items[item] = [self.make(size, fixed=kind == "d") for size in sizes]
 
     def _compute(self, name: str) -> None:
         if name == "start":
@@ -167,7 +140,8 @@ class _Walker:
 
     def _forward(self, index: int) -> None:
         block = self.binding.blocks[index]
-        live = self._run(block.forward, {})
+        outputs = {port.storage for port in block.results if port.name in self.binding.outputs}
+        live = self._run(block.forward, {}, outputs)
         self._end([live.pop(port.storage) for port in block.writes if port.storage in live])
         for port in block.results:
             if port.storage in live and port.name in self.binding.value_item:
@@ -190,25 +164,26 @@ class _Walker:
                 self.items[_gradient(port)] = [live.pop(port.storage)]
         self._end(live.values())
 
-    def _run(self, program: Program, given: dict[int, int]) -> dict[int, int]:
+    def _run(self, program: Program, given: dict[int, int], fixed: Collection[int] = ()) -> dict[int, int]:
         live = dict(given)
         fused = program.fused
         if fused is not None:
             # In which pieces it takes its memory is not known; what has room for all of it at once has room for them.
             self._pass(fused.rise_bytes)
             self._end([live.pop(storage) for storage in fused.ends if storage in live])
-            return live | {made.storage: self.make(made.bytes) for made in fused.makes}
+            return live | {made.storage: self.make(made.bytes, fixed=made.storage in fixed) for made in fused.makes}
         for step in program.instructions:
-            for _, storage, size in step.makes:
-                live[storage] = self.make(size)
+            together = step.allocates
+            for i, (_, storage, size) in enumerate(step.makes):
+                live[storage] = self.make(size, together[i + 1 :], fixed=storage in fixed)
             self._pass(step.workspace_bytes)
             self._end([live.pop(storage) for storage in step.ends if storage in live])
         return live
 
-    def make(self, size: int) -> int:
-        """Allocate so many bytes; the allocation's number."""
+    def make(self, size: int, then: tuple[int, ...] = (), *, fixed: bool = False) -> int:
+        """Allocate so many bytes, others right afterwards; the allocation's number."""
         self._last += 1
-        self.changes.append(Change(self._last, max(size, 1)))
+        self.changes.append(Change(self._last, max(size, 1), then, fixed))
         return self._last
 
     def _pass(self, size: int) -> None:

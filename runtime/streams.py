@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ..solver.machine import Resource
+from .arena import Arena
 from .device import Event
 from .lanes import Lane, LaneEvent, close_all
 from .ledger import Ledger
@@ -162,6 +163,7 @@ class StreamDevice:
         self.torch_device = device
         self.ledger = Ledger(limit_bytes)
         self.recorder: Recorder | None = None
+        self.arena = Arena(device)
         self.host_memory = PinnedMemory()
         _, total = torch.accelerator.get_memory_info(device)
         capped = limit_bytes < total
@@ -180,7 +182,11 @@ class StreamDevice:
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self.torch_device)
+        span = 1 + sum((size - 1) * stride for size, stride in zip(host.shape, host.stride()))
+        self.arena.room((span * host.element_size(),))
+        tensor = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self.torch_device)
+        self.arena.note(tensor, alone=True)
+        return tensor
 
     def empty_host_like(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.host_memory.empty_strided(tensor.shape, tensor.stride(), tensor.dtype)
@@ -201,10 +207,14 @@ class StreamDevice:
     # -- work ---------------------------------------------------------------------------------------------------------
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...]) -> Event:
-        return self._copy(self._in, target, source, source, after)
+        event = self._copy(self._in, target, source, source, after)
+        self.arena.copied(target, event)
+        return event
 
     def copy_out(self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...]) -> Event:
-        return self._copy(self._out, target, source, target, after)
+        event = self._copy(self._out, target, source, target, after)
+        self.arena.copied(source, event)
+        return event
 
     def _copy(
         self, way: _Direction, target: torch.Tensor, source: torch.Tensor, host: torch.Tensor, after: tuple[Event, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 
 import torch
 
@@ -11,6 +12,7 @@ from .contents import Buffer, Contents, UnderWay, is_bulk
 from .device import Device
 from .gate import Gate
 from .gradients import Gradients
+from .updated import Updated
 
 
 class Updates:
@@ -20,6 +22,7 @@ class Updates:
     ----------
     contents: what is on the device; changed here. update: of one tensor; None if the user's code updates.
     homeless: parameters that never leave the device and share their memory with the host's on an emulated one.
+    updated: what the optimizer holds of a parameter on an accelerator.
     """
 
     def __init__(
@@ -31,10 +34,11 @@ class Updates:
         gate: Gate,
         update: Update | None,
         homeless: frozenset[str],
+        updated: Mapping[str, Updated],
     ) -> None:
         self._host, self._device, self._contents = host, device, contents
         self._gradients, self._gate = gradients, gate
-        self._update, self._homeless = update, homeless
+        self._update, self._homeless, self._updated = update, homeless, updated
 
     def on_host(self, name: str) -> None:
         """Start the update of a parameter on a worker, unless it has been started already."""
@@ -67,6 +71,7 @@ class Updates:
         state: dict[str, object] = {**host, **buffer.tensors}
         here.newer |= {f"p:{name}", f"s:{name}"}
         here.states_at_home.setdefault(name, dict(host))
+        self._make_room(name, buffer)
         self._known()(name, param.read(), grad, state)
         self._host.updates[name] = self._host.updates.get(name, 0) + 1
         here.pending.discard(name)
@@ -74,6 +79,15 @@ class Updates:
         for key, value in state.items():
             if not is_bulk(value) or not isinstance(host.get(key), torch.Tensor):
                 host[key] = value
+        if self._device.arena is not None:
+            for tensor in buffer.tensors.values():
+                self._device.arena.note(tensor)
+
+    def _make_room(self, name: str, buffer: Buffer) -> None:
+        """For what an update allocates, its state among it if there is none yet."""
+        if self._device.arena is not None and name in self._updated:
+            updated = self._updated[name]
+            self._device.arena.room((*(() if buffer.tensors else updated.state_bytes), updated.workspace_bytes))
 
     def _known(self) -> Update:
         assert self._update is not None, "a schedule with updates needs the optimizer's update"
