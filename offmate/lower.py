@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 from typing import Any
 
 import torch
@@ -11,12 +12,17 @@ from torch import fx
 
 from .blocks import TracedBlock
 from .capture import Captured
-from .joint import BlockSpec, External, Joint, trace
+from .joint import BlockSpec, External, Joint, dense_stride, trace
 from .partition import Chain
 from .programs import ClassGraph, NodeCost, Programs
 from .runtime.program import Program
 from .solver.options import BlockGraph, Op, Storage, choices
+from .solver.pieces import Grid, in_pieces
 from .solver.problem import Block, Group, Option, Output, Problem, Rates, Shared, TensorSize, Value
+
+# Elements that no kernel treats apart: what a processor takes at once, and a cache line. Where the rest of a tensor
+# that makes no whole number of them is updated in another way, only its own last ones are, cut or not.
+_TOGETHER = 64
 
 
 @dataclass(frozen=True)
@@ -57,10 +63,12 @@ class Trainable:
 
     Parameters
     ----------
+    by_element: whether rows of it can be updated on their own.
     cpu_update_s, device_update_s: to update it. cpu_add_s, device_add_s: to add up a micro-batch's gradient.
     """
 
     state_bytes: int
+    by_element: bool
     cpu_update_s: float
     device_update_s: float
     cpu_add_s: float
@@ -212,6 +220,16 @@ def _dense_bytes(fake: torch.Tensor) -> int:
     return fake.numel() * fake.element_size()
 
 
+def _is_dense_in_rows(fake: torch.Tensor) -> bool:
+    """Whether each run of rows is a stretch of memory without gaps."""
+    return (
+        fake.dim() > 0
+        and fake.numel() > 0
+        and fake.stride(0) * fake.shape[0] == fake.numel()
+        and dense_stride(fake) == fake.stride()
+    )
+
+
 class Lowering:
     """Builds the problem; everything it reads is frozen.
 
@@ -328,7 +346,8 @@ class Lowering:
 
     def _groups(self) -> tuple[Group, ...]:
         members: dict[tuple[Any, ...], list[tuple[TensorSize, Trainable]]] = {}
-        nothing = Trainable(0, 0.0, 0.0, 0.0, 0.0)
+        grids: dict[str, Grid] = {}
+        nothing = Trainable(0, False, 0.0, 0.0, 0.0, 0.0)
         for node in self.captured.graph.nodes:
             if node.name not in self.captured.params:
                 continue
@@ -339,10 +358,12 @@ class Lowering:
             training = self.trainable.get(name, nothing) if grads else nothing
             # An update needs the parameter where the last part of its gradient is made.
             uses = tuple(sorted({*uses, *grads[-1:]}))
+            if training.by_element and _is_dense_in_rows(fake):
+                grids[name] = Grid(fake.shape[0], _TOGETHER // gcd(_TOGETHER, fake.numel() // fake.shape[0]))
             nbytes = _dense_bytes(fake)
             size = TensorSize(name, nbytes, nbytes if grads else 0, training.state_bytes)
             members.setdefault((uses, grads, fake.dtype), []).append((size, training))
-        return tuple(
+        groups = (
             Group(
                 name=tensors[0][0].name,
                 tensors=tuple(size for size, _ in tensors),
@@ -355,6 +376,7 @@ class Lowering:
             )
             for (uses, grads, _), tensors in members.items()
         )
+        return in_pieces(groups, grids)
 
     def _shared(self, turn_around_steps: int) -> tuple[Shared, ...]:
         last: dict[str, int] = dict.fromkeys(self.prelude.item_bytes, 0)

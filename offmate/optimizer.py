@@ -21,6 +21,21 @@ log = logging.getLogger("offmate")
 _TIMED_ELEMENTS = 2**22
 _REPEATS = 3
 _CPU = torch.device("cpu")
+# What an element becomes depends on its own gradient and state, and on numbers that a tensor's elements share. Classes
+# derived from these may do something else.
+_BY_ELEMENT = frozenset(
+    {
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adamax,
+        torch.optim.Adadelta,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +89,11 @@ class Updater:
             return False
         log.info("the optimizer runs fused, since neither fused nor foreach was given")
         return True
+
+    @property
+    def by_element(self) -> bool:
+        """Whether an update treats every element of a tensor by itself, so that rows can be updated on their own."""
+        return getattr(self.base, "_kind", self.base) in _BY_ELEMENT
 
     def snapshot(self) -> None:
         """Take the hyperparameters as they are now."""

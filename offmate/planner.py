@@ -269,8 +269,9 @@ def _lower(
             f"scalars, {format_bytes(fixed)}; raise gpu_budget",
             budget_bytes=request.budget_bytes,
         )
+    by_element = subject.updater is not None and subject.updater.by_element
     trainable = {
-        n: Trainable(c.state_bytes, c.cpu_update_s, c.device_update_s, c.cpu_add_s, c.device_add_s)
+        n: Trainable(c.state_bytes, by_element, c.cpu_update_s, c.device_update_s, c.cpu_add_s, c.device_add_s)
         for n, c in updates.items()
     }
     lowering = Lowering(captured, traced.chain, traced.blocks, classes, prelude, traced.differentiated, trainable)

@@ -99,11 +99,12 @@ class Contents:
 
     Parameters
     ----------
-    params, states, values: buffers by tensor name. model_buffers: the model's own buffers by name.
+    params, values: buffers by tensor name. states: by item. model_buffers: the model's own buffers by name.
     shared, outputs: tensors by value name.
     grads: gradients by "param:NAME" or "value:NAME". saved: by block.
-    newer: items ("p:NAME", "s:NAME") and buffers ("b:NAME") whose device copy is newer than the host's.
+    newer: items of parameters and states, and buffers ("b:NAME"), whose device copy is newer than the host's.
     states_at_home: by parameter, its state as the host had it before the device updated it; scalars stay on the device.
+    updated_rows: by parameter whose update on the device was cut short, so many of its first rows have had it.
     written: by item, or by name for a parameter, the event after which its host copy may be read.
     pending: parameters whose gradient is there and whose update has not been started.
     grad_leaving, grad_adding: by parameter, its gradient's way to the host, and its addition to the total there.
@@ -124,6 +125,7 @@ class Contents:
     saved: dict[int, Saved] = field(default_factory=dict)
     newer: set[str] = field(default_factory=set)
     states_at_home: dict[str, dict[str, object]] = field(default_factory=dict)
+    updated_rows: dict[str, int] = field(default_factory=dict)
     written: dict[str, Event] = field(default_factory=dict)
     pending: set[str] = field(default_factory=set)
     grad_leaving: dict[str, Event] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from .contents import Buffer, Contents
 from .device import Device
 from .gate import Clip, Gate
 from .gradients import Gradients
+from .states import States
 from .transfers import Transfers
 from .updated import Updated
 from .updates import Updates
@@ -60,9 +61,10 @@ class Executor:
         self._homeless = _never_moved(schedule) if device.torch_device.type == "cpu" else frozenset()
         self._gradients = Gradients(schedule, host, device, contents)
         self.gate = Gate(schedule.gate, clip, host, self._gradients)
-        self._transfers = Transfers(schedule, binding, host, device, contents, self._gradients)
+        states = States(schedule, host, device)
+        self._transfers = Transfers(schedule, binding, host, device, contents, states, self._gradients)
         self._updates = Updates(
-            host, device, contents, self._gradients, self.gate, update, self._homeless, updated or {}
+            host, device, contents, states, self._gradients, self.gate, update, self._homeless, updated or {}
         )
         self._computes = Computes(schedule, binding, host, device, contents, self.gate)
         self._updating = False
@@ -193,6 +195,7 @@ class Executor:
         lost: frozenset[str] = frozenset()
         try:
             self.device.drain()
+            self._updates.salvage_begun()
             if self.complete:
                 self._updates.salvage_pending()
             self._updates.rescue()

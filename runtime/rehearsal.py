@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
-from ..solver.schedule import Action, Kind, Schedule, made_old
+from ..solver.schedule import Action, Kind, Schedule, made_old, state_rows
 from .binding import Binding, Port
 from .changes import Change, Rehearsal
 from .program import Program
@@ -85,20 +85,12 @@ class _Walker:
                 else:
                     self.items[f"t:{action.name}"] = gradient
 
-    def _update(self, name: str) -> None:
-        updated, item = self.updated(name), f"s:{name}"
-        if item in self.unborn:
-            self.unborn.discard(item)
-            together = (*updated.state_bytes, updated.workspace_bytes)
-            parts = enumerate(updated.state_bytes)
-            self.items[item] = [self.make(size, together[i + 1 :]) for i, size in parts]
-        self._pass(updated.workspace_bytes)
-
     def bring(self, item: str) -> None:
         """Allocate an item as a prefetch does."""
         kind, name = item.split(":", 1)
         if kind == "s":
-            sizes = list(self.updated(name).state_bytes)
+            name, _ = state_rows(item, self.schedule.item_bytes)
+            sizes = [self._share(name, item, size) for size in self.updated(name).state_bytes]
         elif kind in "ka":
             block = self.binding.blocks[int(name)]
             wanted = block.kept if kind == "k" else block.offloaded
@@ -108,6 +100,24 @@ class _Walker:
             sizes = [self.schedule.item_bytes[item]]
         # Nobody else knows the address of anything but of the gradients that the user hands in.
         self.items[item] = [self.make(size, fixed=kind == "d") for size in sizes]
+
+    def _share(self, name: str, item: str, size: int) -> int:
+        """An item's part of what is needed for all rows of a parameter."""
+        items = self.schedule.states.get(name, ())
+        return size * self.schedule.item_bytes[item] // sum(self.schedule.item_bytes[one] for one in items)
+
+    def _update(self, name: str) -> None:
+        updated = self.updated(name)
+        items = self.schedule.states.get(name, ())
+        for item in items:
+            passing = self._share(name, item, updated.workspace_bytes)
+            if item in self.unborn:
+                self.unborn.discard(item)
+                together = (*(self._share(name, item, size) for size in updated.state_bytes), passing)
+                self.items[item] = [self.make(size, together[i + 1 :]) for i, size in enumerate(together[:-1])]
+            self._pass(passing)
+        if not items:
+            self._pass(updated.workspace_bytes)
 
     def _compute(self, name: str) -> None:
         if name == "start":

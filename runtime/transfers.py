@@ -6,9 +6,10 @@ import torch
 
 from ..solver.schedule import Schedule
 from .binding import Binding, HostState
-from .contents import Buffer, Contents, UnderWay, is_bulk, meta_of, on_storage, storage_view
+from .contents import Buffer, Contents, UnderWay, meta_of, on_storage, storage_view
 from .device import Device, Event
 from .gradients import Gradients
+from .states import States
 
 
 class Transfers:
@@ -28,10 +29,11 @@ class Transfers:
         host: HostState,
         device: Device,
         contents: Contents,
+        states: States,
         gradients: Gradients,
     ) -> None:
         self._sizes, self._binding, self._host, self._device = schedule.item_bytes, binding, host, device
-        self._contents, self._gradients = contents, gradients
+        self._contents, self._states, self._gradients = contents, states, gradients
         self.host_copies: dict[str, dict[str, torch.Tensor]] = {}
 
     def release_host(self) -> None:
@@ -51,18 +53,11 @@ class Transfers:
             here.params[name] = self._bring(item, {"": self._host.params[name]}, after)
         elif kind == "s":
             after = (here.written[item],) if item in here.written else ()
-            here.states[name] = self._bring(item, self._pinned_state(name), after)
+            here.states[item] = self._bring(item, self._states.sources(item), after)
         elif kind == "t":
             here.totals[name] = self._gradients.restore(name)
         else:
             self._restore(item, kind, name)
-
-    def _pinned_state(self, name: str) -> dict[str, torch.Tensor]:
-        """The parts of a state that move, in host memory from which copies run beside compute."""
-        state = self._host.states.get(name, {})
-        bulk = {k: self._device.pinned(v) for k, v in state.items() if isinstance(v, torch.Tensor) and is_bulk(v)}
-        state.update(bulk)
-        return bulk
 
     def _bring(self, item: str, sources: dict[str, torch.Tensor], after: tuple[Event, ...]) -> Buffer:
         tensors = {key: self._device.empty_like(source) for key, source in sources.items()}
@@ -93,7 +88,8 @@ class Transfers:
         if kind == "p":
             self._send(item, here.params[name], {"": self._host.params[name]}, name)
         elif kind == "s":
-            self._send(item, here.states[name], self._host_state(name), item)
+            buffer = here.states[item]
+            self._send(item, buffer, self._states.homes(item, buffer.tensors), item)
         elif kind == "g":
             self._gradients.offload(name)
         else:
@@ -106,15 +102,6 @@ class Transfers:
             buffer.leaving = self._contents.written[key] = UnderWay(f"the copy of {item} to the host", copies)
             # Until it is known to have arrived, the device's copy is the one to trust.
             self._contents.newer.add(item)
-
-    def _host_state(self, name: str) -> dict[str, torch.Tensor]:
-        """Host tensors for the parts of a state; made where there are none but the device's own."""
-        state = self._host.states[name]
-        tensors = self._contents.states[name].tensors
-        for key, tensor in tensors.items():
-            if state.get(key) is tensor or not isinstance(state.get(key), torch.Tensor):
-                state[key] = self._device.empty_host_like(tensor)
-        return {key: own for key in tensors if isinstance(own := state[key], torch.Tensor)}
 
     def _put_away(self, item: str, kind: str, name: str) -> None:
         """Copy whole storages out, and remember how tensors view them."""
@@ -147,9 +134,9 @@ class Transfers:
         kind, name = item.split(":", 1)
         here = self._contents
         if kind in "ps":
-            buffers = here.params if kind == "p" else here.states
-            buffers[name].settle()
-            del buffers[name]
+            buffers, key = (here.params, name) if kind == "p" else (here.states, item)
+            buffers[key].settle()
+            del buffers[key]
             here.newer.discard(item)
         elif kind == "g":
             self._gradients.free(name)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .decisions import Decisions
+from .decisions import Decisions, state_parts
 from .problem import Option, Problem, Value
-from .schedule import Action, ComputeSpec, Kind
+from .schedule import Action, ComputeSpec, Kind, state_items, update_items
 
 
 def value_uses(problem: Problem, value: Value) -> tuple[int, int]:
@@ -35,10 +35,11 @@ def item_sizes(problem: Problem, decisions: Decisions) -> dict[str, int]:
             sizes[f"p:{tensor.name}"] = tensor.param_bytes
             if group.trainable:
                 sizes[f"g:{tensor.name}"] = tensor.grad_bytes
-    states = {t.name: t.state_bytes for group in problem.groups for t in group.tensors if group.trainable}
+    trained = {t.name: t for group in problem.groups for t in group.tensors if group.trainable}
     for plan in decisions.tensors:
         if not plan.cpu:
-            sizes[f"s:{plan.name}"] = states.get(plan.name, 0)
+            if plan.name in trained:
+                sizes |= {part.item: part.bytes for part in state_parts(trained[plan.name], plan)}
             if problem.micro_batches > 1:
                 sizes[f"t:{plan.name}"] = sizes.get(f"g:{plan.name}", 0)
     for value in problem.values:
@@ -128,6 +129,7 @@ def resident_items(
 ) -> tuple[str, ...]:
     """What an iteration starts with: the items whose first mention does not bring them or make them."""
     brought: dict[str, bool] = {}
+    states = state_items(sizes)
     for action in actions:
         if action.kind is Kind.COMPUTE:
             spec = computes[action.name]
@@ -136,8 +138,8 @@ def resident_items(
             for item in spec.makes:
                 brought.setdefault(item, True)
         elif action.kind is Kind.UPDATE_DEVICE:
-            for kind in "pgts":
-                brought.setdefault(f"{kind}:{action.name}", False)
+            for item in update_items(action.name, states):
+                brought.setdefault(item, False)
         elif action.kind is Kind.ACCUMULATE:
             brought.setdefault(f"g:{action.name}", False)
             brought.setdefault(f"t:{action.name}", True)

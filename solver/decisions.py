@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .problem import Group, Problem, TensorSize
+from .problem import Group, Problem, Rows, TensorSize
+from .schedule import state_item
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,15 @@ class TensorGap:
 
 
 @dataclass(frozen=True)
+class StateStay:
+    """A piece of an optimizer state that leaves in step `out`, after its update, and returns in step `back`."""
+
+    rows: Rows
+    out: int
+    back: int
+
+
+@dataclass(frozen=True)
 class TensorPlan:
     """Where one parameter tensor goes, by step; None where it does not move.
 
@@ -38,7 +48,7 @@ class TensorPlan:
     out: its new values go to the host (device part).
     drop: it is released at the end of the step (device part).
     gaps: all other gaps between its uses; what recurs in several passes is listed for each.
-    state_out, state_in: its optimizer state leaves and returns (device part).
+    states: the pieces of its optimizer state that leave and return, first rows first (device part).
     """
 
     name: str
@@ -52,8 +62,7 @@ class TensorPlan:
     out: int | None = None
     drop: int | None = None
     gaps: tuple[TensorGap, ...] = ()
-    state_out: int | None = None
-    state_in: int | None = None
+    states: tuple[StateStay, ...] = ()
 
     @property
     def hosted(self) -> bool:
@@ -78,6 +87,29 @@ class Decisions:
     offloaded_values: frozenset[str]
 
 
+@dataclass(frozen=True)
+class StatePart:
+    """An item of an optimizer state on the device, and how it moves; what never does is as few items as possible."""
+
+    item: str
+    bytes: int
+    stay: StateStay | None
+
+
+def state_parts(tensor: TensorSize, plan: TensorPlan) -> tuple[StatePart, ...]:
+    """The items of the state of a tensor that is updated on the device, first rows first."""
+    parts: list[StatePart] = []
+    row = 0
+    for stay in (*plan.states, None):
+        first, end = stay.rows if stay else (tensor.rows, tensor.rows)
+        for rows, moves in (((row, first), None), ((first, end), stay)):
+            if rows[0] < rows[1]:
+                cut = rows if rows != (0, tensor.rows) else None
+                parts.append(StatePart(state_item(tensor.name, cut), tensor.piece_bytes(rows), moves))
+        row = end
+    return tuple(parts)
+
+
 def cycle(first: int, last: int, n_steps: int) -> list[int]:
     """The steps from `first` to `last` in cyclic order, both included; empty if `last` comes right before."""
     return [(first + k) % n_steps for k in range((last - first + 1) % n_steps)]
@@ -94,20 +126,19 @@ def tensor_bytes(problem: Problem, group: Group, tensor: TensorSize, plan: Tenso
     for gap in plan.gaps:
         if gap.back is not None:
             away.update(cycle((gap.after + 1) % n_steps, (gap.back - 1) % n_steps, n_steps))
-    state_away: set[int] = set()
+    states = [0 if plan.cpu else tensor.state_bytes] * n_steps
     pending: set[int] = set()
     if group.trainable:
         last = problem.last_gradient(group)
         left = last if plan.cpu else plan.drop
         if left is not None and plan.back is not None:
             away.update(cycle((left + 1) % n_steps, (plan.back - 1) % n_steps, n_steps))
-        if plan.state_out is not None and plan.state_in is not None:
-            state_away.update(cycle((plan.state_out + 1) % n_steps, (plan.state_in - 1) % n_steps, n_steps))
+        for stay in plan.states:
+            for step in cycle((stay.out + 1) % n_steps, (stay.back - 1) % n_steps, n_steps):
+                states[step] -= tensor.piece_bytes(stay.rows)
         pending.update(_pending(problem, group, plan))
-    state = 0 if plan.cpu else tensor.state_bytes
     return [
-        tensor.param_bytes * (t not in away) + state * (t not in state_away) + tensor.grad_bytes * (t in pending)
-        for t in range(n_steps)
+        tensor.param_bytes * (t not in away) + states[t] + tensor.grad_bytes * (t in pending) for t in range(n_steps)
     ]
 
 

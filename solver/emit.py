@@ -6,7 +6,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from .computes import compute_specs, item_sizes, resident_items, value_uses
-from .decisions import Decisions, TensorGap, TensorPlan
+from .decisions import Decisions, TensorGap, TensorPlan, state_parts
 from .problem import Group, Problem, TensorSize
 from .schedule import Action, Kind, Pass, Schedule
 
@@ -87,7 +87,7 @@ def build_schedule(problem: Problem, decisions: Decisions) -> Schedule:
     plans = {plan.name: plan for plan in decisions.tensors}
     for group in problem.groups:
         for tensor in group.tensors:
-            _emit_tensor(emitter, group, plans[tensor.name])
+            _emit_tensor(emitter, group, tensor, plans[tensor.name])
     passes, turn_around = _parts(problem, sorted(emitter.entries))
     computes = compute_specs(problem, decisions, sizes)
     actions = [*(action for one in passes for action in one.forward + one.backward), *turn_around]
@@ -149,7 +149,7 @@ def _emit_activations(emitter: _Emitter, decisions: Decisions) -> None:
             emitter.free(start + value.uses[-1], item)
 
 
-def _emit_tensor(emitter: _Emitter, group: Group, plan: TensorPlan) -> None:
+def _emit_tensor(emitter: _Emitter, group: Group, tensor: TensorSize, plan: TensorPlan) -> None:
     param = f"p:{plan.name}"
     for gap in plan.gaps:
         if gap.back is not None:
@@ -163,7 +163,7 @@ def _emit_tensor(emitter: _Emitter, group: Group, plan: TensorPlan) -> None:
     if plan.cpu:
         _emit_host_update(emitter, group, plan)
     elif emitter.problem.update == "planned":
-        _emit_device_update(emitter, group, plan)
+        _emit_device_update(emitter, group, tensor, plan)
 
 
 def _ends_away(problem: Problem, group: Group, plan: TensorPlan, gap: TensorGap) -> bool:
@@ -194,7 +194,7 @@ def _emit_gradient(emitter: _Emitter, plan: TensorPlan, step: int, made: int) ->
         emitter.add(step, _leaves(step, made), Kind.ACCUMULATE_CPU, plan.name)
 
 
-def _emit_device_update(emitter: _Emitter, group: Group, plan: TensorPlan) -> None:
+def _emit_device_update(emitter: _Emitter, group: Group, tensor: TensorSize, plan: TensorPlan) -> None:
     last, problem = plan.device_update, emitter.problem
     assert last is not None
     several = problem.micro_batches > 1
@@ -206,9 +206,10 @@ def _emit_device_update(emitter: _Emitter, group: Group, plan: TensorPlan) -> No
         emitter.copy_out(plan.out, f"p:{plan.name}", last)
     if plan.drop is not None:
         emitter.free(plan.drop, f"p:{plan.name}")
-    if plan.state_out is not None and plan.state_in is not None:
-        emitter.offload(plan.state_out, f"s:{plan.name}", last)
-        emitter.prefetch(plan.state_in, f"s:{plan.name}", last)
+    for part in state_parts(tensor, plan):
+        if part.stay is not None:
+            emitter.offload(part.stay.out, part.item, last)
+            emitter.prefetch(part.stay.back, part.item, last)
 
 
 def _parts(problem: Problem, entries: list[_Entry]) -> tuple[tuple[Pass, ...], tuple[Action, ...]]:
@@ -246,4 +247,5 @@ def _host_bytes(problem: Problem, decisions: Decisions, plans: dict[str, TensorP
 def _host_bytes_of(tensor: TensorSize, plan: TensorPlan) -> int:
     if plan.cpu:
         return tensor.param_bytes + tensor.grad_bytes + tensor.state_bytes
-    return tensor.param_bytes * plan.hosted + tensor.state_bytes * (plan.state_out is not None)
+    # Pieces leave to their place in the whole state.
+    return tensor.param_bytes * plan.hosted + tensor.state_bytes * bool(plan.states)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from .computes import resident_items
-from .schedule import Action, Kind, Pass, Schedule
+from .schedule import Action, Kind, Pass, Schedule, update_items
 from .simulate import memory_highs, simulate
 from .unrolled import has_barrier
 
@@ -271,7 +271,7 @@ def _goals(schedule: Schedule, actions: list[Action]) -> dict[int, int]:
         if action.kind is Kind.COMPUTE:
             needed.update(dict.fromkeys(schedule.computes[action.name].needs, i))
         elif action.kind is Kind.UPDATE_DEVICE:
-            needed.update({f"{kind}:{action.name}": i for kind in "pgts"})
+            needed.update(dict.fromkeys(update_items(action.name, schedule.states), i))
         elif action.kind is Kind.PREFETCH:
             due_s = clock[needed.pop(action.name, len(actions))]
             start_s = min(due_s, start_s) - schedule.item_bytes[action.name] / schedule.rates.in_bytes_per_s

@@ -18,6 +18,7 @@ from .model import Program, state_program
 from .problem import Group, Problem
 from .readback import read_solution
 from .rounding_walk import NOISE
+from .schedule import state_item
 from .solution import GroupFlow, Solution, Status
 from .whole import counts, in_whole_tensors
 
@@ -206,30 +207,27 @@ def whole_parts(
 
 
 def whole_states(problem: Problem, settled: Solution) -> dict[str, float]:
-    """By trainable group the fraction that whole states leaving the device make up.
+    """By trainable group the fraction that pieces of states leaving the device make up.
 
-    Of the states that the solution splits those leave that together are the least that reach its bytes: what stays
-    needs room all the time.
+    In the order of their last gradients each group takes the least with which all groups so far reach the fractions'
+    bytes: what stays needs room all the time.
 
     Parameters
     ----------
     settled: a solution with whole host parts.
     """
-    sizes: dict[tuple[str, str], int] = {}
-    gone: dict[str, int] = {}
-    target = 0.0
+    gone: dict[str, float] = {}
+    ahead = 0.0
     for group in _in_order(problem):
         flow = settled.groups[group.name]
         rest = _device_states(group, round(flow.cpu_part * group.param_bytes))
-        part = sum(flow.state_out.values()) * group.state_bytes / max(sum(rest.values()), 1)
-        gone[group.name] = sum(rest.values()) if part > 1 - _SPLIT else 0
-        if _SPLIT < part <= 1 - _SPLIT:
-            sizes |= {(group.name, name): size for name, size in rest.items()}
-            target += part * sum(rest.values())
-    names = {str(key): key for key in sizes}
-    for chosen in select({label: sizes[key] for label, key in names.items()}, min(round(target), sum(sizes.values()))):
-        gone[names[chosen][0]] += sizes[names[chosen]]
-    return {group.name: gone[group.name] / max(group.state_bytes, 1) for group in _in_order(problem)}
+        total = sum(rest.values())
+        wanted = min(sum(flow.state_out.values()) * group.state_bytes, total)
+        least = min(max(0, ceil(wanted - ahead - NOISE * total)), total)
+        chosen = sum(rest[piece] for piece in select(rest, least))
+        ahead += chosen - wanted
+        gone[group.name] = chosen / max(group.state_bytes, 1)
+    return gone
 
 
 def _in_order(problem: Problem) -> list[Group]:
@@ -242,9 +240,10 @@ def _sizes(group: Group) -> dict[str, int]:
 
 
 def _device_states(group: Group, host_bytes: int) -> dict[str, int]:
-    """State bytes by tensor of the device part, when that many bytes of parameters are updated on the host."""
+    """Bytes by piece of the device part's states, when that many bytes of parameters are updated on the host."""
     on_host = select(_sizes(group), host_bytes)
-    return {t.name: t.state_bytes for t in group.tensors if t.name not in on_host}
+    rest = (t for t in group.tensors if t.name not in on_host)
+    return {state_item(t.name, rows): t.piece_bytes(rows) for t in rest for rows in t.pieces}
 
 
 def _neighbours(sizes: Mapping[str, int], target_bytes: float) -> tuple[int, int]:

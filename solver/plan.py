@@ -145,7 +145,8 @@ def _refined(
 
 def _with_room(problem: Problem) -> Problem | None:
     """The problem with as much less of the device as its largest item takes; None if that is much."""
-    largest = max(max(t.param_bytes, t.state_bytes) for group in problem.groups for t in group.tensors)
+    tensors = [t for group in problem.groups for t in group.tensors]
+    largest = max(max(t.param_bytes, *(t.piece_bytes(rows) for rows in t.pieces[:1])) for t in tensors)
     if largest > _ROOM * problem.device_budget_bytes:
         return None
     return replace(problem, device_budget_bytes=problem.device_budget_bytes - largest)

@@ -16,6 +16,10 @@ from functools import cached_property
 from typing import Literal
 
 
+Rows = tuple[int, int]
+"""Rows of a tensor, from the first number on to the one before the second."""
+
+
 class ProblemError(ValueError):
     """A problem that contradicts itself: the message names the row and the value."""
 
@@ -56,12 +60,29 @@ class Block:
 
 @dataclass(frozen=True)
 class TensorSize:
-    """One parameter tensor: bytes of its compute copy, its gradient and its optimizer state (0 if frozen)."""
+    """One parameter tensor: bytes of its compute copy, its gradient and its optimizer state (0 if frozen).
+
+    Parameters
+    ----------
+    rows: into which its state can be cut; 1 if it leaves the device, and returns, whole.
+    piece_rows: of the pieces in which its state leaves and returns where the device updates it; the last may have less.
+    """
 
     name: str
     param_bytes: int
     grad_bytes: int = 0
     state_bytes: int = 0
+    rows: int = 1
+    piece_rows: int = 1
+
+    @property
+    def pieces(self) -> tuple[Rows, ...]:
+        """The rows of every piece of its state, from the first one on to the one before the second."""
+        return tuple((row, min(row + self.piece_rows, self.rows)) for row in range(0, self.rows, self.piece_rows))
+
+    def piece_bytes(self, rows: Rows) -> int:
+        """Bytes of these rows' state."""
+        return self.state_bytes // self.rows * (rows[1] - rows[0])
 
 
 @dataclass(frozen=True)
@@ -310,6 +331,7 @@ def check(problem: Problem) -> None:
         _steps(row, "grad_steps", group.grad_steps, n, 2 * n - 1)
         for tensor in group.tensors:
             _numbers(f"{row}, tensor {tensor.name}", tensor)
+            _rows(f"{row}, tensor {tensor.name}", tensor)
     for value in problem.values:
         row = f"value {value.name}"
         _numbers(row, value)
@@ -342,6 +364,14 @@ def _numbers(row: str, record: object) -> None:
             number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
             _require(number, f"{row}: {name} is {value!r}; it must be a {'whole ' * whole}number")
             _require(0 <= value < float("inf"), f"{row}: {name} is {value}; it must be finite and not negative")
+
+
+def _rows(row: str, tensor: TensorSize) -> None:
+    rows, piece, size = tensor.rows, tensor.piece_rows, tensor.state_bytes
+    for name, value in (("rows", rows), ("piece_rows", piece)):
+        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        _require(whole, f"{row}: {name} is {value!r}; it must be a whole number of at least 1")
+    _require(size % rows == 0, f"{row}: a state of {size} bytes cannot be cut into {rows} rows alike")
 
 
 def _steps(row: str, name: str, steps: tuple[int, ...], low: int, high: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from .decisions import Decisions, TensorGap, TensorPlan
+from .decisions import Decisions, StateStay, TensorGap, TensorPlan
 from .knapsack import select
 from .problem import Group, Problem
 from .rounding_host import host_chain
@@ -228,7 +228,9 @@ def _gap(
 def _states(problem: Problem, group: Group, allowance: Allowance, plans: list[TensorPlan]) -> list[TensorPlan]:
     """The plans with the steps in which states of device tensors go out, and come in."""
     last = problem.device_update(group)
-    sizes = {t.name: t.state_bytes for t, p in zip(group.tensors, plans) if t.state_bytes and not p.cpu}
+    pieces = [(t, rows) for t, p in zip(group.tensors, plans) if t.state_bytes and not p.cpu for rows in t.pieces]
+    # In their order, so that what stays stays together.
+    sizes = {f"{i:06}": tensor.piece_bytes(rows) for i, (tensor, rows) in enumerate(pieces)}
     held = sum(sizes.values())
     steps = [_step(problem, last, k) for k in range(1, problem.n_steps)]
     need = [max(0, held - allowance.states(step)) for step in steps]
@@ -246,14 +248,12 @@ def _states(problem: Problem, group: Group, allowance: Allowance, plans: list[Te
         lambda k: () if problem.in_middle(_step(problem, last, k - 1)) else sizes,
         lambda k, _: () if problem.in_middle(_step(problem, last, k)) else sizes,
     )
-    return [
-        replace(
-            plan,
-            state_out=_step_of(problem, last, out, plan.name),
-            state_in=_step_of(problem, last, into, plan.name),
-        )
-        for plan in plans
-    ]
+    stays: dict[str, list[StateStay]] = {plan.name: [] for plan in plans}
+    for key, (tensor, rows) in zip(sizes, pieces):
+        if key in out:
+            gone, back = (_step(problem, last, positions[key]) for positions in (out, into))
+            stays[tensor.name].append(StateStay(rows, gone, back))
+    return [replace(plan, states=tuple(stays[plan.name])) for plan in plans]
 
 
 def _step(problem: Problem, first: int, position: int) -> int:

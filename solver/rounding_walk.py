@@ -9,7 +9,7 @@ from math import ceil, floor
 
 from .decisions import TensorPlan, tensor_bytes
 from .knapsack import select
-from .problem import Group, Problem, TensorSize
+from .problem import Group, Problem
 from .solution import GroupFlow
 
 _STEPS_TO_LEAVE = 4  # what is updated on the device gets this long to leave while computes hide it
@@ -142,7 +142,7 @@ class Allowance:
 
     def _use(self, fractional: list[float], plans: Sequence[TensorPlan], kind: str) -> None:
         for tensor, plan in zip(self._group.tensors, plans):
-            alone = replace(TensorSize(tensor.name, 0), **{kind: getattr(tensor, kind)})
+            alone = replace(tensor, **dict.fromkeys({"param_bytes", "grad_bytes", "state_bytes"} - {kind}, 0))
             rows = tensor_bytes(self._problem, self._group, alone, plan)
             self.spare = [spare - used for spare, used in zip(self.spare, rows)]
         self.spare = [spare + allowed for spare, allowed in zip(self.spare, fractional)]

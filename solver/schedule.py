@@ -8,6 +8,7 @@ An item is something that occupies device bytes. Its name says what it is:
 | `g:NAME` | its gradient, of one micro-batch |
 | `t:NAME` | the total of its gradients, where there are several micro-batches and the device updates it |
 | `s:NAME` | its optimizer state |
+| `s:NAME[A:B]` | rows A to B - 1 of it, where it is several items: pieces that move, and what stays between them |
 | `v:NAME` | interface value |
 | `d:NAME` | gradient of an interface value or of an output |
 | `k:I` | what block I keeps on the device for its backward |
@@ -19,10 +20,15 @@ An item is something that occupies device bytes. Its name says what it is:
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
-from .problem import Rates
+from .problem import Rates, Rows
+
+_PIECE = re.compile(r"s:(.+)\[(\d+):(\d+)\]")
 
 
 class Kind(Enum):
@@ -141,6 +147,11 @@ class Schedule:
     add_cpu_s: dict[str, float] = field(default_factory=dict)
     add_device_s: dict[str, float] = field(default_factory=dict)
 
+    @cached_property
+    def states(self) -> dict[str, tuple[str, ...]]:
+        """By tensor the items of its optimizer state on the device, first rows first."""
+        return state_items(self.item_bytes)
+
     @property
     def passes(self) -> tuple[Pass, ...]:
         """The distinct passes in order; a middle one stands for all between the first and the last."""
@@ -181,6 +192,44 @@ class Schedule:
         elif action.kind is Kind.ACCUMULATE:
             there.discard(f"g:{action.name}")
             there.add(f"t:{action.name}")
+
+
+def state_item(tensor: str, rows: Rows | None) -> str:
+    """The item of some rows of a tensor's optimizer state; of all of it with None."""
+    return f"s:{tensor}" if rows is None else f"s:{tensor}[{rows[0]}:{rows[1]}]"
+
+
+def state_rows(item: str, sizes: Mapping[str, int]) -> tuple[str, Rows | None]:
+    """The tensor, and which rows of its optimizer state, an item is; None for all of it.
+
+    Parameters
+    ----------
+    sizes: bytes of every item: a tensor whose own name looks like a piece is known by its compute copy.
+    """
+    piece = _PIECE.fullmatch(item)
+    if piece is None or f"p:{item[2:]}" in sizes:
+        return item[2:], None
+    return piece[1], (int(piece[2]), int(piece[3]))
+
+
+def state_items(sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+    """By tensor the items of its optimizer state, first rows first.
+
+    Parameters
+    ----------
+    sizes: bytes of every item.
+    """
+    found: dict[str, list[tuple[int, str]]] = {}
+    for item in sizes:
+        if item.startswith("s:"):
+            tensor, rows = state_rows(item, sizes)
+            found.setdefault(tensor, []).append((rows[0] if rows else 0, item))
+    return {tensor: tuple(item for _, item in sorted(items)) for tensor, items in found.items()}
+
+
+def update_items(tensor: str, states: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """The items that an update on the device may read: compute copy, gradient, total and all of the state."""
+    return (f"p:{tensor}", f"g:{tensor}", f"t:{tensor}", *states.get(tensor, ()))
 
 
 def made_old(item: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .machine import Job, Machine, Resource, Stall
-from .schedule import Action, Kind, Pass, Schedule
+from .schedule import Action, Kind, Pass, Schedule, update_items
 
 _ITERATIONS = 3  # by the third what one iteration leaves to the next has settled
 
@@ -195,7 +195,7 @@ class Executor:
             return waits
         if action.kind is Kind.UPDATE_DEVICE:
             # It writes over what an earlier copy to the host may still read.
-            items = tuple(f"{kind}:{name}" for kind in "pgts")
+            items = update_items(name, self.schedule.states)
             return _those(self.copy_in, items) + _those(self.copy_out, items)
         if action.kind is Kind.FREE:
             return _those(self.copy_in, (name,)) + _those(self.copy_out, (name,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from .pieces import Grid, in_pieces
 from .problem import Block, Group, Option, Output, Problem, Rates, Shared, TensorSize, Value
 
 LOSS_BYTES = 4
@@ -276,4 +277,5 @@ def _groups(parts: list[_Part], shape: Shape, speeds: Speeds, precision: Precisi
                 size / speeds.device_update_bytes_per_s,
             )
         )
-    return tuple(groups)
+    # As if every matrix had rows as wide as the hidden states.
+    return in_pieces(groups, {name: Grid(n // shape.hidden) for part in parts for name, n in part.params.items()})

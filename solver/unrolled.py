@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from .schedule import Action, Kind, Schedule
+from .schedule import Action, Kind, Schedule, update_items
 
 NEVER = 1 << 60
 
@@ -182,7 +182,7 @@ def _touched(schedule: Schedule, action: Action) -> tuple[tuple[str, ...], tuple
         # Values are current until the gradient is complete: what its update reads comes in before.
         return (*spec.needs, *(f"p:{item[2:]}" for item in grads)), (*spec.makes, *grads)
     if action.kind is Kind.UPDATE_DEVICE:
-        return tuple(f"{kind}:{name}" for kind in "pgts"), (f"p:{name}", f"s:{name}")
+        return update_items(name, schedule.states), (f"p:{name}", *schedule.states.get(name, ()))
     if action.kind is Kind.ACCUMULATE:
         return (f"g:{name}",), (f"t:{name}",)
     return (name,), ()

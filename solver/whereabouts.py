@@ -210,10 +210,11 @@ class State:
 
     def _update_device(self, action: Action, tensor: str) -> None:
         gradient = "t" if self.walked > 1 else "g"
-        for item in (f"p:{tensor}", f"{gradient}:{tensor}", f"s:{tensor}"):
+        states = self.schedule.states.get(tensor, ())
+        for item in (f"p:{tensor}", f"{gradient}:{tensor}", *states):
             here = item in self.there or item not in self.schedule.item_bytes
             require(here, action, f"reads {item}, which is not on the device")
         require(tensor in self.owed, action, "there is no complete gradient to update from")
-        self.copies -= {f"s:{tensor}", f"p:{tensor}"}
+        self.copies -= {f"p:{tensor}", *states}
         self.owed.discard(tensor)
         self.stale.discard(tensor)

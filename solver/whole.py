@@ -15,8 +15,14 @@ from .linear import ONE, Builder, LinearModel, Terms, add
 from .model import Program
 from .problem import Group, Problem, TensorSize
 
-Alike = tuple[int, int, int]
-"""Bytes of a tensor's compute copy, gradient and state."""
+
+class Alike(NamedTuple):
+    """What tensors that are alike have in common: bytes of compute copy, gradient and state, and the state's pieces."""
+
+    param_bytes: int
+    grad_bytes: int
+    state_bytes: int
+    pieces: int
 
 
 class _Wait(NamedTuple):
@@ -85,7 +91,8 @@ def _trainable(
         on_host, sent = host[kind], [one[kind] for one in (dropped, kept) if one]
         whole: Terms = {ONE: float(number)}
         if states:
-            builder.at_most_zero(f"whole states[{name}]", add((1.0, states[kind]), (1.0, on_host), (-1.0, whole)))
+            leaving = add((1.0 / kind.pieces, states[kind]), (1.0, on_host), (-1.0, whole))
+            builder.at_most_zero(f"whole states[{name}]", leaving)
         if sent:
             builder.at_most_zero(
                 f"whole copies[{name}]", add((1.0, on_host), *((1.0, one) for one in sent), (-1.0, whole))
@@ -99,7 +106,7 @@ def _trainable(
 def _host_waits(problem: Problem, group: Group, host: Mapping[Alike, Terms]) -> Iterator[_Wait]:
     """A whole tensor's gradient goes out, is used, and its values come in, all between two uses."""
     steps = (problem.first_update(group), group.uses[0] - 1)
-    for (param, grad, _), count in host.items():
+    for (param, grad, *_), count in host.items():
         seconds = group.cpu_update_s * grad / max(group.grad_bytes, 1) + param / problem.rates.in_bytes_per_s
         if not problem.gate:
             seconds += grad / problem.rates.out_bytes_per_s
@@ -107,22 +114,28 @@ def _host_waits(problem: Problem, group: Group, host: Mapping[Alike, Terms]) -> 
 
 
 def _state_waits(problem: Problem, group: Group, states: Mapping[Alike, Terms]) -> Iterator[_Wait]:
-    """A whole state goes out after its update and comes in before the next one."""
+    """A piece of a state goes out after its update and comes in before the next one."""
     updated = problem.device_update(group)
-    for (_, _, state), count in states.items():
-        seconds = state / problem.rates.in_bytes_per_s + state / problem.rates.out_bytes_per_s
+    for (_, _, state, pieces), count in states.items():
+        piece = state / pieces
+        seconds = piece / problem.rates.in_bytes_per_s + piece / problem.rates.out_bytes_per_s
         yield _Wait(f"states[{group.name}]", (updated, updated - 1), seconds, count)
 
 
 def _counted(builder: Builder, label: str, group: Group, part: Terms, what: int) -> Mapping[Alike, Terms]:
-    """State that a fraction of a group is made of whole tensors; how many, by kind."""
+    """State that a fraction of a group is made of whole tensors, or of pieces of states; how many, by kind."""
     found: dict[Alike, Terms] = {}
     total = sum(kind[what] * number for kind, number in _kinds(group).items())
     for i, (kind, number) in enumerate(_kinds(group).items()):
-        found[kind] = builder.column(f"whole {label}[{i}]", float(number), integer=True)
-    made = ((-kind[what] / max(total, 1), column) for kind, column in found.items())
+        found[kind] = builder.column(f"whole {label}[{i}]", float(number * _cut(kind, what)), integer=True)
+    made = ((-kind[what] / _cut(kind, what) / max(total, 1), column) for kind, column in found.items())
     builder.at_most_zero(f"whole {label}", add((1.0, part), *made), equal=True)
     return found
+
+
+def _cut(kind: Alike, what: int) -> int:
+    """In how many pieces a tensor moves."""
+    return kind.pieces if what == _STATE else 1
 
 
 def _kinds(group: Group) -> Counter[Alike]:
@@ -130,4 +143,4 @@ def _kinds(group: Group) -> Counter[Alike]:
 
 
 def _alike(tensor: TensorSize) -> Alike:
-    return tensor.param_bytes, tensor.grad_bytes, tensor.state_bytes
+    return Alike(tensor.param_bytes, tensor.grad_bytes, tensor.state_bytes, len(tensor.pieces))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..solver.schedule import Action, Kind, Schedule
+from ..solver.schedule import Action, Kind, Schedule, update_items
 
 KINDS = (
     "parameters",
@@ -111,8 +111,8 @@ def block_of_items(schedule: Schedule) -> dict[str, int]:
         blocks |= {f"F{i}": i, f"B{i}": i}
         for item in spec.needs:
             if item.startswith("p:"):
-                for prefix in "pgs":
-                    blocks.setdefault(f"{prefix}:{item[2:]}", i)
+                for own in update_items(item[2:], schedule.states):
+                    blocks.setdefault(own, i)
         for item in spec.makes:
             blocks[item] = i
             if item[:2] in ("v:", "o:"):

@@ -49,7 +49,7 @@ def poisoned(here, item: str) -> list[torch.Tensor]:
     if kind == "p":
         return list(here.params[name].tensors.values())
     if kind == "s":
-        return list(here.states[name].tensors.values())
+        return list(here.states[item].tensors.values())
     if kind == "g":
         return [here.grads[f"param:{name}"]] if f"param:{name}" in here.grads else []
     if kind == "v":

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
-from offmate.solver.decisions import TensorGap, tensor_bytes
+from offmate.solver.decisions import StateStay, TensorGap, tensor_bytes
 from offmate.solver.emit import build_schedule
 from offmate.solver.improve import improve
 from offmate.solver.plan import plan
@@ -70,9 +70,7 @@ def test_device_tensors_leave_and_return_in_whole():
 def test_states_are_rounded_on_their_own():
     problem = one_group(trainable(100, 60, 40))
     plans = by_name(round_solution(problem, solution(state_out={2: 0.3}, state_in={1: 0.3})))
-    assert {name: (p.state_out, p.state_in) for name, p in plans.items()} == {
-        "w0": (None, None), "w1": (2, 1), "w2": (None, None),
-    }  # fmt: skip
+    assert {name: p.states for name, p in plans.items()} == {"w0": (), "w1": (StateStay((0, 1), 2, 1),), "w2": ()}
 
 
 def test_a_frozen_group_drops_the_same_tensors_in_every_gap():
