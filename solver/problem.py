@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-
 Rows = tuple[int, int]
 """Rows of a tensor, from the first number on to the one before the second."""
 

@@ -142,7 +142,12 @@ class Allowance:
 
     def _use(self, fractional: list[float], plans: Sequence[TensorPlan], kind: str) -> None:
         for tensor, plan in zip(self._group.tensors, plans):
-            alone = replace(tensor, **dict.fromkeys({"param_bytes", "grad_bytes", "state_bytes"} - {kind}, 0))
+            alone = replace(
+                tensor,
+                param_bytes=tensor.param_bytes * (kind == "param_bytes"),
+                grad_bytes=tensor.grad_bytes * (kind == "grad_bytes"),
+                state_bytes=tensor.state_bytes * (kind == "state_bytes"),
+            )
             rows = tensor_bytes(self._problem, self._group, alone, plan)
             self.spare = [spare - used for spare, used in zip(self.spare, rows)]
         self.spare = [spare + allowed for spare, allowed in zip(self.spare, fractional)]
