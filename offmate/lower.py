@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import gcd
 from typing import Any
 
 import torch
@@ -12,17 +11,14 @@ from torch import fx
 
 from .blocks import TracedBlock
 from .capture import Captured
-from .joint import BlockSpec, External, Joint, dense_stride, trace
+from .joint import BlockSpec, External, Joint, trace
 from .partition import Chain
 from .programs import ClassGraph, NodeCost, Programs
+from .rows import grid_of
 from .runtime.program import Program
 from .solver.options import BlockGraph, Op, Storage, choices
 from .solver.pieces import Grid, in_pieces
 from .solver.problem import Block, Group, Option, Output, Problem, Rates, Shared, TensorSize, Value
-
-# Elements that no kernel treats apart: what a processor takes at once, and a cache line. Where the rest of a tensor
-# that makes no whole number of them is updated in another way, only its own last ones are, cut or not.
-_TOGETHER = 64
 
 
 @dataclass(frozen=True)
@@ -220,16 +216,6 @@ def _dense_bytes(fake: torch.Tensor) -> int:
     return fake.numel() * fake.element_size()
 
 
-def _is_dense_in_rows(fake: torch.Tensor) -> bool:
-    """Whether each run of rows is a stretch of memory without gaps."""
-    return (
-        fake.dim() > 0
-        and fake.numel() > 0
-        and fake.stride(0) * fake.shape[0] == fake.numel()
-        and dense_stride(fake) == fake.stride()
-    )
-
-
 class Lowering:
     """Builds the problem; everything it reads is frozen.
 
@@ -358,8 +344,8 @@ class Lowering:
             training = self.trainable.get(name, nothing) if grads else nothing
             # An update needs the parameter where the last part of its gradient is made.
             uses = tuple(sorted({*uses, *grads[-1:]}))
-            if training.by_element and _is_dense_in_rows(fake):
-                grids[name] = Grid(fake.shape[0], _TOGETHER // gcd(_TOGETHER, fake.numel() // fake.shape[0]))
+            grid = grid_of(fake) if training.by_element else None
+            grids |= {name: grid} if grid else {}
             nbytes = _dense_bytes(fake)
             size = TensorSize(name, nbytes, nbytes if grads else 0, training.state_bytes)
             members.setdefault((uses, grads, fake.dtype), []).append((size, training))

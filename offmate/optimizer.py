@@ -14,6 +14,7 @@ import torch
 
 from .clock import clock_of
 from .errors import OffmateError, ProtocolError
+from .rows import works_by_element
 from .runtime.contents import is_bulk
 
 log = logging.getLogger("offmate")
@@ -21,21 +22,6 @@ log = logging.getLogger("offmate")
 _TIMED_ELEMENTS = 2**22
 _REPEATS = 3
 _CPU = torch.device("cpu")
-# What an element becomes depends on its own gradient and state, and on numbers that a tensor's elements share. Classes
-# derived from these may do something else.
-_BY_ELEMENT = frozenset(
-    {
-        torch.optim.SGD,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.Adamax,
-        torch.optim.Adadelta,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -93,7 +79,7 @@ class Updater:
     @property
     def by_element(self) -> bool:
         """Whether an update treats every element of a tensor by itself, so that rows can be updated on their own."""
-        return getattr(self.base, "_kind", self.base) in _BY_ELEMENT
+        return works_by_element(self.base)
 
     def snapshot(self) -> None:
         """Take the hyperparameters as they are now."""

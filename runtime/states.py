@@ -40,7 +40,7 @@ class States:
         return size if rows is None else size // self._host.params[self.owner(item)].shape[0] * (rows[1] - rows[0])
 
     def sources(self, item: str) -> dict[str, torch.Tensor]:
-        """Where an item comes from: host memory from which copies run beside compute; before the first update nowhere."""
+        """Where an item comes from: host memory that copies read beside compute; nothing before the first update."""
         state = self._host.states.get(self.owner(item), {})
         bulk = {k: self._device.pinned(v) for k, v in state.items() if isinstance(v, torch.Tensor) and is_bulk(v)}
         state.update(bulk)

@@ -209,8 +209,11 @@ def _time_rows(problem: Problem, builder: Builder, account: Account, unit_s: flo
         in_share = rates.in_bytes_per_s / rates.both_bytes_per_s
         out_share = rates.out_bytes_per_s / rates.both_bytes_per_s
         both = add((in_share, link_in), (out_share, link_out))
-        if in_share + out_share > 1:
-            builder.at_most_zero(f"both[{t}]", add((1.0, both), (-1.0, time)))
+        # While both are busy each takes so much longer; what one of them has more than the other goes at its own rate.
+        slower = min(1.0, in_share + out_share - 1)
+        if slower > 0:
+            builder.at_most_zero(f"both in[{t}]", add((1.0, link_in), (slower, link_out), (-1.0, time)))
+            builder.at_most_zero(f"both out[{t}]", add((1.0, link_out), (slower, link_in), (-1.0, time)))
         compute, cpu = add((1 / unit_s, account.compute[t])), add((1 / unit_s, account.cpu[t]))
         serial = add((in_units, account.serial_in[t]), (out_units, account.serial_out[t]))
         builder.at_most_zero(f"compute[{t}]", add((1.0, compute), (1.0, serial), (-1.0, time)))

@@ -75,6 +75,7 @@ def counts(problem: Problem) -> int:
 
 
 _PARAM, _STATE = 0, 2
+_FINE = 4  # pieces from which on how many of them move need not be whole
 
 
 def _trainable(
@@ -127,7 +128,9 @@ def _counted(builder: Builder, label: str, group: Group, part: Terms, what: int)
     found: dict[Alike, Terms] = {}
     total = sum(kind[what] * number for kind, number in _kinds(group).items())
     for i, (kind, number) in enumerate(_kinds(group).items()):
-        found[kind] = builder.column(f"whole {label}[{i}]", float(number * _cut(kind, what)), integer=True)
+        found[kind] = builder.column(
+            f"whole {label}[{i}]", float(number * _cut(kind, what)), integer=_cut(kind, what) < _FINE
+        )
     made = ((-kind[what] / _cut(kind, what) / max(total, 1), column) for kind, column in found.items())
     builder.at_most_zero(f"whole {label}", add((1.0, part), *made), equal=True)
     return found

@@ -67,6 +67,16 @@ def random_problem(
     )
 
 
+def in_rows(problem: Problem) -> Problem:
+    """The problem with every state that can be cut alike in two, three or four pieces of a row each."""
+
+    def cut(tensor: TensorSize) -> TensorSize:
+        return replace(tensor, rows=next(n for n in (4, 3, 2, 1) if tensor.state_bytes % n == 0))
+
+    groups = (replace(group, tensors=tuple(map(cut, group.tensors))) for group in problem.groups)
+    return replace(problem, groups=tuple(groups))
+
+
 def gated(problem: Problem, rng: random.Random, micro_batches: int) -> Problem:
     """The problem with a gate and that many micro-batches per update, the seconds of additions made up."""
     groups = tuple(

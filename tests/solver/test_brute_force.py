@@ -197,11 +197,12 @@ def random_plan(problem: Problem, rng: random.Random) -> tuple[float, float, flo
 
 def _step_s(problem: Problem, count: Count, t: int) -> float:
     rates, (came, went) = problem.rates, (count.link["in"][t], count.link["out"][t])
+    came_s, went_s = came / rates.in_bytes_per_s, went / rates.out_bytes_per_s
+    # Both at once as long as there is something for both, and never slower than one after the other.
+    slowed_s = max(0.0, (rates.in_bytes_per_s + rates.out_bytes_per_s) / rates.both_bytes_per_s - 1)
     parts = [
         count.compute[t] + count.serial_s[t],
-        came / rates.in_bytes_per_s,
-        went / rates.out_bytes_per_s,
-        (came + went) / rates.both_bytes_per_s,
+        max(came_s, went_s) + min(1.0, slowed_s) * min(came_s, went_s),
         rates.manage_s + count.cpu[t],
     ]
     if rates.shared_cores:

@@ -17,7 +17,7 @@ from offmate.solver.solution import Gap, GroupFlow, Solution, Status
 from offmate.solver.solve import least_budget, solve
 from offmate.solver.validate import validate
 
-from .random_problems import random_problem
+from .random_problems import in_rows, random_problem
 
 
 def one_group(group, **changes):
@@ -101,13 +101,14 @@ def test_a_solution_without_a_plan_is_refused():
 
 
 problems = st.builds(
-    lambda seed, blocks, tensors, update, tied: random_problem(
-        random.Random(seed), n_blocks=blocks, tensors=tensors, update=update, tied=tied
+    lambda seed, blocks, tensors, update, tied, cut: (in_rows if cut else lambda whole: whole)(
+        random_problem(random.Random(seed), n_blocks=blocks, tensors=tensors, update=update, tied=tied)
     ),
     st.integers(0, 10**6),
     st.integers(2, 4),
     st.integers(1, 4),
     st.sampled_from(["planned", "external"]),
+    st.booleans(),
     st.booleans(),
 )
 
