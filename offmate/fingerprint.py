@@ -33,7 +33,7 @@ def fingerprint_of(
     if updater is not None:
         kept = ("lr", "weight_decay")
         hyper = {n: sorted((k, str(v)) for k, v in g.items() if k not in kept) for n, g in updater.groups.items()}
-        optimizer = (updater.base.__qualname__, hyper)
+        optimizer = (updater.base.__qualname__, updater.by_element, hyper)
     parts: tuple[Any, ...] = (
         __version__, torch.__version__, platform.processor(), torch.get_num_threads(), _device_words(request, machine),
         wiring,
