@@ -19,11 +19,11 @@ from .problem import Group, Problem
 from .readback import read_solution
 from .rounding_walk import NOISE
 from .schedule import state_item
-from .solution import GroupFlow, Solution, Status
+from .solution import Solution, Status
 from .whole import counts, in_whole_tensors
 
 _LARGE = 0.1  # a group is large if its states or its update take this part of an iteration on a link or on the host
-_SPLIT = 1e-4  # fractions this close to none or all are whole
+_SMALL = 0.02  # a piece is small if its copy takes less of one
 _COUNTED = 350  # columns of whole tensors with which the program is solved in seconds
 _LONG = 0.2  # part of an iteration that a whole tensor's way to the host and back may take beside everything else
 _NEAR = 0.03  # gap of the program in whole tensors
@@ -156,8 +156,8 @@ def _settle_large(problem: Problem, solver: Resolver) -> tuple[Parts, Solution]:
     large = [group for group in _in_order(problem) if _weight(problem, group, near) > _LARGE]
     for group in sorted(large, key=lambda g: (-_weight(problem, g, near), g.name))[:_TRIED]:
         best: tuple[Parts, Solution] | None = None
-        for host, states in _around(group, near.groups[group.name]):
-            tried = Parts({**parts.host, group.name: host}, {**parts.states, group.name: states})
+        for host, states in _around(problem, group, near):
+            tried = Parts({**parts.host, group.name: host}, {**parts.states, **states})
             found = solver.solve(tried)
             if found is not None and found.objective_s < (best[1].objective_s if best else inf):
                 best = tried, found
@@ -167,17 +167,28 @@ def _settle_large(problem: Problem, solver: Resolver) -> tuple[Parts, Solution]:
 
 def _weight(problem: Problem, group: Group, solution: Solution) -> float:
     """Part of an iteration that a group's states take on a link, or its update on the host."""
-    copy_s = group.state_bytes / min(problem.rates.in_bytes_per_s, problem.rates.out_bytes_per_s)
+    copy_s = _copy_s(problem, group.state_bytes)
     return max(copy_s, group.cpu_update_s) / max(solution.objective_s, NOISE)
 
 
-def _around(group: Group, flow: GroupFlow) -> Iterator[tuple[float, float]]:
-    """Whole host parts and, for each, whole parts whose states leave, next to a flow's below and above."""
+def _copy_s(problem: Problem, size_bytes: int) -> float:
+    return size_bytes / min(problem.rates.in_bytes_per_s, problem.rates.out_bytes_per_s)
+
+
+def _around(problem: Problem, group: Group, near: Solution) -> Iterator[tuple[float, dict[str, float]]]:
+    """Whole host parts next to a flow's below and above and, for each, by name whole parts whose states leave.
+
+    Nothing is said of states that leave in small pieces.
+    """
+    flow = near.groups[group.name]
     for host_bytes in sorted({*_neighbours(_sizes(group), flow.cpu_part * group.param_bytes)}):
-        rest = _device_states(group, host_bytes)
+        host, rest = host_bytes / group.param_bytes, _device_states(group, host_bytes)
+        if _copy_s(problem, max(rest.values(), default=0)) < _SMALL * near.objective_s:
+            yield host, {}
+            continue
         wanted = min(sum(flow.state_out.values()) * group.state_bytes, sum(rest.values()))
         for states in sorted({*_neighbours(rest, wanted), 0}):
-            yield host_bytes / group.param_bytes, states / max(group.state_bytes, 1)
+            yield host, {group.name: states / max(group.state_bytes, 1)}
 
 
 def whole_parts(
