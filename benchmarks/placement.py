@@ -3,8 +3,8 @@
 `python -m benchmarks.placement [--models 7b 1b] [--budgets 8 10 16 24 40] [--json FILE]` plans models of real sizes for
 a card that is not here and places the plans on the simulated accelerator (`tests/accelerator`), whose allocator has the
 rules of CUDA's; its memory is never touched, so that 40 GB take none. No operator runs: what is counted is what the
-rehearsal of an iteration reserves. `--train` also trains a model as large as two cores bear, operators and all, and
-compares what was predicted with what was reserved then.
+rehearsal of an iteration reserves, and what moves aside in it so that other tensors find place. `--train` also trains a
+model as large as two cores bear, operators and all, and compares what was predicted with what was reserved then.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ALLOCATOR = "simulated, with the rules of CUDA's; no operator ran but where it s
 TRAINED_PERCENT = (150, 110)  # of the least budget
 HOST_BYTES = 1 << 42
 CARD_BYTES = 80 << 30
-COLUMNS = ("model", "dtype", "budget GB", "tensors %", "reserved %", "margins tried", "refused")
+COLUMNS = ("model", "dtype", "budget GB", "tensors %", "reserved %", "moved GB", "margins tried", "refused")
 
 Row = dict[str, Any]
 
@@ -97,18 +97,24 @@ def place(name: str, dtype: str, budget_bytes: int, config: offmate.Config) -> R
                 machine=load(HARDWARE), real=stand_in(((), batch)),
             )  # fmt: skip
 
-    row = {"model": case.shape, "dtype": dtype, "budget GB": budget_bytes / 1e9, "tensors %": None, "reserved %": None}
+    row = {"model": case.shape, "dtype": dtype, "budget GB": budget_bytes / 1e9}
+    row |= dict.fromkeys(("tensors %", "reserved %", "moved GB"))
     where = torch.device("sim:0")
     sim.set_limit_bytes(budget_bytes)
     held = pockets(where, model, batch)
     try:
-        plan = fitted(make, model, updater, where, budget_bytes)[0].plan
+        prepared, placed = fitted(make, model, updater, where, budget_bytes)
     except offmate.InfeasibleBudget as error:
         return row | {"margins tried": len(margins), "refused": str(error)}
     finally:
         del held
+    plan = prepared.plan
     tensors = plan.predicted_peak_bytes - plan.allocator_bytes
-    shares = {"tensors %": 100 * tensors / budget_bytes, "reserved %": 100 * plan.predicted_peak_bytes / budget_bytes}
+    shares = {
+        "moved GB": placed.moved_bytes / 1e9,
+        "tensors %": 100 * tensors / budget_bytes,
+        "reserved %": 100 * plan.predicted_peak_bytes / budget_bytes,
+    }
     return row | shares | {"margins tried": len(margins), "refused": ""}
 
 

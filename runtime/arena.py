@@ -6,6 +6,7 @@ import contextlib
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -16,6 +17,7 @@ from .pools import SMALL_SEGMENT_BYTES, large_sizes, rounded
 
 _ROUNDS = 30  # of moves for one allocation
 _STRAYS = 64  # pieces of the same size elsewhere that are taken before the right one
+_expired = torch.UntypedStorage._expired
 
 
 @dataclass(eq=False)
@@ -43,10 +45,10 @@ class Arena:
     reads them where they were, what is launched later where they are; copies on other streams are waited for on that
     stream, and tensors of which a copy is still to be launched stay.
 
-    Changed on the executor's thread only. State: `start` and `_end` of the segment; `_tensors` by where they start,
-    and `_order`, these in order;
-    `_foreign`, gaps in which something lies that is not known; `_sure_bytes`, which certainly lie in one gap;
-    `_anchor`, a piece that keeps the segment from being given back; `moved_bytes` so far.
+    Changed on the executor's thread only. State: `start` and `_end` of the segment; `_tensors` by where they start, and
+    in order `_starts`, `_ends` (later where one is not sure), `_weak` pointers to their storages; `_foreign`, gaps
+    in which something lies that is not known; `_sure_bytes`, which certainly lie in one gap; `_anchor`, a piece that
+    keeps the segment from being given back; `moved_bytes` so far.
 
     Parameters
     ----------
@@ -57,7 +59,9 @@ class Arena:
         self._device = device
         self.start = self._end = self._sure_bytes = self.moved_bytes = 0
         self._tensors: dict[int, _Tensor] = {}
-        self._order: list[int] = []
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._weak: list[int] = []
         self._foreign: list[Extent] = []
         self._anchor: torch.Tensor | None = None
 
@@ -74,8 +78,8 @@ class Arena:
             return
         with contextlib.suppress(torch.OutOfMemoryError):
             start = self._empty(segment_bytes).data_ptr()  # let go at once, and kept
-            self._tensors.clear()
-            self._order.clear()
+            for known in (self._tensors, self._starts, self._ends, self._weak):
+                known.clear()
             self.start, self._end = start, start + segment_bytes
         with contextlib.suppress(torch.OutOfMemoryError):
             anchor = self._empty(SMALL_SEGMENT_BYTES)
@@ -94,8 +98,7 @@ class Arena:
         for _ in range(_ROUNDS):
             if total <= self._sure_bytes:
                 break
-            gaps = gaps_between(self._extents(waits=True), self.start, self._end)
-            lengths = sorted(high - low for low, high in gaps)
+            lengths = self._gap_lengths()
             short = first_without_place(lengths, wanted)
             if short is None:
                 self._sure_bytes = max(lengths[-1], total)
@@ -138,16 +141,39 @@ class Arena:
 
     def _lies(self, start: int, size: int, storage: StorageWeakRef, alone: bool) -> None:
         """A tensor lies at an address; what is too little to be cut off belongs to its piece."""
-        end, at = start + rounded(size), bisect_left(self._order, start)
-        if at == len(self._order) or self._order[at] != start:
-            self._order.insert(at, start)
-        while at + 1 < len(self._order) and self._tensors[self._order[at + 1]].storage.expired():
-            del self._tensors[self._order.pop(at + 1)]
-        edge = self._order[at + 1] if at + 1 < len(self._order) else self._end
+        at = bisect_left(self._starts, start)
+        if at < len(self._starts) and self._starts[at] == start:
+            self._forget(at)
+        while at < len(self._starts) and _expired(self._weak[at]):
+            self._forget(at)
+        end, edge = start + rounded(size), self._starts[at] if at < len(self._starts) else self._end
         near = edge - end <= LEAST_CUT_BYTES
-        self._tensors[start] = _Tensor(start, edge if near else end, size, storage, alone or near)
-        if at and self._tensors[self._order[at - 1]].end == start:
-            self._tensors[self._order[at - 1]].sure = True
+        one = self._tensors[start] = _Tensor(start, edge if near else end, size, storage, alone or near)
+        self._starts.insert(at, start)
+        self._ends.insert(at, one.end if one.sure else one.end + LEAST_CUT_BYTES)
+        self._weak.insert(at, storage.cdata)
+        before = self._tensors[self._starts[at - 1]] if at else None
+        if before is not None and before.end == start:
+            before.sure, self._ends[at - 1] = True, start
+
+    def _forget(self, at: int) -> _Tensor:
+        del self._ends[at], self._weak[at]
+        return self._tensors.pop(self._starts.pop(at))
+
+    def _forget_dead(self) -> None:
+        for at in reversed([at for at, pointer in enumerate(self._weak) if _expired(pointer)]):
+            self._forget(at)
+
+    def _gap_lengths(self) -> list[int]:
+        """Bytes of the gaps, ascending; at least so many, where the end of what lies before one is not sure."""
+        assert self._anchor is not None
+        self._forget_dead()
+        if self._foreign or self._anchor.data_ptr() != self.start:
+            gaps = gaps_between(self._extents(waits=True), self.start, self._end)
+            return sorted(high - low for low, high in gaps)
+        ends = chain((self.start + SMALL_SEGMENT_BYTES,), self._ends)
+        edges = chain(self._starts, (self._end,))
+        return sorted(edge - end for end, edge in zip(ends, edges) if edge - end > LEAST_CUT_BYTES)
 
     def _run(self, size: int, *, waits: bool) -> Run | None:
         return cheapest_run(self._extents(waits=waits), self.start, self._end, size)
@@ -160,15 +186,14 @@ class Arena:
         waits: whether what a copy reads or writes may move, if that is launched.
         """
         assert self._anchor is not None
-        self._order = [start for start in self._order if not self._tensors[start].storage.expired()]
-        self._tensors = {start: self._tensors[start] for start in self._order}
+        self._forget_dead()
         anchor = self._anchor.data_ptr()
         found = [*self._foreign, Extent(anchor, anchor + SMALL_SEGMENT_BYTES, False)]
-        for one in self._tensors.values():
+        for start, end in zip(self._starts, self._ends):
+            one = self._tensors[start]
             one.copies = [copy for copy in one.copies if not (copy.ready() and copy.done())]
             movable = all(copy.ready() for copy in one.copies) if waits else not one.copies
-            end = one.end if one.sure else min(one.end + LEAST_CUT_BYTES, self._end)
-            found.append(Extent(one.start, end, movable and not one.fixed))
+            found.append(Extent(start, min(end, self._end), movable and not one.fixed))
         found.sort()
         edges = [*(one.start for one in found[1:]), self._end]
         return [one._replace(end=min(one.end, edge)) for one, edge in zip(found, edges)]
@@ -185,8 +210,7 @@ class Arena:
             if held[-1] is None:
                 return
         for extent in run.extents:
-            self._order.remove(extent.start)
-            one = self._tensors.pop(extent.start)
+            one = self._forget(bisect_left(self._starts, extent.start))
             self._move(one)
             held.append(self._hold(one.start, rounded(one.bytes)))
             if held[-1] is None:
@@ -197,6 +221,8 @@ class Arena:
             copy.wait()
         # The same bytes elsewhere, for all tensors that view this storage; where they were is free from now on.
         storage = torch.UntypedStorage._new_with_weak_ptr(one.storage.cdata)
+        if storage is None:
+            return  # a worker has just let go of it
         storage.resize_(one.bytes)
         self.moved_bytes += rounded(one.bytes)
         if self.start <= storage.data_ptr() < self._end:

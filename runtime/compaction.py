@@ -74,36 +74,45 @@ def cheapest_run(extents: Sequence[Extent], start: int, end: int, size: int) -> 
     largest = max((high - low for low, high in gaps), default=0)
     for part in _PARTS:
         target = largest + max(1, int((size - largest) * part))
-        runs = sorted(_runs(extents, start, end, target), key=lambda run: (_moved_bytes(run), run.start))
-        for run in runs[:_CANDIDATES]:
-            lengths = sorted(high - low for low, high in gaps if high <= run.start or low >= run.end)
-            if first_without_place(lengths, [one.end - one.start for one in run.extents]) is None:
-                return run
+        for candidate in sorted(_candidates(extents, start, end, target))[:_CANDIDATES]:
+            _, low, high, first, after = candidate
+            lengths = sorted(b - a for a, b in gaps if b <= low or a >= high)
+            inside = sorted(extents[first:after], key=lambda one: (one.start - one.end, one.start))
+            if first_without_place(lengths, [one.end - one.start for one in inside]) is None:
+                return Run(low, high, tuple(inside))
     return None
 
 
-def _moved_bytes(run: Run) -> int:
-    return sum(one.end - one.start for one in run.extents)
+class _Candidate(NamedTuple):
+    """A run by what would move, its start and end, and its extents, from `first` to before `after`."""
+
+    moved_bytes: int
+    start: int
+    end: int
+    first: int
+    after: int
 
 
-def _runs(extents: Sequence[Extent], start: int, end: int, size: int) -> Iterator[Run]:
+def _candidates(extents: Sequence[Extent], start: int, end: int, size: int) -> Iterator[_Candidate]:
     """Every shortest run of at least `size` bytes between extents that stay where they are."""
     first, low = 0, start
     for i, extent in enumerate([*extents, Extent(end, end, False)]):
         if not extent.movable:
-            yield from _runs_between(extents[first:i], low, extent.start, size)
+            if extent.start - low >= size:
+                yield from _between(extents, first, i, low, extent.start, size)
             first, low = i + 1, extent.end
 
 
-def _runs_between(extents: Sequence[Extent], start: int, end: int, size: int) -> Iterator[Run]:
-    after = 0
-    for i in range(len(extents)):
-        low = extents[i - 1].end if i else start
-        after = max(after, i)
-        while after < len(extents) and extents[after].start - low < size:
+def _between(extents: Sequence[Extent], first: int, last: int, start: int, end: int, size: int) -> Iterator[_Candidate]:
+    """Those of the extents from `first` to before `last`, none of which stays."""
+    after, moved = first, 0
+    for i in range(first, last):
+        low = extents[i - 1].end if i > first else start
+        while after < last and (after <= i or extents[after].start - low < size):
+            moved += extents[after].end - extents[after].start
             after += 1
-        high = extents[after].start if after < len(extents) else end
+        high = extents[after].start if after < last else end
         if high - low < size:
             return
-        inside = sorted(extents[i:after], key=lambda one: (one.start - one.end, one.start))
-        yield Run(low, high, tuple(inside))
+        yield _Candidate(moved, low, high, i, after)
+        moved -= extents[i].end - extents[i].start

@@ -16,8 +16,8 @@ from .updated import Updated
 _SLACK_SEGMENTS, _SLACK_SHARE = 1, 256
 # The segment in percent of the large allocations' peak: what is tried, the most first, since the more room there is the
 # less has to move; what a budget must at least allow for.
-_SEGMENT_PERCENT, _NEEDED_PERCENT = (115, 110, 107, 105, 104, 103), (103, 106, 110, 120)
-_SMALL_SHARE = 16  # of the small allocations' peak, left for their drifting
+_SEGMENT_PERCENT, _NEEDED_PERCENT = (115, 110, 107, 105, 104, 103), (103, 104, 106, 110, 120)
+_SMALL_SHARE = 32  # of the small allocations' peak, left for their drifting
 _TINY_BYTES = 512  # of the smallest piece that an allocator hands out
 _ITERATIONS = 8  # rehearsed
 _POCKETS = 64  # for numbers of the user's: losses and metrics

@@ -243,7 +243,7 @@ def shaken(room: Callable[[Arena, tuple[int, ...]], None]) -> Callable[[Arena, t
     chance = random.Random(0)
 
     def shake(arena: Arena, sizes: tuple[int, ...]) -> None:
-        if large_sizes(sizes):
+        if large_sizes(sizes) and arena._anchor is not None:
             extents = arena._extents(waits=chance.random() < 0.5)
             gaps = gaps_between(extents, arena.start, arena._end)
             edges = [arena.start, *(one.end for one in extents)], [*(one.start for one in extents[1:]), arena._end]
