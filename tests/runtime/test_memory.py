@@ -23,11 +23,11 @@ def test_freed_registers_die(budget, monkeypatch):
     loop = trained(budget, steps=1)
     checked = []
 
-    def run(program, registers, ledger, given):
+    def run(program, registers, ledger, given, arena):
         # One instruction at a time, so that it can be seen what is left after each.
         live, made_in = dict(given), {}
         for step in program.instructions:
-            live = real(dataclasses.replace(program, instructions=(step,)), registers, ledger, live)
+            live = real(dataclasses.replace(program, instructions=(step,)), registers, ledger, live, arena)
             for position, register in step.outs:
                 for _, storage, _ in (m for m in step.makes if m[0] == position):
                     made_in[storage] = weakref.ref(registers[register]) if registers[register] is not None else None
