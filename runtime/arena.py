@@ -111,15 +111,17 @@ class Arena:
         self._sure_bytes = max(0, self._sure_bytes - total)
 
     def note(self, tensor: torch.Tensor, *, alone: bool = False) -> None:
-        """A tensor has been allocated.
+        """A tensor has been allocated; nothing is forgotten of one that is known.
 
         Parameters
         ----------
         alone: nothing else has been allocated or let go since.
         """
         storage = tensor.untyped_storage()
-        if self.start <= storage.data_ptr() < self._end:
-            self._lies(storage.data_ptr(), storage.nbytes(), StorageWeakRef(storage), alone)
+        start, weak = storage.data_ptr(), StorageWeakRef(storage)
+        known = self._tensors.get(start)
+        if self.start <= start < self._end and (known is None or known.storage.cdata != weak.cdata):
+            self._lies(start, storage.nbytes(), weak, alone)
 
     def fix(self, tensor: torch.Tensor) -> None:
         """Somebody else may use a tensor's address from now on."""
