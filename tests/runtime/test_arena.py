@@ -68,7 +68,7 @@ def test_what_somebody_else_uses_stays(sim: ModuleType) -> None:
     tensors = scattered(arena)
     for i in (1, 3, 5):
         arena.fix(tensors[i])  # type: ignore[arg-type]
-        arena.note(tensors[i])  # type: ignore[arg-type]
+        arena.note(tensors[i], alone=True)  # type: ignore[arg-type]
     places = [tensors[i].data_ptr() for i in (1, 3, 5)]  # type: ignore[union-attr]
     large = put(arena, 8, 99)
     assert arena.moved_bytes > 0
