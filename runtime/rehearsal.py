@@ -90,7 +90,7 @@ class _Walker:
         kind, name = item.split(":", 1)
         if kind == "s":
             name, _ = state_rows(item, self.schedule.item_bytes)
-            sizes = [self._share(name, item, size) for size in self.updated(name).state_bytes]
+            sizes = [self.schedule.share_of_state(item, size) for size in self.updated(name).state_bytes]
         elif kind in "ka":
             block = self.binding.blocks[int(name)]
             wanted = block.kept if kind == "k" else block.offloaded
@@ -101,19 +101,14 @@ class _Walker:
         # Nobody else knows the address of anything but of the gradients that the user hands in.
         self.items[item] = [self.make(size, fixed=kind == "d") for size in sizes]
 
-    def _share(self, name: str, item: str, size: int) -> int:
-        """An item's part of what is needed for all rows of a parameter."""
-        items = self.schedule.states.get(name, ())
-        return size * self.schedule.item_bytes[item] // sum(self.schedule.item_bytes[one] for one in items)
-
     def _update(self, name: str) -> None:
-        updated = self.updated(name)
+        updated, share = self.updated(name), self.schedule.share_of_state
         items = self.schedule.states.get(name, ())
         for item in items:
-            passing = self._share(name, item, updated.workspace_bytes)
+            passing = share(item, updated.workspace_bytes)
             if item in self.unborn:
                 self.unborn.discard(item)
-                together = (*(self._share(name, item, size) for size in updated.state_bytes), passing)
+                together = (*(share(item, size) for size in updated.state_bytes), passing)
                 self.items[item] = [self.make(size, together[i + 1 :]) for i, size in enumerate(together[:-1])]
             self._pass(passing)
         if not items:

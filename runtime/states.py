@@ -19,6 +19,7 @@ class States:
 
     def __init__(self, schedule: Schedule, host: HostState, device: Device) -> None:
         self._host, self._device, self._items = host, device, schedule.states
+        self.share = schedule.share_of_state
         sizes = schedule.item_bytes
         self._rows = {item: state_rows(item, sizes) for items in schedule.states.values() for item in items}
 
@@ -33,11 +34,6 @@ class States:
     def owner(self, item: str) -> str:
         """The parameter whose state an item is of."""
         return self._rows[item][0] if item in self._rows else item.split(":", 1)[1]
-
-    def share(self, item: str, size: int) -> int:
-        """An item's part of bytes that all rows of its parameter take."""
-        rows = self.rows(item)
-        return size if rows is None else size // self._host.params[self.owner(item)].shape[0] * (rows[1] - rows[0])
 
     def sources(self, item: str) -> dict[str, torch.Tensor]:
         """Where an item comes from: host memory that copies read beside compute; nothing before the first update."""

@@ -152,6 +152,11 @@ class Schedule:
         """By tensor the items of its optimizer state on the device, first rows first."""
         return state_items(self.item_bytes)
 
+    def share_of_state(self, item: str, size_bytes: int) -> int:
+        """An item's part of bytes that all of its tensor's state takes; all of them if the state has no bytes."""
+        items = self.states.get(state_rows(item, self.item_bytes)[0], ())
+        return size_bytes * self.item_bytes[item] // sum(self.item_bytes[one] for one in items) if items else size_bytes
+
     @property
     def passes(self) -> tuple[Pass, ...]:
         """The distinct passes in order; a middle one stands for all between the first and the last."""
