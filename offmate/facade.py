@@ -53,12 +53,12 @@ class Handle:
     @property
     def plan(self) -> Plan | None:
         """The plan of the training iteration; None before the first batch unless one was given."""
-        return self._session.plan
+        return self._session.preparer.plan
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The plans that are kept for training, one per kind of batch; the one used last at the end."""
-        return tuple(variant.prepared.plan for variant in self._session.variants.of_training())
+        return self._session.preparer.plans
 
     def save_plans(self, folder: str | os.PathLike[str]) -> None:
         """Write the plans kept for training into a folder, one file each, for `load_plans` of a later run."""
@@ -73,7 +73,7 @@ class Handle:
             except PlanFileError as error:
                 log.warning("an earlier plan is ignored: %s", error)
                 continue
-            self._session.earlier_plans[plan.fingerprint] = plan
+            self._session.preparer.use_earlier(plan)
 
     @property
     def peak_bytes(self) -> int:

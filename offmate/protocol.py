@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +12,7 @@ from .errors import OffmateError, ProtocolError
 if TYPE_CHECKING:
     from .replay import Iteration
     from .session import Session
+    from .variants import Call
 
 
 class Turn(Enum):
@@ -22,9 +23,9 @@ class Turn(Enum):
     STEP = "optimizer.step()"
 
 
-def check_call(session: Session, leaves: list[Any], trains: bool) -> None:
+def check_call(session: Session, call: Call) -> None:
     """Raise if the loop may not call the model now, or not with these inputs."""
-    if session.truth.torn and trains:
+    if session.truth.torn and call.trains:
         raise OffmateError(
             f"after an earlier failure {session.truth.torn_words()}. Load a checkpoint into the model and the "
             "optimizer before training goes on; to go on from here all the same, load their own: "
@@ -38,13 +39,13 @@ def check_call(session: Session, leaves: list[Any], trains: bool) -> None:
             "make one update in this plan. Call optimizer.step() first; to add up the gradients of more "
             "micro-batches compile with accumulation_steps="
         )
-    for leaf in leaves:
-        if trains and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+    for leaf in call.leaves:
+        if call.trains and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             raise ProtocolError(
                 f"an input of shape {tuple(leaf.shape)} requires a gradient; offmate gives gradients to parameters "
                 "only. Detach the input, or make it a parameter of the model"
             )
-    if trains:
+    if call.trains:
         session.assigned.check_none()
         session.truth.check_trained()
 
@@ -80,4 +81,38 @@ def check_backward(session: Session, iteration: Iteration) -> None:
         raise ProtocolError(
             f"{edited[0]} was edited between the forward and backward(); the forward was given up, the edit is "
             "used from the next forward on. Edit parameters after optimizer.step()"
+        )
+
+
+def check_step(session: Session) -> None:
+    """Raise if the loop may not call optimizer.step() now."""
+    if session.turn is Turn.BACKWARD or not session.micro_batches:
+        raise ProtocolError(f"optimizer.step() without a backward(); next comes {session.turn.value}")
+
+
+def refuse_late_edits(session: Session, edited: tuple[str, ...]) -> None:
+    """Raise if parameters were edited after their update and before optimizer.step(); the iteration ends."""
+    if not edited:
+        return
+    # Everything was brought home for the edit; what the plan would still do would undo it.
+    session.bring_home()
+    session.turn = Turn.FORWARD
+    raise ProtocolError(
+        f"{edited[0]} was edited between backward() and optimizer.step(), after its update had been made "
+        "instead of before it; the step is done and the edit stays. Edit parameters after optimizer.step()"
+    )
+
+
+def check_clearing(session: Session) -> None:
+    """Raise if the loop may not call zero_grad() now."""
+    if session.micro_batches and session.request.gate:
+        if session.turn is Turn.BACKWARD:
+            raise ProtocolError(
+                "gradients were cleared between a forward and its backward() while those of earlier micro-batches "
+                "were being added up; call zero_grad() after optimizer.step()"
+            )
+    elif session.turn is Turn.STEP:
+        raise ProtocolError(
+            "gradients were cleared between backward() and optimizer.step(), but updates with them have begun; "
+            "call optimizer.step() first"
         )

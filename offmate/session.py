@@ -1,4 +1,4 @@
-"""A compiled model at work: which plan a call needs, and what the loop may do next."""
+"""A compiled model at work: the turns of the training loop, and what is on the device for them."""
 
 from __future__ import annotations
 
@@ -6,37 +6,29 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from . import handover
 from .assigned import Assigned
 from .caches import has_cache, without_cache
-from .devices import accelerator, check_budget, make_device, rng_untouched
-from .errors import BudgetExceeded, CaptureError, OffmateError, ProtocolError
-from .evaluate import make_stream
-from .failures import described, out_of_memory
-from .fitting import fitted, pockets
+from .devices import make_device
+from .errors import OffmateError
+from .failures import described
 from .optimizer import Updater
 from .pace import Pace
 from .plain import Plainness
-from .planner import make_plan
 from .plans import Plan
+from .preparing import Preparer
 from .progress import Progress
-from .protocol import Turn, check_backward, check_call
+from .protocol import Turn, check_backward, check_call, check_clearing, check_step, refuse_late_edits
 from .replay import Iteration, Replay
-from .request import Prepared, Request
+from .request import Request
 from .runtime import interrupts
 from .runtime.contents import on_storage
-from .runtime.executor import Executor
-from .runtime.gate import Clip
-from .runtime.reserve import Place
 from .truth import Truth
-from .user_code import UserCode
-from .variants import CallKind, Numbers, Variant, Variants, kind_of
+from .variants import Variant
 
 log = logging.getLogger("offmate")
 
@@ -46,10 +38,10 @@ _LASTS = 8  # iterations that a layout of the device's memory lasts at least
 class Session:
     """What stands behind a compiled model.
 
-    State: `active`, the variant whose tensors are on the device; `training`, the one that trained last; `turn`, and the
-    `iteration` that is under way and its `micro_batches` so far; `replays`, iterations since the device's memory was
-    laid out; `uncleared`, whether zero_grad() is due; `truth`, what the host holds; `user_code`, what it was seen to
-    hold; `pace`, how long its steps take; `pockets`, see `fitting`. Changed on the training thread only.
+    State: `turn`; the `iteration` that is under way and its `micro_batches` so far; `uncleared`, whether zero_grad() is
+    due; `active`, the variant whose tensors are on the device; `replays`, iterations since the device's memory was laid
+    out; `truth`, what the host holds; `preparer`, which variants there are; `pace`, how long steps take. Changed on the
+    training thread only.
 
     Parameters
     ----------
@@ -71,26 +63,20 @@ class Session:
         self._plainness = Plainness(type(model), model.__dict__.get("forward"))
         self.request = request
         self.updater = Updater(optimizer, names) if optimizer is not None else None
-        self.given = given
-        self.earlier_plans: dict[str, Plan] = {}
-        self.progress = progress
         self.device = make_device(request.device, request.budget_bytes)
         self.truth = Truth(model, self.updater)
         self.assigned = Assigned(self)
-        self.variants = Variants(request.config.shape_buckets, request.config.max_plans)
-        self.numbers = Numbers()
+        self.preparer = Preparer(
+            request, self._plainness, self.truth, self.device, self.updater, max_grad_norm, given, progress
+        )
         self.active: Variant | None = None
-        self.training: Variant | None = None
         self.turn = Turn.FORWARD
         self.iteration: Iteration | None = None
         self.micro_batches = 0
-        self.max_grad_norm = max_grad_norm
         self.uncleared = False
-        self.user_code = UserCode(self.device.torch_device)
         self.said: set[str] = set()
         self.pace = Pace(request.config.cache_dir, compiled=request.config.backend != "eager")
         self.replays = 0
-        self.pockets: tuple[torch.Tensor, ...] = ()
 
     @property
     def model(self) -> torch.nn.Module:
@@ -104,10 +90,14 @@ class Session:
         """The model's class before it was compiled."""
         return self._plainness.model_class
 
+    def plain(self) -> contextlib.AbstractContextManager[torch.nn.Module]:
+        """The model as it was before it was compiled."""
+        return self._plainness.of(self.model)
+
     @property
-    def plan(self) -> Plan | None:
-        """The plan of the training iteration, once there is one."""
-        return self.training.prepared.plan if self.training is not None else self.given
+    def training(self) -> Variant | None:
+        """The variant that trained last."""
+        return self.preparer.training
 
     @property
     def in_iteration(self) -> bool:
@@ -118,33 +108,24 @@ class Session:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model as planned."""
-        given = self._without_cache(args, kwargs)
-        args, kwargs = self.numbers.as_tensors(*given)
-        leaves = pytree.tree_leaves((args, kwargs))
         trains = torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
-        check_call(self, leaves, trains)
-        self._account_for_user_code()
+        call = self.preparer.call_of(self.model, args, self._without_cache(kwargs), trains)
+        check_call(self, call)
+        self.preparer.account_for_user_code()
         edited = self.truth.check_edits()
         self.truth.adopt_tensors()
-        try:
-            variant = self._variant(args, kwargs, trains)
-        except CaptureError:
-            if not self.numbers.keep(*given):
-                raise
-            leaves = pytree.tree_leaves(given)
-            variant = self._variant(*given, trains)
+        variant, tensors = self.preparer.variant_for(self.model, call, make_room=self.bring_home)
         self._activate(variant, edited)
-        tensors = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
         if trains:
-            return self._rebuild(variant, self._train(variant, tensors))
+            return variant.returned(self._train(variant, tensors))
         with self._whole():
-            return self._rebuild(variant, variant.executor.forward(tensors))
+            return variant.returned(variant.executor.forward(tensors))
 
-    def _without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """A cache of keys and values does not export and training never reads it."""
         if has_cache(self.model, kwargs):
             self.say_once("use_cache is ignored: the key-value cache is dropped from the model's outputs")
-        return args, without_cache(self.model, kwargs)
+        return without_cache(self.model, kwargs)
 
     def say_once(self, words: str) -> None:
         """Tell the log what the user should know once."""
@@ -159,116 +140,8 @@ class Session:
         with self._whole():
             flat = Replay.apply(self, variant, iteration, tensors, anchor, *params)
             self.turn, self.iteration = Turn.BACKWARD, iteration
-        self.user_code.begins(variant)
+        self.preparer.user_code.begins(variant)
         return dict(zip(variant.output_nodes, flat))
-
-    def _rebuild(self, variant: Variant, outputs: dict[str, torch.Tensor]) -> Any:
-        captured = variant.prepared.captured
-        leaves = [outputs[o] if isinstance(o, str) else o[0] for o in captured.outputs]
-        return pytree.tree_unflatten(leaves, captured.out_spec)
-
-    # -- plans --------------------------------------------------------------------------------------------------------
-
-    def _variant(self, args: tuple[Any, ...], kwargs: dict[str, Any], trains: bool) -> Variant:
-        kind = kind_of(args, kwargs, trains, self.model.training)
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        variant = self.variants.find(kind, tensors)
-        if variant is None:
-            variant = self._prepare(args, kwargs, kind)
-            self.variants.add(kind, variant)
-        if trains:
-            self.training = variant
-        return variant
-
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], kind: CallKind) -> Variant:
-        meta = [n for n, p in self.model.named_parameters() if p.device.type == "meta"]
-        if meta:
-            raise OffmateError(
-                f"{len(meta)} parameters are on the meta device ({meta[0]}, ...); a plan needs no weights, training "
-                "does: load them, for example with from_pretrained, before the first batch"
-            )
-        self.bring_home()
-        self.truth.pin(self.device)
-        with self.plain() as model, self.progress() as say, rng_untouched(accelerator(self.request.device)):
-            if not kind.trains:
-                prepared, place = self._placed(
-                    lambda margin: make_stream(model, args, kwargs, replace(self.request, margin_bytes=margin), say),
-                    (args, kwargs),
-                )
-                return self._bound(prepared, kind, place)
-            if self.training is not None:
-                log.info("planning for batches with %s", ", ".join(str(list(shape)) for shape in kind.shapes))
-            request = replace(
-                self.request, user_bytes=self.user_code.held_bytes.get(kind), user_factor=self.user_code.factor
-            )
-            given = self.given if self.training is None else None
-            near = self.variants.near(kind)
-
-            def make(margin_bytes: int) -> Prepared:
-                return make_plan(
-                    model, args, kwargs, replace(request, margin_bytes=margin_bytes), self.updater, say,
-                    None if margin_bytes else given, near=near, kept=self.earlier_plans,
-                )  # fmt: skip
-
-            prepared, place = self._placed(make, (args, kwargs))
-        log.info("plan ready:\n%s", prepared.plan.explain())
-        return self._bound(prepared, kind, place)
-
-    def _placed(self, make: Callable[[int], Prepared], batch: Any) -> tuple[Prepared, Place | None]:
-        """A plan that fits the device's allocator too, and its place, given what makes one that leaves it so much."""
-        where = accelerator(self.request.device)
-        if where is None:
-            return make(0), None
-        budget_bytes = self.request.budget_bytes
-        # Other processes may have come since the model was compiled.
-        check_budget(self.request.device, budget_bytes)
-        try:
-            self.pockets = self.pockets or pockets(where, self.model, batch)
-            return fitted(make, self.model, self.updater, where, budget_bytes)
-        except torch.OutOfMemoryError as error:
-            raise BudgetExceeded(f"{out_of_memory(where, budget_bytes, None)}. ({error})") from error
-
-    def plain(self) -> contextlib.AbstractContextManager[torch.nn.Module]:
-        """The model as it was before it was compiled."""
-        return self._plainness.of(self.model)
-
-    def _bound(self, prepared: Prepared, kind: CallKind, place: Place | None) -> Variant:
-        plan = prepared.plan
-        executor = Executor(
-            plan.schedule,
-            prepared.binding,
-            self.truth.host,
-            self.device,
-            self.updater if kind.trains else None,
-            plan.fixed_bytes,
-            self._clip() if kind.trains else None,
-            place.updated if place is not None else None,
-        )
-        return Variant(prepared, executor, kind, place)
-
-    def _clip(self) -> Clip | None:
-        if self.max_grad_norm is None:
-            return None
-        return Clip(self.max_grad_norm, tuple(name for name, _ in self.model.named_parameters()))
-
-    def _activate(self, variant: Variant, edited: tuple[str, ...]) -> None:
-        """Make the device hold this variant's tensors, as they are now."""
-        stale = edited if self.updater is not None else self.truth.frozen(edited)
-        if stale and self.active is variant:
-            log.info("%d parameters were edited (%s, ...); all are sent to the device again", len(stale), stale[0])
-        if stale or self.active is not variant or self._is_worn(variant):
-            self.bring_home()
-            if variant.place is not None and self.device.arena is not None:
-                self.device.arena.take(variant.place.segment_bytes)
-            self.active, self.replays = variant, 0
-        self.replays += not self.micro_batches
-        self.truth.accept()
-
-    def _is_worn(self, variant: Variant) -> bool:
-        """Whether the device's memory has to be laid out anew before the next iteration."""
-        if variant.place is None or self.replays < _LASTS or self.micro_batches:
-            return False
-        return torch.accelerator.memory_reserved(self.device.torch_device) > variant.place.reserved_bytes
 
     # -- backward and step --------------------------------------------------------------------------------------------
 
@@ -281,7 +154,7 @@ class Session:
 
     def backward(self, variant: Variant, iteration: Iteration, grads: tuple[torch.Tensor | None, ...]) -> None:
         """The backwards, on behalf of autograd."""
-        self.user_code.ends()
+        self.preparer.user_code.ends()
         check_backward(self, iteration)
         gradients = handover.take_in(variant.prepared, grads, self.device.torch_device)
         with self._whole():
@@ -302,34 +175,21 @@ class Session:
         if self.updater is None:
             self.pace.step_done(variant.prepared.plan)
 
-    def _account_for_user_code(self) -> None:
-        if self.user_code.account(self.training):
-            assert self.training is not None
-            self.variants.forget(self.training)
-
     def step(self) -> None:
         """The user's optimizer.step()."""
-        if self.turn is Turn.BACKWARD or not self.micro_batches:
-            raise ProtocolError(f"optimizer.step() without a backward(); next comes {self.turn.value}")
+        check_step(self)
         assert self.updater is not None
         if self.request.gate:
             self.updater.snapshot()
         else:
             self.updater.check_unchanged()
         edited = self.truth.check_edits()
-        self._account_for_user_code()
+        self.preparer.account_for_user_code()
         if self.request.gate and (edited or self.turn is not Turn.STEP):
             self._finish_on_host()
             return
         self.micro_batches = 0
-        if edited:
-            # Everything was brought home for the edit; what the plan would still do would undo it.
-            self.bring_home()
-            self.turn = Turn.FORWARD
-            raise ProtocolError(
-                f"{edited[0]} was edited between backward() and optimizer.step(), after its update had been made "
-                "instead of before it; the step is done and the edit stays. Edit parameters after optimizer.step()"
-            )
+        refuse_late_edits(self, edited)
         assert self.active is not None
         with self._whole():
             self.truth.current = False
@@ -359,24 +219,34 @@ class Session:
         if self.updater is None:
             return
         self.assigned.clear()
+        check_clearing(self)
         if self.micro_batches and self.request.gate:
-            if self.turn is Turn.BACKWARD:
-                raise ProtocolError(
-                    "gradients were cleared between a forward and its backward() while those of earlier micro-batches "
-                    "were being added up; call zero_grad() after optimizer.step()"
-                )
             log.info(
                 "zero_grad() before optimizer.step(): the gradients of %d backward() are dropped", self.micro_batches
             )
             self.give_up()
-        if self.turn is Turn.STEP:
-            raise ProtocolError(
-                "gradients were cleared between backward() and optimizer.step(), but updates with them have begun; "
-                "call optimizer.step() first"
-            )
         self.uncleared = False
 
-    # -- the truth ----------------------------------------------------------------------------------------------------
+    # -- the device and the truth -------------------------------------------------------------------------------------
+
+    def _activate(self, variant: Variant, edited: tuple[str, ...]) -> None:
+        """Make the device hold this variant's tensors, as they are now."""
+        stale = edited if self.updater is not None else self.truth.frozen(edited)
+        if stale and self.active is variant:
+            log.info("%d parameters were edited (%s, ...); all are sent to the device again", len(stale), stale[0])
+        if stale or self.active is not variant or self._is_worn(variant):
+            self.bring_home()
+            if variant.place is not None and self.device.arena is not None:
+                self.device.arena.take(variant.place.segment_bytes)
+            self.active, self.replays = variant, 0
+        self.replays += not self.micro_batches
+        self.truth.accept()
+
+    def _is_worn(self, variant: Variant) -> bool:
+        """Whether the device's memory has to be laid out anew before the next iteration."""
+        if variant.place is None or self.replays < _LASTS or self.micro_batches:
+            return False
+        return torch.accelerator.memory_reserved(self.device.torch_device) > variant.place.reserved_bytes
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
@@ -392,7 +262,7 @@ class Session:
                     log.warning("the iteration was interrupted: %s", self.truth.torn_words())
                 raise
             where, budget_bytes = self.device.torch_device, self.request.budget_bytes
-            raise described(error, where, budget_bytes, self.plan, self.truth) from error
+            raise described(error, where, budget_bytes, self.preparer.plan, self.truth) from error
 
     def give_up(self) -> None:
         """End the iteration where it is; what was updated stays, and the host holds the truth."""

@@ -1,10 +1,11 @@
-"""Which plan a call of the model needs: one per kind of call and outcome of what the model asks of its batch."""
+"""Calls of the model, and its variants: one per kind of call and outcome of what the model asks of its batch."""
 
 from __future__ import annotations
 
 import bisect
+import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,48 @@ class CallKind(NamedTuple):
         return self._replace(leaves=leaves)
 
 
+@dataclass(frozen=True)
+class Call:
+    """A call of the model, as its graph takes it.
+
+    Parameters
+    ----------
+    args, kwargs: with tensors for the numbers that change from batch to batch. given: both, as the user gave them.
+    trains: whether a backward may follow. training_mode: of the model.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    given: tuple[tuple[Any, ...], dict[str, Any]]
+    trains: bool
+    training_mode: bool
+
+    @functools.cached_property
+    def leaves(self) -> list[Any]:
+        """The arguments in the order in which graphs take them."""
+        return pytree.tree_leaves((self.args, self.kwargs))
+
+    @property
+    def tensors(self) -> list[torch.Tensor | None]:
+        """Per leaf, None where it is something else."""
+        return [leaf if isinstance(leaf, torch.Tensor) else None for leaf in self.leaves]
+
+    @functools.cached_property
+    def kind(self) -> CallKind:
+        """What decides its plan, under the autocast that holds when it is first asked for."""
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        described = tuple(
+            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf) for leaf in leaves
+        )
+        autocast = tuple((k, torch.get_autocast_dtype(k)) for k in ("cpu", "cuda") if torch.is_autocast_enabled(k))
+        return CallKind(str(spec), described, self.trains, self.training_mode, autocast)
+
+    def as_given(self) -> Call:
+        """The same with its numbers as they are."""
+        args, kwargs = self.given
+        return replace(self, args=args, kwargs=kwargs)
+
+
 @dataclass
 class Variant:
     """A prepared graph for one kind of call, with its executor.
@@ -58,20 +101,11 @@ class Variant:
         """Names of the output values, in the order in which autograd sees them."""
         return self.prepared.binding.outputs
 
-
-def kind_of(args: tuple[Any, ...], kwargs: dict[str, Any], trains: bool, training_mode: bool) -> CallKind:
-    """The kind of a call.
-
-    Parameters
-    ----------
-    trains: whether a backward may follow. training_mode: of the model.
-    """
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    described = tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf) for leaf in leaves
-    )
-    autocast = tuple((k, torch.get_autocast_dtype(k)) for k in ("cpu", "cuda") if torch.is_autocast_enabled(k))
-    return CallKind(str(spec), described, trains, training_mode, autocast)
+    def returned(self, outputs: dict[str, torch.Tensor]) -> Any:
+        """What the model returns, from its output values by name."""
+        captured = self.prepared.captured
+        leaves = [outputs[o] if isinstance(o, str) else o[0] for o in captured.outputs]
+        return pytree.tree_unflatten(leaves, captured.out_spec)
 
 
 class Variants:

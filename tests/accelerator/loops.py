@@ -38,8 +38,8 @@ def without_allocator() -> Iterator[None]:
 
     with (
         mock.patch("offmate.api.fitted", placed),
-        mock.patch("offmate.session.fitted", placed),
-        mock.patch("offmate.session.pockets", lambda *given: ()),
+        mock.patch("offmate.preparing.fitted", placed),
+        mock.patch("offmate.preparing.pockets", lambda *given: ()),
         mock.patch("offmate.session.make_device", make_device),
     ):
         yield

@@ -228,7 +228,7 @@ def test_memory_is_laid_out_anew(sim, monkeypatch):
         return prepared, replace(place, reserved_bytes=0)
 
     taken, take = [], Arena.take
-    monkeypatch.setattr("offmate.session.fitted", drifting)
+    monkeypatch.setattr("offmate.preparing.fitted", drifting)
     monkeypatch.setattr("offmate.session._LASTS", 1)
     monkeypatch.setattr(Arena, "take", lambda arena, size: (taken.append(size), take(arena, size)))
     losses, state = plain("gpt2")

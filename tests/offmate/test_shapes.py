@@ -116,7 +116,7 @@ def test_so_many_plans_are_kept(caplog):
         run(loop, (8, 7, 6, 6, 7, 8))
     assert caplog.text.count("planning for batches with [8, 16], [8]") == 1
     assert caplog.text.count("plan ready") == 4
-    assert len(loop.session.variants.of_training()) == 2
+    assert len(loop.model.offmate.plans) == 2
 
 
 def test_training_in_eval_mode_too():
