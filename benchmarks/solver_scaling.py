@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from offmate.solver import flows
+from offmate.solver import chain, flows
 from offmate.solver.model import state_program
 from offmate.solver.problem import Problem, Rates
 from offmate.solver.solve import solve
@@ -68,7 +68,8 @@ def measure(problem: Problem, layers: int, backend: str, limit_s: float, *, ever
     every_step: the full program, without windows.
     """
     if every_step:
-        with patch.object(flows, "sparse_offsets", lambda n, n_steps: list(range(n))):
+        every = patch.object(flows, "sparse_offsets", lambda n, n_steps: list(range(n)))
+        with every, patch.object(chain, "STEPS", problem.n_steps):
             return measure(problem, layers, backend, limit_s) | {"program": "every step"}
     model = state_program(problem).model
     started = time.perf_counter()

@@ -8,15 +8,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .account import Account
-from .linear import ONE, Builder, Terms, add
-from .problem import Option, Problem, ProblemError, Value
+from .linear import ONE, Builder, Flow, Terms, add, flow
+from .problem import Problem, ProblemError, Value
+
+STEPS = 3  # further ones in which what a block offloads may still leave, and may be on its way back
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Comp of one block: a binary column by (option index, early)."""
+    """Comp of one block and the way of what its option offloads.
 
-    columns: dict[tuple[int, bool], Terms]
+    Parameters
+    ----------
+    columns: a binary column by option index.
+    out, back: what leaves and returns in the first pass, as parts of the most that an option offloads; None if none
+        offloads anything.
+    """
+
+    columns: dict[int, Terms]
+    out: Flow | None = None
+    back: Flow | None = None
 
 
 @dataclass(frozen=True)
@@ -36,36 +47,52 @@ def add_blocks(problem: Problem, builder: Builder, account: Account) -> tuple[Ch
 
 def _add_block(problem: Problem, i: int, builder: Builder, account: Account) -> Choices:
     block, backward = problem.blocks[i], problem.backward_step(i)
-    columns: dict[tuple[int, bool], Terms] = {}
+    columns: dict[int, Terms] = {}
     for o, option in enumerate(block.options):
-        if option.offloaded_bytes and i > problem.n_blocks - 2:
-            continue  # its backward follows at once
-        for early in (False, True) if option.offloaded_bytes else (False,):
-            column = builder.column(f"Comp[{i},{o},{'early' if early else 'late'}]", integer=True)
-            columns[o, early] = column
-            account.keep_on_host(option.offloaded_bytes, column)
-            for start in problem.passes:
-                _count_option(option, start + i, start + backward, early, column, account)
+        if option.offloaded_bytes and not offload_steps(problem, i):
+            continue
+        columns[o] = column = builder.column(f"Comp[{i},{o}]", integer=True)
+        account.keep_on_host(option.offloaded_bytes, column)
+        for start in problem.passes:
+            account.compute_in(start + i, option.forward_s, column)
+            account.compute_in(start + backward, option.backward_s, column)
+            account.hold_over(range(start + i + 1, start + backward), option.saved_bytes, column)
     if not columns:
         raise ProblemError(f"block {block.name}: every option offloads, but its backward follows its forward")
     one = add(*((1.0, c) for c in columns.values()), (-1.0, {ONE: 1.0}))
     builder.at_most_zero(f"one option[{i}]", one, equal=True)
-    return Choices(columns)
+    most = max(block.options[o].offloaded_bytes for o in columns)
+    if not most:
+        return Choices(columns)
+    total = add(*((block.options[o].offloaded_bytes / most, column) for o, column in columns.items()))
+    return Choices(columns, *_offload(problem, i, most, total, builder, account))
 
 
-def _count_option(option: Option, forward: int, backward: int, early: bool, column: Terms, account: Account) -> None:
-    account.compute_in(forward, option.forward_s, column)
-    account.compute_in(backward, option.backward_s, column)
-    account.hold_over(range(forward + 1, backward), option.saved_bytes, column)
-    amount = option.offloaded_bytes
-    if early:
-        for step in (forward + 1, backward - 1):
-            account.hold(step, amount, column)
-        account.move("out", forward + 1, amount, column)
-        account.move("in", backward - 1, amount, column)
-    else:
-        account.move_serially("out", forward, amount, column)
-        account.move_serially("in", backward, amount, column)
+def offload_steps(problem: Problem, i: int) -> int:
+    """Steps after a block's forward in which what it offloads may still leave, and before its backward in which it may
+    come in; 0 if its backward follows at once, so that nothing can be offloaded.
+    """
+    return min(STEPS, (problem.backward_step(i) - i - 1) // 2)
+
+
+def _offload(
+    problem: Problem, i: int, most_bytes: int, total: Terms, builder: Builder, account: Account
+) -> tuple[Flow, Flow]:
+    """What a block offloads: it leaves from its forward on, held until then, and is back when its backward starts."""
+    backward, more = problem.backward_step(i), offload_steps(problem, i)
+    leaves, comes = tuple(range(i, i + more + 1)), tuple(range(backward - more, backward + 1))
+    out = flow(builder, f"ActOut[{i}]", leaves, leaves, total)
+    back = flow(builder, f"ActIn[{i}]", comes, comes, total)
+    for start in problem.passes:
+        gone, there = out.later(start), back.later(start)
+        for step, part in gone.each():
+            (account.move_serially if step == start + i else account.move)("out", step, most_bytes, part)
+        for step, part in there.each():
+            (account.move_serially if step == start + backward else account.move)("in", step, most_bytes, part)
+        account.hold_over(gone.span[1:], most_bytes, total)
+        account.hold_sums(gone.span[1:], -most_bytes, gone.prior)
+        account.hold_sums(there.span[:-1], most_bytes, there.sums)
+    return out, back
 
 
 def add_values(problem: Problem, builder: Builder, account: Account) -> tuple[Leaving, ...]:

@@ -33,6 +33,14 @@ class StateStay:
 
 
 @dataclass(frozen=True)
+class ActivationStay:
+    """What a block offloads leaves in step `out` and returns in step `back`, steps of the first pass."""
+
+    out: int
+    back: int
+
+
+@dataclass(frozen=True)
 class TensorPlan:
     """Where one parameter tensor goes, by step; None where it does not move.
 
@@ -77,13 +85,13 @@ class Decisions:
     Parameters
     ----------
     tensors: one plan per tensor, groups and tensors in the problem's order.
-    options, early: option index per block, and whether its offload may take one step longer on either side.
+    options, activations: option index per block, and when what it offloads leaves and returns.
     offloaded_values: interface values that leave between their last forward and first backward use.
     """
 
     tensors: tuple[TensorPlan, ...]
     options: tuple[int, ...]
-    early: tuple[bool, ...]
+    activations: tuple[ActivationStay | None, ...]
     offloaded_values: frozenset[str]
 
 

@@ -136,10 +136,10 @@ def _emit_activations(emitter: _Emitter, decisions: Decisions) -> None:
     """Copies of what the options offload, and interface values, which are released after their last use."""
     problem = emitter.problem
     for start in problem.passes:
-        for i, early in enumerate(decisions.early):
-            forward, back = start + i, start + problem.backward_step(i)
-            emitter.offload(forward + early, f"a:{i}", forward)
-            emitter.prefetch(back - early, f"a:{i}", back)
+        for i, stay in enumerate(decisions.activations):
+            if stay is not None:
+                emitter.offload(start + stay.out, f"a:{i}", start + i)
+                emitter.prefetch(start + stay.back, f"a:{i}", start + problem.backward_step(i))
         for value in problem.values:
             item = f"v:{value.name}"
             if value.name in decisions.offloaded_values:

@@ -63,6 +63,6 @@ def _decisions(schedule: Schedule, problem: Problem) -> Decisions:
             for tensor in group.tensors
         ),
         options=schedule.options,
-        early=(False,) * problem.n_blocks,
+        activations=(None,) * problem.n_blocks,
         offloaded_values=frozenset(),
     )

@@ -20,7 +20,8 @@ has moved up to a step (see Flow), written `Flow.upto(t)`, and `Flow.before(t)` 
 | h | hosted | frozen group: the part with a host copy | [0, 1] | d <= h |
 | OutO, InO | state_out, state_in | device part's states | g round to g - 1 | InO.upto(t) <= OutO.before(t) |
 | S | total of both | of the device part's states, what leaves | [0, 1] | S <= 1 - x |
-| Comp | choices | block runs with an option, early or late | {0, 1} | sum = 1 |
+| Comp | choices | block runs with an option | {0, 1} | sum = 1 |
+| ActOut, ActIn | Choices.out, .back | what the option offloads | near F, near B | sum by Comp |
 | Z | leaving | interface value leaves between forwards and backwards | {0, 1} | |
 | Time | time | seconds of a step | s | >= each resource's seconds |
 | Level | level | everything on the device in a step | <= budget | Level[t] = Level[t - 1] + what step t holds more |
@@ -159,7 +160,7 @@ def _hold_the_rest(problem: Problem, choices: tuple[Choices, ...], account: Acco
     start: Terms = {ONE: float(problem.start_peak_bytes - shared_bytes)}
     user: Terms = {ONE: float(problem.user_bytes - handed_in)}
     for i, block in enumerate(choices):
-        for (o, _), column in block.columns.items():
+        for o, column in block.columns.items():
             option = problem.blocks[i].options[o]
             for first in problem.passes:
                 account.hold(first + i, option.forward_peak_bytes, column)

@@ -269,9 +269,9 @@ def _neighbours(sizes: Mapping[str, int], target_bytes: float) -> tuple[int, int
 def _choices(program: Program, solution: Solution) -> dict[int, float]:
     """The integer columns as the solution has them."""
     held: dict[int, float] = {}
-    for block, option, early in zip(program.choices, solution.options, solution.early):
-        for key, terms in block.columns.items():
-            held |= dict.fromkeys(terms, float(key == (option, early)))
+    for block, option in zip(program.choices, solution.options):
+        for o, terms in block.columns.items():
+            held |= dict.fromkeys(terms, float(o == option))
     for value in program.leaving:
         held |= dict.fromkeys(value.column, float(value.name in solution.offloaded_values))
     return held

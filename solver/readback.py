@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .backends.answer import RawAnswer
+from .chain import Choices
 from .flows import Away, GroupColumns
 from .linear import Flow, Terms, add, evaluate
 from .model import Program
-from .solution import Gap, GroupFlow, Solution
+from .solution import ActivationFlow, Gap, GroupFlow, Solution
 
 SMALLEST = 1e-7  # fractions below are the solver's rounding
 
@@ -16,10 +17,10 @@ SMALLEST = 1e-7  # fractions below are the solver's rounding
 def read_solution(program: Program, answer: RawAnswer) -> Solution:
     """The plan that an answer with values describes."""
     values = answer.values
-    chosen = [
-        max(block.columns, key=lambda key, c=block.columns: evaluate(c[key], values))  # type: ignore[misc]
+    chosen = tuple(
+        max(block.columns, key=lambda o, c=block.columns: evaluate(c[o], values))  # type: ignore[misc]
         for block in program.choices
-    ]
+    )
     step_s = tuple(evaluate(t, values) * program.time_unit_s for t in program.time)
     objective_s = sum(seconds * program.times[step] for step, seconds in enumerate(step_s))
     # the objective's tie-breaking part belongs to no plan's seconds
@@ -30,8 +31,8 @@ def read_solution(program: Program, answer: RawAnswer) -> Solution:
         lower_bound_s=bound_s,
         gap=(objective_s - bound_s) / objective_s if objective_s > 0 else 0.0,
         solve_s=answer.solve_s,
-        options=tuple(option for option, _ in chosen),
-        early=tuple(early for _, early in chosen),
+        options=chosen,
+        activations=tuple(_activations(block, values) for block in program.choices),
         offloaded_values=frozenset(z.name for z in program.leaving if evaluate(z.column, values) > 0.5),
         groups={name: read_group(columns, values) for name, columns in program.groups.items()},
         step_s=step_s,
@@ -55,6 +56,14 @@ def read_group(columns: GroupColumns, values: tuple[float, ...]) -> GroupFlow:
         state_out=_steps([columns.state_out], values),
         state_in=_steps([columns.state_in], values),
     )
+
+
+def _activations(block: Choices, values: tuple[float, ...]) -> ActivationFlow:
+    total = evaluate(block.out.total, values) if block.out else 0.0
+    if total < SMALLEST:
+        return ActivationFlow()
+    out, back = (_steps([one], values) for one in (block.out, block.back))
+    return ActivationFlow(*({step: part / total for step, part in moved.items()} for moved in (out, back)))
 
 
 def _gap(away: Away, values: tuple[float, ...]) -> Gap:

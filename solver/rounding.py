@@ -14,6 +14,7 @@ from dataclasses import replace
 from .decisions import Decisions, StateStay, TensorGap, TensorPlan
 from .knapsack import select
 from .problem import Group, Problem
+from .rounding_activations import whole_activations
 from .rounding_host import host_chain
 from .rounding_walk import NOISE, Allowance, Curve, at_least, envelope, walk
 from .solution import Gap, GroupFlow, Solution
@@ -36,7 +37,7 @@ def round_solution(problem: Problem, solution: Solution) -> Decisions:
     if len(solution.options) != problem.n_blocks:
         raise ValueError(f"no plan to round: {solution.status.value}")
     plans: dict[str, TensorPlan] = {}
-    spare = [0.0] * problem.n_steps
+    activations, spare = whole_activations(problem, solution)
     excess_s = 0.0
     for group in sorted(problem.groups, key=_last_step):
         flow = solution.groups.get(group.name, GroupFlow())
@@ -47,7 +48,7 @@ def round_solution(problem: Problem, solution: Solution) -> Decisions:
         part = sum(t.param_bytes for t in group.tensors if plans[t.name].cpu) / max(group.param_bytes, 1)
         excess_s += (part - flow.cpu_part) * group.cpu_update_s
     tensors = tuple(plans[tensor.name] for group in problem.groups for tensor in group.tensors)
-    return Decisions(tensors, solution.options, solution.early, solution.offloaded_values)
+    return Decisions(tensors, solution.options, activations, solution.offloaded_values)
 
 
 def _last_step(group: Group) -> tuple[int, str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from .chain import away_window
 from .flows import Stay, around, span_of
 from .problem import Block, Group, Problem
-from .solution import Gap, GroupFlow, Solution, Status
+from .solution import ActivationFlow, Gap, GroupFlow, Solution, Status
 
 
 def streaming_solution(problem: Problem) -> Solution:
@@ -26,7 +26,7 @@ def streaming_solution(problem: Problem) -> Solution:
         gap=1.0,
         solve_s=0.0,
         options=options,
-        early=(False,) * problem.n_blocks,
+        activations=tuple(_streamed_activations(problem, i, o) for i, o in enumerate(options)),
         offloaded_values=values,
         groups=groups,
         step_s=tuple(step_s),
@@ -42,6 +42,12 @@ def _least(block: Block, may_offload: bool) -> int:
         return option.saved_bytes, option.offloaded_bytes, option.backward_s
 
     return min(allowed, key=bytes_of)
+
+
+def _streamed_activations(problem: Problem, i: int, option: int) -> ActivationFlow:
+    if not problem.blocks[i].options[option].offloaded_bytes:
+        return ActivationFlow()
+    return ActivationFlow({i: 1.0}, {problem.backward_step(i): 1.0})
 
 
 def _streamed(problem: Problem, group: Group) -> GroupFlow:

@@ -67,19 +67,33 @@ class GroupFlow:
 
 
 @dataclass(frozen=True)
+class ActivationFlow:
+    """How what a block's option offloads leaves after its forward and returns for its backward.
+
+    Parameters
+    ----------
+    out, back: fractions of it by step of the first pass; empty if the option offloads nothing. What moves in the
+        forward's or the backward's own step does so after the one or before the other.
+    """
+
+    out: dict[int, float] = field(default_factory=dict)
+    back: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Solution:
     """The program's answer.
 
     Parameters
     ----------
     options: option index per block.
-    early: per block, True if what the option offloads is held one step longer on either side so that its copies overlap
-        with compute; False if they run in the block's own steps, serially, to save memory.
+    activations: per block, how what its option offloads leaves and returns.
     offloaded_values: names of the interface values that leave between their last forward and first backward use.
     step_s: predicted seconds per step, each taken once. `objective_s` is their sum, those of the middle pass's steps
         (`Problem.times`) M - 2 times.
     memory_bytes: device bytes per step as the program counts them.
-    lower_bound_s: no plan whose copies and host updates keep to the program's steps (see flows.py) is faster.
+    lower_bound_s: no plan whose copies and host updates keep to the program's steps (see flows.py and chain.py) is
+        faster.
     gap: (objective - bound) / objective.
     """
 
@@ -89,7 +103,7 @@ class Solution:
     gap: float
     solve_s: float
     options: tuple[int, ...] = ()
-    early: tuple[bool, ...] = ()
+    activations: tuple[ActivationFlow, ...] = ()
     offloaded_values: frozenset[str] = frozenset()
     groups: dict[str, GroupFlow] = field(default_factory=dict)
     step_s: tuple[float, ...] = ()

@@ -131,18 +131,19 @@ def count_group(problem: Problem, group: Group, rng: random.Random, count: Count
                 count.move(problem, "in", start + back, group.param_bytes)
 
 
-def count_block(problem: Problem, i: int, option: Option, early: bool, start: int, count: Count) -> None:
+def count_block(problem: Problem, i: int, option: Option, stay: tuple[int, int], start: int, count: Count) -> None:
+    """A block whose option's offload leaves and returns so many steps after its forward and before its backward."""
     forward, backward = start + i, start + problem.backward_step(i)
+    out, back = forward + stay[0], backward - stay[1]
     count.compute[forward] += option.forward_s
     count.compute[backward] += option.backward_s
     count.memory[forward] += option.forward_peak_bytes
     count.memory[backward] += option.backward_peak_bytes
     for step in range(forward + 1, backward):
-        offloaded = early and step in (forward + 1, backward - 1)
+        offloaded = step <= out or step >= back
         count.memory[step] += option.saved_bytes + option.offloaded_bytes * offloaded
-    out, back = (forward + 1, backward - 1) if early else (forward, backward)
-    count.move(problem, "out", out, option.offloaded_bytes, serial=not early)
-    count.move(problem, "in", back, option.offloaded_bytes, serial=not early)
+    count.move(problem, "out", out, option.offloaded_bytes, serial=out == forward)
+    count.move(problem, "in", back, option.offloaded_bytes, serial=back == backward)
 
 
 def count_values(problem: Problem, rng: random.Random, count: Count) -> None:
@@ -173,11 +174,12 @@ def random_plan(problem: Problem, rng: random.Random) -> tuple[float, float, flo
     outside = [(count.memory[start], count.memory[start + n]) for start in problem.passes]
     for i, block in enumerate(problem.blocks):
         option = rng.choice([o for o in block.options if not o.offloaded_bytes or i <= n - 2])
-        early = option.offloaded_bytes > 0 and rng.random() < 0.5
+        most = min(3, (problem.backward_step(i) - i - 1) // 2)
+        stay = rng.randint(0, most), rng.randint(0, most)
         count.host += option.offloaded_bytes
         for p, start in enumerate(problem.passes):
             before = count.memory[start + n]
-            count_block(problem, i, option, early, start, count)
+            count_block(problem, i, option, stay, start, count)
             more = count.memory[start + n] - before if i < n - 1 else option.saved_bytes
             outside[p] = (outside[p][0], outside[p][1] + more)
     device = max(m + h for m, h in zip(count.memory, held))
@@ -234,6 +236,12 @@ def test_no_whole_plan_is_better(seed: int) -> None:
     if seed % 5 == 0:
         problem = replace(problem, rates=replace(problem.rates, shared_cores=True))
     check_no_whole_plan_is_better(problem, rng)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_whole_plan_is_better_in_a_longer_chain(seed: int) -> None:
+    rng = random.Random(seed)
+    check_no_whole_plan_is_better(random_problem(rng, n_blocks=6, tensors=1), rng)
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 5])

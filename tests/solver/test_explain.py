@@ -38,7 +38,8 @@ def test_on_a_slow_link_a_faster_one_helps_most() -> None:
     assert "With a link twice as fast a step would take about" in result.text()
     waits = [phase.waits.get("copy in", 0.0) + phase.waits.get("copy out", 0.0) for phase in result.phases]
     assert 0 < sum(waits) < result.step_s
-    assert "the device waits" in result.text() and "device memory is full" in result.text()
+    assert max(phase.memory for phase in result.phases) > 0.95
+    assert "the device waits" in result.text() and "device memory is " in result.text()
 
 
 def test_where_the_users_code_updates_faster_updates_are_not_offered() -> None:

@@ -13,7 +13,7 @@ from offmate.solver.problem import Block, Group, Option, Problem, ProblemError, 
 from offmate.solver.rounding import round_solution
 from offmate.solver.schedule import state_items, state_rows
 from offmate.solver.simulate import simulate
-from offmate.solver.solution import GroupFlow, Solution, Status
+from offmate.solver.solution import ActivationFlow, GroupFlow, Solution, Status
 from offmate.solver.text import from_dict
 from offmate.solver.text import to_dict as schedule_to_dict
 from offmate.solver.validate import ScheduleError, validate
@@ -68,7 +68,7 @@ def test_a_file_that_says_nothing_of_pieces_has_whole_states() -> None:
 
 def rounded(tensor: TensorSize, part: float):
     flows = {"w": GroupFlow(state_out={2: part}, state_in={1: part})}
-    solution = Solution(Status.OPTIMAL, 4.0, 4.0, 0.0, 0.0, (0, 0), (False, False), groups=flows)
+    solution = Solution(Status.OPTIMAL, 4.0, 4.0, 0.0, 0.0, (0, 0), (ActivationFlow(),) * 2, groups=flows)
     return round_solution(one_group(tensor), solution)
 
 

@@ -163,17 +163,35 @@ def test_options_trade_memory_for_time(backend: str) -> None:
 
 
 @BACKENDS
-def test_an_offload_is_early_where_memory_allows(backend: str) -> None:
-    # three blocks; what an option offloads costs nothing in the next step, and 1 s each way in its own
+def test_an_offload_costs_nothing_where_memory_holds_it_a_step_longer(backend: str) -> None:
+    # three blocks; what an option offloads costs nothing in later steps, and 1 s each way in its own
     ways = [option("offload", 0, 100), option("recompute", 0, backward_s=9.0)]
     ample = solve(problem_of(3, options=ways), gap=0.0, backend=backend)
     assert ample.options == (0, 0, 1)
-    assert ample.early == (True, True, False)
     assert ample.objective_s == pytest.approx(9 + 7, rel=CLOSE)
     assert ample.host_bytes == 200
-    tight = solve(problem_of(3, options=ways, budget=99), gap=0.0, backend=backend)
-    assert tight.early == (False, False, False)
+    last = ample.activations[1]  # of a block between whose forward and backward there are two steps
+    assert (last.out, last.back) == ({2: pytest.approx(1.0)}, {3: pytest.approx(1.0)})
+    full = [replace(way, forward_peak_bytes=100, backward_peak_bytes=100) for way in ways]
+    tight = solve(problem_of(3, options=full, budget=100), gap=0.0, backend=backend)
+    assert [flow.out for flow in tight.activations] == [{0: pytest.approx(1.0)}, {1: pytest.approx(1.0)}, {}]
+    assert [flow.back for flow in tight.activations] == [{5: pytest.approx(1.0)}, {4: pytest.approx(1.0)}, {}]
     assert tight.objective_s == pytest.approx(9 + 7 + 4, rel=CLOSE)
+
+
+@BACKENDS
+def test_what_a_block_offloads_may_take_several_steps(backend: str) -> None:
+    # eight blocks; the first one's 300 B leave over the next forwards, 1 s each, and come in during two backwards, 2 s
+    first, *rest = problem_of(8).blocks
+    blocks = (replace(first, options=(option("offload", 0, 300),)), *rest)
+    ample = solve(replace(problem_of(8, budget=300), blocks=blocks), gap=0.0, backend=backend)
+    assert ample.objective_s == pytest.approx(24.0, rel=CLOSE)
+    assert ample.activations[0].out == {step: pytest.approx(1 / 3) for step in (1, 2, 3)}
+    assert max(ample.memory_bytes) == 300
+    # a device that is full from the second block on: all of it leaves before that starts
+    full = (blocks[0], *(replace(block, options=(option(peak=300),)) for block in rest))
+    tight = solve(replace(problem_of(8, budget=300), blocks=full), gap=0.0, backend=backend)
+    assert tight.objective_s == pytest.approx(24.0 + 3 + 3, rel=CLOSE)
 
 
 @BACKENDS

@@ -6,14 +6,15 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
-from offmate.solver.decisions import StateStay, TensorGap, tensor_bytes
+from offmate.solver.decisions import ActivationStay, StateStay, TensorGap, tensor_bytes
 from offmate.solver.emit import build_schedule
 from offmate.solver.improve import improve
 from offmate.solver.plan import plan
 from offmate.solver.problem import Block, Group, Option, Problem, Rates, TensorSize
 from offmate.solver.rounding import round_solution
+from offmate.solver.rounding_activations import whole_activations
 from offmate.solver.simulate import memory_highs, simulate
-from offmate.solver.solution import Gap, GroupFlow, Solution, Status
+from offmate.solver.solution import ActivationFlow, Gap, GroupFlow, Solution, Status
 from offmate.solver.solve import least_budget, solve
 from offmate.solver.validate import validate
 
@@ -34,7 +35,7 @@ def trainable(*sizes):
 
 def solution(**flow):
     flows = {"w": GroupFlow(**flow)}
-    return Solution(Status.OPTIMAL, 4.0, 4.0, 0.0, 0.0, (0, 0), (False, False), groups=flows)
+    return Solution(Status.OPTIMAL, 4.0, 4.0, 0.0, 0.0, (0, 0), (ActivationFlow(),) * 2, groups=flows)
 
 
 def by_name(decisions):
@@ -165,3 +166,29 @@ def test_nothing_fits_is_a_status():
     planned = plan(problem)
     assert planned.schedule is None
     assert planned.solution.status is Status.INFEASIBLE
+
+
+def offloading(*flows):
+    """Eight blocks of which the first ones offload 100 bytes in such a way, and what rounding makes of it."""
+    ways = (Option("keep", 0, 0, 1.0, 1.0, 1, 1), Option("offload", 0, 100, 1.0, 1.0, 1, 1))
+    blocks = tuple(Block(f"b{i}", ways) for i in range(8))
+    problem = Problem(blocks, (), (), (), (), Rates(100.0, 100.0, 200.0), 10_000, 10_000)
+    more = 8 - len(flows)
+    answer = Solution(Status.OPTIMAL, 16.0, 16.0, 0.0, 0.0, (1,) * len(flows) + (0,) * more)
+    return whole_activations(problem, replace(answer, activations=flows + (ActivationFlow(),) * more))
+
+
+def test_an_offload_leaves_as_late_and_returns_as_early_as_its_fractions_allow():
+    stays, spare = offloading(ActivationFlow({0: 0.3, 1: 0.7}, {13: 0.4, 15: 0.6}), ActivationFlow({2: 1.0}, {13: 1.0}))
+    # of the first one 30 B are gone in step 1, and 60 B still absent in steps 13 and 14
+    assert stays == (ActivationStay(0, 15), ActivationStay(2, 13), *(None,) * 6)
+    assert [(step, round(size)) for step, size in enumerate(spare) if size > 0.1] == [(1, 70), (13, 40), (14, 40)]
+
+
+def test_an_offload_uses_what_another_one_spares():
+    stays, spare = offloading(
+        ActivationFlow({0: 0.1, 2: 0.9}, {15: 1.0}), ActivationFlow({1: 0.8, 2: 0.2}, {13: 0.2, 14: 0.8})
+    )
+    # in step 2 the first one spares 90 B, so that the second one, of which 80 B are gone, may stay
+    assert stays[:2] == (ActivationStay(0, 15), ActivationStay(2, 14))
+    assert all(size >= -0.1 for size in spare)
