@@ -302,6 +302,8 @@ def is_random(node: fx.Node) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
+    if any(argument.name == "philox_seed" for argument in node.target._schema.arguments):
+        return False  # a backward of fused attention draws again what its forward drew, from the seed it is given
     probability = _dropout_probability(node)
     return probability is None or probability > 0
 

@@ -20,6 +20,10 @@ from .solver.options import BlockGraph, Op, Storage, choices
 from .solver.pieces import Grid, in_pieces
 from .solver.problem import Block, Group, Option, Output, Problem, Rates, Shared, TensorSize, Value
 
+# What is smaller never leaves: no budget gains by it. Fused attention, too, keeps the few bytes of its seed in the host's
+# own memory and has to find them there.
+_TINY_BYTES = 512
+
 
 @dataclass(frozen=True)
 class LinkRates:
@@ -134,7 +138,8 @@ def class_options(
         if last and choice.offload:
             continue
         programs = graph.programs(forward_own - choice.keep - choice.offload)
-        offloaded = frozenset(programs.saved) & choice.offload - choice.keep
+        worth = frozenset(s for s in programs.saved if graph.bytes[s] > _TINY_BYTES)
+        offloaded = worth & choice.offload - choice.keep
         found.append(ClassOption(choice.name, programs, frozenset(programs.saved) - offloaded, offloaded))
     return BlockClass(graph, tuple(found))
 

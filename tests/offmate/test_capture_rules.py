@@ -11,11 +11,12 @@ from torch import nn
 
 import offmate
 from offmate import traced as traced_phase
-from offmate.capture import Captured, capture
+from offmate.capture import Captured, capture, is_random
 from offmate.config import Config
 from offmate.errors import CaptureError
+from offmate.lower import class_options
 from offmate.partition import partition
-from offmate.programs import ClassGraph
+from offmate.programs import ClassGraph, NodeCost
 from offmate.traced import Traced, trace_model
 
 from .parity import AMPLE, AMPLE_BYTES, HOST_BYTES, Case, adamw, check
@@ -221,6 +222,44 @@ def test_nothing_that_writes_or_draws_is_recomputed() -> None:
             graph = ClassGraph(block.joint)
             names = {str(n.target) for n in graph.recomputable}
             assert not any("dropout" in n or "bernoulli" in n or "batch_norm" in n for n in names)
+
+
+def test_a_backward_of_fused_attention_draws_nothing() -> None:
+    """It is given the seed from which its forward drew, and belongs to the block's backward."""
+    heads = torch.empty(1, 1, 8, 8, device="meta")
+    graph = torch.fx.Graph()
+    bias_grads = [True, True, True, False]
+    draws = graph.call_function(
+        torch.ops.aten._scaled_dot_product_efficient_attention.default, (heads, heads, heads, None, True, 0.1)
+    )
+    draws_again = graph.call_function(
+        torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
+        (heads, heads, heads, heads, None, heads, heads, heads, heads, 0.1, bias_grads),
+    )
+    assert is_random(draws)
+    assert not is_random(draws_again)
+
+
+class Normed(nn.Module):
+    """Keeps one number for its backward beside large values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.dropout(x @ self.weight, 0.5)
+        return (hidden / hidden.norm()).tanh().sum()
+
+
+def test_numbers_never_leave_the_device() -> None:
+    leave = []
+    for block in traced(Normed(), (torch.randn(64, 64),)).blocks:
+        costs = {node.name: NodeCost(seconds=1.0) for node in block.joint.graph.nodes}
+        found = class_options(block.joint, costs, 1e9, 16, False)
+        leave += [found.graph.bytes[storage] for option in found.options for storage in option.offloaded]
+    assert leave
+    assert min(leave) >= 64 * 64
 
 
 def test_a_tied_weight_is_one_parameter() -> None:
