@@ -81,9 +81,21 @@ class Arena:
             for known in (self._tensors, self._starts, self._ends, self._weak):
                 known.clear()
             self.start, self._end = start, start + segment_bytes
+        self._anchor = self._piece_of_segment()
+
+    def _piece_of_segment(self) -> torch.Tensor | None:
+        """The least piece that large tensors are given; None if the segment has none.
+
+        Gaps beside what lies elsewhere (a library's workspace) come first, since they are smaller.
+        """
+        strays: list[torch.Tensor] = []
         with contextlib.suppress(torch.OutOfMemoryError):
-            anchor = self._empty(SMALL_SEGMENT_BYTES)
-            self._anchor = anchor if self.start <= anchor.data_ptr() < self._end else None
+            while self.start < self._end and len(strays) < _STRAYS:
+                piece = self._empty(SMALL_SEGMENT_BYTES)
+                if self.start <= piece.data_ptr() < self._end:
+                    return piece
+                strays.append(piece)
+        return None
 
     def let_go(self) -> None:
         """Nothing of an iteration is on the device any more: whoever needs the segment's memory may have it."""

@@ -56,6 +56,17 @@ def test_room_is_made_and_nothing_is_lost(sim: ModuleType) -> None:
     assert holds(tensors[3][MIB : 2 * MIB], 50)  # type: ignore[index]
 
 
+def test_gaps_elsewhere_do_not_keep_it_from_moving_anything(sim: ModuleType) -> None:
+    """The gap beside two workspaces of 9 MiB in a segment of 20 is as large as the piece that keeps the arena's."""
+    workspaces = [torch.empty(9 * MIB, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
+    arena = arena_of(34)
+    tensors = scattered(arena)
+    reserved = sim.memory_reserved()
+    assert holds(put(arena, 12, 99), 99)
+    assert arena.moved_bytes > 0
+    assert sim.memory_reserved() == reserved, (len(tensors), len(workspaces))
+
+
 def test_nothing_moves_where_there_is_room(sim: ModuleType) -> None:
     arena = arena_of(34)
     tensors = scattered(arena)
