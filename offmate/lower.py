@@ -20,7 +20,7 @@ from .solver.options import BlockGraph, Op, Storage, choices
 from .solver.pieces import Grid, in_pieces
 from .solver.problem import Block, Group, Option, Output, Problem, Rates, Shared, TensorSize, Value
 
-# What is smaller never leaves: no budget gains by it. Fused attention, too, keeps the few bytes of its seed in the host's
+# What is smaller never leaves: no budget gains by it. And fused attention keeps the few bytes of its seed in the host's
 # own memory and has to find them there.
 _TINY_BYTES = 512
 
