@@ -154,6 +154,22 @@ def _copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fal
     return value.clone(memory_format=torch.contiguous_format).permute(back)
 
 
+def _run_openly(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator so that the trace shows what its kernel writes without saying so."""
+    copies = {position: args[position].clone() for position in _silent_writes(target, args)}
+    result = target(*(copies.get(position, value) for position, value in enumerate(args)), **kwargs)
+    for position, copy in copies.items():
+        args[position].copy_(copy)
+    return result
+
+
+def _silent_writes(target: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Positions of such arguments: the running statistics that cuDNN's batch normalisation writes in training."""
+    if target is not torch.ops.aten.batch_norm.default or args[0].device.type != "cuda" or not args[5]:
+        return ()
+    return tuple(position for position in (3, 4) if args[position] is not None)
+
+
 class _Run:
     """Runs one block under tracing; the flat argument list is leaves, tangents, accumulators."""
 
@@ -219,8 +235,7 @@ class _Run:
                 (node.args, node.kwargs), lambda n: per_use[n].pop(0) if per_use.get(n) else env[n]
             )
             with node.meta["region"].entered():
-                target: Any = node.target
-                env[node] = target(*args, **kwargs)
+                env[node] = _run_openly(node.target, args, kwargs)
         results = [env[n] for n in spec.results]
         grads = self._gradients(results, leaves, tangents, accumulators)
         return [r.detach() for r in results], grads

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import offmate
+from offmate import joint
 from offmate import traced as traced_phase
 from offmate.capture import Captured, capture, is_random
 from offmate.config import Config
@@ -211,6 +212,45 @@ def test_written_buffers_are_written_by_one_block_each() -> None:
     found = traced(convolutions(), (pictures()[0]["x"],))
     written = [b.spec.externals[i].node.name for b in found.blocks for i in b.joint.writes]
     assert sorted(written) == sorted(found.captured.buffers)
+
+
+@torch.library.custom_op("offmate_tests::counted", mutates_args=())
+def counted(x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Writes without saying so, as cuDNN's batch normalisation does."""
+    seen.add_(1)
+    return x.clone()
+
+
+@counted.register_fake
+def _(x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class Counting(nn.Module):
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(x)
+        return (hidden + counted(hidden.detach(), self.seen)).sum()
+
+
+def test_a_kernel_that_writes_without_saying_so_is_seen_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joint, "_silent_writes", lambda target, args: (1,) if "counted" in str(target) else ())
+    model = Counting()
+    found = traced(model, (torch.randn(4, 8),))
+    assert [b.spec.externals[i].node.name for b in found.blocks for i in b.joint.writes] == ["b_seen"]
+    optimizer = adamw(model)
+    offmate.compile(model, AMPLE_BYTES, optimizer=optimizer, device="emulated", config=offmate.Config(cache_dir=None))
+    for _ in range(3):
+        model(torch.randn(4, 8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.state_dict()["seen"].tolist() == [3.0, 3.0, 3.0]
 
 
 def test_nothing_that_writes_or_draws_is_recomputed() -> None:
