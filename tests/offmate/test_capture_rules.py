@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import offmate
-from offmate import joint
+from offmate import decisions, joint
 from offmate import traced as traced_phase
 from offmate.capture import Captured, capture, is_random
 from offmate.config import Config
@@ -49,6 +50,14 @@ def attention_masks(captured: Captured) -> set[str]:
     assert attends
     return {"mask" if (len(n.args) > 3 and n.args[3] is not None) or n.kwargs.get("attn_mask") is not None else "causal"
             for n in attends}  # fmt: skip
+
+
+def test_decisions_are_held_whatever_the_version_of_transformers_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    early = SimpleNamespace(_ignore_causal_mask_sdpa=lambda *given: False)
+    monkeypatch.setattr(decisions, "_masking", lambda: early)
+    with decisions.hold((decisions.Decision("_ignore_causal_mask_sdpa", True, None),)):
+        assert early._ignore_causal_mask_sdpa()
+    assert not early._ignore_causal_mask_sdpa()
 
 
 @pytest.mark.parametrize(("mask", "expected"), [("no_mask", "causal"), ("ones", "causal"), ("padding", "mask")])
