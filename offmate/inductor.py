@@ -203,6 +203,8 @@ def _check_operators(program: Program) -> None:
         if "as_strided" in str(target):
             # It counts from the start of a storage, of which Inductor knows only the view that it is given.
             raise Unfit(f"{target} looks behind the tensors that the block is given")
+        if target is torch.ops.aten.cudnn_batch_norm.default:
+            raise Unfit(f"{target} writes running statistics without saying so")
 
 
 def compile_function(

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from offmate.runtime.pools import pool_peaks
+from offmate.runtime.program import Instruction, Program
 from offmate.runtime.rehearsal import Updated, rehearse
 from torch import nn
 
 import offmate
 from offmate import inductor
+from offmate.fused import Unfit
 from offmate.inductor import check_inductor
 from offmate.programs import ClassGraph
 from offmate.traced import trace_model
@@ -238,3 +240,10 @@ def test_a_device_without_code_is_named(kind: str, words: str, monkeypatch: pyte
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
     with pytest.raises(offmate.DeviceError, match=f'{words}.*leave backend at "eager"'):
         check_inductor(kind)
+
+
+def test_what_writes_without_saying_so_is_not_compiled() -> None:
+    """cuDNN's batch normalisation, for which Inductor has a formula of its own."""
+    step = Instruction(torch.ops.aten.cudnn_batch_norm.default, (), {}, ((0, 0),), True, (), 0, (), ())
+    with pytest.raises(Unfit, match="writes running statistics"):
+        inductor._check_operators(Program(1, (step,), {}, 0, 0, 0.0))
