@@ -245,7 +245,8 @@ class Arena:
     def _hold(self, start: int, size: int) -> torch.Tensor | None:
         """Allocate a free piece of the segment; None, noted, if something that is not known lies there.
 
-        The piece may begin sooner, by what was left to the tensor before it for safety.
+        Pieces are cut from where a gap begins: sooner, by what was left to the tensor before for safety, or by all of
+        that tensor if a worker has just let go of it.
         """
         strays = []
         for _ in range(_STRAYS):
@@ -253,7 +254,7 @@ class Arena:
                 piece = self._empty(size)
             except torch.OutOfMemoryError:
                 break
-            if start - LEAST_CUT_BYTES <= piece.data_ptr() <= start:
+            if start - size < piece.data_ptr() < start + size:
                 return piece
             strays.append(piece)
         self._foreign.append(Extent(start, start + size, False))

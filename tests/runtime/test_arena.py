@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 from offmate.runtime.arena import Arena
+from offmate.runtime.compaction import Run
 from offmate.runtime.pools import SMALL_SEGMENT_BYTES
 from offmate.runtime.streams import StreamDevice, StreamEvent
 
@@ -122,6 +123,25 @@ def test_what_has_arrived_goes_before_what_is_under_way(sim: ModuleType) -> None
         assert [tensors[i].data_ptr() for i in (1, 3, 5)] == places  # type: ignore[union-attr]
     sim.set_delays(0, 0)
     assert holds(large, 99)
+
+
+def test_a_neighbour_that_is_let_go_meanwhile_costs_no_memory(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a worker lets go of it: what moved then leaves a larger gap than it took, which begins sooner."""
+    arena = arena_of(20)
+    tensors: list[torch.Tensor | None] = [put(arena, mib, mib) for mib in (3, 5, 5, 4)]
+    moved, tensors[2] = tensors[1], None
+    assert moved is not None
+    at, move, reserved = moved.data_ptr(), Arena._move, sim.memory_reserved()
+
+    def lets_go(self: Arena, one: object) -> None:
+        tensors[0] = None
+        move(self, one)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Arena, "_move", lets_go)
+    arena._clear(next(Run(one.start, one.end, (one,)) for one in arena._extents(waits=True) if one.start == at))
+    assert moved.data_ptr() != at
+    assert holds(moved, 5)
+    assert sim.memory_reserved() == reserved
 
 
 def test_what_is_not_known_is_left_where_it_is(sim: ModuleType) -> None:
