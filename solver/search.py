@@ -47,7 +47,7 @@ def search(problem: Problem, program: Program, backend: Backend, time_limit_s: f
         found = _near(program, chosen, backend, max(left_s(), 0.0), gap)
         if found.objective < best.objective:
             best = replace(found, lower_bound=min(relaxation.lower_bound, found.objective))
-        if _within(best, gap):
+        if _within(best, gap) or left_s() < BRANCH_S:
             break
     if not _within(best, gap) and left_s() > BRANCH_S:
         branched = backend.solve(model, left_s(), gap, best.values)
