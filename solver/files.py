@@ -12,8 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from .problem import Problem
 from .solution import Solution, Status
 
-VERSION = 1
-_FORMATS: dict[type, str] = {Problem: "offmate-problem", Solution: "offmate-solution"}
+_FORMATS: dict[type, tuple[str, int]] = {Problem: ("offmate-problem", 1), Solution: ("offmate-solution", 2)}
 
 
 class FileError(ValueError):
@@ -22,7 +21,8 @@ class FileError(ValueError):
 
 def to_dict(record: Problem | Solution) -> dict[str, Any]:
     """A problem or solution as JSON's own types, with its format and version."""
-    return {"format": _FORMATS[type(record)], "version": VERSION} | _plain(asdict(record))
+    name, version = _FORMATS[type(record)]
+    return {"format": name, "version": version} | _plain(asdict(record))
 
 
 def problem_from_dict(data: dict[str, Any]) -> Problem:
@@ -83,11 +83,11 @@ def _plain(value: Any) -> Any:
 
 
 def _read(data: dict[str, Any], kind: type) -> Any:
-    expected = _FORMATS[kind]
-    if data.get("format") != expected or data.get("version") != VERSION:
+    expected, version = _FORMATS[kind]
+    if data.get("format") != expected or data.get("version") != version:
         found = f"{data.get('format')!r}, version {data.get('version')!r}"
         raise FileError(
-            f"not of format {expected!r}, version {VERSION}: found {found}; save it again with this version"
+            f"not of format {expected!r}, version {version}: found {found}; save it again with this version"
         )
     body = {key: value for key, value in data.items() if key not in ("format", "version")}
     return _record(body, kind, expected.removeprefix("offmate-"))

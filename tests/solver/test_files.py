@@ -67,3 +67,9 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         load_solution(tmp_path / "x.json")
     with pytest.raises(FileError, match="format"):
         solution_from_dict(damaged())
+
+
+def test_a_solution_of_another_version_is_refused() -> None:
+    solution = solve(random_problem(random.Random(1)))
+    with pytest.raises(FileError, match="'offmate-solution', version 2: found 'offmate-solution', version 1"):
+        solution_from_dict(to_dict(solution) | {"version": 1})
