@@ -212,20 +212,20 @@ def _step_s(problem: Problem, count: Count, t: int) -> float:
     return max(parts)
 
 
-def check_no_whole_plan_is_better(problem: Problem, rng: random.Random) -> None:
+def check_no_whole_plan_is_better(problem: Problem, rng: random.Random, backend: str = "highs") -> None:
     plans = [random_plan(problem, rng) for _ in range(400)]
     frontier = [min(plans), min(plans, key=lambda p: p[1]), min(plans, key=lambda p: p[2]), *rng.sample(plans, 3)]
     for seconds, device, host in frontier:
         within = replace(problem, device_budget_bytes=int(device), host_budget_bytes=int(host))
-        solution = solve(within, gap=1e-6)
+        solution = solve(within, gap=1e-6, backend=backend)
         assert solution.status is Status.OPTIMAL
         assert solution.lower_bound_s <= seconds * (1 + 1e-6)
         assert solution.objective_s <= seconds + 2e-4 * seconds
         assert max(solution.memory_bytes) <= device
         assert solution.host_bytes <= host
     endless = replace(problem, host_budget_bytes=10**9)
-    assert least_budget(endless).bytes <= min(p[1] for p in plans) * (1 + 2e-6) + 256
-    assert least_host(problem) <= min(p[2] for p in plans) * (1 + 2e-6) + 256
+    assert least_budget(endless, backend=backend).bytes <= min(p[1] for p in plans) * (1 + 2e-6) + 256
+    assert least_host(problem, backend=backend) <= min(p[2] for p in plans) * (1 + 2e-6) + 256
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -236,6 +236,14 @@ def test_no_whole_plan_is_better(seed: int) -> None:
     if seed % 5 == 0:
         problem = replace(problem, rates=replace(problem.rates, shared_cores=True))
     check_no_whole_plan_is_better(problem, rng)
+
+
+@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_nor_is_one_by_the_other_backend(seed: int, m: int) -> None:
+    rng = random.Random(seed)
+    problem = random_problem(rng, n_blocks=2, tensors=1, tied=seed % 2 == 0)
+    check_no_whole_plan_is_better(problem if m == 1 else gated(problem, rng, m), rng, "cbc")
 
 
 @pytest.mark.parametrize("seed", range(3))
