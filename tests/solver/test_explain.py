@@ -30,7 +30,7 @@ def test_on_a_slow_link_a_faster_one_helps_most() -> None:
     problem = llama(SHAPE, Speeds(1e13, 1e12, 1e11, 1e12, Rates(1e8, 1e8, 2e8)), 10**10, 10**12)
     simulation = plan(problem).simulation
     assert simulation is not None
-    tight = replace(problem, device_budget_bytes=int(0.4 * simulation.peak_bytes))
+    tight = replace(problem, device_budget_bytes=int(0.45 * simulation.peak_bytes))
     result = explain(tight, plan(tight))
     assert {result.phases[0].limit, result.phases[1].limit} & {"copy in", "copy out"}
     offers = {offer.change: offer.saved_s for offer in result.offers}
@@ -38,8 +38,7 @@ def test_on_a_slow_link_a_faster_one_helps_most() -> None:
     assert "With a link twice as fast a step would take about" in result.text()
     waits = [phase.waits.get("copy in", 0.0) + phase.waits.get("copy out", 0.0) for phase in result.phases]
     assert 0 < sum(waits) < result.step_s
-    assert max(phase.memory for phase in result.phases) > 0.95
-    assert "the device waits" in result.text() and "device memory is " in result.text()
+    assert "the device waits" in result.text() and "device memory is full" in result.text()
 
 
 def test_where_the_users_code_updates_faster_updates_are_not_offered() -> None:
