@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .account import Account
+from .flows import leave
 from .linear import ONE, Builder, Flow, Terms, add, flow
 from .problem import Problem, ProblemError, Value
 
@@ -85,8 +86,7 @@ def _offload(
     back = flow(builder, f"ActIn[{i}]", comes, comes, total)
     for start in problem.passes:
         gone, there = out.later(start), back.later(start)
-        for step, part in gone.each():
-            (account.move_serially if step == start + i else account.move)("out", step, most_bytes, part)
+        leave(most_bytes, start + i, gone, account)
         for step, part in there.each():
             (account.move_serially if step == start + backward else account.move)("in", step, most_bytes, part)
         account.hold_over(gone.span[1:], most_bytes, total)

@@ -178,7 +178,7 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     rest = add((1.0, WHOLE), (-1.0, x))
     account.compute_in(updated, group.device_update_s, rest)
     for gone in (out_drop, out_keep):
-        _leave(group.param_bytes, updated, gone, account)
+        leave(group.param_bytes, updated, gone, account)
     _come(group.param_bytes, back, account)
     account.hold_over(idle[1:], group.param_bytes, rest)
     account.hold_sums(after_update[1:], -group.param_bytes, out_drop.prior)
@@ -195,7 +195,7 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
 
 def _count_cpu_part(group: Group, span: Span, x: Terms, grad_out: Flow, cpu_back: Flow, account: Account) -> None:
     """The CPU part's gradient until it is out, its new parameters from when they come in; its copies and host bytes."""
-    _leave(group.grad_bytes, span.end, grad_out, account)
+    leave(group.grad_bytes, span.end, grad_out, account)
     _come(group.param_bytes, cpu_back, account)
     account.hold_over(span.idle[1:], group.grad_bytes, x)
     account.hold_sums(span.idle[1:], -group.grad_bytes, grad_out.prior)
@@ -214,7 +214,7 @@ def _sums(
     lead_out = flow(builder, f"LeadOut[{group.name}]", window, leaving_steps(problem, window), x)
     leaving = [(start + end, lead_out.later(start)) for start in problem.passes[:-1]]
     for made, gone in leaving:
-        _leave(group.grad_bytes, made, gone, account)
+        leave(group.grad_bytes, made, gone, account)
         account.hold_over(gone.span[1:], group.grad_bytes, x)
         account.hold_sums(gone.span[1:], -group.grad_bytes, gone.prior)
     for gone in (*(gone for _, gone in leaving), grad_out):
@@ -238,7 +238,7 @@ def _states(
     follows(builder, f"InO after OutO[{name}]", back, gone)
     builder.at_most_zero(f"states[{name}]", add((1.0, total), (-1.0, rest)))
     account.keep_on_host(group.state_bytes, total)
-    _leave(group.state_bytes, updated, gone, account)
+    leave(group.state_bytes, updated, gone, account)
     _come(group.state_bytes, back, account)
     account.hold_over(cycle, group.state_bytes, rest)
     account.hold_sums(cycle[1:], -group.state_bytes, gone.prior)
@@ -275,7 +275,8 @@ def _others(
     return tuple(result)
 
 
-def _leave(amount_bytes: float, made: int, gone: Flow, account: Account) -> None:
+def leave(amount_bytes: float, made: int, gone: Flow, account: Account) -> None:
+    """Count the copies of a flow out of what step `made` makes; in that step they follow its compute."""
     for step, part in gone.each():
         if step == made:
             account.move_serially("out", step, amount_bytes, part)
