@@ -1,6 +1,7 @@
 # make demo    fine-tune a small model inside a budget and compare it with plain PyTorch (ARGS="--steps 5" and such)
 # make test    the test suite (make test TORCH=2.11.0 tries another torch; ARGS="-k sizes" and such)
-# make fuzz    the property tests with examples that have not been tried before
+# make fuzz    the property tests with examples that have not been tried before, then 2,000 sequences of user actions
+#              against plain PyTorch; when stopped it goes on where it was (SEQUENCES="--sequences 50" and such)
 # make lint    style and format; make types: type check of the installed package
 # make docs    the documentation as HTML in docs/_build; a warning is an error
 #
@@ -10,6 +11,7 @@
 PYTHON ?= python3
 TORCH ?=
 ARGS ?=
+SEQUENCES ?=
 
 VENV := .venv$(if $(TORCH),-$(TORCH))
 TYPES_VENV := .venv-types
@@ -29,6 +31,7 @@ test: $(VENV)/installed
 
 fuzz: $(VENV)/installed
 	@$(VENV)/bin/python -m pytest --hypothesis-profile fuzz tests/solver tests/offmate/test_reports.py $(ARGS)
+	@$(VENV)/bin/python -m tests.fuzz $(SEQUENCES)
 
 lint: $(VENV)/installed
 	@$(VENV)/bin/python -m ruff check .

@@ -1,12 +1,14 @@
 """What offmate costs when nothing has to move: its step beside plain PyTorch's, at an ample budget.
 
 `python -m benchmarks.overhead [--steps N] [--backend inductor] [--json FILE]` trains two copies of the demo model in
-one process, a step of one and a step of the other in turn, and compares the medians.
+one process, a step of one and a step of the other in turn, and compares the medians. `--guards` measures instead what a
+call spends on asking whether the Python behind the graph has changed, for the demo model and one of 1,000 modules.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import platform
@@ -21,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import offmate
+from offmate.checks import check_hooks
 from offmate.demo import (
     BATCH,
     TOKENS,
@@ -32,6 +35,8 @@ from offmate.demo import (
     train_step,
 )
 from offmate.sizes import format_bytes
+from offmate.surroundings import surroundings
+from offmate.watch import Watch
 
 WARM_UP_STEPS = 2
 AMPLE_FACTOR = 2
@@ -45,11 +50,16 @@ def main() -> None:
         "--backend", choices=("eager", "inductor"), default="eager", help="what runs offmate's blocks (default: eager)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every number to FILE")
+    parser.add_argument("--guards", action="store_true", help="measure what a call spends on guards instead")
     arguments = parser.parse_args()
     if arguments.steps < 1:
         parser.error(f"--steps is {arguments.steps}; at least 1 is needed")
-    result = {"machine": machine(), **measure(arguments.steps, arguments.backend)}
-    _show(result)
+    if arguments.guards:
+        result = {"machine": machine(), "guards": measure_guards()}
+        _show_guards(result["guards"])
+    else:
+        result = {"machine": machine(), **measure(arguments.steps, arguments.backend)}
+        _show(result)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 
@@ -150,6 +160,40 @@ def _show(result: dict[str, Any]) -> None:
         f"Ratio {result['ratio']:.3f}, pair by pair {result['pair_ratio']:.3f}, at {BATCH} × {TOKENS} tokens and a "
         f"budget of {format_bytes(result['budget_bytes'])}; losses {losses}."
     )
+
+
+def measure_guards(repeats: int = 200) -> dict[str, dict[str, float]]:
+    """Seconds that one call spends on guards, for the demo model and for one of 1,000 modules.
+
+    Returns: by model its number of modules, the median, and what is allowed: 0.1 ms and 2 µs per module.
+    """
+    parts = (torch.nn.Linear(2, 2), torch.nn.Dropout(0.1), torch.nn.ReLU())
+    many = torch.nn.Sequential(*(copy.deepcopy(parts[i % 3]) for i in range(999)))
+    found = {}
+    for name, model in (("demo", demo_model()), ("1,000 modules", many)):
+        watch = Watch(model)
+        spent = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            watch.look()
+            surroundings()
+            check_hooks(watch.parameters, planned=True)
+            spent.append(time.perf_counter() - start)
+        n_modules = len(list(model.modules()))
+        allowed_s = 1e-4 + 2e-6 * n_modules
+        found[name] = {"modules": n_modules, "median_s": statistics.median(spent), "allowed_s": allowed_s}
+    return found
+
+
+def _show_guards(found: dict[str, dict[str, float]]) -> None:
+    table = Table(title="What a call spends on guards")
+    for column in ("model", "modules", "median", "allowed"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for name, row in found.items():
+        table.add_row(
+            name, f"{row['modules']:,}", f"{1e3 * row['median_s']:.3f} ms", f"{1e3 * row['allowed_s']:.3f} ms"
+        )
+    Console().print(table)
 
 
 def _cpu_model() -> str:

@@ -1,4 +1,4 @@
-"""Train any exportable PyTorch model inside a device-memory budget, with the same numbers."""
+"""Train any exportable PyTorch model inside a device-memory budget, with plain PyTorch's numbers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .masters import with_master_weights
     from .plans import Plan, load_plan
     from .reports.plots import plot_sweep
+    from .split import Split
     from .trace import Trace
 
 __version__ = "0.1.0"
@@ -34,6 +35,7 @@ _HOME = {
     "with_master_weights": "masters",
     "plot_sweep": "reports.plots",
     "SweepPoint": "budgets",
+    "Split": "split",
     "sweep": "budgets",
     "Trace": "trace",
     **dict.fromkeys(
@@ -61,6 +63,7 @@ __all__ = [
     "Plan",
     "PlanFileError",
     "ProtocolError",
+    "Split",
     "SweepPoint",
     "Trace",
     "__version__",

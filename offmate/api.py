@@ -30,6 +30,7 @@ from .progress import Progress, planning_progress
 from .request import Prepared, Request
 from .session import Session
 from .sizes import parse_bytes
+from .split import Split
 
 log = logging.getLogger("offmate")
 
@@ -51,17 +52,23 @@ def compile(
     plan: Plan | None = None,
     config: Config | None = None,
 ) -> Model:
-    """Make a model train inside a device-memory budget, with the same numbers as before.
+    """Make a model train inside a device-memory budget, with the numbers that plain PyTorch gives.
 
     The loop around it does not change. Capture, profiling and solving happen at the first batch, or ahead with
     `offmate.plan`.
+
+    On the emulated device losses, parameters and optimizer states are bit for bit those of the same loop in plain
+    PyTorch on a CPU. On a card they are those of plain PyTorch with the same form of updates and the same split of them
+    between CPU and card (`model.offmate.split`), since optimizer kernels there round differently; all plans of a
+    session have the same split, and a resumed run keeps it by `Config(updates=...)` or `model.offmate.load_plans`.
 
     Parameters
     ----------
     model: any module that torch.export can capture; it is changed in place and stays an instance of its class.
     gpu_budget: device bytes, as an integer or text such as "12GiB"; "auto" takes what is free, less a margin.
-    optimizer: the instance that the loop steps; its updates become part of the plan. Without one, gradients land in
-        `.grad` on the host.
+    optimizer: the instance that the loop steps; its updates become part of the plan. `fused` and `foreach` are obeyed;
+        without either it updates as plain PyTorch does on a CPU, on a card fused. Without an optimizer gradients land
+        in `.grad` on the host.
     max_grad_norm: clip the global norm of all gradients to this, as `torch.nn.utils.clip_grad_norm_` before the step
         would; infinity only measures it (`model.offmate.grad_norm`). Needs optimizer=.
     accumulation_steps: how many forwards and backwards make one optimizer step. Fewer before a step work, but that
@@ -82,6 +89,7 @@ def compile(
         check_inductor(request.device)
     request = replace(request, micro_batches=accumulation_steps, clips=max_grad_norm is not None)
     names = parameter_names(model, optimizer) if optimizer is not None else {}
+    _check_updates(config, names)
     if optimizer is not None:
         _check_coverage(model, names)
         check_optimizer(optimizer)
@@ -128,17 +136,17 @@ def plan(
     here = device if hardware is None else device or "emulated"
     request = _request(gpu_budget, cpu_budget, here, config, None)
     request = replace(request, micro_batches=accumulation_steps, clips=max_grad_norm is not None)
-    updater = None
+    names = parameter_names(model, optimizer) if optimizer is not None else {}
+    _check_updates(config, names)
     if optimizer is not None:
-        names = parameter_names(model, optimizer)
         _check_coverage(model, names)
         check_optimizer(optimizer)
-        updater = Updater(optimizer, names)
     args = example_inputs if isinstance(example_inputs, tuple) else ()
     kwargs = example_inputs if isinstance(example_inputs, dict) else {}
     machine = _machine(hardware, model)
     if machine is not None:
         request = _elsewhere(request, machine, gpu_budget)
+    updater = Updater(optimizer, names, request.device) if optimizer is not None else None
     modes = {module: module.training for module in model.modules()}
     if not model.training:
         model.train()
@@ -241,6 +249,23 @@ def _check_coverage(model: torch.nn.Module, names: dict[torch.Tensor, str]) -> N
             f"{len(missing)} parameters require a gradient but the optimizer does not hold them ({missing[0]}, ...); "
             "freeze them with requires_grad_(False) or add them to the optimizer"
         )
+
+
+def _check_updates(config: Config, names: dict[torch.Tensor, str]) -> None:
+    if config.updates == "auto":
+        return
+    if not names:
+        raise OffmateError(
+            f"Config(updates={config.updates!r}) needs optimizer=; without one your own code updates the parameters on "
+            "the host"
+        )
+    if isinstance(config.updates, Split):
+        unknown = {*config.updates.host, *config.updates.device} - set(names.values())
+        if unknown:
+            raise OffmateError(
+                f"Config(updates=Split(...)) names {len(unknown)} parameters that the optimizer does not hold "
+                f"({min(unknown)}, ...); take the split of a plan for this model"
+            )
 
 
 def _request(

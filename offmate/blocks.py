@@ -132,7 +132,8 @@ class _Layout:
             kind, differentiable = "value", self.chain.facts[node].requires_grad[0]
         else:
             kind, differentiable = "shared", False
-        split = differentiable and (len(readers) > 1 or node.name in self.outputs)
+        rounded = self.chain.rounded.get(node)
+        split = differentiable and (len(readers) > 1 or node.name in self.outputs or rounded is not None)
         return External(
             node=node,
             kind=kind,
@@ -140,6 +141,7 @@ class _Layout:
             differentiable=differentiable,
             accumulates=self.gradients.get(node) if differentiable else None,
             final=index == readers[0],
+            rounded=rounded,
         )
 
     def note_gradients(self, spec: BlockSpec, joint: Joint) -> None:

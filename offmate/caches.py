@@ -1,4 +1,4 @@
-"""Caches of keys and values: training never reads them, and they do not export."""
+"""Caches of keys, values and states: training never reads them, and they are no outputs that a plan knows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 
+from .plain import forward_replaced
+
 _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "dropout_rate")
+_KINDS = ("layer_types", "layers_block_type")
+_KEEPS_KEYS_AND_VALUES = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
 _CACHES = ("past_key_values", "cache_params")
 
 
@@ -23,8 +27,10 @@ def without_cache(model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, A
 
     A cache copies keys and values. Attention with dropout runs by its plain formula, whose products round by the
     layout of what they read: there the copies are kept and only the output is dropped, for the sake of equal numbers.
+    Layers that keep a state compute by another formula where they have a cache: there it is kept too, in evaluation
+    as well.
     """
-    if not has_cache(model, kwargs) or (model.training and _drops_attention(model)):
+    if not has_cache(model, kwargs) or (model.training and _drops_attention(model)) or _keeps_states(model):
         return kwargs
     return {**kwargs, "use_cache": False}
 
@@ -32,6 +38,13 @@ def without_cache(model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, A
 def _drops_attention(model: torch.nn.Module) -> bool:
     config = getattr(model, "config", None)
     return any((getattr(config, name, 0) or 0) > 0 for name in _ATTENTION_DROPOUT)
+
+
+def _keeps_states(model: torch.nn.Module) -> bool:
+    """Whether some layer's cache holds more than keys and values, such as the state of a state-space model."""
+    config = getattr(model, "config", None)
+    kinds = {kind for name in _KINDS for kind in getattr(config, name, None) or ()}
+    return not kinds <= _KEEPS_KEYS_AND_VALUES
 
 
 @contextlib.contextmanager
@@ -46,13 +59,5 @@ def caches_dropped(model: torch.nn.Module) -> Iterator[None]:
             return type(output)(**{name: value for name, value in output.items() if name not in _CACHES})
         return output
 
-    # Others put a forward on the instance too (accelerate does); theirs comes back.
-    own = model.__dict__.get("forward")
-    model.__dict__["forward"] = forward
-    try:
+    with forward_replaced(model, forward):
         yield
-    finally:
-        if own is None:
-            del model.__dict__["forward"]
-        else:
-            model.__dict__["forward"] = own

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import itertools
 import logging
-import operator
+import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -17,15 +19,22 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from . import decisions
+from .byproducts import ByProduct
 from .caches import caches_dropped
 from .devices import rng_untouched
+from .effects import has_effect, updates_stats, writes
 from .errors import CaptureError
 from .fake import fake_batch, faked
+from .functions import functions_kept
+from .hooks import only_packages_hooks
+from .observe import Observer, check_kept, check_settled
+from .python_state import python_restored
 
 log = logging.getLogger("offmate")
 
-_GRAD_HOP = "wrap_with_set_grad_enabled"
-_AUTOCAST_HOP = "wrap_with_autocast"
+# Passes of export that fold grad modes and autocast regions into subgraphs: of one inside the other, they lose one.
+_FOLDING = ("replace_autocast_with_hop_pass", "replace_set_grad_with_hop_pass")
+_instances = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -33,10 +42,12 @@ class Region:
     """The modes that a node runs under: grad mode and, inside the model's own autocast regions, that region.
 
     autocast: (device type, dtype, enabled, cache enabled), None outside any region of the model's own.
+    instance: number of the outermost autocast region; blocks that differ in it alone are alike.
     """
 
     grad: bool = True
     autocast: tuple[str, torch.dtype | None, bool, bool | None] | None = None
+    instance: int = field(default=0, repr=False, compare=False)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -65,6 +76,9 @@ class Captured:
     output_names: readable path of every output leaf, such as "loss".
     out_spec: how to rebuild the output.
     taken: decisions that were held (rule 1).
+    by_products: what the forward leaves besides its result; their tensors are the last leaves of the outputs.
+    read: attributes of modules that the forward read, by path. free: those that it sets itself, so that their values
+        before a call do not matter. changed: numbers among them: where they are, and what the forward leaves there.
     """
 
     graph: fx.Graph
@@ -76,7 +90,29 @@ class Captured:
     output_names: tuple[str, ...]
     out_spec: Any
     taken: tuple[decisions.Decision, ...] = ()
-    warnings: tuple[str, ...] = field(default=())
+    by_products: tuple[ByProduct, ...] = ()
+    read: frozenset[str] = frozenset()
+    free: frozenset[str] = frozenset()
+    changed: tuple[tuple[Any, Any, Any], ...] = ()
+
+    @property
+    def n_results(self) -> int:
+        """How many leaves of the outputs are of the model's result."""
+        return len(self.outputs) - sum(by_product.n_tensors for by_product in self.by_products)
+
+    def trains(self, output: str) -> frozenset[str]:
+        """Names of the parameters that get a gradient through an output."""
+        found, waiting = set(), [next(node for node in self.graph.nodes if node.name == output)]
+        while waiting:
+            node = waiting.pop()
+            cut = node.op == "call_function" and (
+                not node.meta["region"].grad or node.target is torch.ops.aten.detach.default
+            )
+            if node in found or cut:
+                continue
+            found.add(node)
+            waiting += node.all_input_nodes
+        return frozenset(self.params[node.name] for node in found if node.name in self.params)
 
 
 def capture(
@@ -98,15 +134,11 @@ def capture(
     Returns: the flat graph. Raises: CaptureError naming the construct that does not export.
     """
     args, kwargs = pytree.tree_map(_distinct, (args, kwargs))
-    with rng_untouched(device), _checkpointing_off(model), _autograd_functions_noted() as functions:
-        taken = decisions.record(model, *(real or pytree.tree_map(_on_host, (args, kwargs))))
+    with rng_untouched(device), _checkpointing_off(model), python_restored(model):
+        with python_restored(model), only_packages_hooks(model):
+            taken = decisions.record(model, *(real or pytree.tree_map(_on_host, (args, kwargs))))
         with _on_device(model, args, kwargs, device) as batch, decisions.hold(taken), caches_dropped(model):
-            program = _export(model, *batch)
-    notes = tuple(
-        f"{name} is a custom autograd.Function; export replaces its backward by that of its forward, "
-        "so gradients may differ from eager in the last bits"
-        for name in sorted(functions)
-    )
+            program, observed = _observed_export(model, batch, taken)
     graph = fx.Graph()
     _inline(program.graph_module, graph)
     _tidy(graph)
@@ -120,20 +152,48 @@ def capture(
         else:
             kinds[spec.kind][node.name] = spec.target
     if kinds[InputKind.CUSTOM_OBJ] or kinds[InputKind.TOKEN]:
-        raise CaptureError("the model holds script objects or effect tokens, which cannot be replayed")
-    names = _output_names(program)
+        raise CaptureError(
+            "the model holds script objects (a random generator of its own is one) or effect tokens, which cannot be "
+            "replayed; draw from torch's default generator"
+        )
+    outputs = _outputs(program, graph)
+    check_kept(observed, graph, outputs, _fixed(kinds, graph, program, observed))
     return Captured(
         graph=graph,
         params=_tied(model, graph, kinds[InputKind.PARAMETER]),
         buffers=kinds[InputKind.BUFFER],
         constants={name: program.constants[target] for name, target in kinds[InputKind.CONSTANT_TENSOR].items()},
         inputs=tuple(inputs),
-        outputs=_outputs(program, graph),
-        output_names=names,
+        outputs=outputs,
+        output_names=_output_names(program, observed),
         out_spec=program.call_spec.out_spec,
         taken=taken,
-        warnings=notes,
+        by_products=tuple(by_product for by_product, _ in observed.by_products),
+        read=observed.read,
+        free=observed.free,
+        changed=tuple((holder, name, value) for holder, name, value, _ in observed.changed.values()),
     )
+
+
+def check_dense(model: torch.nn.Module) -> None:
+    """Raises: CaptureError naming a trained module that asks for sparse gradients."""
+    for name, module in model.named_modules():
+        trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        if trained and isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
+            kind = type(module).__name__
+            raise CaptureError(
+                f"{name or kind} is an nn.{kind} with sparse=True, whose gradient is a sparse tensor, which "
+                "cannot be planned; build it with sparse=False, or set its `sparse` to False"
+            )
+
+
+def _fixed(kinds: dict[InputKind, dict[str, Any]], graph: fx.Graph, program: Any, observed: Observer) -> frozenset[str]:
+    """Placeholders whose values no call changes: constants that the forward does not set, buffers that none writes."""
+    written = {a.name for n in graph.nodes if writes(n) or updates_stats(n) for a in n.all_input_nodes}
+    constants = {
+        n for n, target in kinds[InputKind.CONSTANT_TENSOR].items() if not observed.sets(program.constants[target])
+    }
+    return frozenset({*constants, *kinds[InputKind.BUFFER]} - written)
 
 
 def _tied(model: torch.nn.Module, graph: fx.Graph, params: dict[str, str]) -> dict[str, str]:
@@ -172,9 +232,32 @@ def _on_device(
         yield fake_batch(mode, (args, kwargs), device)
 
 
+def _observed_export(
+    model: torch.nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]], taken: tuple[decisions.Decision, ...]
+) -> tuple[Any, Observer]:
+    """Export the model, and what its forward does besides.
+
+    Raises: CaptureError if the forward counts its calls, or otherwise goes on from what an earlier call has left.
+    """
+    observer = Observer(model)
+    with observer.watching():
+        program = _export(model, *batch)
+    if observer.unsettled:
+        # What it would find at the next call: a cache is then as it leaves it, a counter is not.
+        observer.put_changes()
+        again = Observer(model)
+        with decisions.hold(taken), again.watching():
+            _export(model, *batch)
+        check_settled(observer, again)
+    return program, observer
+
+
 def _export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
-        return torch.export.export(model, args, kwargs, strict=False)
+        with warnings.catch_warnings(), functions_kept(), _unfolded(), _caches_as_in_eager():
+            # Attributes that are set become by-products.
+            warnings.filterwarnings("ignore", message="The tensor attribute")
+            return torch.export.export(model, args, kwargs, strict=False)
     except CaptureError:
         raise
     except Exception as error:
@@ -185,6 +268,18 @@ def _export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             "run torch.export.export(model, args, kwargs, strict=False) to see the line, replace that construct, "
             "or choose attn_implementation='sdpa' or 'eager' for a Hugging Face model"
         ) from error
+
+
+def _caches_as_in_eager() -> contextlib.AbstractContextManager[Any]:
+    """Tracing switches autocast's cache off; a region that says nothing of it is to say what it would in eager."""
+    cached, made = torch.is_autocast_cache_enabled(), torch.autocast.__init__
+
+    def make(
+        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: bool | None = None
+    ) -> None:
+        made(self, device_type, dtype, enabled, cached if cache_enabled is None else cache_enabled)
+
+    return mock.patch.object(torch.autocast, "__init__", make)
 
 
 @contextlib.contextmanager
@@ -202,64 +297,48 @@ def _checkpointing_off(model: torch.nn.Module) -> Iterator[None]:
             module.gradient_checkpointing = True  # type: ignore[assignment]
 
 
-@contextlib.contextmanager
-def _autograd_functions_noted() -> Iterator[set[str]]:
-    """Collect the names of custom autograd.Functions that run, since export keeps their forward only."""
-    seen: set[str] = set()
-    original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+def _inline(module: fx.GraphModule, graph: fx.Graph) -> None:
+    """Copy `module`'s nodes into `graph`, every node under its region (rule 4).
 
-    def noting(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if not cls.__module__.startswith("torch."):
-            seen.add(cls.__name__)
-        return original(cls, *args, **kwargs)
-
-    with mock.patch.object(torch.autograd.Function, "apply", classmethod(noting)):
-        yield seen
-
-
-def _inline(
-    module: fx.GraphModule,
-    graph: fx.Graph,
-    args: list[Any] | None = None,
-    region: Region | None = None,
-) -> Any:
-    """Copy `module`'s nodes into `graph`, wrapped regions flattened, every node under its region (rule 4)."""
-    region = region or Region()
+    Raises: CaptureError for a higher-order operator.
+    """
     env: dict[fx.Node, Any] = {}
-    given = iter(args or [])
+    region = Region(torch.is_grad_enabled())
+    around: dict[fx.Node, Region] = {}
     for node in module.graph.nodes:
-        if node.op == "placeholder":
-            env[node] = next(given) if args is not None else graph.node_copy(node, lambda n: env[n])
-        elif node.op == "get_attr":
+        if node.op == "get_attr":
             env[node] = getattr(module, node.target)
-        elif node.op == "output":
-            result = fx.map_arg(node.args[0], lambda n: env[n])
-            if args is None:
-                graph.output(result)
-            return result
+        elif node.target is torch._C._set_grad_enabled:
+            region = replace(region, grad=bool(node.args[0]))
+        elif node.target is torch.amp.autocast_mode._enter_autocast:
+            around[node] = region
+            kind, dtype, enabled, cache = node.args
+            region = replace(
+                region, autocast=(kind, dtype, enabled, cache), instance=region.instance or next(_instances)
+            )
+        elif node.target is torch.amp.autocast_mode._exit_autocast:
+            before = around[node.args[0]]
+            region = replace(before, grad=region.grad)
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
-            env[node] = _inline_region(node, graph, env, region)
-        elif node.target is operator.getitem and isinstance(env[node.args[0]], (tuple, list)):
-            env[node] = env[node.args[0]][node.args[1]]
+            name = node.target.name()
+            raise CaptureError(
+                f"the model uses the higher-order operator {name} ({node.format_node()}), which cannot be "
+                "replayed; write it as plain tensor operations (for flex_attention: attn_implementation='sdpa')"
+            )
         else:
             env[node] = graph.node_copy(node, lambda n: env[n])
-            env[node].meta["region"] = region
-    raise CaptureError("a captured graph has no output")
+            if node.op == "call_function":
+                env[node].meta["region"] = region
 
 
-def _inline_region(node: fx.Node, graph: fx.Graph, env: dict[fx.Node, Any], region: Region) -> Any:
-    arguments: list[Any] = list(fx.map_arg(node.args, lambda n: env[n]))
-    name = node.target.name() if hasattr(node.target, "name") else str(node.target)
-    if name == _GRAD_HOP:
-        enabled, body, *rest = arguments
-        return _inline(body, graph, rest, Region(bool(enabled), region.autocast))
-    if name == _AUTOCAST_HOP:
-        kind, dtype, enabled, cache, body, *rest = arguments
-        return _inline(body, graph, rest, Region(region.grad, (kind, dtype, enabled, cache)))
-    raise CaptureError(
-        f"the model uses the higher-order operator {name} ({node.format_node()}), which cannot be replayed; "
-        "write it as plain tensor operations (for flex_attention: attn_implementation='sdpa')"
-    )
+@contextlib.contextmanager
+def _unfolded() -> Iterator[None]:
+    """Have export leave grad modes and autocast regions where they begin and end."""
+    with contextlib.ExitStack() as stack:
+        for name in _FOLDING:
+            module = importlib.import_module(f"torch._export.passes.{name}")
+            stack.enter_context(mock.patch.object(module, name, lambda graph, signature: (graph, signature)))
+        yield
 
 
 def _tidy(graph: fx.Graph) -> None:
@@ -289,52 +368,6 @@ def _is_noop_cast(node: fx.Node) -> bool:
     )
 
 
-def has_effect(node: fx.Node) -> bool:
-    """Whether a node must stay although nobody reads it: placeholders, outputs, draws and writes."""
-    if node.op in ("placeholder", "output"):
-        return True
-    return isinstance(node.target, torch._ops.OpOverload) and (is_random(node) or writes(node) or _updates_stats(node))
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether the node draws random numbers."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    if torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    if any(argument.name == "philox_seed" for argument in node.target._schema.arguments):
-        return False  # a backward of fused attention draws again what its forward drew, from the seed it is given
-    probability = _dropout_probability(node)
-    return probability is None or probability > 0
-
-
-def _dropout_probability(node: fx.Node) -> float | None:
-    """The probability of operators that draw only if it is above 0, None for those that always draw."""
-    target: Any = node.target
-    arguments: dict[str, Any] = {a.name: v for a, v in zip(target._schema.arguments, node.args)} | dict(node.kwargs)
-    if arguments.get("train") is False or arguments.get("training") is False:
-        return 0.0
-    for name in ("dropout_p", "dropout"):
-        if isinstance(arguments.get(name), (int, float)):
-            return float(arguments[name])
-    name = str(node.target)
-    if "scaled_dot_product" in name or "_flash_attention" in name or "_efficient_attention" in name:
-        return 0.0
-    return None
-
-
-def writes(node: fx.Node) -> bool:
-    """Whether the node's schema says that it writes into an argument."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return node.target._schema.is_mutable
-
-
-def _updates_stats(node: fx.Node) -> bool:
-    """batch_norm in training writes its running statistics, which its schema does not say."""
-    return str(node.target).startswith(("aten.batch_norm", "aten.instance_norm"))
-
-
 def _outputs(program: Any, graph: fx.Graph) -> tuple[str | tuple[Any], ...]:
     """Per leaf of the model's output the node that makes it; export lists written buffers first."""
     returned = next(n for n in graph.nodes if n.op == "output").args[0]
@@ -347,11 +380,12 @@ def _outputs(program: Any, graph: fx.Graph) -> tuple[str | tuple[Any], ...]:
     return tuple(leaves)
 
 
-def _output_names(program: Any) -> tuple[str, ...]:
+def _output_names(program: Any, observed: Observer) -> tuple[str, ...]:
     spec = program.call_spec.out_spec
-    skeleton = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
-    paths = [path for path, _ in pytree.tree_flatten_with_path(skeleton)[0]]
-    return tuple(
+    result, _ = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    paths = [path for path, _ in pytree.tree_flatten_with_path(result)[0]]
+    names = [
         ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path) or "output"
         for path in paths
-    )
+    ]
+    return (*names, *(by_product.name for by_product, tensors in observed.by_products for _ in tensors))

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.modules import module as torch_module
 
-from .errors import OffmateError
+from .errors import OffmateError, ProtocolError
+from .hooks import SAVED_WORDS, hook_name, keeps_another_value
 
 _WRAPPERS = {
     "DataParallel": "DataParallel",
     "DistributedDataParallel": "DistributedDataParallel (DDP)",
     "FullyShardedDataParallel": "FullyShardedDataParallel (FSDP)",
 }
+
+
+_GLOBAL_HOOKS = (
+    "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks",
+)  # fmt: skip
 
 
 def check_model(model: torch.nn.Module) -> None:
@@ -35,6 +42,93 @@ def check_model(model: torch.nn.Module) -> None:
             "device_map, offmate places its tensors itself"
         )
     _check_tensors(model)
+    _check_overlaps(model)
+    check_module_hooks(model)
+
+
+def check_module_hooks(model: torch.nn.Module) -> None:
+    """Raise ProtocolError if hooks inside the model would not be called by a replay, naming the module."""
+    for name, module in model.named_modules():
+        own = module.__dict__
+        hooks = [*own["_backward_pre_hooks"].values(), *own["_backward_hooks"].values()]
+        if hooks and module is not model:
+            raise ProtocolError(
+                f"{name} has a backward hook ({hook_name(hooks[0])}), which a replay of the captured graph would not "
+                "call. Put what it does to gradients into a torch.autograd.Function in the forward, hook the whole "
+                "model or, without optimizer=, its parameters instead"
+            )
+    if any(table for name, table in vars(torch_module).items() if name in _GLOBAL_HOOKS):
+        raise ProtocolError(
+            "there are hooks on all modules (torch.nn.modules.module.register_module_..._hook), which a replay of the "
+            "captured graph would not call; register them on single modules"
+        )
+
+
+def check_hooks(parameters: tuple[tuple[str, torch.nn.Parameter], ...], planned: bool) -> None:
+    """Raise ProtocolError if parameters whose gradients the planned optimizer takes have hooks, naming the first.
+
+    So do hooks around the call that may change what autograd saves.
+
+    Parameters
+    ----------
+    parameters: of the model, by name. planned: whether an optimizer's updates are.
+    """
+    saved = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if saved is not None and keeps_another_value(saved[0]):
+        raise ProtocolError(f"the code around the model's call {SAVED_WORDS.format(hook_name(saved[0]))}")
+    if not planned:
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        for name, param in parameters:
+            hooks = param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None)
+            if hooks:
+                raise ProtocolError(
+                    f"{name} has a hook on its gradient ({hook_name(next(iter(hooks.values())))}), but the planned "
+                    "optimizer takes gradients before any hook could see them. Remove the hook, or compile without "
+                    "optimizer=: gradients then land in .grad, and hooks are called"
+                )
+
+
+def late_hooks(parameters: tuple[tuple[str, torch.nn.Parameter], ...], fed: frozenset[str], planned: bool) -> list[str]:
+    """Parameters with hooks on their gradients that came after the forward.
+
+    Parameters
+    ----------
+    parameters: of the model, by name. fed: those that autograd was given in the forward, which had no hooks.
+    planned: whether an optimizer's updates are, which accept no hook of any kind.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return [
+            name
+            for name, p in parameters
+            if name in fed and (p._backward_hooks or (planned and getattr(p, "_post_accumulate_grad_hooks", None)))
+        ]
+
+
+def _check_overlaps(model: torch.nn.Module) -> None:
+    """Parameters that share memory without being the same one would be moved and updated twice."""
+    sharing: dict[int, list[tuple[str, torch.nn.Parameter]]] = {}
+    for name, param in model.named_parameters():
+        if param.device.type == "cpu" and param.layout is torch.strided and param.numel():
+            sharing.setdefault(param.untyped_storage().data_ptr(), []).append((name, param))
+    for alike in sharing.values():
+        if len(alike) > 1 and any(param.requires_grad for _, param in alike):
+            _check_disjoint(alike)
+
+
+def _check_disjoint(alike: list[tuple[str, torch.nn.Parameter]]) -> None:
+    taken = torch.zeros(alike[0][1].untyped_storage().nbytes(), dtype=torch.bool)
+    for index, (name, param) in enumerate(alike):
+        size = param.element_size()
+        steps = tuple(stride * size for stride in param.stride())
+        own = taken.as_strided((*param.shape, size), (*steps, 1), param.storage_offset() * size)
+        if own.any():
+            raise OffmateError(
+                f"{name} shares memory with {', '.join(other for other, _ in alike[:index])}, but they are parameters "
+                "of their own, so that an update of one changes the other; make them one parameter (assign the same "
+                "nn.Parameter to both), or copy one"
+            )
+        own.fill_(True)
 
 
 def _check_tensors(model: torch.nn.Module) -> None:

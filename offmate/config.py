@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from .split import Split, Updates
+
 # An option frontier always contains keep-all, recompute-all and offload-with-cheap-recompute.
 _LEAST_OPTIONS = 3
 _LEAST_TURN_AROUND_STEPS = 2
 _SOLVERS = ("highs", "cbc", None)
 _BACKENDS = ("eager", "inductor")
+_UPDATES = ("auto", "host", "device")
 
 
 def default_cache_dir() -> str:
@@ -49,6 +52,10 @@ class Config:
     backend: what runs the blocks. "eager": PyTorch's own operators, one by one, with their bits. "inductor": each class
         of blocks compiled with torch's Inductor, where that needs no more memory than planned. Its numbers differ from
         plain PyTorch's by rounding, and the plan goes on predicting eager's seconds.
+    updates: who makes planned updates. "auto": the planner decides for each parameter; "host" and "device": that one
+        makes all of them; a `Split`, such as `plan.split`: each parameter is updated where an earlier plan had it
+        updated. On the emulated device this changes no bits. On a card it does, since the kernels of a CPU and of a
+        card round differently: numbers are the same bit for bit where the split is.
 
     Raises: TypeError, ValueError naming the field, its value and what it may be.
     """
@@ -64,6 +71,7 @@ class Config:
     shape_buckets: tuple[int, ...] = ()
     max_plans: int = 16
     backend: Literal["eager", "inductor"] = "eager"
+    updates: Updates | Split = "auto"
 
     def __post_init__(self) -> None:
         _check_number("solver_time_limit_s", self.solver_time_limit_s)
@@ -81,6 +89,8 @@ class Config:
         _check_buckets(self.shape_buckets)
         _require(self.solver in _SOLVERS, "solver", self.solver, "'highs', 'cbc' or None")
         _require(self.backend in _BACKENDS, "backend", self.backend, "'eager' or 'inductor'")
+        known = isinstance(self.updates, Split) or self.updates in _UPDATES
+        _require(known, "updates", self.updates, "'auto', 'host', 'device' or a Split, such as plan.split")
         _check_outputs(self.outputs)
         if self.cache_dir is not None and (not isinstance(self.cache_dir, str) or not self.cache_dir):
             raise TypeError(f"cache_dir is {self.cache_dir!r}; it must be the path of a folder as text, or None")

@@ -102,6 +102,9 @@ def _listen(module: Any, model: torch.nn.Module, args: Any, kwargs: Any) -> list
         name: tensor if isinstance(tensor, FakeTensor) else fake_mode.from_tensor(tensor)
         for name, tensor in model.named_parameters()
     }
+    # Clones, since a forward may write into buffers and into its batch.
+    state |= {name: _own(tensor) for name, tensor in model.named_buffers()}
+    args, kwargs = pytree.tree_map(_own, (args, kwargs))
     with contextlib.ExitStack() as stack:
         for name in _DECIDERS:
             if hasattr(module, name):
@@ -114,6 +117,10 @@ def _listen(module: Any, model: torch.nn.Module, args: Any, kwargs: Any) -> list
         stack.enter_context(torch.random.fork_rng(devices=[]))
         torch.func.functional_call(model, state, args, kwargs, tie_weights=True)
     return calls
+
+
+def _own(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _outcome(decider: str, result: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import functools
+import json
 import logging
 import os
 from collections.abc import Iterator
@@ -12,15 +13,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch.utils import _pytree as pytree
 
-from .errors import PlanFileError, ProtocolError
+from .errors import PlanFileError
+from .files import write_whole
+from .parameters import give_classes
 from .plans import Plan, load_plan
 from .runtime.clocks import clock_of
 from .runtime.trace import Recorder
+from .split import Split
 from .trace import Trace
 
 log = logging.getLogger("offmate")
+
+_SPLIT = "split.json"
 
 
 class Handle:
@@ -46,6 +51,7 @@ class Handle:
         if self._recorder is None:
             return None
         device = self._session.device
+        self._session.process.check()
         device.drain()
         recording = self._recorder.recording()
         return None if recording is None else Trace(recording, device.ledger.limit_bytes)
@@ -60,20 +66,37 @@ class Handle:
         """The plans that are kept for training, one per kind of batch; the one used last at the end."""
         return self._session.preparer.plans
 
+    @property
+    def split(self) -> Split:
+        """Who updates which parameter in the plans so far, for `Config(updates=...)` of a run that goes on."""
+        return self._session.preparer.split
+
     def save_plans(self, folder: str | os.PathLike[str]) -> None:
-        """Write the plans kept for training into a folder, one file each, for `load_plans` of a later run."""
+        """Write the plans kept for training and the split of updates into a folder, for `load_plans` of a later run."""
         for plan in self.plans:
             plan.save(Path(folder, f"{plan.fingerprint}.json"))
+        write_whole(Path(folder, _SPLIT), json.dumps(self.split.to_dict()))
 
     def load_plans(self, folder: str | os.PathLike[str]) -> None:
-        """Have the plans in a folder used where they fit a batch, instead of searching; damaged ones are left out."""
+        """Have the plans in a folder used where they fit a batch, instead of searching; damaged ones are left out.
+
+        Plans that are made, for another budget for example, update each parameter where that run did, unless
+        `Config(updates=...)` says otherwise. Where that does not fit, the emulated device takes another split, which
+        changes no bits there; elsewhere InfeasibleBudget is raised.
+
+        Raises: PlanFileError if the split is damaged.
+        """
+        split = _load_split(Path(folder, _SPLIT))
         for file in sorted(Path(folder).glob("*.json")):
+            if file.name == _SPLIT:
+                continue
             try:
                 plan = load_plan(file)
             except PlanFileError as error:
                 log.warning("an earlier plan is ignored: %s", error)
                 continue
             self._session.preparer.use_earlier(plan)
+        self._session.preparer.keep_split(split)
 
     @property
     def peak_bytes(self) -> int:
@@ -98,75 +121,17 @@ class Handle:
         return f"<offmate: {plan!r}>" if plan is not None else "<offmate: planned at the first batch>"
 
 
-def _shows_no_values() -> frozenset[Any]:
-    """Functions of a parameter that tell nothing of its values, so that nothing need be waited for."""
-    properties = (
-        "shape", "dtype", "device", "layout", "requires_grad", "grad", "is_leaf", "grad_fn", "ndim", "nbytes",
-        "itemsize", "_version", "is_meta", "is_cpu", "is_cuda", "is_sparse", "is_quantized", "is_nested",
-    )  # fmt: skip
-    methods = (
-        "size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex",
-        "storage_offset", "is_contiguous", "get_device", "requires_grad_", "register_hook", "__len__",
-    )  # fmt: skip
-    found: set[Any] = {getattr(torch.Tensor, name) for name in methods}
-    for name in properties:
-        descriptor = getattr(torch.Tensor, name)
-        found |= {descriptor.__get__, getattr(descriptor, "__set__", None)}
-    return frozenset(found)
-
-
-_SHOWS_NO_VALUES = _shows_no_values()
-_TENSOR: Any = torch.Tensor
-_DATA = _TENSOR.data.__get__
-
-
-class PlannedParameter(torch.nn.Parameter):
-    """A parameter that the plan updates: its values are made current before they are read or written.
-
-    Reading a gradient that the plan has consumed raises.
-    """
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _SHOWS_NO_VALUES:
-            for leaf in pytree.tree_leaves((args, kwargs)):
-                if isinstance(leaf, PlannedParameter):
-                    leaf.__dict__["_offmate"].read("a parameter is used")
-        with torch._C.DisableTorchFunctionSubclass():
-            # Unlike `data`, `detach` shares the version counter: edits through it are noticed.
-            return args[0].detach() if func == _DATA else func(*args, **(kwargs or {}))
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """Where it is computed with; its memory is the host's, or nowhere yet."""
-        own: torch.device = _TENSOR.device.__get__(self)
-        return self.__dict__["_offmate"].device.torch_device if own.type == "cpu" else own
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        session = self.__dict__["_offmate"]
-        if session.uncleared:
-            raise ProtocolError(
-                "the planned optimizer has taken this gradient in backward(); to clip by global norm pass "
-                "max_grad_norm= to offmate.compile; to work on .grad yourself (torch.amp.GradScaler does) compile "
-                "without optimizer=, or train in bfloat16, which needs no scaling"
-            )
-        return _TENSOR.grad.__get__(self)
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        if value is not None:
-            self.__dict__["_offmate"].assigned.take(self, value)
-            return
-        self.__dict__["_offmate"].zero_grad()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        copy = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
-        memo[id(self)] = copy
-        return copy
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return torch.nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+def _load_split(path: Path) -> Split:
+    """The split that `save_plans` wrote; an empty one if there is none."""
+    try:
+        return Split.from_dict(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return Split()
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise PlanFileError(
+            f"{path}: who updates which parameter cannot be read ({error!r}), and on a card last bits depend on it. "
+            "Remove the file to have it decided anew"
+        ) from None
 
 
 class PlannedModule:
@@ -194,7 +159,7 @@ class PlannedModule:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; with a planned optimizer none is left."""
         session = self.__dict__["_offmate_session"]
-        session.zero_grad()
+        session.zero_grad(set_to_none)
         if session.updater is None:
             super().zero_grad(set_to_none)  # type: ignore[misc]
 
@@ -261,7 +226,4 @@ def take_over(model: torch.nn.Module, session: Any) -> None:
     model.__class__ = type(f"Offmate{base.__name__}", (PlannedModule, base), members)
     model.__dict__["_offmate_session"] = session
     model.__dict__["offmate"] = Handle(session)
-    if session.updater is not None:
-        for param in session.updater.names:
-            param.__dict__["_offmate"] = session
-            param.__class__ = PlannedParameter
+    give_classes(session)

@@ -15,7 +15,7 @@ from .devices import accelerator, words
 from .hardware import Hardware
 from .optimizer import Updater
 from .request import Request
-from .traced import Traced
+from .traced import Traced, structure
 
 
 def fingerprint_of(
@@ -36,7 +36,7 @@ def fingerprint_of(
         optimizer = (updater.base.__qualname__, updater.by_element, hyper)
     parts: tuple[Any, ...] = (
         __version__, torch.__version__, platform.processor(), torch.get_num_threads(), _device_words(request, machine),
-        wiring,
+        wiring, structure(traced), [node.format_node() for node in traced.chain.prelude],
         sorted(captured.params.items()), sorted(traced.differentiated), captured.outputs, optimizer,
         request.config.options_per_block, machine,
     )  # fmt: skip

@@ -142,10 +142,12 @@ def _placed(prepared: Prepared, reserved: Reserved) -> Prepared:
 
 def _refusal(budget_bytes: int, needed_bytes: int, plan: Plan) -> InfeasibleBudget:
     tensors = plan.predicted_peak_bytes - plan.allocator_bytes
+    free = plan.problem is None or all(group.side == "any" for group in plan.problem.groups)
+    pinned = "" if free else ", or let Config(updates='auto') choose who updates what, which can change last bits"
     return InfeasibleBudget(
         f"no plan could be placed in a budget of {format_bytes(budget_bytes)}: the one that takes least needs "
         f"{format_bytes(tensors)} for its tensors, and more for the gaps between them; "
-        f"{format_least_bytes(needed_bytes)} works. Raise gpu_budget or make the batch smaller",
+        f"{format_least_bytes(needed_bytes)} works. Raise gpu_budget or make the batch smaller{pinned}",
         budget_bytes=budget_bytes,
         least_budget_bytes=needed_bytes,
     )

@@ -20,13 +20,47 @@ def take_in(
     Returns: by output. Raises: ProtocolError if a gradient comes in for an output that was planned without one.
     """
     planned = {item[2:] for item in prepared.plan.schedule.computes["user"].makes}
-    gradients = {}
-    for name, grad in zip(prepared.binding.outputs, grads):
-        if name in planned:
-            gradients[name] = _as_planned(prepared.gradient_like[name], grad, device)
-        elif grad is not None:
-            raise ProtocolError(_unplanned(prepared, name))
-    return gradients
+    given = dict(zip(prepared.binding.outputs, grads))
+    _check_planned(prepared, planned, given)
+    _check_reached(prepared, planned, given)
+    return {n: _as_planned(prepared.gradient_like[n], grad, device) for n, grad in given.items() if n in planned}
+
+
+def _check_planned(prepared: Prepared, planned: set[str], grads: dict[str, torch.Tensor | None]) -> None:
+    """Raise ProtocolError if a gradient comes in that the plan has no place for."""
+    unplanned = [name for name, grad in grads.items() if grad is not None and name not in planned]
+    if unplanned:
+        raise ProtocolError(
+            f"backward() hands a gradient into the output {_output_name(prepared, unplanned[0])!r}, which was planned "
+            "without one (a scalar output is taken for the loss). Compile with "
+            f"config=offmate.Config(gradients_into={_used_names(prepared, grads)!r})"
+        )
+
+
+def _check_reached(prepared: Prepared, planned: set[str], grads: dict[str, torch.Tensor | None]) -> None:
+    """Raise ProtocolError if parameters would get zeros where plain PyTorch gives them no gradient."""
+    without = [name for name in planned if grads[name] is None]
+    if not without:
+        return
+    reached = frozenset().union(*(prepared.captured.trains(name) for name in planned if grads[name] is not None))
+    for name in without:
+        left = sorted(prepared.captured.trains(name) - reached)
+        if left:
+            raise ProtocolError(
+                f"backward() hands no gradient into the output {_output_name(prepared, name)!r}, so plain PyTorch "
+                f"gives none to {left[0]} ({len(left)} parameters), but it was planned with one. Compile with "
+                f"config=offmate.Config(gradients_into={_used_names(prepared, grads)!r}), or let the forward return "
+                "what the loss uses"
+            )
+
+
+def _used_names(prepared: Prepared, grads: dict[str, torch.Tensor | None]) -> tuple[str, ...]:
+    return tuple(sorted(_output_name(prepared, name) for name, grad in grads.items() if grad is not None))
+
+
+def _output_name(prepared: Prepared, node: str) -> str:
+    captured = prepared.captured
+    return next(n for o, n in zip(captured.outputs, captured.output_names) if o == node)
 
 
 def _as_planned(like: torch.Tensor, grad: torch.Tensor | None, device: torch.device) -> torch.Tensor:
@@ -36,26 +70,38 @@ def _as_planned(like: torch.Tensor, grad: torch.Tensor | None, device: torch.dev
     return planned.zero_() if grad is None else planned.copy_(grad)
 
 
-def _unplanned(prepared: Prepared, node: str) -> str:
-    captured = prepared.captured
-    names = [n for o, n in zip(captured.outputs, captured.output_names) if o == node]
-    return (
-        f"backward() hands a gradient into the output {names[0]!r}, which was planned without one (a scalar output "
-        f"is taken for the loss). Compile with config=offmate.Config(gradients_into=({names[0]!r},))"
-    )
+def fed(parameters: tuple[tuple[str, torch.nn.Parameter], ...]) -> dict[str, torch.nn.Parameter]:
+    """The parameters that autograd is to know of: not those with hooks, which it would call with no gradient."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return {name: p for name, p in parameters if p.requires_grad and not p._backward_hooks}
 
 
-def hand_out(model: torch.nn.Module, gradients: dict[str, torch.Tensor]) -> None:
-    """Add gradients to `.grad`, as autograd does.
+def hand_out(
+    model: torch.nn.Module,
+    gradients: dict[str, torch.Tensor],
+    fed: frozenset[str],
+    wanted: frozenset[str] | None = None,
+) -> None:
+    """Add gradients to `.grad`, as autograd does, hooks of the parameters included.
 
     Parameters
     ----------
-    gradients: by parameter name.
+    gradients: by parameter name. fed: parameters that autograd knows of. wanted: the only ones that are handed out;
+        None for all.
     """
     params = dict(model.named_parameters())
     for name, grad in gradients.items():
+        if wanted is not None and name not in wanted:
+            continue
         param = params[name]
+        for hook in tuple((param._backward_hooks or {}).values()):
+            changed = hook(grad)
+            grad = grad if changed is None else changed
         if param.grad is None:
             param.grad = grad
         else:
             param.grad.add_(grad)
+        if name not in fed:
+            # Of those that it knows of autograd calls them.
+            for after in tuple((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
+                after(param)

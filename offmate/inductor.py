@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from .capture import is_random
 from .devices import accelerator, rng_untouched
+from .effects import is_random
 from .errors import DeviceError
 from .fused import Outline, Unfit, as_function, left_like, likes, mismatch, outline, samples
 from .lower import Lowered

@@ -7,7 +7,6 @@ accumulator. Rule 4: every node runs under the grad mode and autocast region tha
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import operator
 from dataclasses import dataclass
@@ -21,11 +20,17 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from .capture import is_random
+from . import draws
+from .as_in_eager import LayoutsKept, copied, no_autocast, run_openly
+from .casts import added
+from .effects import is_random
 from .errors import CaptureError
 from .runtime.program import as_layout
+from .runtime.recurrent import recorded_rnn_layer, rnn_layer_backward
 
 _COPY = torch.ops.aten.copy.default
+_RNN_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
+_RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class External:
     accumulates: strides of the gradient that a later block (or the user) has left and to which this block's is added;
         None if there is none.
     final: whether this block's is the last part of the gradient (a parameter's gradient then takes its layout).
+    rounded: the lower precision in which eager adds its parts up, None if there is none.
     """
 
     node: fx.Node
@@ -49,6 +55,7 @@ class External:
     differentiable: bool = False
     accumulates: tuple[int, ...] | None = None
     final: bool = True
+    rounded: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,10 @@ def class_key(spec: BlockSpec) -> str:
     storages: dict[int, int] = {}
     lines = []
     for external in spec.externals:
-        marks = (external.kind, external.leaves, external.differentiable, external.accumulates, external.final)
+        marks = (
+            external.kind, external.leaves, external.differentiable, external.accumulates, external.final,
+            external.rounded,
+        )  # fmt: skip
         lines.append(f"{marks} {_signature(external.node, storages)}")
     for node in spec.nodes:
         args = fx.map_arg((node.args, node.kwargs), lambda n: number[n])
@@ -137,7 +147,12 @@ def trace(spec: BlockSpec, own_results: bool = True) -> Joint:
     Returns: the functional joint graph, split into forward and backward.
     """
     run = _Run(spec)
-    tracer = make_fx(run.functional, {_COPY: _copied}, tracing_mode="real", _allow_non_fake_inputs=True)
+    tracer = make_fx(
+        run.functional,
+        {_COPY: copied, _RNN_LAYER: _rnn_layer, _RNN_BACKWARD: rnn_layer_backward, **draws.FUNCTIONAL},
+        tracing_mode="real",
+        _allow_non_fake_inputs=True,
+    )
     module = tracer(*run.example())
     for node in module.graph.nodes:
         if node.op == "get_attr":
@@ -146,28 +161,9 @@ def trace(spec: BlockSpec, own_results: bool = True) -> Joint:
     return _split(module.graph, run, own_results)
 
 
-def _copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """What a write leaves in `target`; of a slice, the kernel of `copy` would make the whole storage."""
-    order = sorted(range(target.dim()), key=target.stride, reverse=True)
-    value = source.expand(target.shape).permute(order).to(target.dtype)
-    back = sorted(range(target.dim()), key=order.__getitem__)
-    return value.clone(memory_format=torch.contiguous_format).permute(back)
-
-
-def _run_openly(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator so that the trace shows what its kernel writes without saying so."""
-    copies = {position: args[position].clone() for position in _silent_writes(target, args)}
-    result = target(*(copies.get(position, value) for position, value in enumerate(args)), **kwargs)
-    for position, copy in copies.items():
-        args[position].copy_(copy)
-    return result
-
-
-def _silent_writes(target: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Positions of such arguments: the running statistics that cuDNN's batch normalisation writes in training."""
-    if target is not torch.ops.aten.batch_norm.default or args[0].device.type != "cuda" or not args[5]:
-        return ()
-    return tuple(position for position in (3, 4) if args[position] is not None)
+def _rnn_layer(*arguments: Any) -> Any:
+    """The kernel asks for the grad mode, which is off where a plan runs."""
+    return recorded_rnn_layer(*arguments) if torch.is_grad_enabled() else NotImplemented
 
 
 class _Run:
@@ -206,7 +202,7 @@ class _Run:
 
     def functional(self, *arguments: torch.Tensor) -> list[torch.Tensor]:
         """The block on functional tensors: results, gradients, new values of written buffers."""
-        with FunctionalTensorMode():
+        with FunctionalTensorMode(), LayoutsKept():
             wrapped = [_to_functional(a) for a in arguments]
             results, grads = self._compute(wrapped)
             outputs = [_from_functional(r) for r in results]
@@ -235,7 +231,7 @@ class _Run:
                 (node.args, node.kwargs), lambda n: per_use[n].pop(0) if per_use.get(n) else env[n]
             )
             with node.meta["region"].entered():
-                env[node] = _run_openly(node.target, args, kwargs)
+                env[node] = run_openly(node.target, args, kwargs)
         results = [env[n] for n in spec.results]
         grads = self._gradients(results, leaves, tangents, accumulators)
         return [r.detach() for r in results], grads
@@ -247,11 +243,11 @@ class _Run:
         outputs = [results[i] for i, _ in spec.tangents]
         if outputs and wanted:
             # Eager's backward runs outside the user's autocast region.
-            with _no_autocast():
+            with no_autocast():
                 given = list(torch.autograd.grad(outputs, wanted, tangents, allow_unused=True))
         found = iter(given)
         position, totals = 0, []
-        with torch.no_grad(), _no_autocast():
+        with torch.no_grad(), no_autocast():
             for external in spec.externals:
                 own = leaves[position : position + external.leaves]
                 position += external.leaves
@@ -259,18 +255,9 @@ class _Run:
                 total = next(accumulators) if external.accumulates is not None else None
                 for part in reversed(parts):
                     if part is not None:
-                        total = part if total is None else total + part
+                        total = part if total is None else added(total, part, external.rounded)
                 totals.append(total)
         return totals
-
-
-@contextlib.contextmanager
-def _no_autocast() -> Any:
-    with contextlib.ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
 
 
 def _to_functional(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from .rows import grid_of
 from .runtime.program import Program
 from .solver.options import BlockGraph, Op, Storage, choices
 from .solver.pieces import Grid, in_pieces
-from .solver.problem import Block, Group, Option, Output, Problem, Rates, Shared, TensorSize, Value
+from .solver.problem import Block, Group, Option, Output, Problem, Rates, Shared, Side, TensorSize, Value
 
 # What is smaller never leaves: no budget gains by it. And fused attention keeps the few bytes of its seed in the host's
 # own memory and has to find them there.
@@ -63,16 +63,18 @@ class Trainable:
 
     Parameters
     ----------
-    by_element: whether rows of it can be updated on their own.
+    by_rows: whether rows of it can be updated on their own.
     cpu_update_s, device_update_s: to update it. cpu_add_s, device_add_s: to add up a micro-batch's gradient.
+    side: who may update it.
     """
 
     state_bytes: int
-    by_element: bool
+    by_rows: bool
     cpu_update_s: float
     device_update_s: float
     cpu_add_s: float
     device_add_s: float
+    side: Side = "any"
 
 
 @dataclass(frozen=True)
@@ -349,11 +351,11 @@ class Lowering:
             training = self.trainable.get(name, nothing) if grads else nothing
             # An update needs the parameter where the last part of its gradient is made.
             uses = tuple(sorted({*uses, *grads[-1:]}))
-            grid = grid_of(fake) if training.by_element else None
+            grid = grid_of(fake) if training.by_rows else None
             grids |= {name: grid} if grid else {}
             nbytes = _dense_bytes(fake)
             size = TensorSize(name, nbytes, nbytes if grads else 0, training.state_bytes)
-            members.setdefault((uses, grads, fake.dtype), []).append((size, training))
+            members.setdefault((uses, grads, fake.dtype, training.side), []).append((size, training))
         groups = (
             Group(
                 name=tensors[0][0].name,
@@ -364,8 +366,9 @@ class Lowering:
                 device_update_s=sum(t.device_update_s for _, t in tensors),
                 cpu_add_s=sum(t.cpu_add_s for _, t in tensors),
                 device_add_s=sum(t.device_add_s for _, t in tensors),
+                side=side,
             )
-            for (uses, grads, _), tensors in members.items()
+            for (uses, grads, _, side), tensors in members.items()
         )
         return in_pieces(groups, grids)
 

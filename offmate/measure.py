@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
+
+from .errors import ProtocolError
 
 _MARK = "offmate::"
 
@@ -32,21 +37,74 @@ def _quiet() -> Iterator[None]:
             os.environ["KINETO_LOG_LEVEL"] = before
 
 
-class AllocationLog:
+@functools.cache
+def _let_children_end() -> None:
+    """See that a process that is forked from this one ends when it exits.
+
+    Once the profiler has run, libkineto waits on exit for a thread of its own, which no forked child has. So a child
+    leaves past what libraries do on exit; Python has ended its own affairs by then.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(os, "register_at_fork") and hasattr(libc, "on_exit"):
+        os.register_at_fork(after_in_child=lambda: libc.on_exit(libc._exit, None))
+
+
+class _OneAtATime:
+    """A thread's allocations can be logged once at a time: a log that begins ends the one under way.
+
+    State: `cut_short`, whether another log began before this one ended, so that it saw a part only.
+    """
+
+    _under_way = threading.local()
+
+    def __init__(self) -> None:
+        self.cut_short = False
+
+    def _begin(self) -> None:
+        before: _OneAtATime | None = getattr(self._under_way, "log", None)
+        if before is not None:
+            before.cut_short = True
+            before._stop()
+        self._under_way.log = self
+
+    def __exit__(self, *error: object) -> None:
+        if getattr(self._under_way, "log", None) is self:
+            self._under_way.log = None
+            self._stop()
+        else:  # Another log has ended it, or it was begun in another thread, whose next log ends it.
+            self.cut_short = True
+
+    def _stop(self) -> None:
+        raise NotImplementedError
+
+
+def profiler_is_taken() -> bool:
+    """Whether the user profiles this thread, so that nothing can be measured in it."""
+    return torch.autograd._profiler_enabled() and getattr(_OneAtATime._under_way, "log", None) is None
+
+
+class AllocationLog(_OneAtATime):
     """Allocations and frees on the host, in order, by the named stretches in which they happened.
 
-    Use as a context manager around the work; name stretches with `stretch`.
+    Use as a context manager around the work; name stretches with `stretch`. Raises: ProtocolError if the user profiles.
     """
 
     def __enter__(self) -> AllocationLog:
+        if profiler_is_taken():
+            raise ProtocolError(
+                "a profiler is on in this thread, and the first call of each kind is measured with PyTorch's profiler, "
+                "of which a thread can have one. Train one iteration first, and begin to profile after it"
+            )
+        self._begin()
+        _let_children_end()
         with _quiet():
             self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             self._profile.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def _stop(self) -> None:
         with _quiet():
-            self._profile.__exit__(*error)
+            self._profile.__exit__(None, None, None)
         profiler: Any = self._profile.profiler
         events = profiler.kineto_results.events()
         self._changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
@@ -90,21 +148,23 @@ class AllocationLog:
         return found
 
 
-class DeviceAllocationLog:
+class DeviceAllocationLog(_OneAtATime):
     """The same of an accelerator's caching allocator, which keeps count itself. Stretches may not overlap."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
         self._workspace: dict[str, int] = {}
         self._rise: dict[str, int] = {}
         self._marks: dict[str, int] = {}
 
     def __enter__(self) -> DeviceAllocationLog:
+        self._begin()
         torch.accelerator.reset_peak_memory_stats(self._device)
         self._start = torch.accelerator.memory_allocated(self._device)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def _stop(self) -> None:
         self._end = torch.accelerator.max_memory_allocated(self._device) - self._start
 
     def stretch(self, name: str, work: Callable[[], object]) -> object:

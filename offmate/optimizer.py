@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import logging
 import statistics
 from collections import OrderedDict, defaultdict
@@ -13,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .clock import clock_of
+from .devices import EMULATED
 from .errors import OffmateError, ProtocolError
-from .rows import works_by_element
+from .rows import depends_on_threads, works_by_element
 from .runtime.contents import is_bulk
 
 log = logging.getLogger("offmate")
@@ -22,6 +24,7 @@ log = logging.getLogger("offmate")
 _TIMED_ELEMENTS = 2**22
 _REPEATS = 3
 _CPU = torch.device("cpu")
+_SHOWN_ELEMENTS = 2**18  # of the stand-in on which both forms of an update are timed
 
 
 @dataclass(frozen=True)
@@ -45,24 +48,31 @@ class UpdateCost:
 class Updater:
     """Runs the optimizer's step on single tensors, with the hyperparameters of one moment.
 
-    State: `groups`, the hyperparameters per parameter as of the last `snapshot`.
+    On the emulated device an optimizer that was given neither `fused` nor `foreach` runs what plain PyTorch runs on a
+    CPU; on an accelerator it runs fused, where it can.
+
+    State: `groups`, the hyperparameters per parameter, and `threads`, those that compute, as of the last `snapshot`.
 
     Parameters
     ----------
     optimizer: the instance that the user built.
-    names: canonical name of every parameter that it holds.
+    names: canonical name of every parameter that it holds. device: kind of the device that updates are planned for.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], device: str = EMULATED
+    ) -> None:
         self.optimizer = optimizer
         self.names = names
         self.base: Any = next(c for c in type(optimizer).__mro__ if not issubclass(c, PlannedOptimizer))
-        self.fuse = self._fuses()
+        self.emulated = device == EMULATED
+        self.fuse = not self.emulated and self._may_fuse()
         self.groups: dict[str, dict[str, Any]] = {}
+        self.threads = 1
         self.snapshot()
 
-    def _fuses(self) -> bool:
-        """Whether the fused implementation is to be used: the user said nothing, and it exists for these tensors."""
+    def _may_fuse(self) -> bool:
+        """Whether the user left the form of an update open, and the fused one exists for these tensors."""
         groups = self.optimizer.param_groups
         if any("fused" not in g or g["fused"] is not None or g.get("foreach") is not None for g in groups):
             return False
@@ -73,17 +83,41 @@ class Updater:
             self.step_one({**_hyper(groups[0]), "fused": True}, probe, torch.zeros_like(probe), {})
         except Exception:
             return False
-        log.info("the optimizer runs fused, since neither fused nor foreach was given")
         return True
+
+    def say_form(self) -> None:
+        """Tell the log which form an update has, where the user left that open, and what the other one would save."""
+        if not log.isEnabledFor(logging.INFO) or not (self.fuse or self._may_fuse()):
+            return
+        kind = self.base.__name__
+        if self.fuse:
+            log.info("%s runs with fused=True, since neither fused nor foreach was given", kind)
+            return
+        group = self.optimizer.param_groups[0]
+        like = torch.empty(_SHOWN_ELEMENTS, dtype=group["params"][0].dtype, device="meta")
+        plain_s, fused_s = (
+            self._times(like, {**_hyper(group), **form}, _CPU).update_s for form in ({}, {"fused": True})
+        )
+        log.info(
+            "%s updates as plain PyTorch does on a CPU, since neither fused nor foreach was given; with "
+            "%s(..., fused=True) an update took %.2g s instead of %.2g s here (a tensor of %d elements), and its "
+            "numbers are plain PyTorch's with fused=True",
+            *(kind, kind, fused_s, plain_s, _SHOWN_ELEMENTS),
+        )
 
     @property
     def by_element(self) -> bool:
-        """Whether an update treats every element of a tensor by itself, so that rows can be updated on their own."""
+        """Whether an update treats every element of a tensor by itself."""
         return works_by_element(self.base)
 
+    def by_rows(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether the device can update rows of a parameter on their own, with the bits of one update."""
+        return self.by_element and not (self.emulated and depends_on_threads(self.base, self.groups[name], dtype))
+
     def snapshot(self) -> None:
-        """Take the hyperparameters as they are now."""
+        """Take the hyperparameters as they are now, and the training thread's number of threads."""
         self.groups = {}
+        self.threads = torch.get_num_threads()
         for group in self.optimizer.param_groups:
             # A learning rate that is a tensor is changed in place by schedulers.
             hyper = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in _hyper(group).items()}
@@ -109,6 +143,9 @@ class Updater:
 
     def __call__(self, name: str, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
         """Update `param` in place."""
+        # A worker has one thread; here it needs as many as plain PyTorch takes. What new threads get stays as it is.
+        if torch.get_num_threads() != self.threads and depends_on_threads(self.base, self.groups[name], param.dtype):
+            torch.set_num_threads(self.threads)
         self.step_one(self.groups[name], param, grad, state)
 
     def step_one(self, hyper: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
@@ -134,16 +171,17 @@ class Updater:
         Parameters
         ----------
         like: shape and dtype; no data are read. hyper: the group's hyperparameters. device: where operators run; on the
-            CPU a worker has one thread where the training thread has all.
+            CPU a worker has one thread where the training thread has all, unless bits depend on it.
         """
         here = self._times(like, hyper, device)
         there = here if device == _CPU else self._times(like, hyper, _CPU)
         share = torch.get_num_threads() if device == _CPU else 1
+        update_share = 1 if depends_on_threads(self.base, hyper, like.dtype) else share
         tensors = [v for v in here.state.values() if isinstance(v, torch.Tensor)]
         return UpdateCost(
             state_bytes=sum(t.untyped_storage().nbytes() for t in tensors if is_bulk(t)),
             scalar_bytes=sum(t.untyped_storage().nbytes() for t in tensors if not is_bulk(t)),
-            cpu_update_s=share * there.update_s,
+            cpu_update_s=update_share * there.update_s,
             device_update_s=here.update_s,
             cpu_add_s=share * there.add_s,
             device_add_s=here.add_s,
@@ -225,6 +263,17 @@ class PlannedOptimizer:
     _optimizer_step_pre_hooks: dict[int, Any]
     _optimizer_step_post_hooks: dict[int, Any]
 
+    @property
+    def state(self) -> Any:
+        """The states of all parameters, current; what is changed there counts, as in plain PyTorch."""
+        self._offmate.read_states()
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self._offmate.read_states()
+        self.__dict__["state"] = value
+
     def step(self, closure: Any = None) -> None:
         """Declare the planned updates done; those still under way finish before their parameter is read."""
         if closure is not None:
@@ -244,7 +293,7 @@ class PlannedOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients are consumed by the plan; nothing is left to clear."""
-        self._offmate.zero_grad()
+        self._offmate.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, current, as plain PyTorch gives it."""
@@ -259,6 +308,13 @@ class PlannedOptimizer:
             super().load_state_dict(state_dict)  # type: ignore[misc]
         self._offmate.truth.adopt_states()
         self._offmate.truth.reloaded("optimizer")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles are of the plain optimizer, current."""
+        self._offmate.read("a copy of the optimizer")
+        base = self._offmate.updater.base
+        # Pickle refuses the usual way, since this object is not of the plain class.
+        return copyreg._reconstructor, (base, object, None), super().__getstate__()  # type: ignore[attr-defined]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the plan covers the groups that there were at compile time."""

@@ -12,8 +12,11 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from .capture import Captured, is_random, writes
+from .capture import Captured
+from .casts import Casts
+from .effects import is_random, writes
 from .errors import CaptureError
+from .functions import as_eager
 
 _LONG_BLOCK_NODES = 48  # a longer stretch without a narrow point is cut at the narrowest wider one
 _WIDEST_INTERFACE = 8
@@ -48,12 +51,14 @@ class Chain:
     blocks: the nodes of each block, in program order.
     facts: per node of the flat graph.
     made_in: block index of every chain node.
+    rounded: parameters whose gradients add up in a lower precision, and which (`Casts`).
     """
 
     prelude: tuple[fx.Node, ...]
     blocks: tuple[tuple[fx.Node, ...], ...]
     facts: dict[fx.Node, Facts]
     made_in: dict[fx.Node, int]
+    rounded: dict[fx.Node, torch.dtype]
 
 
 def partition(captured: Captured, trainable: frozenset[str]) -> Chain:
@@ -66,7 +71,7 @@ def partition(captured: Captured, trainable: frozenset[str]) -> Chain:
 
     Returns: the chain. Raises: CaptureError if a node writes into a parameter or an input.
     """
-    facts = run_fake(captured, trainable)
+    facts, rounded = run_fake(captured, trainable)
     graph = captured.graph
     sources = {n for n in graph.nodes if n.name in captured.params}
     dependence = nx.DiGraph((a, n) for n in graph.nodes for a in n.all_input_nodes)
@@ -86,12 +91,15 @@ def partition(captured: Captured, trainable: frozenset[str]) -> Chain:
     blocks = [tuple(chain[a:b]) for a, b in zip([0, *cuts], [*cuts, len(chain)])]
     blocks = _merge_small(blocks, facts, captured)
     made_in = {n: i for i, block in enumerate(blocks) for n in block}
-    return Chain(tuple(n for n in computing if n not in chained), tuple(blocks), facts, made_in)
+    return Chain(tuple(n for n in computing if n not in chained), tuple(blocks), facts, made_in, rounded)
 
 
-def run_fake(captured: Captured, trainable: frozenset[str]) -> dict[fx.Node, Facts]:
-    """Run the flat graph on fake tensors with autograd on, and note storages and gradients of every node."""
-    mode = FakeTensorMode()
+def run_fake(captured: Captured, trainable: frozenset[str]) -> tuple[dict[fx.Node, Facts], dict[fx.Node, torch.dtype]]:
+    """Run the flat graph on fake tensors with autograd on, and note storages and gradients of every node.
+
+    Returns: the facts, and the parameters whose gradients add up in a lower precision.
+    """
+    mode, casts = FakeTensorMode(), Casts()
     env: dict[fx.Node, Any] = {}
     facts: dict[fx.Node, Facts] = {}
     for node in captured.graph.nodes:
@@ -105,11 +113,12 @@ def run_fake(captured: Captured, trainable: frozenset[str]) -> dict[fx.Node, Fac
                     value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
                 if node.name in trainable:
                     value.requires_grad_()
+                    casts.knows(node, value)
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
             # A leaf may not be written in place under autograd; what eager allows there is under no_grad.
-            with mode, node.meta["region"].entered():
-                value = node.target(*args, **kwargs)
+            with mode, node.meta["region"].entered(), casts.of(node):
+                value = as_eager(node.target)(*args, **kwargs)
             if writes(node):
                 written = _written(node, args, kwargs)
         env[node] = value
@@ -121,7 +130,8 @@ def run_fake(captured: Captured, trainable: frozenset[str]) -> dict[fx.Node, Fac
             written,
         )
     # Asked at the end: a write through a view makes its base require a gradient later.
-    return {n: replace(f, requires_grad=_require_grad(f.value)) for n, f in facts.items()}
+    facts = {n: replace(f, requires_grad=_require_grad(f.value)) for n, f in facts.items()}
+    return facts, casts.rounded(captured.graph)
 
 
 def _require_grad(value: Any) -> tuple[bool, ...]:

@@ -34,6 +34,7 @@ from .sizes import format_bytes
 from .solver.follow import follow
 from .solver.plan import plan as solve_problem
 from .solver.solve import least_budget
+from .split import Split, side_of
 from .stored import cached, fitting, kernel_bytes, restore_class
 from .traced import Traced, structure, trace_model
 
@@ -90,14 +91,17 @@ def make_plan(
     request = replace(request, user_bytes=_user_bytes(traced, request))
     subject = _Subject(model, args, kwargs, traced, request, updater, machine, say)
     fingerprint = fingerprint_of(model, traced, request, updater, machine)
-    if given is not None and given.fingerprint != fingerprint:
+    known_as = [fingerprint]
+    if isinstance(request.config.updates, Split):
+        open_request = replace(request, config=replace(request.config, updates="auto"))
+        known_as.append(fingerprint_of(model, traced, open_request, updater, machine))
+    if given is not None and not (given.fingerprint in known_as and _as_pinned(given, request)):
         raise PlanFileError(
             f"the plan was made for another model, batch, optimizer or budget (fingerprint {given.fingerprint}, "
             f"here {fingerprint}); plan again with offmate.plan"
         )
-    margin = f"-{request.margin_bytes}" if request.margin_bytes else ""
-    path = Path(request.config.cache_dir, f"{fingerprint}{margin}.json") if request.config.cache_dir else None
-    stored = given or fitting((kept or {}).get(fingerprint), request) or cached(path, request)
+    path = _path(request, fingerprint)
+    stored = given or _earlier(request, known_as, kept or {})
     if stored is not None:
         lowered = _relower(subject, stored)
         elapsed = time.perf_counter() - start
@@ -114,6 +118,26 @@ def make_plan(
     binding = bind(traced.captured, lowered, plan.schedule.options)
     keys = tuple(b.key for b in traced.blocks)
     return Prepared(traced.captured, plan, binding, _gradient_like(traced), keys, structure(traced))
+
+
+def _path(request: Request, fingerprint: str) -> Path | None:
+    margin = f"-{request.margin_bytes}" if request.margin_bytes else ""
+    return Path(request.config.cache_dir, f"{fingerprint}{margin}.json") if request.config.cache_dir else None
+
+
+def _earlier(request: Request, known_as: list[str], kept: Mapping[str, Plan]) -> Plan | None:
+    """A plan that was made before, for this request or with the split left open; it then has the one that is pinned."""
+    for fingerprint in known_as:
+        plan = fitting(kept.get(fingerprint), request) or cached(_path(request, fingerprint), request)
+        if plan is not None and _as_pinned(plan, request):
+            return plan
+    return None
+
+
+def _as_pinned(plan: Plan, request: Request) -> bool:
+    """Whether a plan updates nothing on another side than is pinned."""
+    updates = request.config.updates
+    return not isinstance(updates, Split) or updates.agrees(plan.split)
 
 
 def plan_elsewhere(
@@ -269,11 +293,14 @@ def _lower(
             f"scalars, {format_bytes(fixed)}; raise gpu_budget",
             budget_bytes=request.budget_bytes,
         )
-    by_element = subject.updater is not None and subject.updater.by_element
+    updater, params = subject.updater, dict(subject.model.named_parameters())
     trainable = {
-        n: Trainable(c.state_bytes, by_element, c.cpu_update_s, c.device_update_s, c.cpu_add_s, c.device_add_s)
+        n: Trainable(
+            c.state_bytes, updater is not None and updater.by_rows(n, params[n].dtype),
+            c.cpu_update_s, c.device_update_s, c.cpu_add_s, c.device_add_s, side_of(request.config.updates, n),
+        )
         for n, c in updates.items()
-    }
+    }  # fmt: skip
     lowering = Lowering(captured, traced.chain, traced.blocks, classes, prelude, traced.differentiated, trainable)
     lowered = lowering.problem(
         rates,

@@ -22,6 +22,7 @@ from .solver.problem import Problem
 from .solver.schedule import Action, Kind, Schedule
 from .solver.simulate import Simulation, simulate
 from .solver.text import from_dict, to_dict
+from .split import Split
 
 if TYPE_CHECKING:
     import pandas
@@ -158,6 +159,11 @@ class Plan:
     def host_bytes(self) -> int:
         """What the plan holds in host memory."""
         return self.schedule.host_bytes
+
+    @property
+    def split(self) -> Split:
+        """Which parameters the host updates, and which the device; empty where the user's code updates."""
+        return Split(tuple(self.schedule.update_cpu_s), tuple(self.schedule.update_device_s))
 
     @property
     def moved_bytes(self) -> tuple[int, int]:

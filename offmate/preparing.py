@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 
+from .byproducts import put
+from .checks import check_module_hooks
+from .config import Config
 from .devices import accelerator, check_budget, rng_untouched
-from .errors import BudgetExceeded, CaptureError, OffmateError
+from .errors import BudgetExceeded, CaptureError, InfeasibleBudget, OffmateError
 from .evaluate import make_stream
 from .failures import out_of_memory
 from .fitting import fitted, pockets
@@ -25,9 +28,12 @@ from .runtime.device import Device
 from .runtime.executor import Executor
 from .runtime.gate import Clip
 from .runtime.reserve import Place
+from .split import Split
+from .surroundings import surroundings
 from .truth import Truth
 from .user_code import UserCode
-from .variants import Call, Numbers, Variant, Variants
+from .variants import Call, Counts, Variant, Variants
+from .watch import Watch
 
 log = logging.getLogger("offmate")
 
@@ -37,13 +43,15 @@ class Preparer:
 
     It knows nothing of the loop: whoever asks has made sure that a call may come now.
 
-    State: the variants that are kept, and the numbers that calls were seen to change; `training`, the variant that
-    trained last; `user_code`, what it was seen to hold; earlier plans; what keeps the pockets apart, see `fitting`.
-    Changed on the training thread only.
+    State: the variants that are kept; whether counts of items are handed on as tensors; `training`, the variant that
+    trained last; `user_code`, what it was seen to hold; earlier plans; `split`, who updates what in the plans so far,
+    and `_kept`, what of that later plans keep; what keeps the pockets apart, see `fitting`. Changed on the training
+    thread only.
 
     Parameters
     ----------
-    request: what plans are for. plainness: of the model. truth, device, updater: what variants run on.
+    request: what plans are for. plainness: of the model. watch: on its Python. truth, device, updater: what variants
+        run on.
     max_grad_norm: of all gradients; None clips nothing. given: a plan to use. progress: of planning, on screen.
     """
 
@@ -51,6 +59,7 @@ class Preparer:
         self,
         request: Request,
         plainness: Plainness,
+        watch: Watch,
         truth: Truth,
         device: Device,
         updater: Updater | None,
@@ -58,13 +67,14 @@ class Preparer:
         given: Plan | None,
         progress: Callable[[], contextlib.AbstractContextManager[Progress]],
     ) -> None:
-        self._request, self._plainness = request, plainness
+        self._request, self._plainness, self._watch = request, plainness, watch
         self._truth, self._device, self._updater = truth, device, updater
         self._max_grad_norm, self._given, self._progress = max_grad_norm, given, progress
         self._variants = Variants(request.config.shape_buckets, request.config.max_plans)
-        self._numbers = Numbers()
+        self._counts: Counts | None = None
         self._earlier: dict[str, Plan] = {}
         self._pockets: tuple[torch.Tensor, ...] = ()
+        self.split = self._kept = Split()
         self.user_code = UserCode(device.torch_device)
         self.training: Variant | None = None
 
@@ -82,11 +92,23 @@ class Preparer:
         """Have a plan used where it fits a batch, instead of searching."""
         self._earlier[plan.fingerprint] = plan
 
+    def keep_split(self, split: Split) -> None:
+        """Have plans update every parameter where an earlier run did, as far as `Config.updates` leaves it open."""
+        self._kept = self._kept.joined(split)
+
     # -- a call -------------------------------------------------------------------------------------------------------
 
-    def call_of(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], trains: bool) -> Call:
-        """The call with these arguments, as a graph takes it."""
-        return Call(*self._numbers.as_tensors(args, kwargs), (args, kwargs), trains, model.training)
+    def call_of(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool) -> Call:
+        """The call with these arguments, as a graph takes it.
+
+        Parameters
+        ----------
+        gradients: whether autograd records; the call trains if any parameter requires a gradient, too.
+        """
+        self._counts = self._counts or Counts(model)
+        state, given = self._watch.look(), (args, kwargs)
+        trains = gradients and self._watch.trains
+        return Call(args, self._counts.as_tensor(kwargs), given, trains, state, surroundings())
 
     def variant_for(
         self, model: torch.nn.Module, call: Call, make_room: Callable[[], None]
@@ -102,7 +124,7 @@ class Preparer:
         try:
             return self._variant(model, call, make_room), call.tensors
         except CaptureError:
-            if not self._numbers.keep(*call.given):
+            if self._counts is None or not self._counts.keep(call.given[1]):
                 raise
             call = call.as_given()
             return self._variant(model, call, make_room), call.tensors
@@ -117,9 +139,14 @@ class Preparer:
         variant = self._variants.find(call.kind, [tensor for tensor in call.tensors if tensor is not None])
         if variant is None:
             _check_weights(model)
+            check_module_hooks(model)
             make_room()
             self._truth.pin(self._device)
             variant = self._prepare(model, call)
+            captured = variant.prepared.captured
+            self._watch.learn(captured.read, captured.free)
+            for holder, name, value in captured.changed:
+                put(holder, name, value)
             self._variants.add(call.kind, variant)
         if call.trains:
             self.training = variant
@@ -132,16 +159,21 @@ class Preparer:
             self._plainness.of(model),
             self._progress() as say,
             rng_untouched(accelerator(self._request.device)),
+            torch.autograd.set_detect_anomaly(False),
         ):
             make = (self._iteration_maker if call.trains else self._forward_maker)(model, call, say)
             prepared, place = self._placed(make, model, (call.args, call.kwargs))
         if call.trains:
             log.info("plan ready:\n%s", prepared.plan.explain())
+            self.split = self.split.joined(prepared.plan.split)
+            if accelerator(self._request.device) is not None:
+                # A CPU rounds otherwise: what is updated here once stays here.
+                self._kept = self._kept.joined(prepared.plan.split)
         return self._bound(prepared, model, call, place)
 
     def _forward_maker(self, model: torch.nn.Module, call: Call, say: Progress) -> Callable[[int], Prepared]:
         """Makes plans of a forward, given the bytes that they leave to the device's allocator."""
-        request = self._request
+        request = replace(self._request, budget_bytes=max(1, self._request.budget_bytes - call.reserved_bytes))
         return lambda margin_bytes: make_stream(
             model, call.args, call.kwargs, replace(request, margin_bytes=margin_bytes), say
         )
@@ -150,16 +182,41 @@ class Preparer:
         """Makes plans of an iteration, given the bytes that they leave to the device's allocator."""
         kind = call.kind
         if self.training is not None:
-            log.info("planning for batches with %s", ", ".join(str(list(shape)) for shape in kind.shapes))
+            shapes = ", ".join(str(list(shape)) for shape in kind.shapes)
+            changes = (
+                f"; since the plan before: {self._watch.changes}" if kind.state != self.training.kind.state else ""
+            )
+            log.info("planning for batches with %s%s", shapes, changes)
         request = replace(
             self._request, user_bytes=self.user_code.held_bytes.get(kind), user_factor=self.user_code.factor
         )
         given = self._given if self.training is None else None
         near = self._variants.near(kind)
-        return lambda margin_bytes: make_plan(
-            model, call.args, call.kwargs, replace(request, margin_bytes=margin_bytes), self._updater, say,
-            None if margin_bytes else given, near=near, kept=self._earlier,
-        )  # fmt: skip
+
+        def make(margin_bytes: int, config: Config) -> Prepared:
+            return make_plan(
+                model, call.args, call.kwargs, replace(request, margin_bytes=margin_bytes, config=config),
+                self._updater, say, None if margin_bytes else given, near=near, kept=self._earlier,
+            )  # fmt: skip
+
+        def make_as_kept(margin_bytes: int) -> Prepared:
+            config = self._config()
+            try:
+                return make(margin_bytes, config)
+            except InfeasibleBudget:
+                if config is request.config or accelerator(request.device) is not None:
+                    raise
+                log.info("the earlier run's split of updates does not fit; another one changes no bits here")
+                return make(margin_bytes, request.config)
+
+        return make_as_kept
+
+    def _config(self) -> Config:
+        """As asked for, with what earlier plans say of who updates what."""
+        config, kept = self._request.config, self._kept
+        if self._updater is None or config.updates in ("host", "device") or kept == Split():
+            return config
+        return replace(config, updates=kept.joined(config.updates) if isinstance(config.updates, Split) else kept)
 
     def _placed(
         self, make: Callable[[int], Prepared], model: torch.nn.Module, batch: Any

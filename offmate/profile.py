@@ -159,18 +159,26 @@ def _like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _storage_bytes(node: fx.Node, real: Any) -> tuple[int, ...]:
     """Real bytes behind the node's tensors if its fake kernel promised others, else nothing.
 
-    Raises: CaptureError if the strides differ from the promised ones: what was traced would not be what runs.
+    A kernel may leave out what it was not asked for, where its fake kernel makes it: that takes no bytes.
+
+    Raises: CaptureError if the strides differ from the promised ones, or if something reads what was left out: what was
+        traced would not be what runs.
     """
     fake = node.meta["val"]
     pairs = zip(real, fake) if isinstance(fake, (tuple, list)) else [(real, fake)]
     tensors = [(got, expected) for got, expected in pairs if isinstance(expected, torch.Tensor)]
     for got, expected in tensors:
-        if _steps(got) != _steps(expected):
+        if got is None and (node.users if node.target is operator.getitem else not isinstance(real, (tuple, list))):
+            raise CaptureError(
+                f"{node.format_node()} returned None where its fake kernel promised a tensor, which is read; what was "
+                "traced is not what runs. Please report the operator"
+            )
+        if got is not None and _steps(got) != _steps(expected):
             raise CaptureError(
                 f"{node.format_node()} returned strides {got.stride()} where its fake kernel promised "
                 f"{expected.stride()}; what was traced is not what runs. Please report the operator"
             )
-    found = tuple(got.untyped_storage().nbytes() for got, _ in tensors)
+    found = tuple(0 if got is None else got.untyped_storage().nbytes() for got, _ in tensors)
     return found if found != tuple(e.untyped_storage().nbytes() for _, e in tensors) else ()
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .capture import is_random
+from .effects import is_random
 from .joint import Joint, storages_of
 from .runtime.program import Instruction, Program, Slot
 

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .checks import late_hooks
 from .errors import OffmateError, ProtocolError
 
 if TYPE_CHECKING:
+    from .optimizer import Updater
     from .replay import Iteration
     from .session import Session
     from .variants import Call
@@ -31,40 +33,33 @@ def check_call(session: Session, call: Call) -> None:
             "optimizer before training goes on; to go on from here all the same, load their own: "
             "model.load_state_dict(model.state_dict()), optimizer.load_state_dict(optimizer.state_dict())"
         )
-    if session.turn is Turn.BACKWARD:
-        _refuse_second_forward(session)
-    if session.turn is Turn.STEP:
+    if session.turn is Turn.STEP and (call.trains or not session.request.gate):
         raise ProtocolError(
             f"a forward after backward() without optimizer.step(); {session.request.micro_batches} backward() calls "
             "make one update in this plan. Call optimizer.step() first; to add up the gradients of more "
-            "micro-batches compile with accumulation_steps="
+            "micro-batches compile with accumulation_steps=; to evaluate before the step compile with a gate, which "
+            "has updates wait for it: max_grad_norm=float('inf')"
         )
     for leaf in call.leaves:
-        if call.trains and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+        if torch.is_grad_enabled() and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             raise ProtocolError(
                 f"an input of shape {tuple(leaf.shape)} requires a gradient; offmate gives gradients to parameters "
-                "only. Detach the input, or make it a parameter of the model"
+                "only, and what the input was computed from would get none. Detach the input, or make it a parameter "
+                "of the model. Where one model feeds another (a generator its discriminator) and the gradient has to "
+                "pass through the second, compile the first one only and leave the second plain"
             )
     if call.trains:
         session.assigned.check_none()
-        session.truth.check_trained()
-
-
-def _refuse_second_forward(session: Session) -> None:
-    message = (
-        "a second forward before backward(); the plan frees what a forward keeps in its own backward, so there is "
-        "one forward at a time, torch.no_grad() included. "
-    )
-    assert session.iteration is not None
-    if session.iteration.given_up:
-        session.give_up()
-        raise ProtocolError(message + "The earlier forward was given up, since nothing leads to its backward any "
-                            "more; the next call starts afresh")  # fmt: skip
-    raise ProtocolError(message + "Call backward() first, or let go of that forward's outputs to give it up")
 
 
 def check_backward(session: Session, iteration: Iteration) -> None:
     """Raise if the loop may not call backward() now; a forward whose parameters were edited is given up."""
+    if iteration.dropped or any(other.runs_now for other in session.dropped):
+        raise ProtocolError(
+            "backward() through a forward that was given up, since the model was called again before it; the plan "
+            "keeps one forward at a time. No update was made. Call backward() on each loss before the next forward "
+            "(compile with accumulation_steps= to add the gradients up), or make one batch of the two"
+        )
     if session.turn is not Turn.BACKWARD or iteration is not session.iteration:
         raise ProtocolError(
             f"a second backward() through the same forward; next comes {session.turn.value}. The plan frees what a "
@@ -75,12 +70,88 @@ def check_backward(session: Session, iteration: Iteration) -> None:
             "the gradients of the last iteration were not cleared, so plain PyTorch would add to them, but the "
             "planned optimizer has consumed them. Call optimizer.zero_grad() before backward()"
         )
+    changed = iteration.changed_outputs()
+    if changed:
+        session.give_up()
+        raise ProtocolError(
+            f"the output {changed[0]!r} was changed in place between the forward and backward(), which may read it; "
+            "the forward was given up, and no update was made. Make a new tensor instead: out = out * 2, not "
+            "out.mul_(2)"
+        )
     edited = session.truth.edited()
     if edited:
         session.give_up()
         raise ProtocolError(
             f"{edited[0]} was edited between the forward and backward(); the forward was given up, the edit is "
             "used from the next forward on. Edit parameters after optimizer.step()"
+        )
+    if session.truth.has_other_parameters(trains=True):
+        session.give_up()
+        raise ProtocolError(
+            "requires_grad of parameters changed between the forward and backward(); the forward was given up. Freeze "
+            "and unfreeze parameters before the forward"
+        )
+    hooked = late_hooks(session.watch.parameters, iteration.fed, session.updater is not None)
+    if hooked:
+        session.give_up()
+        raise ProtocolError(
+            f"{hooked[0]} got a hook on its gradient between the forward and backward(); the forward was given up, and "
+            "no gradient was made. Register hooks before the forward"
+        )
+    try:
+        states = session.truth.take_states()
+    except ProtocolError:
+        session.give_up()
+        raise
+    if states:
+        session.give_up()
+        raise ProtocolError(
+            f"the optimizer's state of {states[0]} was changed between the forward and backward(); the forward was "
+            "given up, the change is used from the next forward on. Change states after optimizer.step()"
+        )
+
+
+def check_groups(updater: Updater) -> None:
+    """Raise if the optimizer no longer holds the parameters that it was compiled with."""
+    held = {id(param) for group in updater.optimizer.param_groups for param in group["params"]}
+    missing = [name for param, name in updater.names.items() if id(param) not in held]
+    if missing or len(held) != len(updater.names):
+        what = f"{missing[0]} ({len(missing)} in all) was removed from" if missing else "a parameter was added to"
+        raise ProtocolError(
+            f"{what} optimizer.param_groups after offmate.compile; the plan updates the parameters that were there "
+            "then. Put the groups back as they were. To leave a parameter as it is give its group lr=0 and "
+            "weight_decay=0, or freeze it and compile a new model and optimizer"
+        )
+
+
+def check_inputs(wanted: frozenset[str] | None, updated: set[str]) -> None:
+    """Raise if backward(inputs=...) leaves out parameters that the plan updates.
+
+    Parameters
+    ----------
+    wanted: names of the parameters that it names; None if it names none.
+    """
+    missing = sorted(updated - wanted) if wanted is not None else []
+    if missing:
+        raise ProtocolError(
+            f"backward(inputs=...) leaves out {missing[0]} ({len(missing)} parameters in all), which the plan updates. "
+            "Name all trained parameters, freeze the others before compiling, or compile without optimizer="
+        )
+
+
+def check_zeroed(zeroed: set[str], updates: set[str]) -> None:
+    """Raise if plain PyTorch would update parameters with gradients of zeros that the plan does not have.
+
+    Parameters
+    ----------
+    zeroed: parameters whose gradients zero_grad(set_to_none=False) has left at zero. updates: those of the plan.
+    """
+    left = sorted(zeroed - updates)
+    if left:
+        raise ProtocolError(
+            f"zero_grad(set_to_none=False) has left a gradient of zeros for {left[0]} ({len(left)} parameters), with "
+            "which plain PyTorch would update it although this forward does not use it; the plan would not. Call "
+            "zero_grad() without set_to_none=False"
         )
 
 
@@ -91,15 +162,16 @@ def check_step(session: Session) -> None:
 
 
 def refuse_late_edits(session: Session, edited: tuple[str, ...]) -> None:
-    """Raise if parameters were edited after their update and before optimizer.step(); the iteration ends."""
+    """Raise if parameters or states were edited after their update, before optimizer.step(); the iteration ends."""
     if not edited:
         return
     # Everything was brought home for the edit; what the plan would still do would undo it.
     session.bring_home()
     session.turn = Turn.FORWARD
     raise ProtocolError(
-        f"{edited[0]} was edited between backward() and optimizer.step(), after its update had been made "
-        "instead of before it; the step is done and the edit stays. Edit parameters after optimizer.step()"
+        f"{edited[0]} or its optimizer state was edited between backward() and optimizer.step(), after its update had "
+        "been made instead of before it; the step is done and the edit stays. Edit after optimizer.step(), or compile "
+        "with a gate, which has updates wait for it: max_grad_norm=float('inf')"
     )
 
 
@@ -114,5 +186,6 @@ def check_clearing(session: Session) -> None:
     elif session.turn is Turn.STEP:
         raise ProtocolError(
             "gradients were cleared between backward() and optimizer.step(), but updates with them have begun; "
-            "call optimizer.step() first"
+            "call optimizer.step() first. To drop gradients before the step compile with a gate, which has updates "
+            "wait for it: max_grad_norm=float('inf')"
         )

@@ -3,26 +3,76 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from .errors import ProtocolError
 
+_GRAD_REFUSED = (
+    "torch.autograd.grad was asked for the gradients of parameters; the plan hands them to the optimizer or to .grad "
+    "in backward(). Call backward()"
+)
+
 
 class Iteration:
     """One forward and the backward that it waits for.
 
-    State: `graph`, dead once nothing can call backward() through this forward any more.
+    State: `graph`, dead once nothing can call backward() through this forward any more; `dropped`, whether the model
+    was called again before that; `_outputs`, what the user was given, by name, with its version then; `_read`, the
+    memory of those that the backward reads.
+
+    Parameters
+    ----------
+    fed: names of the parameters that autograd knows of.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fed: frozenset[str]) -> None:
+        self.fed = fed
         self.graph: weakref.ref[Any] | None = None
+        self.dropped = False
+        self._outputs: dict[str, tuple[torch.Tensor, int]] = {}
+        self._read: set[int] = set()
 
     @property
-    def given_up(self) -> bool:
-        """Whether the user has let go of everything that leads to a backward."""
+    def runs_now(self) -> bool:
+        """Whether the backward() under way goes through this forward."""
+        node = self.graph() if self.graph is not None else None
+        return node is not None and torch._C._will_engine_execute_node(node)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing can call backward() through this forward any more."""
         return self.graph is None or self.graph() is None
+
+    def returns(self, outputs: dict[str, torch.Tensor], read: list[torch.Tensor]) -> None:
+        """These are handed to the user; the backward reads the memory of some."""
+        self._outputs = {name: (out.detach(), out._version) for name, out in outputs.items()}
+        self._read = {out.untyped_storage().data_ptr() for out in read}
+
+    @property
+    def outputs(self) -> list[torch.Tensor]:
+        """What the user was given."""
+        return [out for out, _ in self._outputs.values()]
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of their memory."""
+        storages = [out.untyped_storage() for out in self.outputs]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def changed_outputs(self) -> list[str]:
+        """Outputs that the user has written into since, of those that the backward reads."""
+        return [
+            name
+            for name, (out, version) in self._outputs.items()
+            if out._version != version and out.untyped_storage().data_ptr() in self._read
+        ]
+
+    def ends(self) -> None:
+        """Let go of the outputs."""
+        self._outputs = {}
 
 
 class Replay(torch.autograd.Function):
@@ -30,14 +80,12 @@ class Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, session: Any, variant: Any, iteration: Iteration, tensors: Any, anchor: Any, *params: Any
+        ctx: Any, session: Any, variant: Any, iteration: Iteration, tensors: Any, names: Any, anchor: Any, *params: Any
     ) -> Any:
         """Run the forwards."""
         outputs = session.forward(variant, tensors)
-        ctx.session, ctx.variant, ctx.iteration = session, variant, iteration
+        ctx.session, ctx.variant, ctx.iteration, ctx.names = session, variant, iteration, names
         iteration.graph = weakref.ref(ctx)
-        ctx.anchor = anchor
-        ctx.n_params = len(params)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(o for o in outputs if not (o.is_floating_point() or o.is_complex())))
         return outputs
@@ -45,13 +93,32 @@ class Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Run the backwards; gradients go where the plan says, autograd gets none."""
-        node = torch.autograd.graph.get_gradient_edge(ctx.anchor).node
-        if not torch._C._will_engine_execute_node(node):
+        if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
             raise ProtocolError(
-                "torch.autograd.grad was asked for the gradients of parameters; the plan hands them to the optimizer "
-                "or to .grad in backward(). Call backward()"
+                "backward() inside torch.autocast would run in lower precision, too; the plan's backward was captured "
+                "as it runs outside. Leave the autocast region before backward(), as PyTorch recommends"
             )
+        (anchor, _), *edges = ctx.next_functions
+        wanted = None
+        if not torch._C._will_engine_execute_node(anchor):
+            wanted = _wanted(dict(zip(ctx.names, (node for node, _ in edges), strict=True)))
         if torch.is_grad_enabled():
             raise ProtocolError("backward(create_graph=True) cannot be planned: the backward's own graph is not kept")
-        ctx.session.backward(ctx.variant, ctx.iteration, grads)
-        return (None,) * (5 + ctx.n_params)
+        ctx.session.backward(ctx.variant, ctx.iteration, grads, wanted)
+        return (None,) * (6 + len(ctx.names))
+
+
+def _wanted(leaves: dict[str, Any]) -> frozenset[str]:
+    """The parameters that backward(inputs=...) names. Raises: ProtocolError under torch.autograd.grad."""
+    try:
+        wanted = frozenset(name for name, node in leaves.items() if torch._C._will_engine_execute_node(node))
+    except RuntimeError as error:  # what it says of a leaf whose gradient is to be returned
+        raise ProtocolError(_GRAD_REFUSED) from error
+    if not wanted:
+        raise ProtocolError(_GRAD_REFUSED)
+    return wanted
+
+
+def alive(iterations: Iterable[Iteration]) -> list[Iteration]:
+    """Those through which somebody could still call backward()."""
+    return [iteration for iteration in iterations if not iteration.is_over]

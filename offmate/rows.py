@@ -30,9 +30,30 @@ _BY_ELEMENT = frozenset(
 _TOGETHER = 64
 
 
+# Their fused kernels treat all elements alike in less precision than float32, too, and give threads whole cache lines.
+_FUSED_ALIKE = frozenset({torch.optim.Adam, torch.optim.AdamW})
+
+
 def works_by_element(kind: Any) -> bool:
     """Whether an optimizer class, with master weights or without, updates every element of a tensor by itself."""
     return getattr(kind, "_kind", kind) in _BY_ELEMENT
+
+
+def depends_on_threads(kind: Any, hyper: dict[str, Any], dtype: torch.dtype) -> bool:
+    """Whether the bits of an update on a CPU may depend on how many threads share a tensor, and so on where it is cut.
+
+    Sums over a tensor do; and in less precision than float32 the last elements of each thread, which fill no vector,
+    are rounded more often than the others.
+
+    Parameters
+    ----------
+    kind: with master weights or without. hyper: of the parameter's group. dtype: of the parameter.
+    """
+    if not works_by_element(kind):
+        return True
+    inner = getattr(kind, "_kind", None)
+    low = dtype in (torch.bfloat16, torch.float16) and inner is None
+    return low and not (hyper.get("fused") and kind in _FUSED_ALIKE)
 
 
 def grid_of(tensor: torch.Tensor) -> Grid | None:

@@ -9,26 +9,44 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
-from . import handover
+from . import ending, handover
+from .aside import aside
 from .assigned import Assigned
+from .byproducts import deliver
 from .caches import has_cache, without_cache
+from .checks import check_hooks
+from .contexts import Process, ordinary, outside_inference
 from .devices import make_device
 from .errors import OffmateError
 from .failures import described
 from .optimizer import Updater
+from .outside import Outside
 from .pace import Pace
+from .parameters import give_classes
 from .plain import Plainness
 from .plans import Plan
 from .preparing import Preparer
 from .progress import Progress
-from .protocol import Turn, check_backward, check_call, check_clearing, check_step, refuse_late_edits
-from .replay import Iteration, Replay
+from .protocol import (
+    Turn,
+    check_backward,
+    check_call,
+    check_clearing,
+    check_groups,
+    check_inputs,
+    check_step,
+    check_zeroed,
+    refuse_late_edits,
+)
+from .replay import Iteration, Replay, alive
 from .request import Request
 from .runtime import interrupts
 from .runtime.contents import on_storage
 from .truth import Truth
 from .variants import Variant
+from .watch import Watch
 
 log = logging.getLogger("offmate")
 
@@ -38,8 +56,10 @@ _LASTS = 8  # iterations that a layout of the device's memory lasts at least
 class Session:
     """What stands behind a compiled model.
 
-    State: `turn`; the `iteration` that is under way and its `micro_batches` so far; `uncleared`, whether zero_grad() is
-    due; `active`, the variant whose tensors are on the device; `replays`, iterations since the device's memory was laid
+    State: `turn`; the `iteration` that is under way and its `micro_batches` so far; `dropped`, forwards that were given
+    up and through which somebody could still call backward(); `uncleared`, whether zero_grad() is
+    due; `graded` and `zeroed`, parameters that have had a gradient since, and those whose gradient it left at zero;
+    `active`, the variant whose tensors are on the device; `replays`, iterations since the device's memory was laid
     out; `truth`, what the host holds; `preparer`, which variants there are; `pace`, how long steps take. Changed on the
     training thread only.
 
@@ -62,21 +82,29 @@ class Session:
         self._model = weakref.ref(model)
         self._plainness = Plainness(type(model), model.__dict__.get("forward"))
         self.request = request
-        self.updater = Updater(optimizer, names) if optimizer is not None else None
+        self.updater = Updater(optimizer, names, request.device) if optimizer is not None else None
+        if self.updater is not None:
+            self.updater.say_form()
         self.device = make_device(request.device, request.budget_bytes)
-        self.truth = Truth(model, self.updater)
+        self.watch = Watch(model)
+        self.truth = Truth(model, self.updater, self.watch)
         self.assigned = Assigned(self)
+        self.outside = Outside(names, request.gate)
         self.preparer = Preparer(
-            request, self._plainness, self.truth, self.device, self.updater, max_grad_norm, given, progress
+            request, self._plainness, self.watch, self.truth, self.device, self.updater, max_grad_norm, given, progress
         )
         self.active: Variant | None = None
         self.turn = Turn.FORWARD
         self.iteration: Iteration | None = None
+        self.dropped: list[Iteration] = []
         self.micro_batches = 0
         self.uncleared = False
         self.said: set[str] = set()
         self.pace = Pace(request.config.cache_dir, compiled=request.config.backend != "eager")
         self.replays = 0
+        self.process = Process()
+        self.graded: set[str] = set()
+        self.zeroed: set[str] = set()
 
     @property
     def model(self) -> torch.nn.Module:
@@ -106,25 +134,52 @@ class Session:
 
     # -- a call -------------------------------------------------------------------------------------------------------
 
+    @outside_inference
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model as planned."""
-        trains = torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
-        call = self.preparer.call_of(self.model, args, self._without_cache(kwargs), trains)
+        self.process.check()
+        args, kwargs = pytree.tree_map(ordinary, (args, kwargs))
+        call = self.preparer.call_of(self.model, args, self._without_cache(kwargs), torch.is_grad_enabled())
         check_call(self, call)
+        check_hooks(self.watch.parameters, self.updater is not None)
+        if self.turn is Turn.BACKWARD:
+            if not call.trains and not self.truth.edited() and not self.truth.has_other_parameters(False):
+                self.truth.adopt_buffers()
+                return self._handed_over(*aside(self, call))
+            self._drop_forward()
+        self._follow_parameters(call.trains)
         self.preparer.account_for_user_code()
         edited = self.truth.check_edits()
+        if self.truth.take_states():
+            self.bring_home()
         self.truth.adopt_tensors()
         variant, tensors = self.preparer.variant_for(self.model, call, make_room=self.bring_home)
+        self._renew_states()
         self._activate(variant, edited)
-        if trains:
-            return variant.returned(self._train(variant, tensors))
-        with self._whole():
-            return variant.returned(variant.executor.forward(tensors))
+        if call.trains:
+            outputs = self._train(variant, tensors)
+        else:
+            with self.whole():
+                outputs = variant.executor.forward(tensors)
+        return self._handed_over(variant, outputs)
+
+    def _handed_over(self, variant: Variant, outputs: dict[str, torch.Tensor]) -> Any:
+        """What the model returns; what its forward leaves besides is delivered."""
+        result, by_products = variant.returned(outputs)
+        deliver(by_products, self.watch)
+        return result
+
+    def _follow_parameters(self, trains: bool) -> None:
+        """Take over which parameters there are and which are trained, if that has changed."""
+        if self.truth.has_other_parameters(trains):
+            self.bring_home()
+            self.truth.follow()
+            give_classes(self)
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """A cache of keys and values does not export and training never reads it."""
+        """Training never reads a cache."""
         if has_cache(self.model, kwargs):
-            self.say_once("use_cache is ignored: the key-value cache is dropped from the model's outputs")
+            self.say_once("use_cache has no effect: the cache is dropped from the model's outputs")
         return without_cache(self.model, kwargs)
 
     def say_once(self, words: str) -> None:
@@ -134,14 +189,26 @@ class Session:
             log.info(words)
 
     def _train(self, variant: Variant, tensors: list[torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        iteration = Iteration()
-        params = [p for p in self.model.parameters() if p.requires_grad]
+        params = handover.fed(self.watch.parameters)
+        iteration = Iteration(frozenset(params))
         anchor = torch.zeros((), requires_grad=True)
-        with self._whole():
-            flat = Replay.apply(self, variant, iteration, tensors, anchor, *params)
+        with self.whole():
+            flat = Replay.apply(self, variant, iteration, tensors, tuple(params), anchor, *params.values())
             self.turn, self.iteration = Turn.BACKWARD, iteration
         self.preparer.user_code.begins(variant)
-        return dict(zip(variant.output_nodes, flat))
+        outputs = dict(zip(variant.output_nodes, flat))
+        iteration.returns(variant.named(outputs), [outputs[n] for n in outputs if n in variant.read_by_backward])
+        return outputs
+
+    def _drop_forward(self) -> None:
+        """Give up the forward that waits for its backward; the sums of earlier micro-batches stay."""
+        assert self.iteration is not None
+        self.iteration.dropped = True
+        self.iteration.ends()
+        self.dropped = [*alive(self.dropped), self.iteration]
+        self.preparer.user_code.forget()
+        self.bring_home()
+        self.turn, self.iteration = Turn.FORWARD, None
 
     # -- backward and step --------------------------------------------------------------------------------------------
 
@@ -152,16 +219,32 @@ class Session:
         # Tensors of their own, since autograd ties what it is given to the graph, and the executor keeps its outputs.
         return tuple(on_storage(outputs[name], outputs[name]) for name in variant.output_nodes)
 
-    def backward(self, variant: Variant, iteration: Iteration, grads: tuple[torch.Tensor | None, ...]) -> None:
-        """The backwards, on behalf of autograd."""
+    @outside_inference
+    def backward(
+        self,
+        variant: Variant,
+        iteration: Iteration,
+        grads: tuple[torch.Tensor | None, ...],
+        wanted: frozenset[str] | None,
+    ) -> None:
+        """The backwards, on behalf of autograd; `wanted` are the parameters that backward(inputs=...) names."""
+        self.process.check()
         self.preparer.user_code.ends()
         check_backward(self, iteration)
+        self._renew_states()
+        if self.updater is not None:
+            check_groups(self.updater)
+            check_inputs(wanted, variant.updates)
+            check_zeroed(self.zeroed, variant.updates)
+            self.graded |= variant.updates
+            self.outside.backward_begins(self.micro_batches)
         gradients = handover.take_in(variant.prepared, grads, self.device.torch_device)
-        with self._whole():
+        iteration.ends()
+        with self.whole():
             if self.updater is None:
                 variant.executor.backward(gradients)
                 variant.executor.turn_around()
-                handover.hand_out(self.model, variant.executor.take_host_grads())
+                handover.hand_out(self.model, variant.executor.take_host_grads(), iteration.fed, wanted)
                 self.turn = Turn.FORWARD
             else:
                 self.truth.current = False
@@ -175,51 +258,49 @@ class Session:
         if self.updater is None:
             self.pace.step_done(variant.prepared.plan)
 
+    @outside_inference
     def step(self) -> None:
         """The user's optimizer.step()."""
+        self.process.check()
         check_step(self)
         assert self.updater is not None
+        check_groups(self.updater)
         if self.request.gate:
             self.updater.snapshot()
         else:
             self.updater.check_unchanged()
-        edited = self.truth.check_edits()
+        edited = self.truth.trained(self.truth.check_edits()) + self.truth.take_states()
         self.preparer.account_for_user_code()
-        if self.request.gate and (edited or self.turn is not Turn.STEP):
-            self._finish_on_host()
+        outside = ending.take_outside(self)
+        if self.request.gate and (edited or outside or not ending.plan_ends_it(self)):
+            ending.finish_on_host(self, outside)
             return
         self.micro_batches = 0
         refuse_late_edits(self, edited)
         assert self.active is not None
-        with self._whole():
+        self._renew_states()
+        with self.whole():
             self.truth.current = False
             self.active.executor.turn_around()
             self.turn = Turn.FORWARD
         self.pace.step_done(self.active.prepared.plan)
-
-    def _finish_on_host(self) -> None:
-        """End an iteration that the plan does not end: it had fewer micro-batches, or parameters were edited."""
-        assert self.training is not None
-        self.bring_home()
-        self.active = self.training
-        with self._whole():
-            self.truth.current = False
-            self.training.executor.finish()
-        self.active, self.micro_batches, self.turn, self.truth.current = None, 0, Turn.FORWARD, True
-        self.truth.accept()
-        self.truth.publish_states()
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
         """The global norm of the last iteration's gradients, before clipping."""
         return self.training.executor.gate.norm if self.training is not None else None
 
-    def zero_grad(self) -> None:
+    @outside_inference
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """The user's zero_grad(); with a planned optimizer the gradients are consumed already."""
         if self.updater is None:
             return
+        self.zeroed = set() if set_to_none else self.zeroed | self.graded
+        self.graded = set()
+        self.process.check()
         self.assigned.clear()
         check_clearing(self)
+        self.outside.clear()
         if self.micro_batches and self.request.gate:
             log.info(
                 "zero_grad() before optimizer.step(): the gradients of %d backward() are dropped", self.micro_batches
@@ -249,7 +330,7 @@ class Session:
         return torch.accelerator.memory_reserved(self.device.torch_device) > variant.place.reserved_bytes
 
     @contextlib.contextmanager
-    def _whole(self) -> Iterator[None]:
+    def whole(self) -> Iterator[None]:
         """Run a part of the schedule; if it fails, bring everything to a state that can be read, and say which."""
         try:
             with interrupts.held(), self.pace.working():
@@ -264,6 +345,7 @@ class Session:
             where, budget_bytes = self.device.torch_device, self.request.budget_bytes
             raise described(error, where, budget_bytes, self.preparer.plan, self.truth) from error
 
+    @outside_inference
     def give_up(self) -> None:
         """End the iteration where it is; what was updated stays, and the host holds the truth."""
         self.turn, self.iteration, self.uncleared = Turn.FORWARD, None, False
@@ -273,26 +355,26 @@ class Session:
         if variant is None:
             return
         lost = variant.executor.abandon()
-        self.truth.current = True
-        self.truth.publish_states()
+        self.truth.came_home()
         if lost:
             self.truth.note_lost(lost)
         elif self.updater is not None:
-            schedule = variant.prepared.plan.schedule
-            self.truth.note_torn(schedule.update_cpu_s.keys() | schedule.update_device_s.keys())
+            self.truth.note_torn(variant.updates)
 
+    @outside_inference
     def sync(self) -> None:
         """Wait for what is under way; afterwards parameters and optimizer states read current."""
         if self.truth.current:
             return
+        self.process.check_reading()
         try:
             self.truth.check_edits()
+            self.truth.take_states()
         finally:
             if self.active is not None:
-                with self._whole():
+                with self.whole():
                     self.active.executor.sync()
-            self.truth.current = True
-            self.truth.publish_states()
+            self.truth.came_home()
 
     def read(self, what: str) -> None:
         """Make `what` current for the user, and say so if it is not what plain PyTorch would show now."""
@@ -300,19 +382,34 @@ class Session:
             log.warning("%s between backward() and optimizer.step(): the update has been made already", what)
         self.sync()
 
+    def read_states(self) -> None:
+        """The user reads the optimizer's states, perhaps to write there."""
+        self.read("optimizer.state")
+        assert self.truth.states is not None
+        self.truth.states.read = True
+
+    def _renew_states(self) -> None:
+        """See that the device has the optimizer's states as the user may have written them."""
+        if self.truth.take_reads() and self.active is not None:
+            with self.whole():
+                self.active.executor.renew_states()
+
+    @outside_inference
     def end_iteration(self) -> None:
         """A state is about to be loaded: an iteration under way ends here."""
+        self.process.check()
         if self.turn is Turn.BACKWARD:
             self.give_up()
         self.bring_home()
         self.turn, self.uncleared, self.micro_batches = Turn.FORWARD, False, 0
         self.truth.host.totals.clear()
 
+    @outside_inference
     def bring_home(self) -> None:
         """Take everything off the device; the host holds the truth."""
+        self.process.check()
         if self.active is not None:
-            with self._whole():
+            with self.whole():
                 self.active.executor.unload()
             self.active = None
-        self.truth.current = True
-        self.truth.publish_states()
+        self.truth.came_home()

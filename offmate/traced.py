@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,10 +12,11 @@ import torch
 from torch import fx
 
 from .blocks import TracedBlock, trace_blocks
-from .capture import Captured, capture
+from .capture import Captured, capture, check_dense
 from .config import Config
 from .errors import CaptureError
 from .joint import Joint, storages_of
+from .leaves import check_fast_path, check_leaves, check_shared_buffers
 from .partition import Chain, partition
 from .progress import Progress
 
@@ -49,13 +51,16 @@ def trace_model(
     real, device: as in `capture`.
     """
     say("capture", 0.0)
-    captured = select_outputs(capture(model, args, kwargs, real, device), config)
-    for warning in captured.warnings:
-        log.warning(warning)
+    (check_dense if gradients else check_fast_path)(model)
+    with torch.set_grad_enabled(gradients):
+        captured = select_outputs(capture(model, args, kwargs, real, device), config)
+    if gradients:
+        check_leaves(model, captured)
     params = dict(model.named_parameters(remove_duplicate=False))
     trainable = frozenset(n for n, name in captured.params.items() if gradients and params[name].requires_grad)
     say("blocks", 0.0)
     chain = partition(captured, trainable)
+    check_shared_buffers(dict(model.named_buffers(remove_duplicate=False)), captured, chain)
     differentiated = choose_differentiated(captured, chain, config) if trainable else frozenset()
     blocks = trace_blocks(captured, chain, trainable, differentiated, lambda done, total: say("blocks", done / total))
     return Traced(captured, chain, blocks, differentiated)
@@ -65,14 +70,13 @@ def select_outputs(captured: Captured, config: Config) -> Captured:
     """Leave out the outputs that the configuration does not keep."""
     if config.outputs == "all":
         return captured
-    absent = set(config.outputs) - set(captured.output_names)
+    results = captured.output_names[: captured.n_results]
+    absent = set(config.outputs) - set(results)
     if absent:
-        raise CaptureError(
-            f"outputs names {', '.join(sorted(absent))}, but the model returns {', '.join(captured.output_names)}"
-        )
+        raise CaptureError(f"outputs names {', '.join(sorted(absent))}, but the model returns {', '.join(results)}")
     kept = tuple(
-        o if name in config.outputs or not isinstance(o, str) else (None,)
-        for o, name in zip(captured.outputs, captured.output_names)
+        o if name in config.outputs or not isinstance(o, str) or index >= captured.n_results else (None,)
+        for index, (o, name) in enumerate(zip(captured.outputs, captured.output_names))
     )
     return replace(captured, outputs=kept)
 
@@ -93,8 +97,9 @@ def choose_differentiated(captured: Captured, chain: Chain, config: Config) -> f
         return frozenset(able[name].name for name in config.gradients_into)
     if not able:
         raise CaptureError("no output of the model depends on a trainable parameter; there is nothing to train")
-    scalars = [n.name for n in able.values() if chain.facts[n].value.dim() == 0]
-    return frozenset(scalars[:1] or [n.name for n in able.values()])
+    results = [able[name] for name in captured.output_names[: captured.n_results] if name in able]
+    scalars = [n.name for n in results if chain.facts[n].value.dim() == 0]
+    return frozenset(scalars[:1] or [n.name for n in results])
 
 
 def structure(traced: Traced) -> str:
@@ -107,7 +112,7 @@ def structure(traced: Traced) -> str:
     lines = [
         f"{captured.inputs} {captured.outputs} {sorted(captured.params.items())} {sorted(captured.buffers.items())}",
         f"{sorted(captured.constants)} {sorted(traced.differentiated)}",
-        *(f"{node.name} {node.target} {node.all_input_nodes}" for node in traced.chain.prelude),
+        *(f"{node.name} {_target(node)} {node.all_input_nodes}" for node in traced.chain.prelude),
     ]
     for block in traced.blocks:
         spec = block.spec
@@ -117,12 +122,17 @@ def structure(traced: Traced) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
+def _target(node: fx.Node) -> str:
+    """What a node runs, in words that are the same in every process."""
+    return node.target.__name__ if inspect.isfunction(node.target) else str(node.target)
+
+
 def _joint_lines(joint: Joint) -> list[str]:
     number: dict[int, int] = {}
 
     def storages(node: fx.Node) -> list[int]:
         return [number.setdefault(s, len(number)) for s in storages_of(node)]
 
-    lines = [f"{n.name} {n.target} {n.all_input_nodes} {storages(n)}" for n in joint.graph.nodes]
+    lines = [f"{n.name} {_target(n)} {n.all_input_nodes} {storages(n)}" for n in joint.graph.nodes]
     ports = (joint.leaves, joint.tangents, joint.accumulators, joint.results, joint.grads, sorted(joint.writes.items()))
     return [*lines, f"{ports} {joint.forward}"]

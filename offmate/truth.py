@@ -5,43 +5,52 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
+from typing import Any
 
 import torch
 
 from .errors import ProtocolError
 from .optimizer import Updater
+from .published import Published
 from .runtime.binding import HostState
 from .runtime.device import Device
+from .watch import Watch
 
 log = logging.getLogger("offmate")
+
+_TENSOR: Any = torch.Tensor
+_data = _TENSOR.data.__get__  # whatever a parameter's own class gives
 
 
 class Truth:
     """What the host knows of a model.
 
-    State: `host`; `current`, whether nothing newer is on the device or under way; `torn`, the tensors that a failure
-    left one update ahead of the others or, if `lost`, behind them; the versions of all parameters as last seen, which
-    tell the user's edits. Changed on the training thread, `host` also by the executor and its workers.
+    State: `host`; `states`, what the user sees of the optimizer's; `_late`, the parameters whose states were changed
+    while newer ones were under way; `current`, whether nothing newer is on the device or under way; `torn`, the tensors
+    that a failure left one update ahead of the others or, if `lost`, behind them; the versions of all parameters as
+    last seen, which tell the user's edits; which of them are trained. Changed on the training thread, `host` also by
+    the executor and its workers.
 
     Parameters
     ----------
-    model, updater: whose tensors these are; no updater if the user's code updates.
+    model, updater: whose tensors these are; no updater if the user's code updates. watch: knows its parameters.
     """
 
-    def __init__(self, model: torch.nn.Module, updater: Updater | None) -> None:
+    def __init__(self, model: torch.nn.Module, updater: Updater | None, watch: Watch) -> None:
         self._model = weakref.ref(model)
-        self._updater = updater
+        self._updater, self._watch = updater, watch
         self.host = HostState(
-            params={n: p.data for n, p in model.named_parameters()},
+            params={n: _data(p) for n, p in watch.parameters},
             buffers=dict(model.named_buffers(remove_duplicate=False)),
         )
         self.current = True
         self.torn: tuple[str, ...] = ()
         self.lost = False
         self._not_reloaded: set[str] = set()
-        self._trains = {n: p.requires_grad for n, p in model.named_parameters()}
+        self._trains = {n: p.requires_grad for n, p in watch.parameters}
         self._versions: dict[str, tuple[int, int]] = {}
-        self.adopt_states()
+        self.states = Published(updater, self.host) if updater is not None else None
+        self._late: tuple[str, ...] = ()
         self.accept()
 
     # -- the user's edits ---------------------------------------------------------------------------------------------
@@ -52,8 +61,12 @@ class Truth:
         return tuple(n for n in now if now[n] != self._versions.get(n))
 
     def frozen(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Those that no optimizer changes; where the user's code updates, the others are sent anew every iteration."""
-        return tuple(n for n in names if not self._trains[n])
+        """Those that are not trained; where the user's code updates, the others are sent anew every iteration."""
+        return tuple(n for n in names if not self._trains.get(n))
+
+    def trained(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Those that are; an edit of another one is used from the next forward on."""
+        return tuple(n for n in names if self._trains.get(n))
 
     def accept(self) -> None:
         """Take the parameters as they are now for what the user wants."""
@@ -63,10 +76,8 @@ class Truth:
         with torch._C.DisableTorchFunctionSubclass():
             return {n: (p._version, p.data_ptr()) for n, p in self._named()}
 
-    def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
-        model = self._model()
-        # Parameters and optimizers that outlive their model are read all the same.
-        return [] if model is None else list(model.named_parameters())
+    def _named(self) -> tuple[tuple[str, torch.nn.Parameter], ...]:
+        return self._watch.parameters
 
     def check_edits(self) -> tuple[str, ...]:
         """The parameters that were edited; refuses edits of values that were not the newest.
@@ -74,33 +85,72 @@ class Truth:
         Raises: ProtocolError if the newest value of an edited parameter was on the device or under way.
         """
         edited = self.edited()
-        if edited and not self.current:
+        moving = self.trained(edited)
+        if moving and not self.current:
             self.accept()
             raise ProtocolError(
-                f"{edited[0]} was edited through an older reference to its memory while its newest value was on the "
+                f"{moving[0]} was edited through an older reference to its memory while its newest value was on the "
                 "device or being computed, so the edit is lost or mixed with an update; set the parameter again, and "
                 "call model.offmate.sync() before editing through references that are kept"
             )
         return edited
 
     def adopt_tensors(self) -> None:
-        """Follow the user's replacements of parameters' and buffers' memory.
-
-        Raises: ProtocolError if the model no longer has the tensors that it was compiled with.
-        """
-        named = dict(self._named())
+        """Follow the user's replacements of parameters' and buffers' memory."""
         with torch._C.DisableTorchFunctionSubclass():
-            if named.keys() != self.host.params.keys():
-                changed = sorted(named.keys() ^ self.host.params.keys())
-                raise ProtocolError(
-                    f"parameters were added or removed after offmate.compile ({changed[0]}, {len(changed)} in all); "
-                    "change the model first, then build the optimizer, then compile"
-                )
-            for name, param in named.items():
+            for name, param in self._named():
                 self._adopt(name, param)
+        self.adopt_buffers()
+
+    def adopt_buffers(self) -> None:
+        """Follow the user's replacements of buffers."""
         model = self._model()
         assert model is not None
         self.host.buffers.update(model.named_buffers(remove_duplicate=False))
+
+    def has_other_parameters(self, trains: bool) -> bool:
+        """Whether parameters came, went or have other names or, if a call `trains`, others are trained than before."""
+        with torch._C.DisableTorchFunctionSubclass():
+            now = {n: p.requires_grad for n, p in self._named()}
+            held = self._updater.names if self._updater is not None else {}
+            renamed = any(held.get(p, n) != n for n, p in self._named())
+        return renamed or now.keys() != self._trains.keys() or (trains and now != self._trains)
+
+    def follow(self) -> None:
+        """Take the model's parameters as they are now: their names, and which are trained. Nothing may be under way.
+
+        Raises: ProtocolError if one is trained that the planned optimizer does not hold.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            named = dict(self._named())
+            if self._updater is not None:
+                self._check_held(named)
+                self._rename({param: name for name, param in named.items()})
+            self.host.params = {n: _data(p) for n, p in named.items()}
+            self._trains = {n: p.requires_grad for n, p in named.items()}
+        self.host.updates.clear()
+        self.accept()
+
+    def _rename(self, now: dict[torch.Tensor, str]) -> None:
+        """Know the optimizer's parameters by the names that they have now; one that has gone keeps its own."""
+        assert self._updater is not None and self.states is not None
+        names = self._updater.names
+        renamed = {old: now[param] for param, old in names.items() if now.get(param, old) != old}
+        if renamed:
+            names.update({param: now.get(param, old) for param, old in names.items()})
+            self.host.states = {renamed.get(old, old): state for old, state in self.host.states.items()}
+            self.states.adopt_all()
+        self._updater.snapshot()
+
+    def _check_held(self, named: dict[str, torch.nn.Parameter]) -> None:
+        assert self._updater is not None
+        missing = [n for n, p in named.items() if p.requires_grad and p not in self._updater.names]
+        if missing:
+            raise ProtocolError(
+                f"{missing[0]} requires a gradient since offmate.compile ({len(missing)} parameters), but the planned "
+                "optimizer does not hold it. Build the optimizer with all parameters that will be trained, frozen ones "
+                "too, before compiling; or freeze it with requires_grad_(False)"
+            )
 
     def _adopt(self, name: str, param: torch.nn.Parameter) -> None:
         own = self.host.params[name]
@@ -118,7 +168,7 @@ class Truth:
                 f"{name} was replaced by another parameter, which the optimizer does not hold; copy into the old one, "
                 "or load with load_state_dict(assign=False)"
             )
-        self.host.params[name] = param.data
+        self.host.params[name] = _data(param)
 
     def pin(self, device: Device) -> None:
         """Move parameters, one after another, into host memory from which copies run beside compute.
@@ -135,32 +185,60 @@ class Truth:
                     self.host.params[name] = param.data
         self.accept()
 
-    def check_trained(self) -> None:
-        """Raise ProtocolError if parameters were frozen or unfrozen since the model was compiled."""
-        with torch._C.DisableTorchFunctionSubclass():
-            changed = [n for n, p in self._named() if p.requires_grad != self._trains.get(n, p.requires_grad)]
-        if changed:
-            raise ProtocolError(
-                f"requires_grad of {changed[0]} became {not self._trains[changed[0]]} after offmate.compile "
-                f"({len(changed)} parameters changed); freeze first, then compile"
-            )
-
     # -- optimizer states ---------------------------------------------------------------------------------------------
 
-    def publish_states(self) -> None:
-        """Show the optimizer the states that the plan keeps."""
-        if self._updater is None:
+    def came_home(self) -> None:
+        """The host holds the newest of everything from now on."""
+        if self.states is None:
+            self.current = True
             return
-        for param, name in self._updater.names.items():
-            if self.host.states.get(name):
-                self._updater.optimizer.state[param] = self.host.states[name]
+        if not self.current:
+            self._late = self.states.changed()
+        self.current = True
+        self.states.show()
+
+    def take_states(self) -> tuple[str, ...]:
+        """Take over what the user changed in the optimizer's states; the parameters that they are of.
+
+        Raises: ProtocolError if newer ones were on the device or under way when the user wrote, or if a tensor was put
+            there that is of another size than the plan counts.
+        """
+        changed = self.states.changed() if self.states is not None else ()
+        if not changed:
+            return ()
+        assert self.states is not None
+        late, self._late = changed if not self.current else self._late, ()
+        if late:
+            self.states.refuse(late)
+            raise ProtocolError(
+                f"the optimizer's state of {late[0]} was changed through an older reference while its newest values "
+                "were on the device or being computed, so the change is lost or mixed with an update; read "
+                "optimizer.state again and change what it shows, or call model.offmate.sync() before writing through "
+                "references that are kept"
+            )
+        wrong = self.states.uncounted(changed)
+        if wrong:
+            self.states.refuse(tuple(wrong))
+            name, what = next(iter(wrong.items()))
+            raise ProtocolError(
+                f"in the optimizer's state of {name} {what}; the plan counts the bytes of states. Write into the "
+                "tensor instead, or clear the state; this one is as it was before"
+            )
+        self.states.adopt(changed)
+        return changed
+
+    def take_reads(self) -> bool:
+        """Whether the user has read the optimizer's states since this was last asked; the device's may be old then."""
+        if self.states is None or not self.states.read or not self.current:
+            return False
+        self.states.read = False
+        return True
 
     def adopt_states(self) -> None:
         """Take the optimizer's states as the truth."""
-        if self._updater is None:
-            return
-        for param, name in self._updater.names.items():
-            self.host.states[name] = dict(self._updater.optimizer.state.get(param, {}))
+        if self.states is not None:
+            self.states.adopt_all()
+            self._late = ()
 
     # -- after a failure ----------------------------------------------------------------------------------------------
 

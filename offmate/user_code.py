@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import weakref
 
 import torch
 
-from .measure import AllocationLog, DeviceAllocationLog, allocation_log
+from .measure import AllocationLog, DeviceAllocationLog, allocation_log, profiler_is_taken
 from .sizes import format_bytes
 from .variants import CallKind, Variant
 
@@ -32,8 +33,10 @@ class UserCode:
     def begins(self, variant: Variant) -> None:
         """The model returns: watch, if the loss is computed outside of it and this kind was not seen yet."""
         computes = any(like.numel() > 1 for like in variant.prepared.gradient_like.values())
-        if computes and variant.kind not in self.held_bytes:
+        if computes and variant.kind not in self.held_bytes and not profiler_is_taken():
             self._log = allocation_log(self._device).__enter__()
+            # A process that ends while it is on would crash on its way out.
+            self._end = weakref.finalize(self, self._log.__exit__, None, None, None)
 
     def ends(self) -> None:
         """backward() begins."""
@@ -41,13 +44,27 @@ class UserCode:
             # The profiler's state is restored when autograd returns, so it can only be marked here, not stopped.
             self._log.stretch(_BACKWARD, lambda: None)
 
+    def stops(self) -> None:
+        """Another forward comes before backward(); from now on nothing is watched."""
+        if self._log is not None:
+            self.ends()
+            self._end()
+
+    def forget(self) -> None:
+        """The forward is given up: what was seen says nothing."""
+        if self._log is not None:
+            self._end()
+            self._log = None
+
     def account(self, variant: Variant | None) -> bool:
         """Take what was seen; whether it was more than `variant` reserves, so that it must be planned anew."""
         if self._log is None or variant is None:
             return False
-        self._log.__exit__(None, None, None)
-        measured = self._log.peak_bytes(until=_BACKWARD)
-        self._log = None
+        self._end()
+        seen, self._log = self._log, None
+        if seen.cut_short:
+            return False
+        measured = seen.peak_bytes(until=_BACKWARD)
         reserved = variant.prepared.plan.user_bytes
         self.held_bytes[variant.kind] = max(measured, reserved)
         log.info("your code holds %s between forward and backward", format_bytes(measured))

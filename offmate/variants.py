@@ -12,21 +12,33 @@ import torch
 from torch.utils import _pytree as pytree
 
 from . import decisions
+from .byproducts import ByProduct
+from .errors import CaptureError
 from .request import Prepared
 from .runtime.executor import Executor
+from .runtime.program import Slot
 from .runtime.reserve import Place
 
 _COUNT = "num_items_in_batch"
 
 
 class CallKind(NamedTuple):
-    """What of a call decides its plan, besides what the model asks of the batch."""
+    """What of a call decides its plan, besides what the model asks of the batch.
+
+    Parameters
+    ----------
+    arguments, leaves: how the arguments belong together, and what each is. trains: whether a backward may follow.
+    state: number of the state that the model's Python is in (`Watch`). around: torch's settings (`surroundings`).
+    strides: of the tensors that are not contiguous.
+    """
 
     arguments: str
     leaves: tuple[Any, ...]
     trains: bool
-    training_mode: bool
-    autocast: tuple[Any, ...]
+    state: int
+    around: tuple[Any, ...]
+    reserved_bytes: int = 0
+    strides: tuple[tuple[int, ...], ...] = ()
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -35,9 +47,9 @@ class CallKind(NamedTuple):
 
     @property
     def without_shapes(self) -> tuple[Any, ...]:
-        """Everything else, dimensions counted."""
-        leaves = tuple((len(a) if isinstance(a, tuple) else a, b) for a, b in self.leaves)
-        return self._replace(leaves=leaves)
+        """Everything else, dimensions counted, whole numbers left out."""
+        leaves = tuple((len(a), b) if isinstance(a, tuple) else (a, None if a is int else b) for a, b in self.leaves)
+        return self._replace(leaves=leaves, strides=())
 
 
 @dataclass(frozen=True)
@@ -46,15 +58,18 @@ class Call:
 
     Parameters
     ----------
-    args, kwargs: with tensors for the numbers that change from batch to batch. given: both, as the user gave them.
-    trains: whether a backward may follow. training_mode: of the model.
+    args, kwargs: as the user gave them, or with a tensor for the number of items. given: both, as the user gave them.
+    trains, state, around: as in `CallKind`.
+    reserved_bytes: of the budget, that other things on the device take while it runs.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     given: tuple[tuple[Any, ...], dict[str, Any]]
     trains: bool
-    training_mode: bool
+    state: int
+    around: tuple[Any, ...]
+    reserved_bytes: int = 0
 
     @functools.cached_property
     def leaves(self) -> list[Any]:
@@ -68,18 +83,31 @@ class Call:
 
     @functools.cached_property
     def kind(self) -> CallKind:
-        """What decides its plan, under the autocast that holds when it is first asked for."""
+        """What decides its plan."""
         leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
         described = tuple(
             (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf) for leaf in leaves
         )
-        autocast = tuple((k, torch.get_autocast_dtype(k)) for k in ("cpu", "cuda") if torch.is_autocast_enabled(k))
-        return CallKind(str(spec), described, self.trains, self.training_mode, autocast)
+        odd = next((type(leaf).__name__ for leaf in leaves if getattr(type(leaf), "__hash__", None) is None), None)
+        if odd is not None:
+            raise CaptureError(
+                f"an argument is a {odd}, of which it cannot be told whether it has changed; pass tensors, numbers, "
+                "text or tuples of them (torch.from_numpy makes a tensor of an array)"
+            )
+        strides = tuple(_strides(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return CallKind(str(spec), described, self.trains, self.state, self.around, self.reserved_bytes, strides)
 
     def as_given(self) -> Call:
         """The same with its numbers as they are."""
         args, kwargs = self.given
         return replace(self, args=args, kwargs=kwargs)
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Of the dimensions that have any: kernels and forwards may ask for them."""
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return ()
+    return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride()))
 
 
 @dataclass
@@ -101,11 +129,35 @@ class Variant:
         """Names of the output values, in the order in which autograd sees them."""
         return self.prepared.binding.outputs
 
-    def returned(self, outputs: dict[str, torch.Tensor]) -> Any:
-        """What the model returns, from its output values by name."""
+    @functools.cached_property
+    def read_by_backward(self) -> frozenset[str]:
+        """Values that some block's backward reads: those among the outputs may not change before."""
+        found: set[str] = set()
+        for block in self.prepared.binding.blocks:
+            slots = pytree.tree_leaves([(i.args, i.kwargs) for i in block.backward.instructions])
+            read = {slot.index for slot in slots if isinstance(slot, Slot)}
+            found |= {port.name for port in (*block.inputs, *block.results) if port.register in read}
+        return frozenset(found)
+
+    def named(self, outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Output values by the names under which the model returns them."""
+        captured = self.prepared.captured
+        names = {o: n for o, n in zip(captured.outputs, captured.output_names) if isinstance(o, str)}
+        return {names.get(node, node): output for node, output in outputs.items()}
+
+    @property
+    def updates(self) -> set[str]:
+        """Names of the parameters that its iteration updates."""
+        schedule = self.prepared.plan.schedule
+        return schedule.update_cpu_s.keys() | schedule.update_device_s.keys()
+
+    def returned(self, outputs: dict[str, torch.Tensor]) -> tuple[Any, list[tuple[ByProduct, list[torch.Tensor]]]]:
+        """What the model returns, from its output values by name, and its by-products with their tensors."""
         captured = self.prepared.captured
         leaves = [outputs[o] if isinstance(o, str) else o[0] for o in captured.outputs]
-        return pytree.tree_unflatten(leaves, captured.out_spec)
+        result, tensors = pytree.tree_unflatten(leaves, captured.out_spec)
+        rest = iter(tensors)
+        return result, [(b, [next(rest) for _ in range(b.n_tensors)]) for b in captured.by_products]
 
 
 class Variants:
@@ -165,38 +217,32 @@ class Variants:
         return all(a <= b for a, b in sizes) and all(a == b for a, b in bucket)
 
 
-class Numbers:
-    """Whole numbers among a call's arguments that change from batch to batch, handed on as tensors.
+class Counts:
+    """The number of items of a batch, which transformers' models take as a whole number that differs in every batch.
 
-    A graph is captured for every value of a Python number, for none of a tensor's. A whole number becomes a tensor of
-    int64 without dimensions, with which arithmetic rounds as with the number itself; floats would not.
+    A graph is captured for every value of a Python number, for none of a tensor's. transformers divides a float32 loss
+    by this one, with the same bits whichever it is. Every other number stays as it is, since a forward may ask for its
+    type, and lower precisions round otherwise.
 
-    State: `_seen`, the values by place; `_changing`, the places that have held several; `_needed`, those where a tensor
-    does not export.
+    State: `_needed`, whether the model was seen to need a number.
+
+    Parameters
+    ----------
+    model: counts of items are handed on as tensors if its forward is of transformers.
     """
 
-    def __init__(self) -> None:
-        self._seen: dict[tuple[str, int], int] = {}
-        self._changing: set[tuple[str, int]] = set()
-        self._needed: set[tuple[str, int]] = set()
+    def __init__(self, model: torch.nn.Module) -> None:
+        plain = getattr(model, "get_base_model", lambda: model)()
+        self._needed = not type(plain).__module__.startswith("transformers.models.")
 
-    def as_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with changing numbers as tensors."""
-        if isinstance(kwargs.get(_COUNT), int):
-            kwargs = {**kwargs, _COUNT: torch.tensor(kwargs[_COUNT])}
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        places = [(str(spec), i) for i, leaf in enumerate(leaves) if type(leaf) is int]
-        for place in places:
-            if self._seen.setdefault(place, leaves[place[1]]) != leaves[place[1]]:
-                self._changing.add(place)
-        for place in places:
-            if place in self._changing - self._needed:
-                leaves[place[1]] = torch.tensor(leaves[place[1]])
-        return pytree.tree_unflatten(leaves, spec)
+    def as_tensor(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments, with a count of items as a tensor."""
+        if self._needed or type(kwargs.get(_COUNT)) is not int:
+            return kwargs
+        return {**kwargs, _COUNT: torch.tensor(kwargs[_COUNT])}
 
-    def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Have the changing numbers of such a call handed on as they are from now on; false if there are none."""
-        spec = str(pytree.tree_structure((args, kwargs)))
-        tried = {place for place in self._changing - self._needed if place[0] == spec}
-        self._needed |= tried
-        return bool(tried)
+    def keep(self, kwargs: dict[str, Any]) -> bool:
+        """Have counts handed on as they are from now on; false if this call has none or they are so already."""
+        changed = not self._needed and type(kwargs.get(_COUNT)) is int
+        self._needed = True
+        return changed

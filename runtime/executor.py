@@ -14,6 +14,7 @@ from .contents import Buffer, Contents
 from .device import Device
 from .gate import Clip, Gate
 from .gradients import Gradients
+from .parking import Parked, park, unpark
 from .states import States
 from .transfers import Transfers
 from .updated import Updated
@@ -86,7 +87,7 @@ class Executor:
         ledger = self.device.ledger
         ledger.add("b", self.fixed_bytes)
         for item in self.schedule.resident_at(micro_batch):
-            if item.startswith(("old:", "g:")):
+            if item.startswith(("old:", "g:", "x:")):
                 # What the last iteration would have left; in the first one it is only counted.
                 ledger.add(item.split(":")[0], self.schedule.item_bytes[item])
             elif item.startswith("p:") and item[2:] in self._homeless:
@@ -175,6 +176,10 @@ class Executor:
             event.synchronize()
         self._updates.rescue()
 
+    def renew_states(self) -> None:
+        """Send the optimizer states on the device anew; the host's are the newest, after `sync`."""
+        self._transfers.renew_states()
+
     def unload(self) -> None:
         """Take everything off the device; afterwards the host holds the truth, sums of gradients included."""
         self.sync()
@@ -186,6 +191,29 @@ class Executor:
         self._transfers.release_host()
         self._gradients.release_host()
         self._empty()
+
+    def park(self, given: Iterable[torch.Tensor]) -> Parked:
+        """Leave the device to something else between a forward and its backward; `unpark` goes on.
+
+        Parameters
+        ----------
+        given: the outputs; their memory stays, as does what the host shares.
+        """
+        self.sync()
+        for buffers in (self._contents.params, self._contents.states, self._contents.values, self._contents.totals):
+            for buffer in buffers.values():
+                buffer.synchronize()
+        self.device.drain()
+        host = self.host
+        states = [v for state in host.states.values() for v in state.values() if isinstance(v, torch.Tensor)]
+        shared = [*host.params.values(), *host.buffers.values(), *host.grads.values(), *states]
+        storages = park(self._contents, [*given, *shared, *self.binding.constants.values()])
+        return Parked(storages, self.device.ledger.put_aside())
+
+    def unpark(self, parked: Parked) -> None:
+        """Have everything on the device as it was when `park` was called."""
+        unpark(parked)
+        self.device.ledger.restore(parked.level)
 
     def abandon(self) -> frozenset[str]:
         """After a failure: let what is under way end, save what only the device has, take everything off it.

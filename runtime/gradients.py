@@ -42,13 +42,15 @@ class Gradients:
     With one micro-batch a gradient that leaves is copied to `HostState.grads`. With several, the first one becomes the
     total, there or on the device; later ones are added to it once they are complete, as autograd adds to `.grad`.
 
-    State: `_arrivals`, used in turn. Everything else that changes is in `contents` and `host`.
+    State: `_arrivals`, used in turn; `_unbegun`, the totals on the device to which no micro-batch has added yet, since
+    those before this one ran by plans without that parameter. Everything else that changes is in `contents` and `host`.
     """
 
     def __init__(self, schedule: Schedule, host: HostState, device: Device, contents: Contents) -> None:
         self._sizes, self._host, self._device, self._contents = schedule.item_bytes, host, device, contents
         self._adds_up = schedule.micro_batches > 1
         self._arrivals: list[_Arrival] = []
+        self._unbegun: set[str] = set()
 
     # -- items --------------------------------------------------------------------------------------------------------
 
@@ -68,7 +70,11 @@ class Gradients:
         """Add a gradient to its total on the device, or make it the total."""
         here, ledger = self._contents, self._device.ledger
         size, grad = self._sizes[f"g:{name}"], here.grads.pop(f"param:{name}")
-        if name in here.totals:
+        if name in self._unbegun:
+            here.totals[name].read().copy_(grad)
+            self._unbegun.discard(name)
+            ledger.remove("g", size)
+        elif name in here.totals:
             here.totals[name].read().add_(grad)
             ledger.remove("g", size)
         else:
@@ -83,7 +89,10 @@ class Gradients:
                 self._add(arrival)
 
     def restore(self, name: str) -> Buffer:
-        """Bring a total back to the device, in the middle of an iteration."""
+        """Bring a total back to the device, in the middle of an iteration, or make room for one that has not begun."""
+        if name not in self._host.totals:
+            self._unbegun.add(name)
+            return Buffer({"": self._device.empty_like(self._host.params[name])})
         total = self._host.grads[name]
         tensor = self._device.empty_like(total)
         copy = self._device.copy_in(tensor, total, ())
@@ -111,7 +120,8 @@ class Gradients:
         """See that the host gets the complete gradient; the events after which it has."""
         here = self._contents
         if name in here.totals:
-            self._copy(name, here.totals[name].read())
+            if name not in self._unbegun:
+                self._copy(name, here.totals[name].read())
         elif f"param:{name}" in here.grads and name not in here.grad_leaving and name in here.pending:
             self._send(name)
         self.accumulate_on_host(name)
@@ -121,7 +131,7 @@ class Gradients:
     def store_totals(self) -> None:
         """Bring all that was added up to the host, in the middle of an iteration."""
         here = self._contents
-        for name in sorted({*here.totals, *here.pending}):
+        for name in sorted({*here.totals, *here.pending} - self._unbegun):
             for event in self.bring_home(name):
                 event.synchronize()
             self._host.totals.add(name)
@@ -139,6 +149,7 @@ class Gradients:
         """Let go of host memory; nothing may be under way. Sums that an iteration goes on with stay."""
         self._host.grads = {name: grad for name, grad in self._host.grads.items() if name in self._host.totals}
         self._arrivals.clear()
+        self._unbegun.clear()
 
     def forget(self) -> None:
         """The iteration was given up: nothing that was added up counts any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import NamedTuple
@@ -69,6 +70,7 @@ class Lane:
         self._busy = self._closing = False
         self._changed, self._launches, self._poll_s = changed, launches, poll_s
         self._n_threads = n_threads
+        self._process = os.getpid()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"offmate-{name}", daemon=True)
         everybody = torch.get_num_threads()
@@ -121,7 +123,9 @@ class Lane:
             self._changed.wait_for(lambda: not self._jobs and not self._busy)
 
     def close(self) -> None:
-        """Stop the thread once its jobs are done."""
+        """Stop the thread once its jobs are done; in a forked child there is none, and a lock may be held for ever."""
+        if os.getpid() != self._process:
+            return
         with self._changed:
             self._closing = True
             self._changed.notify_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
 
 _WORDS = {"p": "parameters", "s": "optimizer states", "b": "buffers and scalars"}
 _REST = "activations and gradients"
@@ -10,6 +11,13 @@ _REST = "activations and gradients"
 
 class LimitExceeded(RuntimeError):
     """The device would hold more than its budget."""
+
+
+class Level(NamedTuple):
+    """Bytes held, in all and by kind where the kind matters."""
+
+    level_bytes: int
+    moved: Counter[str]
 
 
 class Ledger:
@@ -68,6 +76,16 @@ class Ledger:
         """Everything was let go."""
         self.level_bytes = 0
         self._moved.clear()
+
+    def put_aside(self) -> Level:
+        """Forget what is held; `restore` knows it again."""
+        held = Level(self.level_bytes, self._moved.copy())
+        self.clear()
+        return held
+
+    def restore(self, held: Level) -> None:
+        """What was put aside is held again, in place of anything else."""
+        self.level_bytes, self._moved = held.level_bytes, held.moved.copy()
 
     def reset_peak(self) -> None:
         """Start the peak anew from what is held now."""

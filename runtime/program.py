@@ -151,9 +151,10 @@ def run(
         made = 0
         for position, storage, _ in step.makes:
             element = result[position] if step.tupled else result
-            live[storage] = nbytes = element.untyped_storage().nbytes()
+            # A kernel may leave out what nobody asked it for.
+            live[storage] = nbytes = 0 if element is None else element.untyped_storage().nbytes()
             made += nbytes
-            if arena is not None:
+            if arena is not None and element is not None:
                 arena.note(element, alone=step.allocates_once)
         ledger.made(made, step.workspace_bytes)
         result = element = None

@@ -64,6 +64,15 @@ class Transfers:
         copies = tuple(self._device.copy_in(tensors[key], source, after) for key, source in sources.items())
         return Buffer(tensors, UnderWay(f"the copy of {item} to the device", copies) if copies else None)
 
+    def renew_states(self) -> None:
+        """Copy the states that are on the device from the host again."""
+        for item, buffer in self._contents.states.items():
+            buffer.settle()
+            sources = self._states.sources(item)
+            with torch.no_grad():
+                for key, tensor in buffer.tensors.items():
+                    tensor.copy_(sources[key])
+
     def _restore(self, item: str, kind: str, name: str) -> None:
         here = self._contents
         buffer = self._bring(item, self.host_copies[item], (here.written.pop(item),))

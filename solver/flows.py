@@ -155,7 +155,7 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     name, idle = group.name, span.idle
     first_update, updated = problem.first_update(group), problem.device_update(group)
     before_use = around(first_update, span.first - 1, problem.n_steps)
-    x = builder.column(f"x[{name}]")
+    x = builder.column(f"x[{name}]") if group.side == "any" else WHOLE if group.side == "host" else NONE
     grad_out = flow(builder, f"GradOut[{name}]", idle, leaving_steps(problem, idle, 2), x)
     update = flow(builder, f"Opt[{name}]", idle, updating_steps(problem, before_use[:-1]), x)
     cpu_back = flow(builder, f"ParInC[{name}]", idle, coming_steps(problem, before_use, 1), x)

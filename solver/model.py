@@ -7,7 +7,7 @@ has moved up to a step (see Flow), written `Flow.upto(t)`, and `Flow.before(t)` 
 | --- | --- | --- | --- | --- |
 | p, r, q | param_, grad_, state_bytes | compute copy, gradient, optimizer state | bytes | |
 | f, g | Span.first, Span.end | first use, step of the last gradient | step | idle gap: g .. f - 1 |
-| x | cpu_part | updated on the host; the rest on the device, in g; with a gate in u | [0, 1] | |
+| x | cpu_part | updated on the host; the rest on the device, in g; with a gate in u | [0, 1]; 1 or 0 by side | |
 | u | updated | step of the device's update; g without a gate | step | device part: r stays, flows begin at u, not g |
 | GradOut | grad_out | CPU part's gradient leaves | idle gap | sum = x |
 | | lead_out | the same in all passes but the last | after g | sum = x, gone before the next pass makes it again |

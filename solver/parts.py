@@ -208,6 +208,9 @@ def whole_parts(
     for group in _in_order(problem):
         if group.name in parts:
             continue
+        if group.side != "any":
+            parts[group.name] = float(group.side == "host")
+            continue
         wanted = solution.groups[group.name].cpu_part * group.param_bytes
         below, above = _neighbours(_sizes(group), wanted - ahead)
         nearer = above - (wanted - ahead) <= wanted - ahead - below

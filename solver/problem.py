@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 Rows = tuple[int, int]
 """Rows of a tensor, from the first number on to the one before the second."""
+
+Side = Literal["any", "host", "device"]
+"""Who may update a group: the program decides how much of it is whose, or all of it is the host's or the device's."""
 
 
 class ProblemError(ValueError):
@@ -95,6 +98,7 @@ class Group:
     cpu_update_s, device_update_s: seconds to update the whole group on the host and on the device.
     cpu_add_s, device_add_s: seconds to add one micro-batch's gradient of the whole group to its total on the host and
         on the device.
+    side: who updates it; says nothing of what is frozen, or updated by the user's own code.
     """
 
     name: str
@@ -105,6 +109,7 @@ class Group:
     device_update_s: float = 0.0
     cpu_add_s: float = 0.0
     device_add_s: float = 0.0
+    side: Side = "any"
 
     @property
     def trainable(self) -> bool:
@@ -328,6 +333,7 @@ def check(problem: Problem) -> None:
         _require(bool(group.uses), f"{row} is used by no step")
         _steps(row, "uses", group.uses, 0, 2 * n - 1)
         _steps(row, "grad_steps", group.grad_steps, n, 2 * n - 1)
+        _require(group.side in get_args(Side), f"{row}: side is {group.side!r}, must be any, host or device")
         for tensor in group.tensors:
             _numbers(f"{row}, tensor {tensor.name}", tensor)
             _rows(f"{row}, tensor {tensor.name}", tensor)

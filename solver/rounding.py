@@ -135,8 +135,10 @@ def _host_part(
 
     Less than the fraction only as far as the device can hold the rest, with its states, all the time.
     """
-    if problem.update == "external":
+    if problem.update == "external" or group.side == "host":
         return frozenset(tensor.name for tensor in group.tensors)
+    if group.side == "device":
+        return frozenset()
     less = max(0.0, excess_s) / group.cpu_update_s if group.cpu_update_s > 0 else 0.0
     fraction = flow.cpu_part - min(less, allowance.room())
     sizes = {tensor.name: tensor.param_bytes for tensor in group.tensors}

@@ -1,11 +1,16 @@
-"""The plan of last resort: every parameter comes in for each use and leaves after it, every update is on the host."""
+"""The plan of last resort: every parameter comes in for each use and leaves after it, every update is on the host.
+
+Where a group has to be updated on the device its states come in for that alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
 from .chain import away_window
-from .flows import Stay, around, span_of
+from .flows import Span, Stay, around, span_of
 from .problem import Block, Group, Problem
 from .solution import ActivationFlow, Gap, GroupFlow, Solution, Status
 
@@ -58,10 +63,22 @@ def _streamed(problem: Problem, group: Group) -> GroupFlow:
     last = span.idle[-1]
     if problem.update == "external":
         return GroupFlow(cpu_part=1.0, grad_out={span.end: 1.0}, cpu_back={last: 1.0}, gaps=gaps)
+    if group.side == "device":
+        return replace(_on_device(problem, group, span), gaps=gaps)
     update = {problem.first_update(group): 1.0}
     led = {span.points[-1]: 1.0} if problem.n_passes > 1 else {}
     flows = {"grad_out": {span.end: 1.0}, "lead_out": led, "cpu_update": update, "cpu_back": {last: 1.0}}
     return GroupFlow(cpu_part=1.0, gaps=gaps, **flows)
+
+
+def _on_device(problem: Problem, group: Group, span: Span) -> GroupFlow:
+    """New values and states leave right after the update, and return right before they are needed."""
+    updated = problem.device_update(group)
+    after = around(updated, span.first - 1, problem.n_steps)
+    away: dict[str, Any] = {"drop": {updated: 1.0}, "back": {after[-1]: 1.0}} if len(after) > 2 else {}
+    may = [step for step in around(updated, updated - 1, problem.n_steps) if not problem.in_middle(step)]
+    states: dict[str, Any] = {"state_out": {may[0]: 1.0}, "state_in": {may[-1]: 1.0}} if group.state_bytes else {}
+    return GroupFlow(out={updated: 1.0}, **away, **states)
 
 
 def _gap(stay: Stay, total: int) -> Gap:
@@ -101,6 +118,15 @@ def _add_group(problem: Problem, group: Group, flow: GroupFlow, seconds: list[fl
         seconds[step] += group.grad_bytes / rates.out_bytes_per_s + added_s
     for step in flow.cpu_update:
         seconds[step] += group.cpu_update_s
+    if group.trainable and not flow.cpu_part:
+        seconds[problem.device_update(group)] += group.device_update_s
+        for start in problem.passes[1:]:
+            seconds[start + group.grad_steps[-1]] += group.device_add_s
+    for moved, size in ((flow.out, group.param_bytes), (flow.state_out, group.state_bytes)):
+        for step in moved:
+            seconds[step] += size / rates.out_bytes_per_s
+    for step in flow.state_in:
+        seconds[step] += group.state_bytes / rates.in_bytes_per_s
     back = [step + shift for gap in flow.gaps for step in gap.back for shift in gap.shifts]
-    for step in [*flow.cpu_back, *back]:
+    for step in [*flow.cpu_back, *flow.back, *back]:
         seconds[step] += group.param_bytes / rates.in_bytes_per_s

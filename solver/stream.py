@@ -38,7 +38,10 @@ def _stream(problem: Problem, ahead: int) -> Schedule:
     sizes |= {f"x:{s.name}": s.bytes for s in problem.shared if s.bytes}
     for output in problem.outputs:
         sizes |= {f"{kind}:{output.name}": output.bytes for kind in ("o", "old") if output.bytes}
-    actions: list[Action] = [Action(0, Kind.PREFETCH, item) for item in params[0]]
+    # What is returned without depending on a parameter is the user's until the next call.
+    kept = [f"x:{s.name}" for s in problem.shared if s.bytes and s.last_step >= n]
+    actions: list[Action] = [Action(0, Kind.FREE, item) for item in kept]
+    actions += [Action(0, Kind.PREFETCH, item) for item in params[0]]
     there = set(params[0])
     actions.append(Action(0, Kind.COMPUTE, "start"))
     for i in range(n):
@@ -48,7 +51,7 @@ def _stream(problem: Problem, ahead: int) -> Schedule:
         actions.append(Action(i, Kind.COMPUTE, f"F{i}"))
         done = [item for item in params[i] if i + 1 >= n or not any(item in p for p in params[i + 1 : i + 2])]
         done += [f"v:{v.name}" for v in problem.values if v.uses[-1] == i and v.bytes]
-        done += [f"x:{s.name}" for s in problem.shared if s.bytes and min(s.last_step, n - 1) == i]
+        done += [f"x:{s.name}" for s in problem.shared if s.bytes and s.last_step == i]
         there -= set(done)
         actions += [Action(i, Kind.FREE, item) for item in done]
     old = [f"old:{o.name}" for o in problem.outputs if o.bytes]
@@ -56,7 +59,7 @@ def _stream(problem: Problem, ahead: int) -> Schedule:
     return Schedule(
         options=(0,) * n,
         item_bytes=sizes,
-        resident=tuple(sorted(old)),
+        resident=tuple(sorted(old + kept)),
         computes=_computes(problem, params, sizes),
         update_cpu_s={},
         update_device_s={},

@@ -9,7 +9,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import OffmateError
+from ..split import Split
 from .updates import Updates
 
 log = logging.getLogger("offmate")
@@ -33,13 +34,14 @@ class Moment:
     Parameters
     ----------
     step: steps done, from which the data position follows. tokens: digest of the run's tokens.
-    threads, torch: of which the last bits depend.
+    threads, torch: of which the last bits depend. split: who updates which parameter; on a card they depend on it, too.
     """
 
     step: int
     tokens: str
     threads: int
     torch: str
+    split: Split = field(default_factory=Split)
 
 
 def save_checkpoint(folder: Path, moment: Moment, model: Any, updates: Updates, plan: Any, keep: int) -> Path:
@@ -87,7 +89,10 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 def load_moment(path: Path) -> Moment:
     """Where the run was at a checkpoint."""
-    return Moment(**json.loads((path / _MOMENT).read_text()))
+    data = json.loads((path / _MOMENT).read_text())
+    # Older checkpoints have none.
+    split = Split.from_dict(data.pop("split", Split().to_dict()))
+    return Moment(**data, split=split)
 
 
 def restore_updates(path: Path, updates: Updates) -> None:

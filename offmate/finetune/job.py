@@ -19,9 +19,11 @@ import torch
 
 from ..api import compile as compile_model
 from ..api import plan as plan_model
-from ..devices import device_kind
-from ..errors import OffmateError, PlanFileError
+from ..config import Config
+from ..devices import EMULATED, device_kind
+from ..errors import InfeasibleBudget, OffmateError, PlanFileError
 from ..plans import Plan, load_plan
+from ..split import Split
 from .checkpoint import (
     PLAN,
     Moment,
@@ -94,7 +96,7 @@ def finetune(given: Mapping[str, Any], *, resume: bool, dry_run: bool, yes: bool
             _save_settings(settings, place)
         loaded = _load(settings, folder, tokenizer, output if resume else place)
         weights_bytes, states_bytes = checkpoint_bytes(loaded.model, loaded.updates, settings.lora is not None)
-        plan = _plan(settings, loaded)
+        plan, config = _plan(settings, loaded)
         packed = _tokens(settings, loaded, output if resume else place)
         batches = Batches(
             packed.train, settings.sequence_length or 0, settings.batch_size, settings.accumulation, settings.seed
@@ -109,7 +111,7 @@ def finetune(given: Mapping[str, Any], *, resume: bool, dry_run: bool, yes: bool
             return
         _agree(preview.doubts(), yes, mode)
         begun.append(True)
-        _train(settings, loaded, plan, packed, batches, n_steps, mode)
+        _train(settings, loaded, plan, config, packed, batches, n_steps, mode)
         _say(mode, f"done: {output} loads with plain {'peft' if settings.lora else 'transformers'}", event="done")
 
 
@@ -206,10 +208,25 @@ def _load(settings: Settings, folder: Path, tokenizer: Any, place: Path) -> _Loa
     return _Loaded(folder, tokenizer, model, updates, checkpoint, moment)
 
 
-def _plan(settings: Settings, loaded: _Loaded) -> Plan:
+def _plan(settings: Settings, loaded: _Loaded) -> tuple[Plan, Config]:
+    """The plan, and its configuration: a run that goes on updates every parameter where it did before."""
+    split = loaded.moment.split if loaded.moment is not None else Split()
+    config = Config(updates=split) if split != Split() else Config()
+    try:
+        plan = _planned(settings, loaded, config)
+    except InfeasibleBudget:
+        if device_kind(settings.device) != EMULATED or split == Split():
+            raise
+        log.info("the split of updates so far does not fit the new budget; another one changes no bits here")
+        config = Config()
+        plan = _planned(settings, loaded, config)
+    return _earlier(plan, loaded.checkpoint) or plan, config
+
+
+def _planned(settings: Settings, loaded: _Loaded, config: Config) -> Plan:
     ids = torch.zeros(settings.batch_size, settings.sequence_length or 0, dtype=torch.long)
     batch: Batch = {"input_ids": ids, "labels": ids.clone()}
-    plan = plan_model(
+    return plan_model(
         loaded.model,
         settings.gpu_budget,
         example_inputs=batch,
@@ -217,8 +234,8 @@ def _plan(settings: Settings, loaded: _Loaded) -> Plan:
         **settings.gate,
         device=settings.device,
         cpu_budget=settings.cpu_budget,
+        config=config,
     )
-    return _earlier(plan, loaded.checkpoint) or plan
 
 
 def _earlier(plan: Plan, checkpoint: Path | None) -> Plan | None:
@@ -248,7 +265,14 @@ def _tokens(settings: Settings, loaded: _Loaded, place: Path) -> Packed:
 
 
 def _train(
-    settings: Settings, loaded: _Loaded, plan: Plan, packed: Packed, batches: Batches, n_steps: int, mode: str
+    settings: Settings,
+    loaded: _Loaded,
+    plan: Plan,
+    config: Config,
+    packed: Packed,
+    batches: Batches,
+    n_steps: int,
+    mode: str,
 ) -> None:
     output = Path(settings.output)
     model = compile_model(
@@ -259,6 +283,7 @@ def _train(
         device=settings.device,
         cpu_budget=settings.cpu_budget,
         plan=plan,
+        config=config,
     )
     reporters = make_reporters(settings.report, output, settings.to_dict(), mode)
     start = loaded.moment.step if loaded.moment else 0

@@ -140,9 +140,9 @@ def _evaluate(run: Run, done: int) -> None:
 
 
 def _save(run: Run, done: int) -> None:
-    moment = Moment(done, run.packed.digest, torch.get_num_threads(), torch.__version__)
-    plan, keep = run.model.offmate.plan, run.settings.keep_checkpoints
-    path = save_checkpoint(run.checkpoints, moment, run.model, run.updates, plan, keep)
+    handle, keep = run.model.offmate, run.settings.keep_checkpoints
+    moment = Moment(done, run.packed.digest, torch.get_num_threads(), torch.__version__, handle.split)
+    path = save_checkpoint(run.checkpoints, moment, run.model, run.updates, handle.plan, keep)
     _tell(run, lambda r: r.checkpoint(done, path))
 
 

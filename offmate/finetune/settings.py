@@ -20,7 +20,8 @@ PRECISIONS = ("fp32", "bf16", "bf16-master")
 TRAINED_ON = ("all", "assistant")
 REPORTERS = ("tensorboard", "wandb")
 
-# Settings that do not change the numbers, so that a run may be resumed with others.
+# Settings that do not change the numbers, so that a run may be resumed with others; budgets do not, since checkpoints
+# say who updates what and a resumed run keeps to it.
 _FREE = ("gpu_budget", "cpu_budget", "eval_every", "checkpoint_every", "keep_checkpoints", "report", "output")
 
 

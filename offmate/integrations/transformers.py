@@ -84,7 +84,7 @@ class OffmateCallback(TrainerCallback):
         state.log_history[-1].update(found)
 
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Put the plans beside the weights, for `OffmateTrainerMixin` to find when training resumes."""
+        """Put the plans and the split of updates beside the weights, for `OffmateTrainerMixin` when it resumes."""
         handle = _handle(model)
         if handle is not None:
             handle.save_plans(Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", PLANS))

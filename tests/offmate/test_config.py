@@ -5,6 +5,7 @@ import pytest
 
 from offmate.config import Config
 from offmate.errors import BudgetExceeded, DeviceError, InfeasibleBudget, OffmateError
+from offmate.split import Split
 
 
 def test_defaults_hold(monkeypatch):
@@ -43,6 +44,8 @@ def test_is_frozen():
         {"shape_buckets": (128, 1024)},
         {"max_plans": 1},
         {"backend": "inductor"},
+        {"updates": "host"},
+        {"updates": Split(("a",), ("b",))},
     ],
 )
 def test_accepts(good):
@@ -55,6 +58,8 @@ def test_accepts(good):
         {"solver_time_limit_s": 0},
         {"solver_time_limit_s": float("nan")},
         {"solver_time_limit_s": "60"},
+        {"updates": "cpu"},
+        {"updates": {"a": "host"}},
         {"solver_gap": 1.0},
         {"solver_gap": -0.1},
         {"options_per_block": 2},

@@ -191,7 +191,7 @@ def test_ctrl_c_never_tears(nth):
 
 
 def test_second_ctrl_c_stops_at_once(caplog):
-    loop = trained("least", steps=2)
+    loop = trained("ample", steps=2)
     updates = [a for a in loop.executor.schedule.backward if a.kind is Kind.UPDATE_DEVICE]
 
     def twice() -> None:

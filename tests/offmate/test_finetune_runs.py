@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import peft
@@ -16,7 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from offmate import cli
 from offmate.errors import OffmateError
-from offmate.finetune import loop
+from offmate.finetune import checkpoint, loop
+from offmate.optimizer import Updater
 
 from .finetune_kit import TEXT, arguments, finetune, losses, make_models, plain_run, refused, same, weights
 
@@ -215,6 +218,58 @@ def test_resume_with_another_configuration_shows_the_differences(base, tmp_path,
     said = refused(usual(base, output, resume=True, learning_rate=5e-3, seed=1), capsys)
     assert "learning_rate: 0.01 in the run, 0.005 now" in said and "seed: 0 in the run, 1 now" in said
     assert "exists already; go on with it by --resume" in refused(usual(base, output), capsys)
+
+
+def split_of(output: Path) -> dict[str, list[str]]:
+    """Who updates what, as the newest checkpoint says."""
+    newest = max((output / "checkpoints").iterdir())
+    return json.loads((newest / "moment.json").read_text())["split"]
+
+
+def updates_seem_to_take(cpu_update_s: float, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who updates what is then certain, whatever else the machine does."""
+    cost = Updater.cost
+    monkeypatch.setattr(Updater, "cost", lambda *given: replace(cost(*given), cpu_update_s=cpu_update_s))
+    monkeypatch.setattr("offmate.measured._kept", {})
+    monkeypatch.setenv("OFFMATE_CACHE_DIR", str(folder / "cache"))
+
+
+@pytest.mark.parametrize(("begun", "resumed", "kept"), [("500KiB", "16MiB", True), ("16MiB", "352KiB", False)])
+def test_on_resume_the_budget_may_change_and_the_split_stays(base, tmp_path, monkeypatch, begun, resumed, kept):
+    """Where it does not fit another one is taken: on the emulated device that changes no bits."""
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    events = finetune(usual(base, unbroken))
+    updates_seem_to_take(0.0 if kept else 1.0, tmp_path, monkeypatch)
+    stop_after(monkeypatch, 2)
+    with pytest.raises(OffmateError, match="stopped by the test"):
+        finetune_raising(usual(base, broken, gpu_budget=begun))
+    monkeypatch.undo()
+    before = split_of(broken)
+    assert bool(before["host"]) == kept and any(before.values())
+    rest = finetune(usual(base, broken, gpu_budget=resumed, resume=True))
+    assert (split_of(broken) == before) == kept
+    assert losses(rest) == losses(events)[2:]
+    assert same(weights(broken), weights(unbroken))
+
+
+def test_a_checkpoint_without_a_split_resumes(base, tmp_path, monkeypatch):
+    """As older versions wrote them."""
+    output = tmp_path / "out"
+    stop_after(monkeypatch, 2)
+    with pytest.raises(OffmateError, match="stopped by the test"):
+        finetune_raising(usual(base, output))
+    monkeypatch.undo()
+    path = max((output / "checkpoints").iterdir())
+    moment = json.loads((path / "moment.json").read_text())
+    del moment["split"]
+    (path / "moment.json").write_text(json.dumps(moment))
+    checkpoint._write_manifest(without_manifest(path))
+    assert len(losses(finetune(usual(base, output, resume=True)))) == STEPS - 2
+
+
+def without_manifest(path: Path) -> Path:
+    (path / "manifest.json").unlink()
+    return path
 
 
 def test_on_an_accelerator_dropout_resumes_bit_for_bit(sim, base, tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from offmate.progress import planning_progress
 from offmate.request import Request
 from offmate.truth import Truth
 from offmate.variants import Variant
+from offmate.watch import Watch
 
 from .loops import AMPLE, CPU_BUDGET, adamw, batch, tiny
 
@@ -40,10 +41,12 @@ class Asking:
         request = Request(AMPLE, CPU_BUDGET, "emulated", Config(cache_dir=None))
         optimizer = adamw(model)
         updater = Updater(optimizer, parameter_names(model, optimizer))
+        watch = Watch(model)
         self.preparer = Preparer(
             request,
             Plainness(type(model), None),
-            Truth(model, updater),
+            watch,
+            Truth(model, updater, watch),
             make_device(request.device, request.budget_bytes),
             updater,
             None,
@@ -89,7 +92,7 @@ def test_a_call_without_weights_leaves_the_device_alone():
     assert ask.rooms == 0 and ask.preparer.training is None
 
 
-def test_a_number_that_a_graph_needs_is_no_tensor_to_take():
+def test_whole_numbers_stay_numbers_and_each_value_is_captured_once():
     ask, x = Asking(Sliced()), torch.zeros(4, 4)
     found = [ask(x=x, rows=rows) for rows in (3, 2, 3)]
     assert [tensors for _, tensors in found] == [[x, None]] * 3

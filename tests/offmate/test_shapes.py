@@ -188,13 +188,14 @@ class Sliced(Shared):
 @pytest.mark.parametrize(
     ("kind", "calls", "most"),
     [
-        (Shared, [{"num_items_in_batch": n} for n in (3, 7, 11)], 1),
-        (Shared, [{"power": n} for n in (3, 7, 11, 3)], 2),
+        (Shared, [{"num_items_in_batch": n} for n in (3, 7, 11, 3)], 3),
+        (Shared, [{"power": n} for n in (3, 7, 11, 3)], 3),
         (Sliced, [{"first": n} for n in (3, 2, 1, 3)], 3),
     ],
     ids=["count", "other", "sliced"],
 )
-def test_whole_numbers_that_change(kind, calls, most, caplog):
+def test_whole_numbers_stay_python_numbers(kind, calls, most, caplog):
+    """Each value is captured once: a forward may ask for its type, and lower precisions round otherwise."""
     torch.manual_seed(0)
     model, x = kind(), torch.randn(8, 4)
     expected = [model(x, **more).item() for more in calls]
@@ -205,3 +206,38 @@ def test_whole_numbers_that_change(kind, calls, most, caplog):
             loss.backward()
             assert loss.item() == value
     assert caplog.text.count("plan ready") == most
+
+
+class Typed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor, k: int) -> torch.Tensor:
+        out = self.layer(x) + k / 3
+        return (out if isinstance(k, int) else 3 * out).float().square().sum()
+
+
+def test_what_a_forward_does_with_a_whole_number_is_what_it_does_in_plain_pytorch():
+    torch.manual_seed(0)
+    model, x = Typed(), torch.randn(8, 4, dtype=torch.bfloat16)
+    expected = [model(x, k).item() for k in (1, 2, 5, 1)]
+    offmate.compile(model, 1 << 30, device="emulated", config=offmate.Config(cache_dir=None))
+    with torch.no_grad():
+        assert [model(x, k).item() for k in (1, 2, 5, 1)] == expected
+
+
+def test_the_number_of_items_of_a_transformers_model_makes_no_plan_of_its_own(caplog):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16)
+    model, ids = transformers.GPT2LMHeadModel(config).train(False), torch.arange(16)[None]
+    counts = (3, 7, 11)
+    expected = [model(input_ids=ids, labels=ids, num_items_in_batch=n).loss.item() for n in counts]
+    offmate.compile(model, 1 << 30, device="emulated", config=offmate.Config(cache_dir=None))
+    with caplog.at_level(logging.INFO, "offmate"):
+        for count, value in zip(counts, expected):
+            loss = model(input_ids=ids, labels=ids, num_items_in_batch=count).loss
+            loss.backward()
+            assert loss.item() == value
+    assert caplog.text.count("plan ready") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ CONFIG = {
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 STEPS = 4
+TIGHT = "200KiB"  # too little for states on the device
 
 
 def model() -> LlamaForCausalLM:
@@ -139,6 +141,22 @@ def test_resuming(tmp_path, cache_dir, monkeypatch):
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert history(resumed, "loss") == history(whole, "loss")
     assert same(resumed.model, whole.model)
+
+
+def test_resuming_at_another_budget_keeps_who_updates_what(tmp_path, cache_dir):
+    def trainer(folder: str, budget: str) -> OffmateTrainer:
+        args = arguments(tmp_path / folder, save_strategy="steps", save_steps=2)
+        return OffmateTrainer(model(), args, train_dataset=rows(), gpu_budget=budget, **settings(cache_dir))
+
+    ample, tight, resumed = trainer("ample", "64MiB"), trainer("tight", TIGHT), trainer("again", "64MiB")
+    ample.train()
+    tight.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "tight" / "checkpoint-2"))
+    stored = json.loads((tmp_path / "tight" / "checkpoint-2" / "offmate" / "split.json").read_text())
+    kept = offmate.Split.from_dict(stored)
+    assert ample.model.offmate.plan.split != kept == resumed.model.offmate.plan.split
+    assert history(resumed, "loss") == history(ample, "loss")
+    assert same(resumed.model, ample.model)
 
 
 def test_the_callback_alone(tmp_path, cache_dir):

@@ -46,7 +46,7 @@ def count_idle_gap(problem: Problem, group: Group, rng: random.Random, count: Co
     last = len(idle) - 1
     external = problem.update == "external"
     barrier = idle.index(problem.first_turn_around)
-    if external or rng.random() < 0.5:
+    if external or group.side == "host" or (group.side == "any" and rng.random() < 0.5):
         first_update = barrier if external or problem.gate else 1
         update = barrier if external else rng.randint(first_update, last - 1)
         out = rng.randint(0, barrier if external else update - 1)

@@ -1,0 +1,54 @@
+"""What a node of a graph does besides giving a value: draws, and writes into what it is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a node must stay although nobody reads it: placeholders, outputs, draws and writes."""
+    if node.op in ("placeholder", "output"):
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and (is_random(node) or writes(node) or updates_stats(node))
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the node draws random numbers."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    if any(argument.name == "philox_seed" for argument in node.target._schema.arguments):
+        return False  # a backward of fused attention draws again what its forward drew, from the seed it is given
+    probability = _dropout_probability(node)
+    return probability is None or probability > 0
+
+
+def _dropout_probability(node: fx.Node) -> float | None:
+    """The probability of operators that draw only if it is above 0, None for those that always draw."""
+    target: Any = node.target
+    arguments: dict[str, Any] = {a.name: v for a, v in zip(target._schema.arguments, node.args)} | dict(node.kwargs)
+    if arguments.get("train") is False or arguments.get("training") is False:
+        return 0.0
+    for name in ("dropout_p", "dropout"):
+        if isinstance(arguments.get(name), (int, float)):
+            return float(arguments[name])
+    name = str(node.target)
+    if "scaled_dot_product" in name or "_flash_attention" in name or "_efficient_attention" in name:
+        return 0.0
+    return None
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether the node's schema says that it writes into an argument."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return node.target._schema.is_mutable
+
+
+def updates_stats(node: fx.Node) -> bool:
+    """batch_norm in training writes its running statistics, which its schema does not say."""
+    return str(node.target).startswith(("aten.batch_norm", "aten.instance_norm"))

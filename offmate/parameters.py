@@ -1,0 +1,110 @@
+"""What a compiled model's parameters become: the same objects, of classes that notice reads and edits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .errors import ProtocolError
+
+
+def _shows_no_values() -> frozenset[Any]:
+    """Functions of a parameter that tell nothing of its values, so that nothing need be waited for."""
+    properties = (
+        "shape", "dtype", "device", "layout", "requires_grad", "grad", "is_leaf", "grad_fn", "ndim", "nbytes",
+        "itemsize", "_version", "is_meta", "is_cpu", "is_cuda", "is_sparse", "is_quantized", "is_nested",
+    )  # fmt: skip
+    methods = (
+        "size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex",
+        "storage_offset", "is_contiguous", "get_device", "requires_grad_", "register_hook", "__len__",
+    )  # fmt: skip
+    found: set[Any] = {getattr(torch.Tensor, name) for name in methods}
+    for name in properties:
+        descriptor = getattr(torch.Tensor, name)
+        found |= {descriptor.__get__, getattr(descriptor, "__set__", None)}
+    return frozenset(found)
+
+
+_SHOWS_NO_VALUES = _shows_no_values()
+_TENSOR: Any = torch.Tensor
+_DATA = _TENSOR.data.__get__
+
+
+class _Copied:
+    """Copies and pickles of such parameters are plain ones."""
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> torch.nn.Parameter:
+        copy = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        return torch.nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class FrozenParameter(_Copied, torch.nn.Parameter):
+    """A parameter that is not trained: edits through `.data` are noticed, as those in place are."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Its values; unlike `data` of other tensors they share its version counter."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _TENSOR.data.__set__(self, value)
+
+
+class PlannedParameter(_Copied, torch.nn.Parameter):
+    """A parameter that the plan updates: its values are made current before they are read or written.
+
+    Reading a gradient that the plan has consumed raises.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _SHOWS_NO_VALUES:
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, PlannedParameter):
+                    leaf.__dict__["_offmate"].read("a parameter is used")
+        with torch._C.DisableTorchFunctionSubclass():
+            # Unlike `data`, `detach` shares the version counter: edits through it are noticed.
+            return args[0].detach() if func == _DATA else func(*args, **(kwargs or {}))
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where it is computed with; its memory is the host's, or nowhere yet."""
+        own: torch.device = _TENSOR.device.__get__(self)
+        return self.__dict__["_offmate"].device.torch_device if own.type == "cpu" else own
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        session = self.__dict__["_offmate"]
+        if session.uncleared:
+            raise ProtocolError(
+                "the planned optimizer has taken this gradient in backward(); to clip by global norm pass "
+                "max_grad_norm= to offmate.compile; to work on .grad yourself (torch.amp.GradScaler does) compile "
+                "without optimizer=, or train in bfloat16, which needs no scaling"
+            )
+        return _TENSOR.grad.__get__(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            self.__dict__["_offmate"].assigned.take(self, value)
+            return
+        self.__dict__["_offmate"].zero_grad()
+
+
+def give_classes(session: Any) -> None:
+    """Give every parameter of a session's model the class that fits it now."""
+    planned = session.updater.names if session.updater is not None else {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for _, param in session.watch.parameters:
+            if param in planned:
+                param.__dict__["_offmate"] = session
+                param.__class__ = PlannedParameter
+            else:
+                param.__class__ = torch.nn.Parameter if param.requires_grad else FrozenParameter

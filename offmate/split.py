@@ -1,0 +1,70 @@
+"""Who updates which parameter, to be kept from one plan to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .solver.problem import Side
+
+Updates = Literal["auto", "host", "device"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which parameters the host updates, and which the device; the planner decides about all others.
+
+    Kernels of a CPU and of a card round differently. So numbers stay the same from one plan to another only if each
+    parameter is updated on the same side: take `plan.split` or `model.offmate.split`, and give it as
+    `Config(updates=...)`.
+
+    Parameters
+    ----------
+    host, device: names of parameters, as `model.named_parameters()` has them; kept in order.
+
+    Raises: TypeError, ValueError if these are no names, or one is on both sides.
+    """
+
+    host: tuple[str, ...] = ()
+    device: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for side in ("host", "device"):
+            names = getattr(self, side)
+            if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+                raise TypeError(f"{side} is {names!r}; it must be a tuple of parameter names")
+            object.__setattr__(self, side, tuple(sorted(set(names))))
+        both = set(self.host) & set(self.device)
+        if both:
+            raise ValueError(f"{min(both)} is on both sides of a split")
+
+    def side_of(self, name: str) -> Side:
+        """Who updates a parameter; "any" leaves it to the planner."""
+        return "host" if name in self.host else "device" if name in self.device else "any"
+
+    def agrees(self, other: Split) -> bool:
+        """Whether no parameter is on one side here and on the other side there."""
+        return not set(self.host) & set(other.device) and not set(self.device) & set(other.host)
+
+    def joined(self, newer: Split) -> Split:
+        """Both splits as one; where they do not agree the newer one counts."""
+        known = {*newer.host, *newer.device}
+        host, device = (set(names) - known for names in (self.host, self.device))
+        return Split((*host, *newer.host), (*device, *newer.device))
+
+    def to_dict(self) -> dict[str, list[str]]:
+        """As JSON's own types."""
+        return {"host": list(self.host), "device": list(self.device)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Split:
+        """The split that `to_dict` gave `data` for. Raises: KeyError, TypeError, ValueError if it is damaged."""
+        return cls(tuple(data["host"]), tuple(data["device"]))
+
+
+def side_of(updates: Updates | Split, name: str) -> Side:
+    """Who may update a parameter under a setting of `Config.updates`."""
+    if isinstance(updates, Split):
+        return updates.side_of(name)
+    return "any" if updates == "auto" else updates

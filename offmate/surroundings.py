@@ -1,0 +1,54 @@
+"""Settings of torch around a call that decide which kernels run and what they compute with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_AUTOCAST_KINDS = ("cpu", "cuda")
+_PRECISIONS = (
+    torch.backends.cuda.matmul, torch.backends.cudnn, getattr(torch.backends.cudnn, "conv", None),
+    getattr(torch.backends.cudnn, "rnn", None), getattr(torch.backends.mkldnn, "matmul", None),
+    getattr(torch.backends.mkldnn, "conv", None), getattr(torch.backends.mkldnn, "rnn", None), torch.backends,
+)  # fmt: skip
+
+
+def surroundings() -> tuple[Any, ...]:
+    """The settings that hold now: of autocast, attention kernels, determinism, precision of products, and defaults.
+
+    Returns: a value that equals another one if the same operators run under both.
+    """
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    deterministic: Any = torch.utils.deterministic
+    autocast = tuple((k, torch.get_autocast_dtype(k)) for k in _AUTOCAST_KINDS if torch.is_autocast_enabled(k))
+    return (
+        autocast,
+        inside_autocast() and torch.is_autocast_cache_enabled(),
+        cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled(),
+        _order_of_attention(), torch.backends.mha.get_fastpath_enabled(),
+        torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory,
+        _precisions(),
+        cuda.matmul.allow_fp16_reduced_precision_reduction, cuda.matmul.allow_bf16_reduced_precision_reduction,
+        cudnn.enabled, cudnn.deterministic, cudnn.benchmark, torch.backends.mkldnn.enabled,
+        torch.get_default_dtype(),
+    )  # fmt: skip
+
+
+def inside_autocast() -> bool:
+    """Whether a `torch.autocast` is open, if only a disabled one: copies of parameters are kept until it ends."""
+    depth: int = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return depth > 1
+
+
+def _precisions() -> tuple[Any, ...]:
+    """Of float32 products; asking in the older way raises where the newer one was used to set them."""
+    if not hasattr(torch.backends, "fp32_precision"):
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    return tuple(where.fp32_precision for where in _PRECISIONS if where is not None)
+
+
+def _order_of_attention() -> tuple[int, ...]:
+    order = getattr(torch._C, "_get_sdp_priority_order", None)
+    return tuple(order()) if order is not None else ()

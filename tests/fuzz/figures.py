@@ -1,0 +1,90 @@
+"""Plans from a hardware file: seconds follow from rates, bytes from one run of each class; CP-SAT runs in one process.
+
+Measuring and starting solvers is nearly all that a tiny model's plan costs. What a plan means stays as it is: every
+operator still runs once on real data, for the bytes that it really makes and for strides that were not promised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Iterator
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+from offmate.solver import options
+from offmate.solver.backends.cpsat import CpSat
+
+from offmate import analytic, figures, profile
+from offmate.hardware import Hardware, load
+from offmate.joint import Joint
+from offmate.lower import LinkRates
+from offmate.optimizer import UpdateCost, Updater
+from offmate.programs import NodeCost
+from offmate.states import state_bytes
+
+
+class _LastingCpSat(CpSat):
+    """CP-SAT in a process that lives as long as this one, and is asked no question twice.
+
+    State, of the class: `_running`, the process; `_known`, answers by question. Changed by whoever asks first.
+    """
+
+    _running: ClassVar[Any] = None
+    _known: ClassVar[dict[str, tuple[frozenset[int], frozenset[int]]]] = {}
+
+    def __enter__(self) -> CpSat:
+        kind = type(self)
+        if kind._running is None or kind._running.poll() is not None:
+            super().__enter__()
+            kind._running = self._child
+        self._child = kind._running
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The process goes on; it ends with this one, whose end closes its input."""
+
+    def _ask(self, keep_at_most_bytes: int | None, offload_s_per_byte: float | None) -> Any:
+        question = json.dumps([_plain(self.graph), keep_at_most_bytes, offload_s_per_byte])
+        if question not in self._known:
+            self._known[question] = super()._ask(keep_at_most_bytes, offload_s_per_byte)
+        return self._known[question]
+
+
+def _plain(graph: options.BlockGraph) -> list[Any]:
+    ops = [(op.seconds, op.reads, op.makes, op.recomputable) for op in graph.ops]
+    return [ops, [(s.bytes, s.external) for s in graph.storages], sorted(graph.saved)]
+
+
+def _measure(machine: Hardware, joint: Joint, inputs: list[torch.Tensor], device: torch.device) -> dict[str, NodeCost]:
+    costs = analytic.node_costs(joint, machine)
+    found = {}
+    for node, work in profile._run_through(joint, inputs, device):
+        work.result = work()
+        found[node.name] = NodeCost(costs[node.name].seconds, 0, profile._storage_bytes(node, work.result))
+    return found
+
+
+def _update_cost(
+    machine: Hardware, updater: Updater, like: torch.Tensor, hyper: dict[str, Any], device: torch.device
+) -> UpdateCost:
+    bulk, scalars = state_bytes(updater, like, hyper)
+    size = 4 * like.numel()
+    host_s, device_s = size / machine.cpu_update_bytes_per_s, size / machine.device_update_bytes_per_s
+    return UpdateCost(bulk, scalars, host_s, device_s, host_s / 2, device_s / 2, device_s / 7)
+
+
+@contextlib.contextmanager
+def from_hardware_file(name: str = "emulated") -> Iterator[None]:
+    """Inside, plans rest on a hardware file's rates instead of on measured times."""
+    machine = load(name)
+    rates = LinkRates(machine.in_bytes_per_s, machine.out_bytes_per_s, machine.both_bytes_per_s)
+    with (
+        mock.patch.object(options, "CpSat", _LastingCpSat),
+        mock.patch.object(profile, "_measure", functools.partial(_measure, machine)),
+        mock.patch.object(figures, "measure_link", lambda device: rates),
+        mock.patch.object(Updater, "cost", lambda *args: _update_cost(machine, *args)),
+    ):
+        yield

@@ -1,0 +1,353 @@
+"""Stock models whose numbers were once others than plain PyTorch's."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offmate
+from offmate import decisions
+
+from .parity import AMPLE_BYTES, HALF, HOST_BYTES, LEAST, Case, check, same_bits
+from .replayed import check_replay, traced
+
+transformers = pytest.importorskip("transformers")
+
+
+# -- looking at what the model decides from a batch writes nothing --------------------------------------------------
+
+
+def resnet() -> nn.Module:
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=4
+    )
+    model: nn.Module = transformers.ResNetForImageClassification(config)
+    return model
+
+
+def mobilevit() -> nn.Module:
+    config = transformers.MobileViTConfig(
+        image_size=64, hidden_sizes=[16, 16, 16], neck_hidden_sizes=[4, 8, 8, 8, 8, 8, 16], num_attention_heads=2,
+        num_labels=4,
+    )  # fmt: skip
+    model: nn.Module = transformers.MobileViTForImageClassification(config)
+    return model
+
+
+def pictures() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {"pixel_values": torch.randn(4, 3, 64, 64, generator=generator), "labels": torch.tensor([0, 1, 2, 3])}
+        for _ in range(2)
+    ]
+
+
+def test_batches_are_counted_once(cache_dir: str) -> None:
+    run = check(Case("resnet", resnet, pictures), HALF, cache_dir)
+    counted = [value for name, value in run.state.items() if name.endswith("num_batches_tracked")]
+    assert counted and all(value == 5 for value in counted)
+
+
+def test_decisions_count_no_batch() -> None:
+    model = mobilevit().train()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    decisions.record(model, (), pictures()[0])
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+class Writing(transformers.PreTrainedModel):  # type: ignore[misc, name-defined]
+    """Writes into a buffer, and into its batch."""
+
+    config_class = transformers.PretrainedConfig
+
+    def __init__(self) -> None:
+        super().__init__(transformers.PretrainedConfig())
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x.mul_(2)
+
+
+def test_decisions_leave_buffers_and_batch_alone() -> None:
+    model, x = Writing(), torch.ones(3)
+    # Of transformers' own classes only; this stands for one.
+    Writing.__module__ = "transformers.models"
+    assert decisions.record(model, (x,), {}) == ()
+    assert model.calls == 0
+    assert torch.equal(x, torch.ones(3))
+
+
+# -- layers that keep a state compute by another formula where they have a cache ------------------------------------
+
+HYBRID = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "Jamba": {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+        "num_experts": 2, "mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False,
+    },
+    "Zamba2": {
+        "layers_block_type": ["mamba", "hybrid"], "mamba_d_state": 8, "n_mamba_heads": 4, "mamba_headdim": 16,
+        "mamba_ngroups": 1, "chunk_size": 16, "num_mem_blocks": 1, "adapter_rank": 4, "attention_head_dim": 16,
+        "attention_hidden_size": 64,
+    },
+    "Bamba": {
+        "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1,
+        "mamba_chunk_size": 16,
+    },
+}  # fmt: skip
+
+
+def texts() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(3, 64, (2, 40), generator=generator) for _ in range(3)]
+    return [{"input_ids": one, "labels": one} for one in ids]
+
+
+def trained_and_evaluated(name: str, cache_dir: str | None) -> list[torch.Tensor]:
+    """Losses of three steps, an evaluation, parameters and optimizer states; plain without a folder for plans."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**HYBRID | HYBRIDS[name])
+    model = getattr(transformers, f"{name}ForCausalLM")(config).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    if cache_dir is not None:
+        settings = offmate.Config(cache_dir=cache_dir)
+        model = offmate.compile(
+            model, AMPLE_BYTES, optimizer=optimizer, device="emulated", cpu_budget=HOST_BYTES, config=settings
+        )
+    found = []
+    for batch in texts():
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach().clone())
+    model.eval()
+    with torch.no_grad():
+        found.append(model(**texts()[0]).logits.clone())
+    found += [value.clone() for value in model.state_dict().values()]
+    states = optimizer.state_dict()["state"]
+    return found + [value.clone() for key in sorted(states) for value in states[key].values()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrid_state_space_models(name: str, cache_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "offmate"):
+        run = trained_and_evaluated(name, cache_dir)
+    same_bits(name, trained_and_evaluated(name, None), run)
+    said = [r.getMessage() for r in caplog.records if "use_cache" in r.getMessage()]
+    assert said == ["use_cache has no effect: the cache is dropped from the model's outputs"]
+
+
+# -- what is written in place keeps its strides: kernels round by them ----------------------------------------------
+
+
+class Recurrent(nn.Module):
+    """A GRU computes in place in slices of its gates."""
+
+    def __init__(self, kind: type[nn.Module], size: int) -> None:
+        super().__init__()
+        self.inner = kind(12, size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.inner(x)
+        return (output[0] if isinstance(output, tuple) else output) * 1.5
+
+
+@pytest.mark.parametrize("size", [12, 33])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.GRUCell, nn.LSTM, nn.RNN])
+def test_recurrent_layers_of_any_size(kind: type[nn.Module], size: int) -> None:
+    torch.manual_seed(0)
+    check_replay(Recurrent(kind, size), torch.randn(5, 12) if kind is nn.GRUCell else torch.randn(4, 5, 12))
+
+
+class BatchFirst(nn.Module):
+    """A GRU turns its result around in place: that writes no value, and the strides change."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.inner, self.head = kind(8, 8, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.head(self.inner(x)[0]).pow(2).mean()
+        return loss
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
+def test_batch_first(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    check_replay(BatchFirst(kind), torch.randn(3, 5, 8))
+
+
+def test_recurrent_layer_within_a_budget(cache_dir: str) -> None:
+    def batches() -> list[dict[str, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(1)
+        return [{"x": torch.randn(5, 12, generator=generator)} for _ in range(2)]
+
+    case = Case("gru-cell", lambda: Recurrent(nn.GRUCell, 33), batches, loss=lambda output, batch: output.sum())
+    check(case, LEAST, cache_dir)
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.LSTM(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.head(self.inner(x)[0]).pow(2).mean()
+        return loss
+
+
+def sequences() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [{"x": torch.randn(3, 5, 8, generator=generator)} for _ in range(2)]
+
+
+def test_lstm_within_a_budget(cache_dir: str) -> None:
+    check(Case("lstm", Remembering, sequences, loss=lambda output, batch: output), LEAST, cache_dir)
+
+
+# -- a kernel may leave out a gradient that nobody wants, where its fake kernel makes it ----------------------------
+
+
+class NormFirst(nn.Module):
+    """Normalises what needs no gradient: the batch, or what a frozen layer makes of it."""
+
+    def __init__(self, norm: nn.Module, frozen: bool) -> None:
+        super().__init__()
+        self.before = nn.Conv2d(4, 4, 1).requires_grad_(False) if frozen else nn.Identity()
+        self.norm, self.head = norm, nn.Linear(4 * 6 * 6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.head(self.norm(self.before(x)).relu().flatten(1)).pow(2).mean()
+        return loss
+
+
+def images() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [{"x": torch.randn(5, 4, 6, 6, generator=generator)} for _ in range(2)]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.InstanceNorm2d])
+def test_norms_whose_input_needs_no_gradient(norm: type[nn.Module], frozen: bool, cache_dir: str) -> None:
+    name = f"{norm.__name__}-first-{frozen}"
+    case = Case(name, lambda: NormFirst(norm(4, affine=True), frozen), images, loss=lambda output, batch: output)
+    check(case, LEAST, cache_dir)
+
+
+# -- grad modes and autocast regions in any order -------------------------------------------------------------------
+
+
+def bfloat16(enabled: bool = True) -> torch.autocast:
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled)
+
+
+class Modes(nn.Module):
+    """Two layers, one of which is also used where nothing has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+class NoGradInAutocast(Modes):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with bfloat16():
+            with torch.no_grad():
+                t = self.a(x)
+            return (self.b(x) + t).pow(2).mean()
+
+
+class AutocastInNoGrad(Modes):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            with bfloat16():
+                t = self.a(x)
+                with torch.enable_grad():
+                    t = t + self.a(x)
+                with bfloat16(False):
+                    t = t + self.b(x)
+            t = t + self.b(x)
+        return (self.b(x) + t).pow(2).mean()
+
+
+class Nested(Modes):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with bfloat16():
+            with torch.no_grad(), bfloat16(False):
+                t = self.a(x)
+                with torch.enable_grad():
+                    t = t + self.a(x)
+            t = t + self.b(x)
+        return (self.a(x) + t).pow(2).mean()
+
+
+class GradOffAcrossAutocast(Modes):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with bfloat16():
+            torch.set_grad_enabled(False)
+            t = self.a(x)
+        t = t + self.a(x)
+        torch.set_grad_enabled(True)
+        return (self.b(x) + t).pow(2).mean()
+
+
+@pytest.mark.parametrize("model", [NoGradInAutocast, AutocastInNoGrad, Nested, GradOffAcrossAutocast])
+def test_grad_modes_and_autocast_regions(model: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    check_replay(model(), torch.randn(3, 4))
+
+
+# -- a custom function under autocast -------------------------------------------------------------------------------
+
+
+class Product(torch.autograd.Function):
+    """Runs under its caller's autocast, and so returns bfloat16 there."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return gradient @ w.t(), x.t() @ gradient
+
+
+class UnderAutocast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.head = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with bfloat16():
+            t = Product.apply(x, self.weight)
+        loss: torch.Tensor = self.head(t.float()).pow(2).mean()
+        return loss
+
+
+def test_custom_function_under_autocast() -> None:
+    torch.manual_seed(0)
+    check_replay(UnderAutocast(), torch.randn(3, 4))
+
+
+# -- sparse gradients are refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused_by_name(kind: type[nn.Module]) -> None:
+    model = nn.Sequential(kind(8, 4, sparse=True), nn.Linear(4, 2))
+    with pytest.raises(offmate.CaptureError, match=f"^0 is an nn.{kind.__name__} with sparse=True.*sparse=False"):
+        traced(model, torch.tensor([[0, 1], [2, 3]]))
