@@ -11,7 +11,7 @@ from torch import fx
 
 from .capture import Captured
 from .joint import BlockSpec, External, Joint, class_key, dense_stride, trace
-from .partition import Chain
+from .partition import Chain, written_storages
 
 log = logging.getLogger("offmate")
 
@@ -78,6 +78,12 @@ class _Layout:
         self.outputs = {o for o in captured.outputs if isinstance(o, str)}
         self.resting = {s for n in captured.graph.nodes if n.op == "placeholder" for s in chain.facts[n].storages}
         self.resting |= {s for n in chain.prelude for s in chain.facts[n].storages}
+        self.changing = {
+            s
+            for n in captured.graph.nodes
+            if n.op == "call_function"
+            for s in written_storages(n, captured, chain.facts)
+        }
         self.nodes = [self._with_views(block) for block in chain.blocks]
         self.readers: dict[fx.Node, list[int]] = {}
         for index, nodes in enumerate(self.nodes):
@@ -93,7 +99,7 @@ class _Layout:
         def pull(node: fx.Node) -> None:
             if node in own or node not in self.chain.made_in or node in pulled:
                 return
-            if not set(self.chain.facts[node].storages) <= self.resting:
+            if not set(self.chain.facts[node].storages) <= self.resting or self._gathers(node):
                 return
             for source in node.all_input_nodes:
                 pull(source)
@@ -103,6 +109,11 @@ class _Layout:
             for source in node.all_input_nodes:
                 pull(source)
         return (*pulled, *block)
+
+    def _gathers(self, node: fx.Node) -> bool:
+        """Whether gradients of several blocks add up in a view of a parameter before they reach the parameter."""
+        readers = {self.chain.made_in[user] for user in node.users if user in self.chain.made_in}
+        return len(readers) > 1 and any(self.chain.facts[node].requires_grad)
 
     def _outside(self, nodes: tuple[fx.Node, ...]) -> list[fx.Node]:
         own = set(nodes)
@@ -142,6 +153,7 @@ class _Layout:
             accumulates=self.gradients.get(node) if differentiable else None,
             final=index == readers[0],
             rounded=rounded,
+            changes=bool(self.changing & set(self.chain.facts[node].storages)),
         )
 
     def note_gradients(self, spec: BlockSpec, joint: Joint) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import itertools
 import logging
+import operator
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from . import decisions
 from .byproducts import ByProduct
 from .caches import caches_dropped
 from .devices import rng_untouched
-from .effects import has_effect, updates_stats, writes
+from .effects import has_effect, updates_stats, writes, written_into
 from .errors import CaptureError
 from .fake import fake_batch, faked
 from .functions import functions_kept
@@ -342,17 +343,34 @@ def _unfolded() -> Iterator[None]:
 
 
 def _tidy(graph: fx.Graph) -> None:
-    """Drop assertions, casts that change nothing, and dead code (random and writing operators stay)."""
+    """Drop assertions, operators that return their argument, and dead code (random and writing operators stay).
+
+    What returns the buffer that it writes is read as the buffer.
+    """
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         name = str(node.target)
         if name.startswith("aten._assert") or name.startswith("aten.sym_constrain"):
             graph.erase_node(node)
-        elif name.startswith("aten.to.") and _is_noop_cast(node):
+        elif _is_noop_cast(node) if name.startswith("aten.to.") else _returns_its_argument(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+        elif (target := written_into(node)) is not None and _is_given(target):
+            # Who reads what the write returns reads the buffer, which is there for every block.
+            node.replace_all_uses_with(target)
     graph.eliminate_dead_code(is_impure_node=has_effect)
+
+
+def _is_given(node: fx.Node) -> bool:
+    """Whether a node is a placeholder, or a view of one."""
+    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+        schema = getattr(node.target, "_schema", None)
+        views = schema is not None and schema.arguments[0].alias_info is not None
+        if not views and node.target is not operator.getitem:
+            return False
+        node = node.args[0]
+    return node.op == "placeholder"
 
 
 def _is_noop_cast(node: fx.Node) -> bool:
@@ -366,6 +384,24 @@ def _is_noop_cast(node: fx.Node) -> bool:
         and not copies
         and (before.dtype, before.device, before.layout) == (value.dtype, value.device, value.layout)
     )
+
+
+def _returns_its_argument(node: fx.Node) -> bool:
+    """Whether eager goes on with the argument itself, as `flatten(1)` of a matrix does, so that it is the one used."""
+    source = node.args[0] if node.args else None
+    before, value = (n.meta.get("val") if isinstance(n, fx.Node) else None for n in (source, node))
+    if not (isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor) and node.all_input_nodes == [source]):
+        return False
+    composite = isinstance(node.target, torch._ops.OpOverload) and node.target._can_decompose()
+    alike = (before.shape, before.stride(), before.dtype) == (value.shape, value.stride(), value.dtype)
+    if not composite or not alike or writes(node) or updates_stats(node):
+        return False
+    like = torch.empty_strided(before.shape, before.stride(), dtype=before.dtype, device="meta")
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: like)
+    try:
+        return node.target(*args, **kwargs) is like
+    except (RuntimeError, NotImplementedError):
+        return False  # It asks for values or for its device, so it computes.
 
 
 def _outputs(program: Any, graph: fx.Graph) -> tuple[str | tuple[Any], ...]:

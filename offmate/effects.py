@@ -49,6 +49,24 @@ def writes(node: fx.Node) -> bool:
     return node.target._schema.is_mutable
 
 
+def written_into(node: fx.Node) -> fx.Node | None:
+    """The argument that a node writes into and returns, as `add_` does; None for any other node."""
+    if not writes(node):
+        return None
+    schema: Any = node.target._schema  # type: ignore[union-attr]
+    returned = schema.returns[0].alias_info if len(schema.returns) == 1 else None
+    if returned is None:
+        return None
+    for index, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.before_set == returned.before_set:
+            given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            return given if isinstance(given, fx.Node) else None
+    return None
+
+
 def updates_stats(node: fx.Node) -> bool:
-    """batch_norm in training writes its running statistics, which its schema does not say."""
-    return str(node.target).startswith(("aten.batch_norm", "aten.instance_norm"))
+    """Whether it writes running statistics, as batch_norm in training does without its schema saying so."""
+    if not str(node.target).startswith(("aten.batch_norm", "aten.instance_norm")):
+        return False
+    given = dict(zip(("input", "weight", "bias", "mean", "var", "own"), node.args)) | dict(node.kwargs)
+    return all(given.get(name) is not False for name in ("own", "training", "use_input_stats"))

@@ -47,6 +47,7 @@ class External:
         None if there is none.
     final: whether this block's is the last part of the gradient (a parameter's gradient then takes its layout).
     rounded: the lower precision in which eager adds its parts up, None if there is none.
+    changes: whether some block's forward writes into its memory, so that a backward would find other values there.
     """
 
     node: fx.Node
@@ -56,6 +57,7 @@ class External:
     accumulates: tuple[int, ...] | None = None
     final: bool = True
     rounded: torch.dtype | None = None
+    changes: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Joint:
     leaves: per external the placeholders it enters as.
     tangents: placeholder per tangent. accumulators: per external its accumulator's placeholder or None.
     results: node per result of the block. grads: per external the node of its gradient or None.
-    writes: external index of a buffer -> node with its new value.
+    writes: external index of a buffer -> node with its new value. changing: externals that some block writes.
     forward: nodes that the forward runs, in order. backward: the rest.
     """
 
@@ -97,6 +99,7 @@ class Joint:
     results: tuple[fx.Node, ...]
     grads: tuple[fx.Node | None, ...]
     writes: dict[int, fx.Node]
+    changing: frozenset[int]
     forward: tuple[fx.Node, ...]
     backward: tuple[fx.Node, ...]
 
@@ -114,7 +117,7 @@ def class_key(spec: BlockSpec) -> str:
     for external in spec.externals:
         marks = (
             external.kind, external.leaves, external.differentiable, external.accumulates, external.final,
-            external.rounded,
+            external.rounded, external.changes,
         )  # fmt: skip
         lines.append(f"{marks} {_signature(external.node, storages)}")
     for node in spec.nodes:
@@ -320,6 +323,7 @@ def _split(graph: fx.Graph, run: _Run, own_results: bool) -> Joint:
         results=tuple(results),
         grads=tuple(grads),
         writes=writes,
+        changing=frozenset(i for i, external in enumerate(spec.externals) if external.changes),
         forward=tuple(n for n in computing if n in needed),
         backward=tuple(n for n in computing if n not in needed),
     )

@@ -1,4 +1,4 @@
-"""What a compiled model's parameters become: the same objects, of classes that notice reads and edits."""
+"""What a compiled model's parameters and buffers become: the same objects, of classes that notice reads and edits."""
 
 from __future__ import annotations
 
@@ -30,6 +30,13 @@ def _shows_no_values() -> frozenset[Any]:
 _SHOWS_NO_VALUES = _shows_no_values()
 _TENSOR: Any = torch.Tensor
 _DATA = _TENSOR.data.__get__
+
+
+def _reads(func: Any, cls: type, args: Any, kwargs: Any) -> list[Any]:
+    """The tensors of this class whose values a function may see or change."""
+    if func in _SHOWS_NO_VALUES:
+        return []
+    return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
 
 
 class _Copied:
@@ -65,10 +72,8 @@ class PlannedParameter(_Copied, torch.nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _SHOWS_NO_VALUES:
-            for leaf in pytree.tree_leaves((args, kwargs)):
-                if isinstance(leaf, PlannedParameter):
-                    leaf.__dict__["_offmate"].read("a parameter is used")
+        for read in _reads(func, cls, args, kwargs):
+            read.__dict__["_offmate"].read("a parameter is used")
         with torch._C.DisableTorchFunctionSubclass():
             # Unlike `data`, `detach` shares the version counter: edits through it are noticed.
             return args[0].detach() if func == _DATA else func(*args, **(kwargs or {}))
@@ -108,3 +113,37 @@ def give_classes(session: Any) -> None:
                 param.__class__ = PlannedParameter
             else:
                 param.__class__ = torch.nn.Parameter if param.requires_grad else FrozenParameter
+
+
+class WrittenBuffer(torch.Tensor):
+    """A buffer that forwards write on a device: its values are brought home before they are read or written."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for read in _reads(func, cls, args, kwargs):
+            read.__dict__["_offmate"].bring_buffers()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copy = memo[id(self)] = self.detach().clone()
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)
+
+
+def give_buffer_classes(session: Any, names: frozenset[str]) -> bool:
+    """Have a session's model notice who reads buffers that are newer on the device; on a CPU they are the host's own.
+
+    Returns: whether any buffer has another class than before.
+    """
+    if session.device.torch_device.type == "cpu" or not names:
+        return False
+    changed = False
+    for name, buffer in session.model.named_buffers(remove_duplicate=False):
+        if name in names and type(buffer) is torch.Tensor:
+            buffer.__dict__["_offmate"] = session
+            buffer.__class__ = WrittenBuffer
+            changed = True
+    return changed

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from .capture import Captured
 from .casts import Casts
-from .effects import is_random, writes
+from .effects import is_random, updates_stats, writes
 from .errors import CaptureError
 from .functions import as_eager
 
@@ -76,6 +76,7 @@ def partition(captured: Captured, trainable: frozenset[str]) -> Chain:
     sources = {n for n in graph.nodes if n.name in captured.params}
     dependence = nx.DiGraph((a, n) for n in graph.nodes for a in n.all_input_nodes)
     dependence.add_nodes_from(graph.nodes)
+    dependence.add_edges_from(_reads_of_writes(captured, facts))
     sources |= {n for n in graph.nodes if is_random(n) or _touches_state(n, captured)}
     chained: set[fx.Node] = set(sources)
     for source in sources:
@@ -148,10 +149,29 @@ def _written(node: fx.Node, args: Any, kwargs: dict[str, Any]) -> tuple[int, ...
     return tuple(written)
 
 
+def _reads_of_writes(captured: Captured, facts: dict[fx.Node, Facts]) -> list[tuple[fx.Node, fx.Node]]:
+    """Who writes into a storage, with everyone who reads it afterwards."""
+    edges: list[tuple[fx.Node, fx.Node]] = []
+    writers: dict[int, fx.Node] = {}
+    for node in captured.graph.nodes:
+        if node.op != "call_function":
+            continue
+        read = {s for a in node.all_input_nodes for s in facts[a].storages}
+        edges += [(writers[s], node) for s in sorted(read & writers.keys())]
+        writers |= dict.fromkeys(written_storages(node, captured, facts), node)
+    return edges
+
+
+def written_storages(node: fx.Node, captured: Captured, facts: dict[fx.Node, Facts]) -> frozenset[int]:
+    """Storages that a node writes into, running statistics included."""
+    stats = [a for a in node.all_input_nodes if a.name in captured.buffers] if updates_stats(node) else []
+    return frozenset({*facts[node].written, *(s for a in stats for s in facts[a].storages)})
+
+
 def _touches_state(node: fx.Node, captured: Captured) -> bool:
     """Writes into buffers belong to the chain, so that they happen in program order, once."""
     reads_buffer = any(a.name in captured.buffers for a in node.all_input_nodes)
-    return reads_buffer and (writes(node) or str(node.target).startswith(("aten.batch_norm", "aten.instance_norm")))
+    return reads_buffer and (writes(node) or updates_stats(node))
 
 
 def _written_late(graph: fx.Graph, facts: dict[fx.Node, Facts], chained: set[fx.Node]) -> set[fx.Node]:

@@ -110,8 +110,8 @@ class ClassGraph:
 
     @cached_property
     def recomputable(self) -> frozenset[fx.Node]:
-        """Forward nodes that may run again: no draws, nothing that reads a buffer which the block writes."""
-        buffers = {s for i in self.joint.writes for leaf in self.joint.leaves[i] for s in self.storages(leaf)}
+        """Forward nodes that may run again: no draws, nothing that reads a buffer which a block writes."""
+        buffers = {s for i in self.joint.changing for leaf in self.joint.leaves[i] for s in self.storages(leaf)}
         return frozenset(
             n
             for n in self.joint.forward

@@ -24,7 +24,7 @@ from .failures import described
 from .optimizer import Updater
 from .outside import Outside
 from .pace import Pace
-from .parameters import give_classes
+from .parameters import give_buffer_classes, give_classes
 from .plain import Plainness
 from .plans import Plan
 from .preparing import Preparer
@@ -320,6 +320,8 @@ class Session:
             if variant.place is not None and self.device.arena is not None:
                 self.device.arena.take(variant.place.segment_bytes)
             self.active, self.replays = variant, 0
+        if give_buffer_classes(self, variant.prepared.binding.written_buffers):
+            self.truth.adopt_buffers()
         self.replays += not self.micro_batches
         self.truth.accept()
 
@@ -387,6 +389,13 @@ class Session:
         self.read("optimizer.state")
         assert self.truth.states is not None
         self.truth.states.read = True
+
+    def bring_buffers(self) -> None:
+        """Have the host's buffers hold what the forwards so far have left."""
+        if self.active is not None and self.active.executor.newer_buffers:
+            self.process.check_reading()
+            with self.whole():
+                self.active.executor.bring_buffers()
 
     def _renew_states(self) -> None:
         """See that the device has the optimizer's states as the user may have written them."""

@@ -11,6 +11,7 @@ import torch
 
 from .errors import ProtocolError
 from .optimizer import Updater
+from .parameters import WrittenBuffer
 from .published import Published
 from .runtime.binding import HostState
 from .runtime.device import Device
@@ -106,7 +107,12 @@ class Truth:
         """Follow the user's replacements of buffers."""
         model = self._model()
         assert model is not None
-        self.host.buffers.update(model.named_buffers(remove_duplicate=False))
+        with torch._C.DisableTorchFunctionSubclass():
+            # Of those that notice reads, plain tensors on the same memory, with the same version.
+            self.host.buffers.update(
+                (n, b.detach() if isinstance(b, WrittenBuffer) else b)
+                for n, b in model.named_buffers(remove_duplicate=False)
+            )
 
     def has_other_parameters(self, trains: bool) -> bool:
         """Whether parameters came, went or have other names or, if a call `trains`, others are trained than before."""

@@ -95,6 +95,11 @@ class Binding:
         ports = [*self.start.inputs, *(port for block in self.blocks for port in (*block.inputs, *block.writes))]
         return tuple(sorted({port.name for port in ports if port.kind == "buffer"}))
 
+    @cached_property
+    def written_buffers(self) -> frozenset[str]:
+        """Names of the model's buffers that forwards write."""
+        return frozenset(port.name for block in self.blocks for port in block.writes)
+
 
 @dataclass
 class HostState:

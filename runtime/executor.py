@@ -176,6 +176,15 @@ class Executor:
             event.synchronize()
         self._updates.rescue()
 
+    @property
+    def newer_buffers(self) -> frozenset[str]:
+        """The model's buffers, as "b:NAME", of which only the device has the newest values."""
+        return frozenset(item for item in self._contents.newer if item.startswith("b:"))
+
+    def bring_buffers(self) -> None:
+        """Copy them to the host."""
+        self._updates.rescue_items(self.newer_buffers)
+
     def renew_states(self) -> None:
         """Send the optimizer states on the device anew; the host's are the newest, after `sync`."""
         self._transfers.renew_states()

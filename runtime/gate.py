@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from .binding import HostState
 from .gradients import Gradients
@@ -31,18 +32,23 @@ def total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """
     if not gradients:
         return torch.tensor(0.0)
-    by_dtype = sorted(range(len(gradients)), key=lambda i: _first(gradients, gradients[i].dtype))
     where = next((g.device for g in gradients if g.device.type != "cpu"), gradients[0].device)
+    order = _in_order_of_terms([g.dtype for g in gradients], where)
     norms: dict[int, torch.Tensor] = {}
     for kind in {(g.device, g.dtype) for g in gradients}:
-        own = [i for i in by_dtype if (gradients[i].device, gradients[i].dtype) == kind]
+        own = [i for i in order if (gradients[i].device, gradients[i].dtype) == kind]
         # Together, since the thread waits for every copy of what lies in pageable memory.
         norms |= zip(own, torch.stack(torch._foreach_norm([gradients[i] for i in own])).to(where).unbind())
-    return torch.linalg.vector_norm(torch.stack([norms[i] for i in by_dtype]))
+    return torch.linalg.vector_norm(torch.stack([norms[i] for i in order]))
 
 
-def _first(gradients: list[torch.Tensor], dtype: torch.dtype) -> int:
-    return next(i for i, g in enumerate(gradients) if g.dtype == dtype)
+def _in_order_of_terms(dtypes: list[torch.dtype], where: torch.device) -> list[int]:
+    """PyTorch adds norms dtype by dtype, in the order of a hash table of its own, which is asked."""
+    if len(set(dtypes)) == 1:
+        return list(range(len(dtypes)))
+    stand_ins: list[torch.Tensor | None] = [torch.empty(0, dtype=dtype, device=where) for dtype in dtypes]
+    groups = _group_tensors_by_device_and_dtype([stand_ins], with_indices=True)
+    return [index for _, indices in groups.values() for index in indices]
 
 
 class Gate:

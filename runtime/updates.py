@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -171,12 +171,17 @@ class Updates:
     def rescue(self) -> None:
         """Copy to the host what only the device has; no copy may be under way."""
         here = self._contents
+        self.rescue_items(here.newer)
         with torch.no_grad():
-            for item in sorted(here.newer):
-                self._rescue(item)
             self._rescue_scalars()
-        here.newer.clear()
         here.states_at_home.clear()
+
+    def rescue_items(self, items: Collection[str]) -> None:
+        """Copy to the host these of what only the device has."""
+        with torch.no_grad():
+            for item in sorted(items):
+                self._rescue(item)
+        self._contents.newer -= set(items)
 
     def give_up_on_device(self) -> frozenset[str]:
         """The device is lost: states that it shares with the host become what they were before it had them.

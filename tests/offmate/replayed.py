@@ -47,7 +47,8 @@ def _eager(model: nn.Module, args: tuple[Any, ...]) -> Numbers:
     output = model(*args)
     output.backward(torch.ones_like(output))
     grads = {f"grad of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {"output": output.detach(), **grads}
+    buffers = {f"buffer {n}": b for n, b in model.named_buffers()}
+    return {"output": output.detach(), **buffers, **grads}
 
 
 def _replayed(found: Traced, model: nn.Module, args: tuple[Any, ...]) -> Numbers:
@@ -60,7 +61,7 @@ def _replayed(found: Traced, model: nn.Module, args: tuple[Any, ...]) -> Numbers
     for name, node in nodes.items():
         if node.op == "placeholder":
             known = given.get(name, captured.constants.get(name))
-            values[node] = tensors[names[name]].detach() if name in names else known
+            values[node] = tensors[names[name]].detach().clone() if name in names else known
     prelude = lower_prelude(captured, found.chain, found.blocks)
     values |= profile_prelude(prelude, {n.name: v for n, v in values.items()}, torch.device("cpu"))[0]
     kept = [_forward(block, values) for block in found.blocks]
@@ -70,7 +71,8 @@ def _replayed(found: Traced, model: nn.Module, args: tuple[Any, ...]) -> Numbers
     output = captured.outputs[0]
     assert isinstance(output, str)
     named = {f"grad of {names[n.name]}": g for n, g in grads.items() if n.name in captured.params}
-    return {"output": values[nodes[output]], **named}
+    left = {f"buffer {names[n.name]}": values[n] for n in values if n.name in captured.buffers}
+    return {"output": values[nodes[output]], **left, **named}
 
 
 def _forward(block: TracedBlock, values: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
@@ -79,6 +81,8 @@ def _forward(block: TracedBlock, values: dict[fx.Node, Any]) -> dict[fx.Node, An
     for external, leaves in zip(block.spec.externals, joint.leaves):
         env |= dict.fromkeys(leaves, values[external.node])
     _run(joint.forward, env)
+    for index, value in joint.writes.items():
+        values[block.spec.externals[index].node].copy_(env[value])
     values |= {node: env[result] for node, result in zip(block.spec.results, joint.results)}
     return env
 

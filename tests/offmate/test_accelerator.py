@@ -7,6 +7,7 @@ that whatever is read too early or written too late shows in the losses.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import random
@@ -406,3 +407,42 @@ def test_library_workspaces_are_in_the_budget(sim):
         assert steps("llama", model, optimizer) == losses
         assert_same(model, state)
         assert sim.max_memory_reserved() <= model.offmate.plan.predicted_peak_bytes
+
+
+def buffers_seen(model: Any, optimizer: torch.optim.Optimizer, when: str) -> list[torch.Tensor]:
+    """What a loop that looks at batch statistics, and changes some, sees of them; then all of the state."""
+    torch.manual_seed(7)
+    norm, seen = model.layers[1], []
+    for step in range(STEPS):
+        loss = model(**{k: v.to("sim") for k, v in images(step).items()})["loss"]
+        if when == "forward":
+            seen.append(norm.running_mean.cpu().clone())
+        loss.backward()
+        if when == "backward":
+            seen += [value.cpu().clone() for key, value in model.state_dict().items() if "running" in key]
+        optimizer.step()
+        optimizer.zero_grad()
+        if when == "step":
+            norm.running_var.mul_(0.5)
+            seen.append(copy.deepcopy(norm).running_var.cpu())
+    return [*seen, *(value.cpu() for value in model.state_dict().values())]
+
+
+@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize("when", ["forward", "backward", "step"])
+def test_buffers_that_forwards_write_read_current(sim, when, planned):
+    """They stay on the device; whoever reads or edits one has its newest values."""
+    model = built("convolutions").to("sim")
+    expected = buffers_seen(model, adamw(model), when)
+    model = built("convolutions")
+    optimizer = adamw(model)
+    offmate.compile(
+        model, budget_of("convolutions", "middle"), optimizer=optimizer if planned else None, device="sim",
+        cpu_budget=HOST_BYTES, config=NO_CACHE,
+    )  # fmt: skip
+    sim.set_delays(1, 200)
+    found = buffers_seen(model, optimizer, when)
+    sim.set_delays(0, 0)
+    assert all(map(torch.equal, found, expected))
+    model._offmate_session.bring_home()
+    model._offmate_session.device.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import offmate
 from offmate import decisions
+from offmate.programs import ClassGraph
 
 from .parity import AMPLE_BYTES, HALF, HOST_BYTES, LEAST, Case, check, same_bits
 from .replayed import check_replay, traced
@@ -341,6 +343,117 @@ class UnderAutocast(nn.Module):
 def test_custom_function_under_autocast() -> None:
     torch.manual_seed(0)
     check_replay(UnderAutocast(), torch.randn(3, 4))
+
+
+# -- operators that return their very argument ----------------------------------------------------------------------
+
+
+class Twice(nn.Module):
+    """A spectrally normalised layer in two blocks: `flatten(1)` of its weight is the weight itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.between = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.between(torch.relu(self.shared(x)))
+        loss: torch.Tensor = self.between(self.shared(hidden)).pow(2).mean()
+        return loss
+
+
+class Itself(nn.Module):
+    """Several uses in a block of a weight that every block uses."""
+
+    def __init__(self, same: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.weight, self.same = nn.Parameter(torch.randn(8, 8) / 3), same
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            weight = self.same(self.weight)
+            x = layer(torch.relu(x @ (weight / weight.pow(2).sum().sqrt())))
+        return x.pow(2).mean()
+
+
+def test_spectral_norm_in_two_blocks() -> None:
+    torch.manual_seed(0)
+    check_replay(Twice(), torch.randn(3, 8))
+
+
+SAME: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "flatten": lambda w: w.flatten(1), "contiguous": lambda w: w.contiguous(), "positive": lambda w: +w,
+    "dropout": lambda w: nn.functional.dropout(w, 0.0), "to": lambda w: w.to(torch.float32),
+    "view": lambda w: w.view(8, 8), "none": lambda w: w,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_gradients_add_up_in_eagers_order(name: str) -> None:
+    torch.manual_seed(0)
+    check_replay(Itself(SAME[name]), torch.randn(3, 8))
+
+
+# -- buffers that the forward writes in place ------------------------------------------------------------------------
+
+Write = Callable[["Written", torch.Tensor], object]
+
+
+def writes_a_view(model: Written, value: torch.Tensor) -> None:
+    model.count = model.count + model.mean[2:5].add_(value[2:5]).sum()
+
+
+def reads_what_it_wrote(model: Written, value: torch.Tensor) -> None:
+    model.mean.add_(value)
+    model.count.add_(model.mean.sum())
+
+
+def writes_out(model: Written, value: torch.Tensor) -> None:
+    torch.mul(model.mean, 0.9, out=model.mean).add_(value)
+
+
+WRITES: dict[str, Write] = {
+    "add_": lambda m, v: m.mean.add_(v),
+    "two": lambda m, v: m.mean.mul_(0.9).add_(v, alpha=0.1),
+    "lerp_": lambda m, v: m.mean.lerp_(v, 0.1),
+    "copy_": lambda m, v: m.mean.copy_(v),
+    "scalar": lambda m, v: m.count.add_(v.sum()),
+    "index_add_": lambda m, v: m.mean.index_add_(0, torch.tensor([1]), v[:1]),
+    "view": writes_a_view, "read again": reads_what_it_wrote, "out=": writes_out,
+}  # fmt: skip
+
+
+class Written(nn.Module):
+    """Goes on with a buffer that it has written, in another block."""
+
+    def __init__(self, write: Write, late: bool = False) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.write, self.late = write, late
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        if not self.late:
+            self.write(self, hidden.detach().mean(0))
+        loss: torch.Tensor = self.last(torch.tanh(hidden - self.mean - self.count)).pow(2).mean()
+        if self.late:
+            self.write(self, hidden.detach().mean(0))
+        return loss
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("name", WRITES)
+def test_buffers_are_written_once_and_in_order(name: str, late: bool) -> None:
+    torch.manual_seed(0)
+    found = check_replay(Written(WRITES[name], late), torch.randn(3, 8))
+    # What reads a buffer that another block writes would read another value if it ran again in the backward.
+    for block in found.blocks:
+        changing = {n for i in block.joint.changing for n in block.joint.leaves[i]}
+        again = ClassGraph(block.joint).recomputable
+        assert not any(changing & set(node.all_input_nodes) for node in again)
 
 
 # -- sparse gradients are refused -----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 
 import pytest
 import torch
@@ -119,3 +120,43 @@ def test_scaled_gradients_without_one():
             optimizer.zero_grad()
             losses.append(loss.item())
     assert losses[:3] == losses[3:]
+
+
+class Mixed(torch.nn.Module):
+    """Layers of three precisions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (33, 77, 55, 66, 31, 44)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
+        self.layers[1].double()
+        self.layers[3].bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype))
+        return x.float().pow(2).mean()
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 0.01])
+def test_clipping_several_precisions(max_norm):
+    """PyTorch adds norms dtype by dtype, in an order of its own."""
+    found = []
+    for compiles in (True, False):
+        torch.manual_seed(0)
+        model = Mixed()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if compiles:
+            offmate.compile(
+                model, 1 << 30, optimizer=optimizer, device="emulated", cpu_budget=CPU_BUDGET, max_grad_norm=max_norm,
+                config=offmate.Config(cache_dir=None),
+            )  # fmt: skip
+        torch.manual_seed(1)
+        for _ in range(3):
+            model(torch.randn(3, 33) * 5).backward()
+            if not compiles:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([value.clone() for value in model.state_dict().values()])
+    assert all(map(torch.equal, *found))
