@@ -20,7 +20,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from . import decisions
-from .byproducts import ByProduct
+from .byproducts import ByProduct, Look
 from .caches import caches_dropped
 from .devices import rng_untouched
 from .effects import has_effect, updates_stats, writes, written_into
@@ -157,7 +157,7 @@ def capture(
             "the model holds script objects (a random generator of its own is one) or effect tokens, which cannot be "
             "replayed; draw from torch's default generator"
         )
-    outputs = _outputs(program, graph)
+    outputs = _as_kept(graph, _outputs(program, graph), observed)
     check_kept(observed, graph, outputs, _fixed(kinds, graph, program, observed))
     return Captured(
         graph=graph,
@@ -356,21 +356,10 @@ def _tidy(graph: fx.Graph) -> None:
         elif _is_noop_cast(node) if name.startswith("aten.to.") else _returns_its_argument(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif (target := written_into(node)) is not None and _is_given(target):
+        elif (target := written_into(node)) is not None and _base(target).op == "placeholder":
             # Who reads what the write returns reads the buffer, which is there for every block.
             node.replace_all_uses_with(target)
     graph.eliminate_dead_code(is_impure_node=has_effect)
-
-
-def _is_given(node: fx.Node) -> bool:
-    """Whether a node is a placeholder, or a view of one."""
-    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
-        schema = getattr(node.target, "_schema", None)
-        views = schema is not None and schema.arguments[0].alias_info is not None
-        if not views and node.target is not operator.getitem:
-            return False
-        node = node.args[0]
-    return node.op == "placeholder"
 
 
 def _is_noop_cast(node: fx.Node) -> bool:
@@ -392,14 +381,15 @@ def _returns_its_argument(node: fx.Node) -> bool:
     before, value = (n.meta.get("val") if isinstance(n, fx.Node) else None for n in (source, node))
     if not (isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor) and node.all_input_nodes == [source]):
         return False
-    composite = isinstance(node.target, torch._ops.OpOverload) and node.target._can_decompose()
+    target: Any = node.target
+    composite = isinstance(target, torch._ops.OpOverload) and target._can_decompose()
     alike = (before.shape, before.stride(), before.dtype) == (value.shape, value.stride(), value.dtype)
     if not composite or not alike or writes(node) or updates_stats(node):
         return False
     like = torch.empty_strided(before.shape, before.stride(), dtype=before.dtype, device="meta")
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: like)
     try:
-        return node.target(*args, **kwargs) is like
+        return target(*args, **kwargs) is like
     except (RuntimeError, NotImplementedError):
         return False  # It asks for values or for its device, so it computes.
 
@@ -414,6 +404,37 @@ def _outputs(program: Any, graph: fx.Graph) -> tuple[str | tuple[Any], ...]:
         elif spec.kind != OutputKind.BUFFER_MUTATION:
             raise CaptureError(f"the model has an output of kind {spec.kind.name}, which cannot be replayed")
     return tuple(leaves)
+
+
+def _as_kept(graph: fx.Graph, outputs: tuple[Any, ...], observed: Observer) -> tuple[Any, ...]:
+    """The outputs, with what hooks and attributes keep as the very tensors that the model goes on with.
+
+    A copy's gradient would be added to such a tensor's in another order. What the forward writes into later stays one.
+    """
+    written = {_base(node.args[0]) for node in graph.nodes if writes(node) and node.args}
+    nodes = {node.name: node for node in graph.nodes}
+    copies = [1 + isinstance(b.use, Look) for b, tensors in observed.by_products for _ in tensors]
+    first = len(outputs) - len(copies)
+    kept: list[Any] = list(outputs[:first])
+    for output, count in zip(outputs[first:], copies, strict=True):
+        node = nodes[output] if isinstance(output, str) else None
+        for _ in range(count):
+            copied = node is not None and node.target is torch.ops.aten.clone.default
+            node = node.args[0] if copied and node is not None and isinstance(node.args[0], fx.Node) else None
+        shared = node is not None and node.op == "call_function" and _base(node) not in written
+        kept.append(node.name if shared and node is not None else output)
+    return tuple(kept)
+
+
+def _base(node: Any) -> Any:
+    """The node whose memory a node's value lies in, as far as schemas say."""
+    while isinstance(node, fx.Node) and node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+        schema = getattr(node.target, "_schema", None)
+        views = schema is not None and schema.arguments[0].alias_info is not None
+        if not views and node.target is not operator.getitem:
+            return node
+        node = node.args[0]
+    return node
 
 
 def _output_names(program: Any, observed: Observer) -> tuple[str, ...]:

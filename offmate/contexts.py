@@ -1,11 +1,12 @@
-"""What the user's code may have around a call of ours: inference mode, and a process that was forked."""
+"""What the user's code may have around a call of ours: inference mode, other threads, a process that was forked."""
 
 from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -14,6 +15,14 @@ from .runtime.contents import on_storage
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_S = TypeVar("_S", bound="_Shared")
+
+
+class _Shared(Protocol):
+    """What threads may call at the same time."""
+
+    process: Process
+    lock: threading.RLock
 
 
 def outside_inference(method: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -29,6 +38,19 @@ def outside_inference(method: Callable[_P, _R]) -> Callable[_P, _R]:
         # Leaving inference mode turns gradients on.
         with torch.inference_mode(False), torch.no_grad():
             return method(*args, **kwargs)
+
+    return run
+
+
+def alone(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P], _R]:
+    """Run a session's method while no other thread runs one: its state and its device are one loop's at a time."""
+
+    @functools.wraps(method)
+    def run(self: _S, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if self.process.is_forked:  # The thread that held the lock may not exist here.
+            return method(self, *args, **kwargs)
+        with self.lock:
+            return method(self, *args, **kwargs)
 
     return run
 

@@ -44,6 +44,7 @@ def finish_on_host(session: Session, outside: list[dict[str, torch.Tensor]]) -> 
     """End an iteration on the host, with gradients from outside the plan added to its own."""
     assert session.training is not None
     session.bring_home()
+    session.truth.adopt_tensors()
     add_up(session.truth.host, outside, session.device.empty_host_like)
     session.active = session.training
     with session.whole():

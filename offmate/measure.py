@@ -8,7 +8,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -50,28 +50,43 @@ def _let_children_end() -> None:
 
 
 class _OneAtATime:
-    """A thread's allocations can be logged once at a time: a log that begins ends the one under way.
+    """A process logs its allocations once at a time: a log that begins ends the one under way in its thread.
 
-    State: `cut_short`, whether another log began before this one ended, so that it saw a part only.
+    State: `cut_short`, whether another log began before this one ended, or another thread asked it to end, so that it
+    saw a part only.
     """
 
-    _under_way = threading.local()
+    _under_way: ClassVar[_OneAtATime | None] = None
 
     def __init__(self) -> None:
         self.cut_short = False
+        self._thread = threading.current_thread()
 
     def _begin(self) -> None:
-        before: _OneAtATime | None = getattr(self._under_way, "log", None)
-        if before is not None:
+        """Be the log under way. Raises: ProtocolError if another thread's is."""
+        before = _OneAtATime._under_way
+        if before is not None and before.is_here:
             before.cut_short = True
             before._stop()
-        self._under_way.log = self
+        elif before is not None and before._thread.is_alive():
+            raise ProtocolError(
+                f"the first iteration of a model in thread {before._thread.name!r} is being measured, and a process "
+                f"measures one at a time. Finish it there first, with optimizer.step() or model.offmate.sync(), before "
+                f"thread {threading.current_thread().name!r} calls a model for the first time"
+            )
+        self._thread = threading.current_thread()
+        _OneAtATime._under_way = self
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this thread began it, so that this thread can end it."""
+        return self._thread is threading.current_thread()
 
     def __exit__(self, *error: object) -> None:
-        if getattr(self._under_way, "log", None) is self:
-            self._under_way.log = None
+        if _OneAtATime._under_way is self and self.is_here:
+            _OneAtATime._under_way = None
             self._stop()
-        else:  # Another log has ended it, or it was begun in another thread, whose next log ends it.
+        else:  # Another log has ended it, or it is another thread's.
             self.cut_short = True
 
     def _stop(self) -> None:
@@ -79,8 +94,11 @@ class _OneAtATime:
 
 
 def profiler_is_taken() -> bool:
-    """Whether the user profiles this thread, so that nothing can be measured in it."""
-    return torch.autograd._profiler_enabled() and getattr(_OneAtATime._under_way, "log", None) is None
+    """Whether the user profiles this thread, or another thread is measured, so that nothing can be measured here."""
+    own = _OneAtATime._under_way
+    if own is not None and not own.is_here:
+        return own._thread.is_alive()
+    return torch.autograd._profiler_enabled() and own is None
 
 
 class AllocationLog(_OneAtATime):
@@ -90,7 +108,7 @@ class AllocationLog(_OneAtATime):
     """
 
     def __enter__(self) -> AllocationLog:
-        if profiler_is_taken():
+        if torch.autograd._profiler_enabled() and self._under_way is None:
             raise ProtocolError(
                 "a profiler is on in this thread, and the first call of each kind is measured with PyTorch's profiler, "
                 "of which a thread can have one. Train one iteration first, and begin to profile after it"

@@ -36,9 +36,9 @@ def check_call(session: Session, call: Call) -> None:
     if session.turn is Turn.STEP and (call.trains or not session.request.gate):
         raise ProtocolError(
             f"a forward after backward() without optimizer.step(); {session.request.micro_batches} backward() calls "
-            "make one update in this plan. Call optimizer.step() first; to add up the gradients of more "
-            "micro-batches compile with accumulation_steps=; to evaluate before the step compile with a gate, which "
-            "has updates wait for it: max_grad_norm=float('inf')"
+            "make one update in this plan. Call optimizer.step() first, or zero_grad() to drop the gradients; to add "
+            "up the gradients of more micro-batches compile with accumulation_steps=; to evaluate before the step "
+            "compile with a gate, which has updates wait for it: max_grad_norm=float('inf')"
         )
     for leaf in call.leaves:
         if torch.is_grad_enabled() and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -56,9 +56,10 @@ def check_backward(session: Session, iteration: Iteration) -> None:
     """Raise if the loop may not call backward() now; a forward whose parameters were edited is given up."""
     if iteration.dropped or any(other.runs_now for other in session.dropped):
         raise ProtocolError(
-            "backward() through a forward that was given up, since the model was called again before it; the plan "
-            "keeps one forward at a time. No update was made. Call backward() on each loss before the next forward "
-            "(compile with accumulation_steps= to add the gradients up), or make one batch of the two"
+            "backward() through a forward that was given up, since the model was called again, a state was loaded or "
+            "the optimizer stepped before it; the plan keeps one forward at a time. No update was made. Call "
+            "backward() on each loss before the next forward (compile with accumulation_steps= to add the gradients "
+            "up), or make one batch of the two"
         )
     if session.turn is not Turn.BACKWARD or iteration is not session.iteration:
         raise ProtocolError(
@@ -157,7 +158,7 @@ def check_zeroed(zeroed: set[str], updates: set[str]) -> None:
 
 def check_step(session: Session) -> None:
     """Raise if the loop may not call optimizer.step() now."""
-    if session.turn is Turn.BACKWARD or not session.micro_batches:
+    if not session.micro_batches:
         raise ProtocolError(f"optimizer.step() without a backward(); next comes {session.turn.value}")
 
 

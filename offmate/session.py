@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from .assigned import Assigned
 from .byproducts import deliver
 from .caches import has_cache, without_cache
 from .checks import check_hooks
-from .contexts import Process, ordinary, outside_inference
+from .contexts import Process, alone, ordinary, outside_inference
 from .devices import make_device
 from .errors import OffmateError
 from .failures import described
@@ -60,8 +61,8 @@ class Session:
     up and through which somebody could still call backward(); `uncleared`, whether zero_grad() is
     due; `graded` and `zeroed`, parameters that have had a gradient since, and those whose gradient it left at zero;
     `active`, the variant whose tensors are on the device; `replays`, iterations since the device's memory was laid
-    out; `truth`, what the host holds; `preparer`, which variants there are; `pace`, how long steps take. Changed on the
-    training thread only.
+    out; `lock`, held by the thread that runs a method; `truth`, what the host holds; `preparer`, which variants there
+    are; `pace`, how long steps take. Changed by one thread at a time.
 
     Parameters
     ----------
@@ -102,7 +103,7 @@ class Session:
         self.said: set[str] = set()
         self.pace = Pace(request.config.cache_dir, compiled=request.config.backend != "eager")
         self.replays = 0
-        self.process = Process()
+        self.process, self.lock = Process(), threading.RLock()
         self.graded: set[str] = set()
         self.zeroed: set[str] = set()
 
@@ -134,6 +135,7 @@ class Session:
 
     # -- a call -------------------------------------------------------------------------------------------------------
 
+    @alone
     @outside_inference
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model as planned."""
@@ -219,6 +221,7 @@ class Session:
         # Tensors of their own, since autograd ties what it is given to the graph, and the executor keeps its outputs.
         return tuple(on_storage(outputs[name], outputs[name]) for name in variant.output_nodes)
 
+    @alone
     @outside_inference
     def backward(
         self,
@@ -258,11 +261,14 @@ class Session:
         if self.updater is None:
             self.pace.step_done(variant.prepared.plan)
 
+    @alone
     @outside_inference
     def step(self) -> None:
         """The user's optimizer.step()."""
         self.process.check()
         check_step(self)
+        if self.turn is Turn.BACKWARD:
+            self._drop_forward()
         assert self.updater is not None
         check_groups(self.updater)
         if self.request.gate:
@@ -290,6 +296,7 @@ class Session:
         """The global norm of the last iteration's gradients, before clipping."""
         return self.training.executor.gate.norm if self.training is not None else None
 
+    @alone
     @outside_inference
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The user's zero_grad(); with a planned optimizer the gradients are consumed already."""
@@ -347,6 +354,7 @@ class Session:
             where, budget_bytes = self.device.torch_device, self.request.budget_bytes
             raise described(error, where, budget_bytes, self.preparer.plan, self.truth) from error
 
+    @alone
     @outside_inference
     def give_up(self) -> None:
         """End the iteration where it is; what was updated stays, and the host holds the truth."""
@@ -363,6 +371,7 @@ class Session:
         elif self.updater is not None:
             self.truth.note_torn(variant.updates)
 
+    @alone
     @outside_inference
     def sync(self) -> None:
         """Wait for what is under way; afterwards parameters and optimizer states read current."""
@@ -378,18 +387,27 @@ class Session:
                     self.active.executor.sync()
             self.truth.came_home()
 
+    @alone
+    def end_measuring(self) -> None:
+        """Take what was seen of the user's code, if its iteration is over."""
+        if self.turn is not Turn.BACKWARD:
+            self.preparer.account_for_user_code()
+
+    @alone
     def read(self, what: str) -> None:
         """Make `what` current for the user, and say so if it is not what plain PyTorch would show now."""
         if self.turn is Turn.STEP and not self.request.gate:
             log.warning("%s between backward() and optimizer.step(): the update has been made already", what)
         self.sync()
 
+    @alone
     def read_states(self) -> None:
         """The user reads the optimizer's states, perhaps to write there."""
         self.read("optimizer.state")
         assert self.truth.states is not None
         self.truth.states.read = True
 
+    @alone
     def bring_buffers(self) -> None:
         """Have the host's buffers hold what the forwards so far have left."""
         if self.active is not None and self.active.executor.newer_buffers:
@@ -403,16 +421,18 @@ class Session:
             with self.whole():
                 self.active.executor.renew_states()
 
+    @alone
     @outside_inference
     def end_iteration(self) -> None:
-        """A state is about to be loaded: an iteration under way ends here."""
+        """A state is about to be loaded: a forward under way is given up. Gradients that wait behind a gate stay."""
         self.process.check()
         if self.turn is Turn.BACKWARD:
-            self.give_up()
+            self._drop_forward()
         self.bring_home()
-        self.turn, self.uncleared, self.micro_batches = Turn.FORWARD, False, 0
-        self.truth.host.totals.clear()
+        if not self.request.gate:
+            self.turn, self.uncleared, self.micro_batches = Turn.FORWARD, False, 0
 
+    @alone
     @outside_inference
     def bring_home(self) -> None:
         """Take everything off the device; the host holds the truth."""

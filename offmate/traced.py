@@ -94,6 +94,13 @@ def choose_differentiated(captured: Captured, chain: Chain, config: Config) -> f
             raise CaptureError(
                 f"gradients_into names {', '.join(sorted(absent))}; outputs that can have a gradient: {', '.join(able)}"
             )
+        for name in set(config.gradients_into) - set(captured.output_names[: captured.n_results]):
+            if able[name].target is torch.ops.aten.clone.default:
+                raise CaptureError(
+                    f"gradients_into names {name}, into which the forward writes after it was kept; the gradient of "
+                    "what is kept is not known then. Let the forward make a new tensor instead of writing in place "
+                    "(inplace=False), or return the tensor"
+                )
         return frozenset(able[name].name for name in config.gradients_into)
     if not able:
         raise CaptureError("no output of the model depends on a trainable parameter; there is nothing to train")

@@ -6,6 +6,8 @@ import logging
 import weakref
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from .measure import AllocationLog, DeviceAllocationLog, allocation_log, profiler_is_taken
 from .sizes import format_bytes
@@ -29,6 +31,7 @@ class UserCode:
         self.held_bytes: dict[CallKind, int] = {}
         self.factor = 1.0
         self._log: AllocationLog | DeviceAllocationLog | None = None
+        self._hook: RemovableHandle | None = None
 
     def begins(self, variant: Variant) -> None:
         """The model returns: watch, if the loss is computed outside of it and this kind was not seen yet."""
@@ -36,7 +39,9 @@ class UserCode:
         if computes and variant.kind not in self.held_bytes and not profiler_is_taken():
             self._log = allocation_log(self._device).__enter__()
             # A process that ends while it is on would crash on its way out.
-            self._end = weakref.finalize(self, self._log.__exit__, None, None, None)
+            end = self._end = weakref.finalize(self, self._log.__exit__, None, None, None)
+            # A loop that updates by itself calls nothing of the model's then; what it profiles next is its own.
+            self._hook = None if variant.updates else register_optimizer_step_pre_hook(lambda *_: end())
 
     def ends(self) -> None:
         """backward() begins."""
@@ -48,19 +53,28 @@ class UserCode:
         """Another forward comes before backward(); from now on nothing is watched."""
         if self._log is not None:
             self.ends()
+            self._stop()
+
+    def _stop(self) -> None:
+        assert self._log is not None
+        if self._hook is not None:
+            self._hook.remove()
+        if self._log.is_here:
             self._end()
+        else:  # It ends with what its thread, or the process, does next.
+            self._log.cut_short = True
 
     def forget(self) -> None:
         """The forward is given up: what was seen says nothing."""
         if self._log is not None:
-            self._end()
+            self._stop()
             self._log = None
 
     def account(self, variant: Variant | None) -> bool:
         """Take what was seen; whether it was more than `variant` reserves, so that it must be planned anew."""
-        if self._log is None or variant is None:
+        if self._log is None or variant is None or not self._log.is_here:
             return False
-        self._end()
+        self._stop()
         seen, self._log = self._log, None
         if seen.cut_short:
             return False

@@ -1,4 +1,4 @@
-"""Inference mode around calls, profilers, and children that were forked."""
+"""Inference mode around calls, profilers, threads, and children that were forked."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -137,6 +138,76 @@ def test_a_first_call_under_the_users_profiler(monkeypatch: pytest.MonkeyPatch) 
             if step == 0:
                 found = stack.enter_context(torch.profiler.profile())
     assert found.events()
+
+
+# -- threads ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_many_threads_evaluate(budget: str) -> None:
+    """They take turns, once the model was planned."""
+    ours, reference = compiled(budget), plain()
+    for loop in (ours, reference):
+        loop.model.eval()
+
+    def answers(loop: Loop) -> list[torch.Tensor]:
+        def answer(step: int) -> torch.Tensor:
+            with torch.no_grad():
+                loss: torch.Tensor = loop.model(**batch(step))["loss"]
+            return loss
+
+        answer(0)
+        with ThreadPoolExecutor(4) as pool:
+            return list(pool.map(answer, range(100)))
+
+    assert all(map(torch.equal, answers(ours), answers(reference)))
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+def one_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    loss = model(torch.ones(3, 8)).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def quiet_evaluation(model: torch.nn.Module) -> float:
+    with torch.no_grad():
+        value: float = model(torch.ones(3, 8)).sum().item()
+    return value
+
+
+def test_evaluation_in_another_thread_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the user's code updates, too: what it holds is measured until its optimizer steps."""
+    monkeypatch.setattr("offmate.measured._kept", {})
+    seen = []
+    for compiles in (True, False):
+        torch.manual_seed(0)
+        model = Scores()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if compiles:
+            offmate.compile(
+                model, 1 << 30, device="emulated", cpu_budget=CPU_BUDGET, config=offmate.Config(cache_dir=None)
+            )
+        seen.append([one_step(model, optimizer), in_thread(lambda m=model: quiet_evaluation(m))])
+        seen[-1] += [one_step(model, optimizer), one_step(model, optimizer)]
+    assert seen[0] == seen[1]
+
+
+def test_a_first_call_while_another_thread_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offmate.measured._kept", {})
+    model = Scores()
+    offmate.compile(model, 1 << 30, device="emulated", cpu_budget=CPU_BUDGET, config=offmate.Config(cache_dir=None))
+    model(torch.ones(3, 8)).sum().backward()
+    with pytest.raises(offmate.ProtocolError, match=r"in thread 'MainThread' is being measured.*offmate.sync\(\)"):
+        in_thread(lambda: quiet_evaluation(model))
+    model.offmate.sync()
+    assert in_thread(lambda: quiet_evaluation(model)) == quiet_evaluation(model)
 
 
 # -- forks ------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@ import copy
 import logging
 import pickle
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from offmate.runtime.emulated import EmulatedDevice
 import offmate
 from offmate import OffmateError, ProtocolError
 
-from .loops import Loop, assert_same, batch, checkpoint, compiled, plain, tensors, tiny, trained
+from .loops import CPU_BUDGET, Loop, adamw, assert_same, batch, checkpoint, compiled, plain, tensors, tiny, trained
 
 BUDGETS = ("ample", "middle", "least")
 
@@ -188,6 +189,82 @@ def test_closure_and_new_group():
     goes_on(loop, 1)
 
 
+Between = Callable[[Loop], object]
+
+
+def scaled(loop: Loop, by: float = 0.5) -> None:
+    loop.model.load_state_dict({name: value * by for name, value in loop.model.state_dict().items()})
+
+
+def swapped(loop: Loop) -> None:
+    """As weights of an average are evaluated."""
+    own = {name: value.clone() for name, value in loop.model.state_dict().items()}
+    scaled(loop, 0.0)
+    with torch.no_grad():
+        loop.forward(9)
+    loop.model.load_state_dict(own)
+
+
+def misloaded(loop: Loop) -> None:
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        loop.model.load_state_dict({**loop.model.state_dict(), "unknown": torch.ones(1)})
+
+
+def replaced(loop: Loop) -> None:
+    for param in loop.model.parameters():
+        param.data = param.data * 0.5
+
+
+def vector(loop: Loop) -> None:
+    params = list(loop.model.parameters())
+    torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector(params) * 0.5, params)
+
+
+BETWEEN: dict[str, Between] = {
+    "loaded": scaled, "swapped": swapped, "misloaded": misloaded, "replaced": replaced, "vector": vector,
+    "optimizer": lambda loop: loop.optimizer.load_state_dict(loop.optimizer.state_dict()),
+}  # fmt: skip
+
+
+def gated(micro: int = 1) -> Loop:
+    model = tiny()
+    optimizer = adamw(model)
+    offmate.compile(
+        model, 1 << 30, optimizer=optimizer, device="emulated", cpu_budget=CPU_BUDGET, accumulation_steps=micro,
+        max_grad_norm=float("inf"), config=offmate.Config(cache_dir=None),
+    )  # fmt: skip
+    return Loop(model, optimizer)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("name", BETWEEN)
+def test_gradients_behind_a_gate_outlive_what_is_loaded(name, micro):
+    """Between micro-batches and before the step, as gradients in `.grad` would."""
+    found = []
+    for loop in (gated(micro), plain()):
+        for step in range(3):
+            for m in range(micro):
+                loop.forward(step * micro + m).backward()
+                BETWEEN[name](loop)
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        found.append(tensors(loop))
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
+
+
+def test_a_last_micro_batch_that_is_skipped():
+    """Its forward is given up; the update is made of what there is."""
+    ours, reference = gated(2), plain()
+    for loop in (ours, reference):
+        for step in range(2):
+            loop.forward(step).backward()
+            loop.forward(step + 5)
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    assert_same(ours, reference)
+
+
 def test_gradient_into_an_unplanned_output():
     loop = trained(steps=1)
     out = loop.model(**batch(1))
@@ -359,7 +436,7 @@ def test_loading_ends_an_iteration(moment):
     model, optimizer = copy.deepcopy(checkpoint(2))
     loop.model.load_state_dict(model)
     loop.optimizer.load_state_dict(optimizer)
-    with refused(r"second backward"):
+    with refused(r"second backward|given up"):
         loss.backward()
     with refused(r"without a backward"):
         loop.optimizer.step()

@@ -280,6 +280,45 @@ def test_a_hook_that_looks_gives_no_gradient_without_a_word():
         (loss + kept[-1].sum()).backward()
 
 
+class Residual(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = torch.nn.LayerNorm(32), torch.nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(self.norm(x))
+
+
+def kept_in_the_loss(compiles: bool, between: torch.nn.Module) -> list[torch.Tensor]:
+    """States of a loop whose loss reads what a hook has kept of a layer in the middle."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Residual(), between, Residual())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept: list[torch.Tensor] = []
+    model[0].register_forward_hook(keeping := lambda module, given, out: kept.append(out))
+    if compiles:
+        name = f"0 ({keeping.__qualname__})"
+        offmate.compile(
+            model, 1 << 30, optimizer=optimizer, device="emulated",
+            config=offmate.Config(cache_dir=None, gradients_into=("output", name)),
+        )  # fmt: skip
+    torch.manual_seed(1)
+    for _ in range(3):
+        (model(torch.randn(16, 32)).pow(2).mean() + kept[-1].pow(2).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def test_what_a_hook_keeps_may_enter_the_loss():
+    assert all(map(torch.equal, *(kept_in_the_loss(compiles, torch.nn.Identity()) for compiles in (True, False))))
+
+
+def test_what_a_hook_keeps_and_the_forward_writes_later_may_not():
+    with pytest.raises(CaptureError, match=r"0 \(.*lambda.*writes after it was kept.*inplace=False"):
+        kept_in_the_loss(True, torch.nn.ReLU(inplace=True))
+
+
 def test_a_hook_that_fails_without_values_is_named():
     world = World(True)
     world.model.layers[1].register_forward_hook(lambda module, given, out: {}[float(out.sum())])
