@@ -30,6 +30,7 @@ from .functions import functions_kept
 from .hooks import only_packages_hooks
 from .observe import Observer, check_kept, check_settled
 from .python_state import python_restored
+from .runtime.program import as_layout
 
 log = logging.getLogger("offmate")
 
@@ -211,10 +212,15 @@ def _tied(model: torch.nn.Module, graph: fx.Graph, params: dict[str, str]) -> di
 
 
 def _distinct(leaf: Any) -> Any:
-    """Export merges two inputs that are one tensor; the next batch may hold two."""
+    """A copy, since export merges two inputs that are one tensor, and the next batch may hold two.
+
+    It has the strides of the original: a forward may ask for them.
+    """
     if isinstance(leaf, FakeTensor) or not isinstance(leaf, torch.Tensor):
         return leaf
-    return leaf.detach().clone()
+    if leaf.layout is not torch.strided:
+        return leaf.detach().clone()
+    return as_layout(leaf.detach(), leaf.shape, leaf.stride())
 
 
 def _on_host(leaf: Any) -> Any:
