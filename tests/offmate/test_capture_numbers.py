@@ -499,7 +499,7 @@ def check_calls(function: Callable[..., torch.Tensor], *calls: tuple[Any, ...], 
         same_bits("gradient", [p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
 
 
-ROW = torch.linspace(-1, 1, 24).reshape(3, 8)
+ROW, WIDE = torch.linspace(-1, 1, 24).reshape(3, 8), torch.linspace(-1, 1, 48).reshape(3, 16)
 LAYOUTS: dict[str, tuple[Callable[..., torch.Tensor], tuple[Any, ...]]] = {
     "expanded mask": (lambda a, x, k: a(x).masked_fill(k, 0), (ROW, (ROW[:, :1] > 0).expand(3, 8))),
     "expanded batch": (lambda a, x: a(x).tanh(), (ROW[:1].expand(3, 8),)),
@@ -507,9 +507,9 @@ LAYOUTS: dict[str, tuple[Callable[..., torch.Tensor], tuple[Any, ...]]] = {
     "expanded result": (lambda a, x: a(x).expand(2, 3, 8), (ROW,)),
     "expanded across a cut": (lambda a, x: a(a(x).mean(0).expand(3, 8)), (ROW,)),
     "returned": (lambda a, x, k: (a(x) * 2) + k, (ROW, ROW[:1].expand(3, 8))),
-    "sliced": (lambda a, x: a(x) if x.is_contiguous() else a(x) * 2, (torch.linspace(-1, 1, 48).reshape(3, 16)[:, :8],)),
-    "sliced before": (lambda a, x: a(x.exp().view(3, 8)), (torch.linspace(-1, 1, 48).reshape(3, 16)[:, 4:12],)),
-    "strides": (lambda a, x: a(x * x.stride(0)), (torch.linspace(-1, 1, 48).reshape(6, 8)[::2],)),
+    "sliced": (lambda a, x: a(x) if x.is_contiguous() else a(x) * 2, (WIDE[:, :8],)),
+    "sliced before": (lambda a, x: a(x.exp().view(3, 8)), (WIDE[:, 4:12],)),
+    "strides": (lambda a, x: a(x * x.stride(0)), (WIDE.view(6, 8)[::2],)),
     "overlapping": (lambda a, x: a(x) + x, (torch.linspace(-1, 1, 10).unfold(0, 8, 1),)),
 }  # fmt: skip
 
@@ -517,3 +517,30 @@ LAYOUTS: dict[str, tuple[Callable[..., torch.Tensor], tuple[Any, ...]]] = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_are_eagers(name: str) -> None:
     check_calls(LAYOUTS[name][0], LAYOUTS[name][1])
+
+
+@pytest.mark.parametrize("numbers", [(0.0, -0.0, 0.0), (1, 1.0, True, 1)])
+def test_numbers_that_are_equal_and_differ(numbers: tuple[Any, ...]) -> None:
+    def scaled(layer: nn.Module, x: torch.Tensor, number: Any) -> torch.Tensor:
+        by_type = {int: 1.0, float: 2.0, bool: 3.0}[type(number)]
+        scaled: torch.Tensor = layer(x) * (1 / torch.full((), number)).clamp(-2, 3) * by_type
+        return scaled
+
+    check_calls(scaled, *((ROW, number) for number in numbers))
+
+
+def test_a_number_that_is_none_is_planned_once() -> None:
+    captures: list[float] = []
+
+    def filled(layer: nn.Module, x: torch.Tensor, number: float) -> torch.Tensor:
+        captures.append(number)
+        return layer(x) * torch.nan_to_num(torch.full((), number), 2.0)
+
+    model = Applied(filled)
+    config = offmate.Config(cache_dir=None, options_per_block=3)
+    offmate.compile(model, 1 << 30, device="emulated", cpu_budget=HOST_BYTES, config=config)
+    for _ in range(2):
+        model(ROW, float("nan")).sum().backward()
+        seen = len(captures)
+    model(ROW, float("nan"))
+    assert len(captures) == seen
