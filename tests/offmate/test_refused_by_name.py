@@ -275,3 +275,36 @@ def test_the_fused_path_of_evaluation_is_named():
 def test_anomaly_detection_around_a_call():
     with torch.autograd.detect_anomaly(check_nan=True):
         alike(Net)
+
+
+def add_one(model: Any, x: torch.Tensor) -> Any:
+    model.held.add_(1)
+    return model.a(x).sum(), model.held
+
+
+@pytest.mark.parametrize(
+    ("forward", "words"),
+    [
+        (
+            lambda m, x: (m.a(x).sum(), m.a.weight),
+            r"output '1' is the parameter a\.weight itself.*a\.weight\.clone\(\)",
+        ),
+        (lambda m, x: {"loss": m.b(x).sum(), "w": m.a.bias}, r"output 'w' is the parameter a\.bias itself"),
+        (lambda m, x: (m.a(x).sum(), m.held), r"output '1' is the buffer held itself.*held\.clone\(\)"),
+        (add_one, r"output '1' is the buffer held itself"),
+    ],
+)
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_the_model_holds_is_no_output(forward, words, trains):
+    class Returning(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("held", torch.ones(8))
+            self.a.bias.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return forward(self, x)
+
+    model, _ = made(Returning, True, planned=False)
+    with torch.set_grad_enabled(trains), pytest.raises(CaptureError, match=words):
+        model(torch.randn(3, 8))
