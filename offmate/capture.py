@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from . import decisions
 from .byproducts import ByProduct
 from .caches import caches_dropped
+from .data_dependent import check_sizes, line_of, named
 from .devices import rng_untouched
 from .effects import has_effect, updates_stats, writes, written_into
 from .errors import CaptureError
@@ -261,7 +262,7 @@ def _observed_export(
 
 def _export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
-        with warnings.catch_warnings(), functions_kept(), _unfolded(), _caches_as_in_eager():
+        with warnings.catch_warnings(), functions_kept(), _unfolded(), _caches_as_in_eager(), named():
             # Attributes that are set become by-products.
             warnings.filterwarnings("ignore", message="The tensor attribute")
             return torch.export.export(model, args, kwargs, strict=False)
@@ -270,10 +271,10 @@ def _export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CaptureError(
-            f"{type(model).__name__} does not export: {type(error).__name__}: {first}. torch.export follows no branch "
-            "on a tensor's values, no data-dependent shape and no object it does not know (a cache, for example); "
-            "run torch.export.export(model, args, kwargs, strict=False) to see the line, replace that construct, "
-            "or choose attn_implementation='sdpa' or 'eager' for a Hugging Face model"
+            f"{type(model).__name__} does not export{line_of(error)}: {type(error).__name__}: {first}. torch.export "
+            "follows no branch on a tensor's values, no data-dependent shape and no object it does not know (a cache, "
+            "for example); run torch.export.export(model, args, kwargs, strict=False) to see all that it says, replace "
+            "that construct, or choose attn_implementation='sdpa' or 'eager' for a Hugging Face model"
         ) from error
 
 
@@ -352,14 +353,19 @@ def _tidy(graph: fx.Graph) -> None:
     """Drop assertions, operators that return their argument, and dead code (random and writing operators stay).
 
     What returns the buffer that it writes is read as the buffer.
+
+    Raises: CaptureError if a size, or a number that is needed, depends on values.
     """
+    for node in list(graph.nodes):
+        if str(node.target).startswith(("aten._assert", "aten.sym_constrain")):
+            graph.erase_node(node)
+    graph.eliminate_dead_code(is_impure_node=has_effect)
+    check_sizes(graph)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         name = str(node.target)
-        if name.startswith("aten._assert") or name.startswith("aten.sym_constrain"):
-            graph.erase_node(node)
-        elif _is_noop_cast(node) if name.startswith("aten.to.") else _returns_its_argument(node):
+        if _is_noop_cast(node) if name.startswith("aten.to.") else _returns_its_argument(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif (target := written_into(node)) is not None and _is_given(target):
