@@ -399,3 +399,33 @@ def test_sizes_made_from_values_that_nobody_needs_are_left_out():
             return self.b(hidden).sum()
 
     alike(Unneeded)
+
+
+def overwrites(model: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = model.a(x).exp()
+    hidden.add_(1)
+    return hidden.sum()
+
+
+def overwrites_later(model: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = model.a(x).exp()
+    result = model.b(hidden)
+    hidden.mul_(2)
+    return (result + hidden).sum()
+
+
+@pytest.mark.parametrize("forward", [overwrites, overwrites_later])
+def test_what_a_backward_needs_and_the_forward_overwrites_is_named(forward):
+    class Overwriting(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return forward(self, x)
+
+    x = torch.randn(3, 8)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        made(Overwriting, False)[0](x).backward()
+    model, _ = made(Overwriting, True)
+    words = r"with plain PyTorch its backward fails likewise: one of the variables.*version 0 instead\. Let the forward"
+    with pytest.raises(CaptureError, match=words):
+        model(x)
+    with torch.no_grad():
+        assert torch.equal(model(x), made(Overwriting, False)[0](x))
