@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from . import decisions
 from .byproducts import ByProduct, Look
 from .caches import caches_dropped
+from .data_dependent import check_sizes, line_of, named
 from .devices import rng_untouched
 from .effects import has_effect, updates_stats, writes, written_into
 from .errors import CaptureError
@@ -30,6 +31,7 @@ from .functions import functions_kept
 from .hooks import only_packages_hooks
 from .observe import Observer, check_kept, check_settled
 from .python_state import python_restored
+from .runtime.program import as_layout
 
 log = logging.getLogger("offmate")
 
@@ -211,10 +213,15 @@ def _tied(model: torch.nn.Module, graph: fx.Graph, params: dict[str, str]) -> di
 
 
 def _distinct(leaf: Any) -> Any:
-    """Export merges two inputs that are one tensor; the next batch may hold two."""
+    """A copy, since export merges two inputs that are one tensor, and the next batch may hold two.
+
+    It has the strides of the original: a forward may ask for them.
+    """
     if isinstance(leaf, FakeTensor) or not isinstance(leaf, torch.Tensor):
         return leaf
-    return leaf.detach().clone()
+    if leaf.layout is not torch.strided:
+        return leaf.detach().clone()
+    return as_layout(leaf.detach(), leaf.shape, leaf.stride())
 
 
 def _on_host(leaf: Any) -> Any:
@@ -255,7 +262,7 @@ def _observed_export(
 
 def _export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
-        with warnings.catch_warnings(), functions_kept(), _unfolded(), _caches_as_in_eager():
+        with warnings.catch_warnings(), functions_kept(), _unfolded(), _caches_as_in_eager(), named():
             # Attributes that are set become by-products.
             warnings.filterwarnings("ignore", message="The tensor attribute")
             return torch.export.export(model, args, kwargs, strict=False)
@@ -264,10 +271,10 @@ def _export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CaptureError(
-            f"{type(model).__name__} does not export: {type(error).__name__}: {first}. torch.export follows no branch "
-            "on a tensor's values, no data-dependent shape and no object it does not know (a cache, for example); "
-            "run torch.export.export(model, args, kwargs, strict=False) to see the line, replace that construct, "
-            "or choose attn_implementation='sdpa' or 'eager' for a Hugging Face model"
+            f"{type(model).__name__} does not export{line_of(error)}: {type(error).__name__}: {first}. torch.export "
+            "follows no branch on a tensor's values, no data-dependent shape and no object it does not know (a cache, "
+            "for example); run torch.export.export(model, args, kwargs, strict=False) to see all that it says, replace "
+            "that construct, or choose attn_implementation='sdpa' or 'eager' for a Hugging Face model"
         ) from error
 
 
@@ -346,14 +353,19 @@ def _tidy(graph: fx.Graph) -> None:
     """Drop assertions, operators that return their argument, and dead code (random and writing operators stay).
 
     What returns the buffer that it writes is read as the buffer.
+
+    Raises: CaptureError if a size, or a number that is needed, depends on values.
     """
+    for node in list(graph.nodes):
+        if str(node.target).startswith(("aten._assert", "aten.sym_constrain")):
+            graph.erase_node(node)
+    graph.eliminate_dead_code(is_impure_node=has_effect)
+    check_sizes(graph)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         name = str(node.target)
-        if name.startswith("aten._assert") or name.startswith("aten.sym_constrain"):
-            graph.erase_node(node)
-        elif _is_noop_cast(node) if name.startswith("aten.to.") else _returns_its_argument(node):
+        if _is_noop_cast(node) if name.startswith("aten.to.") else _returns_its_argument(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif (target := written_into(node)) is not None and _base(target).op == "placeholder":

@@ -91,7 +91,8 @@ class Config:
         _require(self.backend in _BACKENDS, "backend", self.backend, "'eager' or 'inductor'")
         known = isinstance(self.updates, Split) or self.updates in _UPDATES
         _require(known, "updates", self.updates, "'auto', 'host', 'device' or a Split, such as plan.split")
-        _check_outputs(self.outputs)
+        _check_names("outputs", self.outputs, "all")
+        _check_names("gradients_into", self.gradients_into, "auto")
         if self.cache_dir is not None and (not isinstance(self.cache_dir, str) or not self.cache_dir):
             raise TypeError(f"cache_dir is {self.cache_dir!r}; it must be the path of a folder as text, or None")
 
@@ -113,10 +114,12 @@ def _check_count(name: str, value: object, least: int) -> None:
     _require(value >= least, name, value, f"at least {least}")
 
 
-def _check_outputs(outputs: object) -> None:
-    names = isinstance(outputs, tuple) and all(isinstance(name, str) and name for name in outputs)
-    if outputs != "all" and not (names and outputs):
-        raise TypeError(f'outputs is {outputs!r}; it must be "all" or a tuple of names, such as ("loss", "logits")')
+def _check_names(field_name: str, value: object, word: str) -> None:
+    names = isinstance(value, tuple) and all(isinstance(name, str) and name for name in value)
+    if value != word and not (names and value):
+        raise TypeError(
+            f'{field_name} is {value!r}; it must be "{word}" or a tuple of names, such as ("loss", "logits")'
+        )
 
 
 def _check_buckets(buckets: object) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from .data_dependent import named
 from .errors import CaptureError
 
 _MODULE = "transformers.masking_utils"
@@ -115,6 +116,7 @@ def _listen(module: Any, model: torch.nn.Module, args: Any, kwargs: Any) -> list
             stack.enter_context(mock.patch.object(experts, "is_torchdynamo_compiling", lambda: True))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(named())
         torch.func.functional_call(model, state, args, kwargs, tie_weights=True)
     return calls
 

@@ -51,7 +51,7 @@ def faked(model: torch.nn.Module, device: torch.device = _CPU) -> Iterator[FakeT
 
 
 def fake_batch(mode: FakeTensorMode, batch: Any, device: torch.device = _CPU) -> Any:
-    """A batch's tensors as fake tensors of their own.
+    """A batch's tensors as fake tensors of their own, of the same strides.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ def fake_batch(mode: FakeTensorMode, batch: Any, device: torch.device = _CPU) ->
         if not isinstance(leaf, torch.Tensor):
             return leaf
         with mode:
-            return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
 
     return pytree.tree_map(fake, batch)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from . import __version__
+from .capture import Captured
 from .config import Config
 from .devices import accelerator, words
 from .hardware import Hardware
@@ -36,7 +37,7 @@ def fingerprint_of(
         optimizer = (updater.base.__qualname__, updater.by_element, hyper)
     parts: tuple[Any, ...] = (
         __version__, torch.__version__, platform.processor(), torch.get_num_threads(), _device_words(request, machine),
-        wiring, structure(traced), [node.format_node() for node in traced.chain.prelude],
+        wiring, structure(traced), [node.format_node() for node in traced.chain.prelude], _batch(captured),
         sorted(captured.params.items()), sorted(traced.differentiated), captured.outputs, optimizer,
         request.config.options_per_block, machine,
     )  # fmt: skip
@@ -45,6 +46,12 @@ def fingerprint_of(
         parts += (request.budget_bytes, host, request.user_bytes, _planning(request.config))
         parts += (request.micro_batches, request.clips)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
+
+
+def _batch(captured: Captured) -> list[tuple[Any, ...]]:
+    """Layouts of the inputs: those that no block reads are in no block's key."""
+    values = (node.meta["fake"] for node in captured.graph.nodes if node.name in captured.inputs)
+    return [(tuple(v.shape), tuple(v.stride()), v.dtype) for v in values if isinstance(v, torch.Tensor)]
 
 
 def _device_words(request: Request, machine: Hardware | None) -> str:

@@ -136,10 +136,13 @@ def as_function(graph: ClassGraph, program: Program, ports: Outline) -> Callable
 
 
 def _laid_out(tensor: torch.Tensor, _: list[int], stride: list[int]) -> torch.Tensor:
-    """`as_layout` without writing into anything, for dense strides."""
+    """`as_layout` without writing into anything, for strides that leave no gaps; those of 0 repeat."""
+    once = tensor
+    for dim, step in enumerate(stride):
+        once = once if step or not once.shape[dim] else once.narrow(dim, 0, 1)
     order = sorted(range(tensor.dim()), key=stride.__getitem__, reverse=True)
     back = sorted(range(tensor.dim()), key=order.__getitem__)
-    return tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+    return once.permute(order).clone(memory_format=torch.contiguous_format).permute(back).expand(tensor.shape)
 
 
 # A decomposed operator may lay out its result otherwise than the kernel, so that a view of it has to be a copy.

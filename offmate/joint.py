@@ -7,8 +7,10 @@ accumulator. Rule 4: every node runs under the grad mode and autocast region tha
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -246,7 +248,7 @@ class _Run:
         outputs = [results[i] for i, _ in spec.tangents]
         if outputs and wanted:
             # Eager's backward runs outside the user's autocast region.
-            with no_autocast():
+            with no_autocast(), _overwriting_named():
                 given = list(torch.autograd.grad(outputs, wanted, tangents, allow_unused=True))
         found = iter(given)
         position, totals = 0, []
@@ -261,6 +263,22 @@ class _Run:
                         total = part if total is None else added(total, part, external.rounded)
                 totals.append(total)
         return totals
+
+
+@contextlib.contextmanager
+def _overwriting_named() -> Iterator[None]:
+    """Raise CaptureError if the backward in the body finds that the forward has overwritten what it needs."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        sentence = str(error).partition(" Hint:")[0].rstrip(".")
+        raise CaptureError(
+            f"the model cannot be trained, with plain PyTorch its backward fails likewise: {sentence}. Let the forward "
+            "make a new tensor (h = h + 1) instead of writing in place (h += 1, h.add_(1)); "
+            "torch.autograd.set_detect_anomaly(True) around the plain model shows which operation needs the old values"
+        ) from error
 
 
 def _to_functional(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,19 @@ def check_leaves(model: torch.nn.Module, captured: Captured) -> None:
             )
 
 
+def check_outputs(captured: Captured) -> None:
+    """Raise CaptureError if the model returns a parameter or a buffer itself, which a replay holds only in copies."""
+    held = {node: f"parameter {name}" for node, name in captured.params.items()}
+    held |= {node: f"buffer {name}" for node, name in captured.buffers.items()}
+    for output, name in zip(captured.outputs, captured.output_names):
+        if isinstance(output, str) and output in held:
+            own = held[output].split()[1]
+            raise CaptureError(
+                f"the model's output {name!r} is the {held[output]} itself, which no iteration hands out; return "
+                f"{own}.clone() instead, or leave it out and read {own} from the model after the call"
+            )
+
+
 def check_shared_buffers(buffers: dict[str, torch.Tensor], captured: Captured, chain: Chain) -> None:
     """Raise CaptureError if the forward writes a buffer whose memory another buffer or constant shares.
 

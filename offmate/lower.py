@@ -198,7 +198,8 @@ def lower_prelude(
     spec = BlockSpec(chain.prelude, externals, results, ())
     inputs = {name for name in captured.inputs if name is not None}
     read = {n for n in captured.graph.nodes if n.name in inputs and (n in wanted or n in set(outside))}
-    batch_bytes = {n.name: _dense_bytes(n.meta["fake"]) for n in captured.graph.nodes if n in read}
+    # A batch keeps its strides, which may leave gaps or repeat elements.
+    batch_bytes = {n.name: n.meta["fake"].untyped_storage().nbytes() for n in captured.graph.nodes if n in read}
     item: dict[fx.Node, str] = {n: n.name for n in captured.graph.nodes if n in wanted and n.name in inputs}
     item_bytes = {name: batch_bytes[name] for name in item.values()}
     if not chain.prelude:

@@ -19,7 +19,7 @@ from .lower import LinkRates, Prelude
 from .measure import allocation_log
 from .programs import ClassGraph, NodeCost
 from .runtime.ledger import Ledger
-from .runtime.program import run
+from .runtime.program import as_layout, run
 
 _REPEATS = 3
 _COPY_BYTES = 16 * 2**20
@@ -52,7 +52,7 @@ def profile_classes(
     def fetch(node: fx.Node) -> torch.Tensor:
         if node in values:
             return values[node]
-        return written[node] if node in written else read(node).to(device)
+        return written[node] if node in written else _on(read(node), device)
 
     for index, block in enumerate(blocks):
         inputs = [fetch(e.node) for e in block.spec.externals]
@@ -80,7 +80,7 @@ def profile_prelude(
     """
     if prelude.graph is None:
         return {}, {}
-    inputs = [tensors[e.node.name].to(device) for e in prelude.spec.externals]
+    inputs = [_on(tensors[e.node.name], device) for e in prelude.spec.externals]
     results, _ = _run_forward(prelude.graph.joint, inputs)
     return dict(zip(prelude.spec.results, results)), _measure(prelude.graph.joint, inputs, device)
 
@@ -149,6 +149,11 @@ def _run_through(joint: Joint, inputs: list[torch.Tensor], device: torch.device)
         for source in {node, *node.all_input_nodes}:
             if last_reader.get(source, node) is node:
                 env.pop(source, None)
+
+
+def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on a device, with the strides that it has here: kernels were traced for them."""
+    return tensor if tensor.device == device else as_layout(tensor, tensor.shape, tensor.stride(), device)
 
 
 def _like(value: torch.Tensor, device: torch.device) -> torch.Tensor:

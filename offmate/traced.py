@@ -16,7 +16,7 @@ from .capture import Captured, capture, check_dense
 from .config import Config
 from .errors import CaptureError
 from .joint import Joint, storages_of
-from .leaves import check_fast_path, check_leaves, check_shared_buffers
+from .leaves import check_fast_path, check_leaves, check_outputs, check_shared_buffers
 from .partition import Chain, partition
 from .progress import Progress
 
@@ -54,6 +54,7 @@ def trace_model(
     (check_dense if gradients else check_fast_path)(model)
     with torch.set_grad_enabled(gradients):
         captured = select_outputs(capture(model, args, kwargs, real, device), config)
+    check_outputs(captured)
     if gradients:
         check_leaves(model, captured)
     params = dict(model.named_parameters(remove_duplicate=False))

@@ -16,6 +16,7 @@ from ..solver.machine import Resource
 from .device import Event
 from .lanes import Lane, close_all
 from .ledger import Ledger
+from .program import as_layout
 from .trace import Recorder
 
 
@@ -46,7 +47,7 @@ class EmulatedDevice:
         return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype)
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.empty_like(tensor).copy_(tensor)
+        return as_layout(tensor, tensor.shape, tensor.stride())
 
     def pinned(self, host: torch.Tensor) -> torch.Tensor:
         return host

@@ -14,6 +14,7 @@ from .device import Event
 from .lanes import Lane, LaneEvent, close_all
 from .ledger import Ledger
 from .pinned import PinnedMemory, flat_bytes
+from .program import without_repeats
 from .trace import Job, Recorder
 
 _STAGE_BYTES = 1 << 25  # of each of the two buffers through which memory goes that cannot be pinned
@@ -193,11 +194,14 @@ class StreamDevice:
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         own = self.empty_like(tensor)
-        if tensor.device.type == "cpu" and not tensor.is_pinned():
+        target, source = without_repeats(own, tensor)
+        if source.device.type == "cpu" and not source.is_pinned():
             # A copy from pageable memory would hold the thread until the stream has come to it.
-            staged = self.host_memory.staged(tensor)
-            return own.copy_(staged, non_blocking=staged is not tensor)
-        return own.copy_(tensor, non_blocking=True)
+            staged = self.host_memory.staged(source)
+            target.copy_(staged, non_blocking=staged is not source)
+        else:
+            target.copy_(source, non_blocking=True)
+        return own
 
     def pinned(self, host: torch.Tensor) -> torch.Tensor:
         if host.is_pinned():

@@ -446,3 +446,32 @@ def test_buffers_that_forwards_write_read_current(sim, when, planned):
     assert all(map(torch.equal, found, expected))
     model._offmate_session.bring_home()
     model._offmate_session.device.close()
+
+
+class Masked(torch.nn.Module):
+    """Reads a batch with gaps and an expanded mask, and returns something expanded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.layer(x if x.is_contiguous() else x * 2).masked_fill(mask, 0).mean(0).expand(2, 64)
+
+
+@pytest.mark.parametrize("where", ["cpu", "sim"])
+def test_batches_with_gaps_and_repeats(sim, where):
+    torch.manual_seed(0)
+    model, expected = Masked(), Masked().to("sim")
+    expected.load_state_dict(model.state_dict())
+    batch = torch.randn(8, 128, device=where)[:, :64], (torch.rand(8, 1, device=where) > 0.5).expand(8, 64)
+    offmate.compile(model, AMPLE_BYTES, device="sim", cpu_budget=HOST_BYTES, config=NO_CACHE)
+    theirs = expected(torch.randn(8, 128).to("sim")[:, :64].copy_(batch[0]), batch[1].to("sim"))
+    ours = model(*batch)
+    assert torch.equal(ours.cpu(), theirs.cpu())
+    ours.sum().backward()
+    theirs.sum().backward()
+    assert torch.equal(model.layer.weight.grad.cpu(), expected.layer.weight.grad.cpu())
+    assert model.offmate.peak_bytes == model.offmate.plan.predicted_peak_bytes
+    model._offmate_session.bring_home()
+    model._offmate_session.device.close()

@@ -464,3 +464,83 @@ def test_sparse_gradients_are_refused_by_name(kind: type[nn.Module]) -> None:
     model = nn.Sequential(kind(8, 4, sparse=True), nn.Linear(4, 2))
     with pytest.raises(offmate.CaptureError, match=f"^0 is an nn.{kind.__name__} with sparse=True.*sparse=False"):
         traced(model, torch.tensor([[0, 1], [2, 3]]))
+
+
+# -- batches and results that leave gaps in memory or repeat elements; numbers that are equal and differ -------------
+
+
+class Applied(nn.Module):
+    """Hands its arguments to a function, behind a layer."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(8, 8), function
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        return self.function(self.layer, *args)
+
+
+def check_calls(function: Callable[..., torch.Tensor], *calls: tuple[Any, ...], **settings: Any) -> None:
+    """Assert that each call trains and evaluates with plain PyTorch's bits and strides, in the memory predicted."""
+    config = offmate.Config(cache_dir=None, options_per_block=3)
+    torch.manual_seed(0)
+    plain, model = Applied(function), Applied(function)
+    model.load_state_dict(plain.state_dict())
+    offmate.compile(model, 1 << 30, device="emulated", cpu_budget=HOST_BYTES, **{"config": config} | settings)
+    for training in (True, False):
+        for args in calls:
+            with torch.set_grad_enabled(training):
+                ours, theirs = model(*args), plain(*args)
+            assert ours.stride() == theirs.stride()
+            same_bits("output", [theirs.detach()], [ours.detach()])
+            if training:
+                (ours.sin().sum() + theirs.sin().sum()).backward()
+                assert len(calls) > 1 or model.offmate.peak_bytes == model.offmate.plan.predicted_peak_bytes
+        same_bits("gradient", [p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
+
+
+ROW, WIDE = torch.linspace(-1, 1, 24).reshape(3, 8), torch.linspace(-1, 1, 48).reshape(3, 16)
+LAYOUTS: dict[str, tuple[Callable[..., torch.Tensor], tuple[Any, ...]]] = {
+    "expanded mask": (lambda a, x, k: a(x).masked_fill(k, 0), (ROW, (ROW[:, :1] > 0).expand(3, 8))),
+    "expanded batch": (lambda a, x: a(x).tanh(), (ROW[:1].expand(3, 8),)),
+    "expanded twice": (lambda a, x: a(x.exp()) * x, (ROW[:1, :1].expand(3, 8),)),
+    "expanded result": (lambda a, x: a(x).expand(2, 3, 8), (ROW,)),
+    "expanded across a cut": (lambda a, x: a(a(x).mean(0).expand(3, 8)), (ROW,)),
+    "returned": (lambda a, x, k: (a(x) * 2) + k, (ROW, ROW[:1].expand(3, 8))),
+    "sliced": (lambda a, x: a(x) if x.is_contiguous() else a(x) * 2, (WIDE[:, :8],)),
+    "sliced before": (lambda a, x: a(x.exp().view(3, 8)), (WIDE[:, 4:12],)),
+    "strides": (lambda a, x: a(x * x.stride(0)), (WIDE.view(6, 8)[::2],)),
+    "overlapping": (lambda a, x: a(x) + x, (torch.linspace(-1, 1, 10).unfold(0, 8, 1),)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_are_eagers(name: str) -> None:
+    check_calls(LAYOUTS[name][0], LAYOUTS[name][1])
+
+
+@pytest.mark.parametrize("numbers", [(0.0, -0.0, 0.0), (1, 1.0, True, 1)])
+def test_numbers_that_are_equal_and_differ(numbers: tuple[Any, ...]) -> None:
+    def scaled(layer: nn.Module, x: torch.Tensor, number: Any) -> torch.Tensor:
+        by_type = {int: 1.0, float: 2.0, bool: 3.0}[type(number)]
+        scaled: torch.Tensor = layer(x) * (1 / torch.full((), number)).clamp(-2, 3) * by_type
+        return scaled
+
+    check_calls(scaled, *((ROW, number) for number in numbers))
+
+
+def test_a_number_that_is_none_is_planned_once() -> None:
+    captures: list[float] = []
+
+    def filled(layer: nn.Module, x: torch.Tensor, number: float) -> torch.Tensor:
+        captures.append(number)
+        return layer(x) * torch.nan_to_num(torch.full((), number), 2.0)
+
+    model = Applied(filled)
+    config = offmate.Config(cache_dir=None, options_per_block=3)
+    offmate.compile(model, 1 << 30, device="emulated", cpu_budget=HOST_BYTES, config=config)
+    for _ in range(2):
+        model(ROW, float("nan")).sum().backward()
+        seen = len(captures)
+    model(ROW, float("nan"))
+    assert len(captures) == seen

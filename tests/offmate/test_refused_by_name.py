@@ -275,3 +275,157 @@ def test_the_fused_path_of_evaluation_is_named():
 def test_anomaly_detection_around_a_call():
     with torch.autograd.detect_anomaly(check_nan=True):
         alike(Net)
+
+
+def add_one(model: Any, x: torch.Tensor) -> Any:
+    model.held.add_(1)
+    return model.a(x).sum(), model.held
+
+
+@pytest.mark.parametrize(
+    ("forward", "words"),
+    [
+        (
+            lambda m, x: (m.a(x).sum(), m.a.weight),
+            r"output '1' is the parameter a\.weight itself.*a\.weight\.clone\(\)",
+        ),
+        (lambda m, x: {"loss": m.b(x).sum(), "w": m.a.bias}, r"output 'w' is the parameter a\.bias itself"),
+        (lambda m, x: (m.a(x).sum(), m.held), r"output '1' is the buffer held itself.*held\.clone\(\)"),
+        (add_one, r"output '1' is the buffer held itself"),
+    ],
+)
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_the_model_holds_is_no_output(forward, words, trains):
+    class Returning(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("held", torch.ones(8))
+            self.a.bias.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return forward(self, x)
+
+    model, _ = made(Returning, True, planned=False)
+    with torch.set_grad_enabled(trains), pytest.raises(CaptureError, match=words):
+        model(torch.randn(3, 8))
+
+
+def picks(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.a(x)[x[:, 0] > -9]
+
+
+def picks_kept(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.a(x).masked_select(x > 0).sum()
+
+
+def slices(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.a(x)[: (x > 0).sum()]
+
+
+def counts(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.a(x) * x.nonzero().shape[0]
+
+
+def lists(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.a(x) * x.tolist()[0][0]
+
+
+def repeats(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.a(x).repeat_interleave((x[:, 0] > 0).long(), 0)
+
+
+def bins(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.a(x).sum() + torch.bincount((x[0] > 0).long()).sum()
+
+
+def uniques(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.a(x).sum() + x.unique().sum()
+
+
+def compares(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.a(x) if torch.equal(x, x + 1) else model.a(x) * 2
+
+
+SHAPE, NUMBER = "shape depends on values.*torch.where", r"takes a Python number.*or pass the number"
+
+
+@pytest.mark.parametrize(
+    ("forward", "words"),
+    [
+        (picks, rf"index.*{SHAPE}"), (picks_kept, rf"masked_select.*{SHAPE}"), (slices, rf"item.*{NUMBER}"),
+        (counts, rf"nonzero.*{SHAPE}"), (lists, rf"item.*{NUMBER}"), (repeats, rf"repeat_interleave.*{SHAPE}"),
+        (bins, rf"bincount.*{SHAPE}"), (uniques, rf"_unique2.*{SHAPE}"), (compares, rf"equal.*{NUMBER}"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("trains", [True, False])
+def test_sizes_and_numbers_made_from_values_are_named(forward, words, trains):
+    class Values(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return forward(self, x)
+
+    model, _ = made(Values, True)
+    with torch.set_grad_enabled(trains), pytest.raises(CaptureError, match=rf"^aten\.{words}") as caught:
+        model(torch.randn(3, 8))
+    assert "(`return " in str(caught.value) and "test_refused_by_name.py, line " in str(caught.value)
+
+
+def test_sizes_made_from_values_in_a_model_of_transformers_are_named():
+    transformers = pytest.importorskip("transformers")
+
+    class Picking(transformers.PreTrainedModel):
+        config_class = transformers.PretrainedConfig
+        __module__ = "transformers.models"
+
+        def __init__(self) -> None:
+            super().__init__(transformers.PretrainedConfig())
+            self.a = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.a(x)
+            return hidden[hidden[:, 0] > -9]
+
+    model, _ = made(Picking, True)
+    with pytest.raises(CaptureError, match=rf"^aten\.nonzero.*return hidden\[.*test_refused_by_name.*{SHAPE}"):
+        model(torch.randn(3, 8))
+
+
+def test_sizes_made_from_values_that_nobody_needs_are_left_out():
+    class Unneeded(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch._check((x > 0).sum().item() < 100)
+            x.nonzero()
+            hidden = self.a(x).clone()
+            hidden[x > 0] = 0.0
+            return self.b(hidden).sum()
+
+    alike(Unneeded)
+
+
+def overwrites(model: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = model.a(x).exp()
+    hidden.add_(1)
+    return hidden.sum()
+
+
+def overwrites_later(model: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = model.a(x).exp()
+    result = model.b(hidden)
+    hidden.mul_(2)
+    return (result + hidden).sum()
+
+
+@pytest.mark.parametrize("forward", [overwrites, overwrites_later])
+def test_what_a_backward_needs_and_the_forward_overwrites_is_named(forward):
+    class Overwriting(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return forward(self, x)
+
+    x = torch.randn(3, 8)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        made(Overwriting, False)[0](x).backward()
+    model, _ = made(Overwriting, True)
+    words = r"with plain PyTorch its backward fails likewise: one of the variables.*version 0 instead\. Let the forward"
+    with pytest.raises(CaptureError, match=words):
+        model(x)
+    with torch.no_grad():
+        assert torch.equal(model(x), made(Overwriting, False)[0](x))
