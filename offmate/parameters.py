@@ -88,10 +88,15 @@ class PlannedParameter(_Copied, torch.nn.Parameter):
     def grad(self) -> torch.Tensor | None:
         session = self.__dict__["_offmate"]
         if session.uncleared:
+            clipping = (
+                "max_grad_norm= clips in optimizer.step(), so leave out clip_grad_norm_; model.offmate.grad_norm is "
+                "the norm of the last step"
+                if session.request.clips
+                else "to clip by global norm pass max_grad_norm= to offmate.compile"
+            )
             raise ProtocolError(
-                "the planned optimizer has taken this gradient in backward(); to clip by global norm pass "
-                "max_grad_norm= to offmate.compile; to work on .grad yourself (torch.amp.GradScaler does) compile "
-                "without optimizer=, or train in bfloat16, which needs no scaling"
+                f"the planned optimizer has taken this gradient in backward(); {clipping}; to read or change .grad "
+                "(torch.amp.GradScaler does) compile without optimizer=, or instead of scaling train in bfloat16"
             )
         return _TENSOR.grad.__get__(self)
 
