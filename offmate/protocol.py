@@ -157,7 +157,7 @@ def check_zeroed(zeroed: set[str], updates: set[str]) -> None:
 
 def check_step(session: Session) -> None:
     """Raise if the loop may not call optimizer.step() now."""
-    if session.cleared_early and not session.micro_batches:
+    if session.cleared_early and not session.micro_batches and not session.outside.any:
         raise ProtocolError(
             "optimizer.step() after the gradients were cleared by zero_grad(), so there is nothing to update; leave "
             "out this step(), too"

@@ -265,6 +265,10 @@ def test_gradients_that_are_dropped() -> None:
     ours.optimizer.zero_grad()
     with refused(r"cleared by zero_grad\(\), so there is nothing to update; leave out this step\(\), too"):
         ours.optimizer.step()
+    ours.model.last.weight.sum().backward()
+    with refused(r"without a backward"):
+        ours.optimizer.step()
+    ours.optimizer.zero_grad()
     assert ours.steps(5, 6) == reference.steps(5, 6)
     with refused(r"without a backward"):
         ours.optimizer.step()
