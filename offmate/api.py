@@ -58,9 +58,10 @@ def compile(
     `offmate.plan`.
 
     On the emulated device losses, parameters and optimizer states are bit for bit those of the same loop in plain
-    PyTorch on a CPU. On a card they are those of plain PyTorch with the same form of updates and the same split of them
-    between CPU and card (`model.offmate.split`), since optimizer kernels there round differently; all plans of a
-    session have the same split, and a resumed run keeps it by `Config(updates=...)` or `model.offmate.load_plans`.
+    PyTorch on a CPU, whatever the split of updates. On a card they are those of plain PyTorch with the same form of
+    updates and the same split of them between CPU and card (`model.offmate.split`), since optimizer kernels there round
+    differently; there all plans of a session keep the split of the first one, and a resumed run keeps it by
+    `Config(updates=...)` or `model.offmate.load_plans`.
 
     Parameters
     ----------

@@ -26,7 +26,12 @@ def check_model(model: torch.nn.Module) -> None:
         raise OffmateError(f"offmate.compile takes a torch.nn.Module, not {type(model).__name__}")
     name = type(model).__name__
     if "_offmate_session" in model.__dict__:
-        raise OffmateError(f"{name} has been compiled by offmate already; compile a model once")
+        own = model.__dict__["_offmate_session"].plain_class.__name__
+        raise OffmateError(
+            f"this {own} has been compiled by offmate already, and a model is compiled once. To compile it anew take "
+            "copy.deepcopy(model), which is a plain model; build an optimizer of its parameters, load "
+            "optimizer.state_dict() of the old one into that, and compile the copy"
+        )
     if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
         raise OffmateError("the model was compiled by torch.compile; give offmate the original, model._orig_mod")
     if name in _WRAPPERS or any(c.__name__ in _WRAPPERS for c in type(model).__mro__):

@@ -68,7 +68,11 @@ class Handle:
 
     @property
     def split(self) -> Split:
-        """Who updates which parameter in the plans so far, for `Config(updates=...)` of a run that goes on."""
+        """Who updates which parameter, for `Config(updates=...)` of a run that goes on.
+
+        As in the plans so far; for what they do not update, and before the first batch, as loaded plans, a given plan
+        or `Config(updates=...)` say.
+        """
         return self._session.preparer.split
 
     def save_plans(self, folder: str | os.PathLike[str]) -> None:
@@ -86,8 +90,11 @@ class Handle:
 
         Raises: PlanFileError if the split is damaged.
         """
+        files = sorted(Path(folder).glob("*.json"))
+        if not files:
+            log.warning("%s holds no plans and no split of updates, so everything is decided anew", folder)
         split = _load_split(Path(folder, _SPLIT))
-        for file in sorted(Path(folder).glob("*.json")):
+        for file in files:
             if file.name == _SPLIT:
                 continue
             try:

@@ -15,7 +15,10 @@ from .config import Config
 from .devices import accelerator, words
 from .hardware import Hardware
 from .optimizer import Updater
+from .plans import Plan
 from .request import Request
+from .sizes import format_bytes
+from .split import Split
 from .traced import Traced, structure
 
 
@@ -52,6 +55,35 @@ def _batch(captured: Captured) -> list[tuple[Any, ...]]:
     """Layouts of the inputs: those that no block reads are in no block's key."""
     values = (node.meta["fake"] for node in captured.graph.nodes if node.name in captured.inputs)
     return [(tuple(v.shape), tuple(v.stride()), v.dtype) for v in values if isinstance(v, torch.Tensor)]
+
+
+def differences(plan: Plan, request: Request, planned: bool) -> list[str]:
+    """What is known to differ between what a plan was made for and a request, in words.
+
+    Parameters
+    ----------
+    planned: whether an optimizer's updates are.
+    """
+    there, updates = plan.schedule, request.config.updates
+    found = []
+    if plan.problem is not None and (plan.problem.update == "planned") != planned:
+        found.append("there without optimizer=, here with" if planned else "there with optimizer=, here without")
+    if there.micro_batches != request.micro_batches:
+        found.append(f"accumulation_steps={there.micro_batches} there, {request.micro_batches} here")
+    clipped = there.gate and (there.micro_batches == 1 or (plan.problem is not None and plan.problem.gate_s > 0))
+    if clipped != request.clips:
+        found.append(f"{_with(clipped)} max_grad_norm= there, {_with(request.clips)} here")
+    if plan.budget_bytes != request.budget_bytes:
+        found.append(f"budget {format_bytes(plan.budget_bytes)} there, {format_bytes(request.budget_bytes)} here")
+    sides = {"host": plan.split.device, "device": plan.split.host}
+    agrees = updates.agrees(plan.split) if isinstance(updates, Split) else not sides.get(updates)
+    if not agrees:
+        found.append("parameters are updated on another side there than Config(updates=) says here")
+    return found
+
+
+def _with(given: bool) -> str:
+    return "with" if given else "without"
 
 
 def _device_words(request: Request, machine: Hardware | None) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from .errors import ProtocolError
@@ -9,30 +11,43 @@ from .request import Prepared
 
 
 def take_in(
-    prepared: Prepared, grads: tuple[torch.Tensor | None, ...], device: torch.device
+    prepared: Prepared,
+    grads: tuple[torch.Tensor | None, ...],
+    device: torch.device,
+    into: Literal["auto"] | tuple[str, ...] = "auto",
 ) -> dict[str, torch.Tensor]:
     """The gradients of the planned outputs, laid out as planned; zeros where autograd has none.
 
     Parameters
     ----------
-    grads: per output of the binding, in order. device: where they are wanted.
+    grads: per output of the binding, in order. device: where they are wanted. into: as `Config.gradients_into`.
 
     Returns: by output. Raises: ProtocolError if a gradient comes in for an output that was planned without one.
     """
     planned = {item[2:] for item in prepared.plan.schedule.computes["user"].makes}
     given = dict(zip(prepared.binding.outputs, grads))
-    _check_planned(prepared, planned, given)
+    _check_planned(prepared, planned, given, into)
     _check_reached(prepared, planned, given)
     return {n: _as_planned(prepared.gradient_like[n], grad, device) for n, grad in given.items() if n in planned}
 
 
-def _check_planned(prepared: Prepared, planned: set[str], grads: dict[str, torch.Tensor | None]) -> None:
+def _check_planned(
+    prepared: Prepared,
+    planned: set[str],
+    grads: dict[str, torch.Tensor | None],
+    into: Literal["auto"] | tuple[str, ...],
+) -> None:
     """Raise ProtocolError if a gradient comes in that the plan has no place for."""
     unplanned = [name for name, grad in grads.items() if grad is not None and name not in planned]
     if unplanned:
+        output = f"the output {_output_name(prepared, unplanned[0])!r}"
+        why = (
+            f"{output}, which was planned without one (a scalar output is taken for the loss)"
+            if into == "auto"
+            else f"{output}, which Config(gradients_into={into!r}) leaves out"
+        )
         raise ProtocolError(
-            f"backward() hands a gradient into the output {_output_name(prepared, unplanned[0])!r}, which was planned "
-            "without one (a scalar output is taken for the loss). Compile with "
+            f"backward() hands a gradient into {why}. Compile with "
             f"config=offmate.Config(gradients_into={_used_names(prepared, grads)!r})"
         )
 

@@ -11,7 +11,8 @@ from .errors import ProtocolError
 from .runtime.binding import HostState
 
 _GRAD: Any = torch.Tensor.grad
-_REMEDY = "Put that term of the loss into the model's forward, or compile without optimizer=, where .grad holds the sum"
+_BY_ITSELF = "call backward() on that term of the loss by itself, after the model's"
+_REMEDY = "Or put that term into the model's forward, or compile without optimizer=, where .grad holds the sum"
 
 
 class Outside:
@@ -60,12 +61,16 @@ class Outside:
             why = (
                 "between or before the micro-batches of one update, where the order of the sums would differ"
                 if self._gate
-                else "and updates begin in the backward, without it. With a gate it can be added: "
-                "max_grad_norm=float('inf')"
+                else "and updates begin in the backward, without it"
+            )
+            way = (
+                "Call backward() on that term of the loss once, after that of the last micro-batch"
+                if self._gate
+                else "With a gate it is added: compile with max_grad_norm=float('inf')"
             )
             raise ProtocolError(
                 f"{name} has a gradient that does not come from the model's planned backward, {why}. This backward() "
-                f"made no update; zero_grad() drops the gradient. {_REMEDY}"
+                f"made no update; zero_grad() drops the gradient. {way}. {_REMEDY}"
             )
         if there:
             self._before = there
@@ -92,16 +97,19 @@ class Outside:
         late = [name for name, grad in after.items() if grad._version or grad.requires_grad or grad.is_sparse]
         if not self._gate:
             what = "but the updates of this step have been made without it; the step is done"
+            way = f"Compile with a gate, max_grad_norm=float('inf'), and {_BY_ITSELF}"
         elif mixed:
             what = "made in the same backward() as the plan's, where the order of sums is unknown; no update was made"
+            way = _BY_ITSELF[0].upper() + _BY_ITSELF[1:]
         elif late:
             what = "of several backward() calls, whose sums would be in another order; no update was made"
+            way = "Add these terms up and call backward() on the sum, once, after the model's"
         else:
             return [before, after]
         name = next(iter(late if not mixed and self._gate else after))
         raise ProtocolError(
             f"{name} has a gradient that does not come from the model's planned backward ({len(after)} parameters in "
-            f"all), {what}, and the gradients are dropped. {_REMEDY}"
+            f"all), {what}, and the gradients are dropped. {way}. {_REMEDY}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ def _shows_no_values() -> frozenset[Any]:
 _SHOWS_NO_VALUES = _shows_no_values()
 _TENSOR: Any = torch.Tensor
 _DATA = _TENSOR.data.__get__
+_MAKES_PARAMETERS = torch.nn.Parameter.__new__.__code__
 
 
 def _reads(func: Any, cls: type, args: Any, kwargs: Any) -> list[Any]:
@@ -40,7 +42,24 @@ def _reads(func: Any, cls: type, args: Any, kwargs: Any) -> list[Any]:
 
 
 class _Copied:
-    """Copies and pickles of such parameters are plain ones."""
+    """Copies and pickles of such parameters are plain ones, and so is what `torch.nn.Parameter` makes of them."""
+
+    def detach(self: Any) -> torch.Tensor:
+        """Its values without a gradient, with its version counter."""
+        values: torch.Tensor = _TENSOR.detach(self)
+        if sys._getframe(1).f_code is not _MAKES_PARAMETERS:
+            return values
+        # torch asks for an object of the same class, and then says that it is a parameter.
+        return torch.Tensor._make_subclass(type(self), values, False)
+
+    @property
+    def _is_param(self) -> bool:
+        """Not by this mark of torch's, but by its class."""
+        return False
+
+    @_is_param.setter
+    def _is_param(self: Any, value: bool) -> None:
+        self.__class__ = torch.nn.Parameter
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> torch.nn.Parameter:
         copy = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
@@ -88,10 +107,15 @@ class PlannedParameter(_Copied, torch.nn.Parameter):
     def grad(self) -> torch.Tensor | None:
         session = self.__dict__["_offmate"]
         if session.uncleared:
+            clipping = (
+                "max_grad_norm= clips in optimizer.step(), so leave out clip_grad_norm_; model.offmate.grad_norm is "
+                "the norm of the last step"
+                if session.request.clips
+                else "to clip by global norm pass max_grad_norm= to offmate.compile"
+            )
             raise ProtocolError(
-                "the planned optimizer has taken this gradient in backward(); to clip by global norm pass "
-                "max_grad_norm= to offmate.compile; to work on .grad yourself (torch.amp.GradScaler does) compile "
-                "without optimizer=, or train in bfloat16, which needs no scaling"
+                f"the planned optimizer has taken this gradient in backward(); {clipping}; to read or change .grad "
+                "(torch.amp.GradScaler does) compile without optimizer=, or instead of scaling train in bfloat16"
             )
         return _TENSOR.grad.__get__(self)
 

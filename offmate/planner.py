@@ -19,7 +19,7 @@ from .devices import accelerator
 from .errors import InfeasibleBudget, PlanFileError
 from .fake import fake_batch, faked, stand_in
 from .figures import measure, measure_all, work_out
-from .fingerprint import fingerprint_of
+from .fingerprint import differences, fingerprint_of
 from .hardware import Hardware
 from .inductor import compiled
 from .joint import dense_stride
@@ -96,9 +96,11 @@ def make_plan(
         open_request = replace(request, config=replace(request.config, updates="auto"))
         known_as.append(fingerprint_of(model, traced, open_request, updater, machine))
     if given is not None and not (given.fingerprint in known_as and _as_pinned(given, request)):
+        known = differences(given, request, updater is not None)
         raise PlanFileError(
-            f"the plan was made for another model, batch, optimizer or budget (fingerprint {given.fingerprint}, "
-            f"here {fingerprint}); plan again with offmate.plan"
+            "the plan was made for another model, batch, optimizer, budget, max_grad_norm, accumulation_steps or "
+            f"Config ({'; '.join([*known, f'fingerprint {given.fingerprint}, here {fingerprint}'])}); plan again with "
+            "offmate.plan and the same arguments"
         )
     path = _path(request, fingerprint)
     stored = given or _earlier(request, known_as, kept or {})

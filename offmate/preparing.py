@@ -44,9 +44,9 @@ class Preparer:
     It knows nothing of the loop: whoever asks has made sure that a call may come now.
 
     State: the variants that are kept; whether counts of items are handed on as tensors; `training`, the variant that
-    trained last; `user_code`, what it was seen to hold; earlier plans; `split`, who updates what in the plans so far,
-    and `_kept`, what of that later plans keep; what keeps the pockets apart, see `fitting`. Changed on the training
-    thread only.
+    trained last; `user_code`, what it was seen to hold; earlier plans; `_split`, who updates what in the plans so far,
+    and `_kept`, what of that and of an earlier run later plans keep; what keeps the pockets apart, see `fitting`.
+    Changed on the training thread only.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ class Preparer:
         self._counts: Counts | None = None
         self._earlier: dict[str, Plan] = {}
         self._pockets: tuple[torch.Tensor, ...] = ()
-        self.split = self._kept = Split()
+        self._split = self._kept = Split()
         self.user_code = UserCode(device.torch_device)
         self.training: Variant | None = None
 
@@ -87,6 +87,24 @@ class Preparer:
     def plans(self) -> tuple[Plan, ...]:
         """Those kept for training, the one used last at the end."""
         return tuple(variant.prepared.plan for variant in self._variants.of_training())
+
+    @property
+    def split(self) -> Split:
+        """Who updates what: as in the plans so far, and what those to come are pinned to."""
+        return self._pinned().joined(self._split)
+
+    def _pinned(self) -> Split:
+        """What is known of who updates what before any plan is there."""
+        if self._updater is None:
+            return Split()
+        held, updates = tuple(self._updater.names.values()), self._request.config.updates
+        if updates in ("host", "device"):
+            return Split(**{updates: held})
+        pinned = self._kept.joined(updates) if isinstance(updates, Split) else self._kept
+        if self._given is not None:
+            pinned = pinned.joined(self._given.split)
+        # An earlier run may have had parameters that this one has not.
+        return pinned.among(held)
 
     def use_earlier(self, plan: Plan) -> None:
         """Have a plan used where it fits a batch, instead of searching."""
@@ -165,7 +183,7 @@ class Preparer:
             prepared, place = self._placed(make, model, (call.args, call.kwargs))
         if call.trains:
             log.info("plan ready:\n%s", prepared.plan.explain())
-            self.split = self.split.joined(prepared.plan.split)
+            self._split = self._split.joined(prepared.plan.split)
             if accelerator(self._request.device) is not None:
                 # A CPU rounds otherwise: what is updated here once stays here.
                 self._kept = self._kept.joined(prepared.plan.split)

@@ -158,6 +158,11 @@ def check_zeroed(zeroed: set[str], updates: set[str]) -> None:
 
 def check_step(session: Session) -> None:
     """Raise if the loop may not call optimizer.step() now."""
+    if session.cleared_early and not session.micro_batches and not session.outside.any:
+        raise ProtocolError(
+            "optimizer.step() after the gradients were cleared by zero_grad(), so there is nothing to update; leave "
+            "out this step(), too"
+        )
     if not session.micro_batches:
         raise ProtocolError(f"optimizer.step() without a backward(); next comes {session.turn.value}")
 

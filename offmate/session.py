@@ -59,7 +59,8 @@ class Session:
 
     State: `turn`; the `iteration` that is under way and its `micro_batches` so far; `dropped`, forwards that were given
     up and through which somebody could still call backward(); `uncleared`, whether zero_grad() is
-    due; `graded` and `zeroed`, parameters that have had a gradient since, and those whose gradient it left at zero;
+    due; `cleared_early`, whether it came before step(); `read_early`, whether somebody has read between backward() and
+    step(); `graded` and `zeroed`, parameters that have had a gradient since, and those whose gradient it left at zero;
     `active`, the variant whose tensors are on the device; `replays`, iterations since the device's memory was laid
     out; `lock`, held by the thread that runs a method; `truth`, what the host holds; `preparer`, which variants there
     are; `pace`, how long steps take. Changed by one thread at a time.
@@ -99,7 +100,7 @@ class Session:
         self.iteration: Iteration | None = None
         self.dropped: list[Iteration] = []
         self.micro_batches = 0
-        self.uncleared = False
+        self.uncleared = self.cleared_early = self.read_early = False
         self.said: set[str] = set()
         self.pace = Pace(request.config.cache_dir, compiled=request.config.backend != "eager")
         self.replays = 0
@@ -196,7 +197,7 @@ class Session:
         anchor = torch.zeros((), requires_grad=True)
         with self.whole():
             flat = Replay.apply(self, variant, iteration, tensors, tuple(params), anchor, *params.values())
-            self.turn, self.iteration = Turn.BACKWARD, iteration
+            self.turn, self.iteration, self.cleared_early = Turn.BACKWARD, iteration, False
         self.preparer.user_code.begins(variant)
         outputs = dict(zip(variant.output_nodes, flat))
         iteration.returns(variant.named(outputs), [outputs[n] for n in outputs if n in variant.read_by_backward])
@@ -241,7 +242,8 @@ class Session:
             check_zeroed(self.zeroed, variant.updates)
             self.graded |= variant.updates
             self.outside.backward_begins(self.micro_batches)
-        gradients = handover.take_in(variant.prepared, grads, self.device.torch_device)
+        into = self.request.config.gradients_into
+        gradients = handover.take_in(variant.prepared, grads, self.device.torch_device, into)
         iteration.ends()
         with self.whole():
             if self.updater is None:
@@ -256,7 +258,7 @@ class Session:
                 variant.executor.backward(gradients, self.micro_batches)
                 self.micro_batches += 1
                 whole = self.micro_batches == self.request.micro_batches
-                self.turn, self.uncleared = Turn.STEP if whole else Turn.FORWARD, True
+                self.turn, self.uncleared, self.read_early = Turn.STEP if whole else Turn.FORWARD, True, False
             self.iteration = None
         if self.updater is None:
             self.pace.step_done(variant.prepared.plan)
@@ -313,6 +315,7 @@ class Session:
                 "zero_grad() before optimizer.step(): the gradients of %d backward() are dropped", self.micro_batches
             )
             self.give_up()
+            self.cleared_early = True
         self.uncleared = False
 
     # -- the device and the truth -------------------------------------------------------------------------------------
@@ -396,8 +399,14 @@ class Session:
     @alone
     def read(self, what: str) -> None:
         """Make `what` current for the user, and say so if it is not what plain PyTorch would show now."""
-        if self.turn is Turn.STEP and not self.request.gate:
-            log.warning("%s between backward() and optimizer.step(): the update has been made already", what)
+        if self.turn is Turn.STEP and not self.request.gate and not self.read_early:
+            self.read_early = True
+            log.warning(
+                "%s between backward() and optimizer.step(): the update has been made already; plain PyTorch would "
+                "show the values before it. Read before backward() or after step(), or compile with "
+                "max_grad_norm=float('inf'), which makes updates wait",
+                what,
+            )
         self.sync()
 
     @alone

@@ -53,6 +53,11 @@ class Split:
         host, device = (set(names) - known for names in (self.host, self.device))
         return Split((*host, *newer.host), (*device, *newer.device))
 
+    def among(self, names: tuple[str, ...]) -> Split:
+        """What it says of these parameters."""
+        known = set(names)
+        return Split(tuple(known & set(self.host)), tuple(known & set(self.device)))
+
     def to_dict(self) -> dict[str, list[str]]:
         """As JSON's own types."""
         return {"host": list(self.host), "device": list(self.device)}

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import logging
 
@@ -242,7 +243,28 @@ def test_plan_of_another_model():
 
     model = Wider()
     offmate.compile(model, plan=plan("middle"), optimizer=adamw(model), device="emulated", config=NO_CACHE)
-    with pytest.raises(PlanFileError, match=r"another model, batch, optimizer or budget.*plan again"):
+    with pytest.raises(PlanFileError, match=r"another model, batch, optimizer, budget.*\(fingerprint .*plan again"):
+        model(**batch(0))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"max_grad_norm": 1.0}, "without max_grad_norm= there, with here"),
+        ({"accumulation_steps": 2}, "accumulation_steps=1 there, 2 here"),
+        ({"gpu_budget": AMPLE}, "budget .* there, 1 GiB here"),
+        ({"optimizer": None}, "there with optimizer=, here without"),
+        (
+            {"config": dataclasses.replace(NO_CACHE, updates="host")},
+            r"parameters are updated on another side there .* here",
+        ),
+    ],
+)
+def test_plan_for_other_arguments(given, words):
+    model = tiny()
+    known = {"optimizer": adamw(model), "config": NO_CACHE, "cpu_budget": CPU_BUDGET}
+    offmate.compile(model, plan=plan("middle"), device="emulated", **{**known, **given})
+    with pytest.raises(PlanFileError, match=rf"max_grad_norm, accumulation_steps or Config \({words}; fingerprint"):
         model(**batch(0))
 
 

@@ -261,6 +261,17 @@ def test_gradients_that_are_dropped() -> None:
                 loop.optimizer.step()
             loop.optimizer.zero_grad()
     assert_same(ours, reference)
+    ours.forward(4).backward()
+    ours.optimizer.zero_grad()
+    with refused(r"cleared by zero_grad\(\), so there is nothing to update; leave out this step\(\), too"):
+        ours.optimizer.step()
+    ours.model.last.weight.sum().backward()
+    with refused(r"without a backward"):
+        ours.optimizer.step()
+    ours.optimizer.zero_grad()
+    assert ours.steps(5, 6) == reference.steps(5, 6)
+    with refused(r"without a backward"):
+        ours.optimizer.step()
     loop = trained(steps=1)
     loop.forward(1).backward()
     with refused(r"updates with them have begun.*max_grad_norm=float\('inf'\)"):

@@ -1,6 +1,7 @@
 import copy
 import logging
 import pickle
+import re
 import time
 from collections.abc import Callable
 
@@ -11,7 +12,20 @@ from offmate.runtime.emulated import EmulatedDevice
 import offmate
 from offmate import OffmateError, ProtocolError
 
-from .loops import CPU_BUDGET, Loop, adamw, assert_same, batch, checkpoint, compiled, plain, tensors, tiny, trained
+from .loops import (
+    AMPLE,
+    CPU_BUDGET,
+    Loop,
+    adamw,
+    assert_same,
+    batch,
+    checkpoint,
+    compiled,
+    plain,
+    tensors,
+    tiny,
+    trained,
+)  # fmt: skip
 
 BUDGETS = ("ample", "middle", "least")
 
@@ -151,6 +165,15 @@ def test_consumed_gradient():
     goes_on(loop, 2)
 
 
+def test_consumed_gradient_where_the_plan_clips():
+    model = tiny()
+    optimizer, config = adamw(model), offmate.Config(cache_dir=None)
+    offmate.compile(model, AMPLE, optimizer=optimizer, device="emulated", config=config, max_grad_norm=1.0)
+    model(**batch(0))["loss"].backward()
+    with refused(r"taken.*leave out clip_grad_norm_; model.offmate.grad_norm is the norm.*without optimizer="):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
 def test_gradients_that_plain_pytorch_would_add_up():
     loop = trained(steps=1)
     loop.forward(1).backward()
@@ -276,6 +299,14 @@ def test_gradient_into_an_unplanned_output():
     goes_on(loop, 2)
 
 
+def test_gradient_into_an_output_that_was_left_out():
+    model = tiny()
+    config = offmate.Config(cache_dir=None, gradients_into=("scores",))
+    offmate.compile(model, AMPLE, device="emulated", config=config)
+    with refused(r"'loss', which Config\(gradients_into=\('scores',\)\) leaves out. .*gradients_into=\('loss',\)\)"):
+        model(**batch(0))["loss"].backward()
+
+
 def test_input_that_requires_a_gradient():
     loop = trained(steps=1)
     given = batch(1)
@@ -359,16 +390,23 @@ def test_state_dicts_are_current(budget, moment):
 
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_state_dict_between_backward_and_step(budget, caplog):
+    """One warning in every iteration."""
     loop = trained(budget, steps=1)
-    loop.forward(1).backward()
     with caplog.at_level(logging.WARNING, "offmate"):
-        seen = {k: v.clone() for k, v in loop.model.state_dict().items()}
-    assert "between backward() and optimizer.step()" in caplog.text
-    after = plain(2).model.state_dict()
-    assert all(torch.equal(seen[k], after[k]) for k in after)
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
-    goes_on(loop, 2)
+        for step in (1, 2):
+            loop.forward(step).backward()
+            seen = {k: v.clone() for k, v in loop.model.state_dict().items()}
+            assert all(torch.equal(param, seen[name]) for name, param in loop.model.named_parameters())
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            after = plain(step + 1).model.state_dict()
+            assert all(torch.equal(seen[k], after[k]) for k in after)
+    said = [record.getMessage() for record in caplog.records if record.name == "offmate"]
+    assert len(said) == 2
+    assert re.match(
+        r"state_dict\(\) between backward\(\) and optimizer.step\(\).*max_grad_norm=float\('inf'\)", said[0]
+    )
+    goes_on(loop, 3)
 
 
 def test_updates_run_on_after_the_step(monkeypatch):
@@ -570,6 +608,20 @@ def test_copies_of_the_optimizer_are_plain():
         assert again.steps(2, 4) == plain(2).steps(2, 4)
     assert type(copy.deepcopy(loop.optimizer)) is type(reference.optimizer)
     goes_on(loop, 2)
+
+
+def test_a_copy_is_compiled_anew():
+    """The way to go on after a change that offmate cannot see, as docs/training.md has it."""
+    loop, reference = trained(steps=2), plain(2)
+    with pytest.raises(OffmateError, match=r"this Tiny has been compiled by offmate already.*copy.deepcopy\(model\)"):
+        offmate.compile(loop.model, AMPLE, device="emulated")
+    model = copy.deepcopy(loop.model)
+    optimizer = adamw(model)
+    optimizer.load_state_dict(loop.optimizer.state_dict())
+    config = offmate.Config(cache_dir=None)
+    again = Loop(offmate.compile(model, AMPLE, optimizer=optimizer, device="emulated", config=config), optimizer)
+    assert again.steps(2, 4) == reference.steps(2, 4)
+    assert_same(again, reference)
 
 
 def test_step_hooks_run():

@@ -241,6 +241,28 @@ def test_where_it_does_not_fit_an_accelerator_refuses(sim: Any, tmp_path: Any) -
         loop.session.device.close()
 
 
+def test_what_pins_the_split_is_known_before_the_first_batch(tmp_path: Any, caplog: Any) -> None:
+    """So saving then does not lose it."""
+    tight = planned("auto", planned("auto").least_budget_bytes)
+    trained(tight).model.offmate.save_plans(tmp_path)
+    loop = resumed(tmp_path, AMPLE)
+    assert loop.model.offmate.split == tight.split != Split()
+    loop.model.offmate.save_plans(tmp_path)
+    again = resumed(tmp_path, AMPLE)
+    assert again.model.offmate.split == tight.split
+    assert resumed(tmp_path, AMPLE, ONE).model.offmate.split == tight.split.joined(ONE)
+    names = [name for name, _ in tiny().named_parameters()]
+    assert resumed(tmp_path, AMPLE, "device").model.offmate.split == Split(device=tuple(names))
+    folder = tmp_path / "none"
+    fresh = resumed(folder, AMPLE)
+    said = [record.getMessage() for record in caplog.records if record.name == "offmate"]
+    assert said == [f"{folder} holds no plans and no split of updates, so everything is decided anew"]
+    assert fresh.model.offmate.split == Split()
+    model = tiny()
+    offmate.compile(model, tight.budget_bytes, optimizer=adamw(model), plan=tight, **settings())
+    assert model.offmate.split == tight.split
+
+
 def test_a_damaged_split_is_named(tmp_path: Any) -> None:
     trained(planned("auto")).model.offmate.save_plans(tmp_path)
     (tmp_path / "split.json").write_text("{")

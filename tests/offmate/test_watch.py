@@ -204,7 +204,36 @@ def test_parametrizations_are_followed(planned):
             world.model.offmate.sync()
         parametrize.register_parametrization(world.model.layers[0].linear, "weight", torch.nn.Tanh())
 
-    alike(bounded, lambda world: None, planned=planned)
+    def unbounded(world: World) -> None:
+        if hasattr(world.model, "offmate"):
+            world.model.offmate.sync()
+        parametrize.remove_parametrizations(world.model.layers[0].linear, "weight", leave_parametrized=False)
+
+    alike(bounded, lambda world: None, unbounded, lambda world: None, planned=planned)
+
+
+def test_parametrizations_with_parameters_of_their_own():
+    """Frozen ones are followed; the planned optimizer does not hold what would be trained."""
+
+    def normed(world: World) -> None:
+        linear = torch.nn.utils.parametrizations.weight_norm(world.model.layers[0].linear)
+        linear.requires_grad_(False)
+
+    ours, _ = alike(normed, lambda world: None, kind=Frozen)
+    torch.nn.utils.parametrizations.weight_norm(ours.model.layers[1].linear)
+    with pytest.raises(ProtocolError, match=r"layers.1.linear.parametrizations.weight.original0 requires.*not hold it"):
+        ours.step()
+
+
+def test_parameters_made_of_a_models_share_memory_and_versions():
+    def doubled(world: World) -> None:
+        for linear in (world.model.layers[0].linear, world.model.layers[1].linear):
+            same = torch.nn.Parameter(linear.weight, requires_grad=False)
+            assert type(same) is torch.nn.Parameter and not same.requires_grad
+            assert isinstance(linear.weight, torch.nn.Parameter) and torch.nn.Parameter(linear.weight).requires_grad
+            same.mul_(2)
+
+    alike(doubled, doubled, kind=Frozen)
 
 
 @pytest.mark.parametrize(
