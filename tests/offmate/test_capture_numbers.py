@@ -505,10 +505,8 @@ LAYOUTS: dict[str, tuple[Callable[..., torch.Tensor], tuple[Any, ...]]] = {
     "expanded batch": (lambda a, x: a(x).tanh(), (ROW[:1].expand(3, 8),)),
     "expanded twice": (lambda a, x: a(x.exp()) * x, (ROW[:1, :1].expand(3, 8),)),
     "expanded result": (lambda a, x: a(x).expand(2, 3, 8), (ROW,)),
-    "expanded across a cut": (lambda a, x: a(a(x).mean(0).expand(3, 8)), (ROW,)),
     "returned": (lambda a, x, k: (a(x) * 2) + k, (ROW, ROW[:1].expand(3, 8))),
     "sliced": (lambda a, x: a(x) if x.is_contiguous() else a(x) * 2, (WIDE[:, :8],)),
-    "sliced before": (lambda a, x: a(x.exp().view(3, 8)), (WIDE[:, 4:12],)),
     "strides": (lambda a, x: a(x * x.stride(0)), (WIDE.view(6, 8)[::2],)),
     "overlapping": (lambda a, x: a(x) + x, (torch.linspace(-1, 1, 10).unfold(0, 8, 1),)),
 }  # fmt: skip
