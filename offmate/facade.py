@@ -205,6 +205,7 @@ def take_over(model: torch.nn.Module, session: Any) -> None:
     base = type(model)
     own_forward = model.__dict__.pop("forward", base.forward)
 
+    @torch.compiler.disable
     @functools.wraps(getattr(own_forward, "__func__", own_forward))
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["_offmate_session"].call(args, kwargs)

@@ -79,6 +79,22 @@ def check_backward(session: Session, iteration: Iteration) -> None:
             "the forward was given up, and no update was made. Make a new tensor instead: out = out * 2, not "
             "out.mul_(2)"
         )
+    written = iteration.edited_buffers()
+    if written:
+        session.give_up()
+        raise ProtocolError(
+            f"the buffer {written[0]} was edited in place between the forward and backward(), which may read it; the "
+            "forward was given up, and no update was made. Edit buffers after optimizer.step(), or put a new tensor "
+            "in its place: module.buffer = module.buffer + 1"
+        )
+    asked = iteration.asked_gradients()
+    if asked:
+        session.give_up()
+        raise ProtocolError(
+            f"the output {asked[0]!r} has retain_grad() or a hook on its gradient, and the model itself goes on from "
+            "it; backward() would give the loss's part of the gradient without the model's own. The forward was given "
+            "up, and no update was made. Leave it out; copy.deepcopy(model) is a plain model that gives the whole"
+        )
     edited = session.truth.edited()
     if edited:
         session.give_up()

@@ -21,7 +21,8 @@ class Iteration:
 
     State: `graph`, dead once nothing can call backward() through this forward any more; `dropped`, whether the model
     was called again before that; `_outputs`, what the user was given, by name, with its version then; `_read`, the
-    memory of those that the backward reads.
+    memory of those that the backward reads; `_used`, those that the model itself goes on from; `_buffers`, those that
+    the backward may read, with their versions.
 
     Parameters
     ----------
@@ -34,6 +35,8 @@ class Iteration:
         self.dropped = False
         self._outputs: dict[str, tuple[torch.Tensor, int]] = {}
         self._read: set[int] = set()
+        self._used: dict[str, weakref.ref[torch.Tensor]] = {}
+        self._buffers: dict[str, tuple[torch.Tensor, int]] = {}
 
     @property
     def runs_now(self) -> bool:
@@ -46,8 +49,11 @@ class Iteration:
         """Whether nothing can call backward() through this forward any more."""
         return self.graph is None or self.graph() is None
 
-    def returns(self, outputs: dict[str, torch.Tensor], read: list[torch.Tensor]) -> None:
-        """These are handed to the user; the backward reads the memory of some."""
+    def returns(
+        self, outputs: dict[str, torch.Tensor], read: list[torch.Tensor], used: dict[str, torch.Tensor]
+    ) -> None:
+        """These are handed to the user; the backward reads the memory of some, the model itself goes on from others."""
+        self._used = {name: weakref.ref(out) for name, out in used.items()}
         self._outputs = {name: (out.detach(), out._version) for name, out in outputs.items()}
         self._read = {out.untyped_storage().data_ptr() for out in read}
 
@@ -61,6 +67,20 @@ class Iteration:
         """Bytes of their memory."""
         storages = [out.untyped_storage() for out in self.outputs]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def reads(self, buffers: dict[str, torch.Tensor] | None = None) -> None:
+        """The backward may read these buffers as they are now; None for those that it was told of, written since."""
+        known = {name: buffer for name, (buffer, _) in self._buffers.items()} if buffers is None else buffers
+        self._buffers = {name: (buffer, buffer._version) for name, buffer in known.items()}
+
+    def edited_buffers(self) -> list[str]:
+        """Buffers that the user has written into since."""
+        return [name for name, (buffer, version) in self._buffers.items() if buffer._version != version]
+
+    def asked_gradients(self) -> list[str]:
+        """Outputs that the model goes on from whose whole gradient the user has asked for."""
+        alive = {name: out for name, ref in self._used.items() if (out := ref()) is not None}
+        return [name for name, out in alive.items() if out.retains_grad or out._backward_hooks]
 
     def changed_outputs(self) -> list[str]:
         """Outputs that the user has written into since, of those that the backward reads."""

@@ -46,7 +46,7 @@ from .request import Request
 from .runtime import interrupts
 from .runtime.contents import on_storage
 from .truth import Truth
-from .variants import Variant
+from .variants import Call, Variant
 from .watch import Watch
 
 log = logging.getLogger("offmate")
@@ -148,7 +148,7 @@ class Session:
         if self.turn is Turn.BACKWARD:
             if not call.trains and not self.truth.edited() and not self.truth.has_other_parameters(False):
                 self.truth.adopt_buffers()
-                return self._handed_over(*aside(self, call))
+                return self._handed_over(*self._aside(call))
             self._drop_forward()
         self._follow_parameters(call.trains)
         self.preparer.account_for_user_code()
@@ -165,6 +165,15 @@ class Session:
             with self.whole():
                 outputs = variant.executor.forward(tensors)
         return self._handed_over(variant, outputs)
+
+    def _aside(self, call: Call) -> tuple[Variant, dict[str, torch.Tensor]]:
+        """A forward without gradients before the backward; what it writes into buffers is not the user's edit."""
+        assert self.iteration is not None
+        edited = self.iteration.edited_buffers()
+        result = aside(self, call)
+        if not edited:
+            self.iteration.reads()
+        return result
 
     def _handed_over(self, variant: Variant, outputs: dict[str, torch.Tensor]) -> Any:
         """What the model returns; what its forward leaves besides is delivered."""
@@ -200,7 +209,10 @@ class Session:
             self.turn, self.iteration, self.cleared_early = Turn.BACKWARD, iteration, False
         self.preparer.user_code.begins(variant)
         outputs = dict(zip(variant.output_nodes, flat))
-        iteration.returns(variant.named(outputs), [outputs[n] for n in outputs if n in variant.read_by_backward])
+        read = [outputs[n] for n in outputs if n in variant.read_by_backward]
+        used = variant.named({n: out for n, out in outputs.items() if n in variant.used_inside})
+        iteration.returns(variant.named(outputs), read, used)
+        iteration.reads({name: self.truth.host.buffers[name] for name in variant.prepared.binding.buffers})
         return outputs
 
     def _drop_forward(self) -> None:
@@ -385,6 +397,7 @@ class Session:
             self.truth.check_edits()
             self.truth.take_states()
         finally:
+            self.bring_buffers()
             if self.active is not None:
                 with self.whole():
                     self.active.executor.sync()
@@ -423,6 +436,8 @@ class Session:
             self.process.check_reading()
             with self.whole():
                 self.active.executor.bring_buffers()
+            if self.iteration is not None:
+                self.iteration.reads()
 
     def _renew_states(self) -> None:
         """See that the device has the optimizer's states as the user may have written them."""

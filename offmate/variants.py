@@ -145,6 +145,12 @@ class Variant:
             found |= {port.name for port in (*block.inputs, *block.results) if port.register in read}
         return frozenset(found)
 
+    @functools.cached_property
+    def used_inside(self) -> frozenset[str]:
+        """Output values that the model itself goes on from."""
+        nodes = [node for node in self.prepared.captured.graph.nodes if node.name in self.output_nodes]
+        return frozenset(n.name for n in nodes if any(user.op != "output" for user in n.users))
+
     def named(self, outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Output values by the names under which the model returns them."""
         captured = self.prepared.captured

@@ -39,6 +39,17 @@ FOUND: dict[str, Sequence] = {
             Act(name="three steps", seed=1140404236, inner=()),
         ),
     ),
+    "buffer edited before backward": Sequence(
+        seed=300161,
+        setup=Setup(kind="conv", habit="", optimizer="AdamW fused", planned=False, clip=None, micro=1, tight=True),
+        acts=(
+            Act(
+                name="accumulated step",
+                seed=794675707,
+                inner=(("after forward", Act(name="buffer edited", seed=1284745402, inner=())),),
+            ),
+        ),
+    ),
     "states cleared": Sequence(
         seed=42,
         setup=Setup(kind="routed", habit="", optimizer="AdamW fused", planned=True, clip=0.5, micro=1, tight=False),

@@ -147,6 +147,24 @@ def test_a_buffer_replaced_between_forward_and_evaluation() -> None:
     assert torch.equal(run(True), run(False))
 
 
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_buffer_edited_between_forward_and_backward(planned: bool) -> None:
+    """Plain PyTorch refuses it where the backward needs the buffer."""
+    torch.manual_seed(0)
+    model = Dropping()
+    optimizer = torch.optim.AdamW(model.parameters())
+    offmate.compile(
+        model, AMPLE, optimizer=optimizer if planned else None, device="emulated", cpu_budget=CPU_BUDGET,
+        config=offmate.Config(cache_dir=None),
+    )  # fmt: skip
+    loss = model(**batch(0)).sum()
+    model.norm.running_var.add_(0.25)
+    with pytest.raises(offmate.ProtocolError, match=r"norm.running_var was edited in place.*after optimizer.step"):
+        loss.backward()
+    model(**batch(1)).sum().backward()
+    optimizer.step()
+
+
 class Echo(torch.nn.Module):
     """Returns an input as it is, and what depends on nothing else, beside the loss."""
 

@@ -307,6 +307,48 @@ def test_gradient_into_an_output_that_was_left_out():
         model(**batch(0))["loss"].backward()
 
 
+@pytest.mark.parametrize("ask", ["retain_grad", "register_hook"])
+def test_the_whole_gradient_of_an_output_inside_the_model(ask):
+    """`hidden` is handed out, and the loss is made of it: only a part of its gradient would be seen."""
+
+    class Handing(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            hidden = self.first(x)
+            scores = self.last(hidden)
+            return {"loss": scores.pow(2).mean(), "hidden": hidden}
+
+    torch.manual_seed(0)
+    model = Handing()
+    optimizer = adamw(model)
+    offmate.compile(
+        model, 1 << 30, optimizer=optimizer, device="emulated", cpu_budget=CPU_BUDGET,
+        config=offmate.Config(cache_dir=None),
+    )  # fmt: skip
+    out = model(torch.ones(3, 8))
+    getattr(out["hidden"], ask)(*([print] if ask == "register_hook" else []))
+    with refused(r"'hidden' has retain_grad\(\) or a hook.*copy.deepcopy"):
+        out["loss"].backward()
+    out = model(torch.ones(3, 8))
+    getattr(out["loss"], ask)(*([lambda grad: None] if ask == "register_hook" else []))
+    out["loss"].backward()
+    optimizer.step()
+
+
+def test_torch_compile_of_a_compiled_model_runs_the_plan():
+    ours, reference = compiled(), plain()
+    called = torch.compile(ours.model, backend="eager")
+    for step in range(3):
+        called(**batch(step))["loss"].backward()
+        ours.optimizer.step()
+        ours.optimizer.zero_grad()
+        reference.step(step)
+    assert_same(ours, reference)
+
+
 def test_input_that_requires_a_gradient():
     loop = trained(steps=1)
     given = batch(1)
