@@ -41,6 +41,12 @@ def _check_planned(
     unplanned = [name for name, grad in grads.items() if grad is not None and name not in planned]
     if unplanned:
         output = f"the output {_output_name(prepared, unplanned[0])!r}"
+        grad = grads[unplanned[0]]
+        if grad is not None and not grad.numel():
+            raise ProtocolError(
+                f"{output} has the shape {tuple(grad.shape)}, so it has no elements, and the plan has no place for its "
+                "gradient. Leave such a batch out: skip backward() and optimizer.step()"
+            )
         why = (
             f"{output}, which was planned without one (a scalar output is taken for the loss)"
             if into == "auto"

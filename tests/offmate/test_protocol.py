@@ -338,6 +338,16 @@ def test_the_whole_gradient_of_an_output_inside_the_model(ask):
     optimizer.step()
 
 
+def test_a_batch_without_rows_is_said_to_have_none():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    offmate.compile(model, 1 << 30, device="emulated", cpu_budget=CPU_BUDGET, config=offmate.Config(cache_dir=None))
+    scores = model(torch.zeros(0, 8))
+    with refused(r"shape \(0, 4\), so it has no elements.*Leave such a batch out"):
+        scores.pow(2).sum().backward()
+    model(torch.ones(3, 8)).pow(2).sum().backward()
+
+
 def test_torch_compile_of_a_compiled_model_runs_the_plan():
     ours, reference = compiled(), plain()
     called = torch.compile(ours.model, backend="eager")
