@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -60,44 +61,62 @@ class _OneAtATime:
 
     def __init__(self) -> None:
         self.cut_short = False
-        self._thread = threading.current_thread()
+        self._thread, self._process = threading.current_thread(), os.getpid()
 
     def _begin(self) -> None:
         """Be the log under way. Raises: ProtocolError if another thread's is."""
         before = _OneAtATime._under_way
-        if before is not None and before.is_here:
+        if before is not None and before.can_end:
             before.cut_short = True
             before._stop()
-        elif before is not None and before._thread.is_alive():
+        elif before is not None and before.is_alive:
             raise ProtocolError(
                 f"the first iteration of a model in thread {before._thread.name!r} is being measured, and a process "
-                f"measures one at a time. Finish it there first, with optimizer.step() or model.offmate.sync(), before "
+                "measures one at a time. Finish it there first, with optimizer.step() or model.offmate.sync(), before "
                 f"thread {threading.current_thread().name!r} calls a model for the first time"
             )
-        self._thread = threading.current_thread()
+        self._thread, self._process = threading.current_thread(), os.getpid()
         _OneAtATime._under_way = self
 
     @property
     def is_here(self) -> bool:
-        """Whether this thread began it, so that this thread can end it."""
-        return self._thread is threading.current_thread()
+        """Whether this thread began it; one of a forked process did not."""
+        return self._thread is threading.current_thread() and self._process == os.getpid()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether whoever began it can still end it."""
+        return self._process == os.getpid() and self._thread.is_alive()
+
+    @property
+    def can_end(self) -> bool:
+        """Whether it can be ended now: by its own thread, and not in a backward, which restores what it has found."""
+        return self.is_here and torch._C._current_graph_task_id() == -1
 
     def __exit__(self, *error: object) -> None:
-        if _OneAtATime._under_way is self and self.is_here:
+        if _OneAtATime._under_way is self and self.can_end:
             _OneAtATime._under_way = None
             self._stop()
-        else:  # Another log has ended it, or it is another thread's.
+        else:  # Another log has ended it; or the next log does, or the end of the process.
             self.cut_short = True
 
     def _stop(self) -> None:
         raise NotImplementedError
 
 
+@atexit.register
+def _end_with_the_process() -> None:
+    """A process that ends while a log is under way would crash on its way out."""
+    log = _OneAtATime._under_way
+    if log is not None:
+        log.__exit__()
+
+
 def profiler_is_taken() -> bool:
     """Whether the user profiles this thread, or another thread is measured, so that nothing can be measured here."""
     own = _OneAtATime._under_way
-    if own is not None and not own.is_here:
-        return own._thread.is_alive()
+    if own is not None and not own.can_end:
+        return own.is_alive
     return torch.autograd._profiler_enabled() and own is None
 
 
@@ -115,9 +134,13 @@ class AllocationLog(_OneAtATime):
             )
         self._begin()
         _let_children_end()
-        with _quiet():
-            self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-            self._profile.__enter__()
+        try:
+            with _quiet():
+                self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+                self._profile.__enter__()
+        except BaseException:
+            _OneAtATime._under_way = None
+            raise
         return self
 
     def _stop(self) -> None:

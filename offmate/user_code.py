@@ -38,7 +38,7 @@ class UserCode:
         computes = any(like.numel() > 1 for like in variant.prepared.gradient_like.values())
         if computes and variant.kind not in self.held_bytes and not profiler_is_taken():
             self._log = allocation_log(self._device).__enter__()
-            # A process that ends while it is on would crash on its way out.
+            # It ends with whoever watches, at the latest.
             end = self._end = weakref.finalize(self, self._log.__exit__, None, None, None)
             # A loop that updates by itself calls nothing of the model's then; what it profiles next is its own.
             self._hook = None if variant.updates else register_optimizer_step_pre_hook(lambda *_: end())
@@ -59,7 +59,7 @@ class UserCode:
         assert self._log is not None
         if self._hook is not None:
             self._hook.remove()
-        if self._log.is_here:
+        if self._log.can_end:
             self._end()
         else:  # It ends with what its thread, or the process, does next.
             self._log.cut_short = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -123,6 +124,21 @@ def test_two_models_in_one_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
     assert losses[:4] == losses[4:]
+
+
+def test_a_model_forgotten_in_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loop is being measured then, and autograd restores the profiler's state afterwards."""
+    monkeypatch.setattr("offmate.measured._kept", {})
+    held: list[Any] = [scoring(True)]
+    held[0][0](torch.randn(3, 8))
+    value = torch.ones(1, requires_grad=True)
+    value.register_hook(lambda _: [held.clear(), gc.collect()] and None)
+    value.sum().backward()
+    monkeypatch.setattr("offmate.measured._kept", {})
+    model, optimizer = scoring(True)
+    model(torch.randn(3, 8)).mean().backward()
+    optimizer.step()
+    assert not torch.autograd._profiler_enabled()
 
 
 def test_a_first_call_under_the_users_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
