@@ -132,7 +132,12 @@ def test_a_model_forgotten_in_a_backward(monkeypatch: pytest.MonkeyPatch) -> Non
     held: list[Any] = [scoring(True)]
     held[0][0](torch.randn(3, 8))
     value = torch.ones(1, requires_grad=True)
-    value.register_hook(lambda _: [held.clear(), gc.collect()] and None)
+
+    def forget(_: torch.Tensor) -> None:
+        held.clear()
+        gc.collect()
+
+    value.register_hook(forget)
     value.sum().backward()
     monkeypatch.setattr("offmate.measured._kept", {})
     model, optimizer = scoring(True)
