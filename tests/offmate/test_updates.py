@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import logging
 from typing import Any
 
 import pytest
@@ -254,7 +255,8 @@ def test_what_pins_the_split_is_known_before_the_first_batch(tmp_path: Any, capl
     names = [name for name, _ in tiny().named_parameters()]
     assert resumed(tmp_path, AMPLE, "device").model.offmate.split == Split(device=tuple(names))
     folder = tmp_path / "none"
-    fresh = resumed(folder, AMPLE)
+    with caplog.at_level(logging.WARNING, logger="offmate"):
+        fresh = resumed(folder, AMPLE)
     said = [record.getMessage() for record in caplog.records if record.name == "offmate"]
     assert said == [f"{folder} holds no plans and no split of updates, so everything is decided anew"]
     assert fresh.model.offmate.split == Split()
