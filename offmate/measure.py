@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import atexit
 import contextlib
 import ctypes
@@ -50,7 +51,7 @@ def _let_children_end() -> None:
         os.register_at_fork(after_in_child=lambda: libc.on_exit(libc._exit, None))
 
 
-class _OneAtATime:
+class _OneAtATime(abc.ABC):
     """A process logs its allocations once at a time: a log that begins ends the one under way in its thread.
 
     State: `cut_short`, whether another log began before this one ended, or another thread asked it to end, so that it
@@ -100,8 +101,9 @@ class _OneAtATime:
         else:  # Another log has ended it; or the next log does, or the end of the process.
             self.cut_short = True
 
+    @abc.abstractmethod
     def _stop(self) -> None:
-        raise NotImplementedError
+        """End it."""
 
 
 @atexit.register

@@ -70,8 +70,8 @@ class _Copied:
         return torch.nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 
-class FrozenParameter(_Copied, torch.nn.Parameter):
-    """A parameter that is not trained: edits through `.data` are noticed, as those in place are."""
+class WatchedParameter(_Copied, torch.nn.Parameter):
+    """A parameter that no plan updates: edits through `.data` are noticed, as those in place are."""
 
     @property
     def data(self) -> torch.Tensor:
@@ -136,7 +136,7 @@ def give_classes(session: Any) -> None:
                 param.__dict__["_offmate"] = session
                 param.__class__ = PlannedParameter
             else:
-                param.__class__ = torch.nn.Parameter if param.requires_grad else FrozenParameter
+                param.__class__ = WatchedParameter
 
 
 class WrittenBuffer(torch.Tensor):

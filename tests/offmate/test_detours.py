@@ -165,6 +165,24 @@ def test_a_buffer_edited_between_forward_and_backward(planned: bool) -> None:
     optimizer.step()
 
 
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_weight_edited_by_data_between_forward_and_backward(planned: bool) -> None:
+    """Plain PyTorch's backward would read the new values, the plan's the old ones."""
+    torch.manual_seed(0)
+    model = Dropping()
+    optimizer = torch.optim.AdamW(model.parameters())
+    offmate.compile(
+        model, AMPLE, optimizer=optimizer if planned else None, device="emulated", cpu_budget=CPU_BUDGET,
+        config=offmate.Config(cache_dir=None),
+    )  # fmt: skip
+    loss = model(**batch(0)).sum()
+    model.last.weight.data.add_(0.1)
+    with pytest.raises(offmate.ProtocolError, match=r"last.weight was edited between"):
+        loss.backward()
+    model(**batch(1)).sum().backward()
+    optimizer.step()
+
+
 class Echo(torch.nn.Module):
     """Returns an input as it is, and what depends on nothing else, beside the loss."""
 
