@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 _CPU = torch.device("cpu")
@@ -81,3 +81,10 @@ def stand_in(batch: Any) -> Any:
 def is_without_memory(model: torch.nn.Module) -> bool:
     """Whether some of the model's parameters have no data."""
     return any(p.device.type == "meta" for p in model.parameters())
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """A number that tensors in the same memory share: its address, or where it has none its storage."""
+    storage = tensor.untyped_storage()
+    without = tensor.device.type == "meta" or isinstance(tensor, FakeTensor)
+    return storage._cdata if without else storage.data_ptr()

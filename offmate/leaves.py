@@ -10,6 +10,7 @@ from .capture import Captured
 from .described import Found
 from .effects import updates_stats
 from .errors import CaptureError
+from .fake import memory_of
 from .observe import entry_of
 from .partition import Chain
 
@@ -58,8 +59,8 @@ def check_shared_buffers(buffers: dict[str, torch.Tensor], captured: Captured, c
     tensors = {name: buffers[target] for name, target in captured.buffers.items()} | captured.constants
     sharing: dict[int, list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
-        if tensor.device.type != "meta" and tensor.numel():
-            sharing[tensor.untyped_storage().data_ptr()].append(name)
+        if tensor.numel():
+            sharing[memory_of(tensor)].append(name)
     for names in sharing.values():
         if len(names) > 1 and written & {*names}:
             raise CaptureError(

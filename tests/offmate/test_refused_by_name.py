@@ -168,6 +168,13 @@ def test_buffers_that_share_memory_are_refused_if_one_is_written():
         train(Shared, True)
 
 
+def test_a_plan_for_a_machine_that_is_not_here_has_buffers_that_the_forward_writes():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+    batch = (torch.zeros(4, 8),)
+    plan = offmate.plan(model, "1GiB", example_inputs=batch, hardware="rtx3060", config=offmate.Config(cache_dir=None))
+    assert plan.fixed_bytes >= 2 * 8 * 4 + 8  # running mean, variance, count
+
+
 def test_layers_that_change_places_keep_their_states():
     class Two(torch.nn.Module):
         def __init__(self) -> None:
