@@ -94,19 +94,18 @@ def check_hooks(parameters: tuple[tuple[str, torch.nn.Parameter], ...], planned:
                 )
 
 
-def late_hooks(parameters: tuple[tuple[str, torch.nn.Parameter], ...], fed: frozenset[str], planned: bool) -> list[str]:
-    """Parameters with hooks on their gradients that came after the forward.
+def late_hooks(parameters: tuple[tuple[str, torch.nn.Parameter], ...], fed: frozenset[str]) -> list[str]:
+    """Parameters with hooks on their gradients that came after the forward; a planned optimizer accepts none.
 
     Parameters
     ----------
     parameters: of the model, by name. fed: those that autograd was given in the forward, which had no hooks.
-    planned: whether an optimizer's updates are, which accept no hook of any kind.
     """
     with torch._C.DisableTorchFunctionSubclass():
         return [
             name
             for name, p in parameters
-            if name in fed and (p._backward_hooks or (planned and getattr(p, "_post_accumulate_grad_hooks", None)))
+            if name in fed and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
         ]
 
 

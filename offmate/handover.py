@@ -91,38 +91,49 @@ def _as_planned(like: torch.Tensor, grad: torch.Tensor | None, device: torch.dev
     return planned.zero_() if grad is None else planned.copy_(grad)
 
 
-def fed(parameters: tuple[tuple[str, torch.nn.Parameter], ...]) -> dict[str, torch.nn.Parameter]:
-    """The parameters that autograd is to know of: not those with hooks, which it would call with no gradient."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return {name: p for name, p in parameters if p.requires_grad and not p._backward_hooks}
-
-
-def hand_out(
-    model: torch.nn.Module,
-    gradients: dict[str, torch.Tensor],
-    fed: frozenset[str],
-    wanted: frozenset[str] | None = None,
-) -> None:
-    """Add gradients to `.grad`, as autograd does, hooks of the parameters included.
+def fed(
+    parameters: tuple[tuple[str, torch.nn.Parameter], ...], graded: frozenset[str] | None
+) -> dict[str, torch.nn.Parameter]:
+    """The parameters that autograd is to know of.
 
     Parameters
     ----------
-    gradients: by parameter name. fed: parameters that autograd knows of. wanted: the only ones that are handed out;
-        None for all.
+    graded: names of those that it is to get gradients for; None if it gets none, and hooks would be called without.
     """
-    params = dict(model.named_parameters())
-    for name, grad in gradients.items():
-        if wanted is not None and name not in wanted:
-            continue
-        param = params[name]
-        for hook in tuple((param._backward_hooks or {}).values()):
-            changed = hook(grad)
-            grad = grad if changed is None else changed
-        if param.grad is None:
-            param.grad = grad
-        else:
-            param.grad.add_(grad)
-        if name not in fed:
-            # Of those that it knows of autograd calls them.
-            for after in tuple((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
-                after(param)
+    with torch._C.DisableTorchFunctionSubclass():
+        trained = {name: p for name, p in parameters if p.requires_grad}
+        if graded is None:
+            return {name: p for name, p in trained.items() if not p._backward_hooks}
+        return {name: p for name, p in trained.items() if name in graded}
+
+
+def alone_first(name: str, param: torch.nn.Parameter, address: int) -> None:
+    """See that nothing was added up with a parameter's planned gradient before it in this backward().
+
+    The planned gradient is a sum of its own where several operators read the parameter. Plain PyTorch adds them one by
+    one to what came before, which is another sum; what comes after is added to the same one, in its memory.
+
+    Parameters
+    ----------
+    address: of the planned gradient's memory.
+    """
+    task = torch._C._current_graph_task_id()
+
+    def check(grad: torch.Tensor) -> None:
+        handle.remove()
+        if torch._C._current_graph_task_id() == task and grad.data_ptr() != address:
+            raise ProtocolError(
+                f"{name}, which the model reads in several places, gets a gradient from elsewhere in the same "
+                "backward(), and plain PyTorch would make the sum in another order. The gradients of this backward() "
+                "are not complete: drop them with zero_grad(). Call backward() on that term of the loss by itself, or "
+                "put it into the model's forward"
+            )
+
+    # It has to see the sum before the user's hooks change it. Autograd calls them in the order of the plain dict.
+    others = dict(param._backward_hooks or {})
+    handle = param.register_hook(check)
+    hooks = param._backward_hooks
+    assert hooks is not None
+    for key, hook in others.items():
+        del hooks[key]
+        hooks[key] = hook

@@ -108,7 +108,7 @@ def check_backward(session: Session, iteration: Iteration) -> None:
             "requires_grad of parameters changed between the forward and backward(); the forward was given up. Freeze "
             "and unfreeze parameters before the forward"
         )
-    hooked = late_hooks(session.watch.parameters, iteration.fed, session.updater is not None)
+    hooked = late_hooks(session.watch.parameters, iteration.fed) if session.updater is not None else []
     if hooked:
         session.give_up()
         raise ProtocolError(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .errors import ProtocolError
+from .handover import alone_first
 
 _GRAD_REFUSED = (
     "torch.autograd.grad was asked for the gradients of parameters; the plan hands them to the optimizer or to .grad "
@@ -112,20 +113,25 @@ class Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Run the backwards; gradients go where the plan says, autograd gets none."""
+        """Run the backwards.
+
+        Gradients that the planned optimizer takes go where the plan says, and autograd gets none; without one it gets
+        them all, adds them to what it has from elsewhere, and calls the parameters' hooks.
+        """
         if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
             raise ProtocolError(
                 "backward() inside torch.autocast would run in lower precision, too; the plan's backward was captured "
                 "as it runs outside. Leave the autocast region before backward(), as PyTorch recommends"
             )
         (anchor, _), *edges = ctx.next_functions
-        wanted = None
-        if not torch._C._will_engine_execute_node(anchor):
-            wanted = _wanted(dict(zip(ctx.names, (node for node, _ in edges), strict=True)))
+        leaves = dict(zip(ctx.names, (node for node, _ in edges), strict=True))
+        wanted = None if torch._C._will_engine_execute_node(anchor) else _wanted(leaves)
         if torch.is_grad_enabled():
             raise ProtocolError("backward(create_graph=True) cannot be planned: the backward's own graph is not kept")
-        ctx.session.backward(ctx.variant, ctx.iteration, grads, wanted)
-        return (None,) * (6 + len(ctx.names))
+        gradients = ctx.session.backward(ctx.variant, ctx.iteration, grads, wanted)
+        for name in ctx.variant.summed & gradients.keys():
+            alone_first(name, leaves[name].variable, gradients[name].data_ptr())
+        return (*(None,) * 6, *map(gradients.get, ctx.names))
 
 
 def _wanted(leaves: dict[str, Any]) -> frozenset[str]:

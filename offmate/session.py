@@ -201,7 +201,7 @@ class Session:
             log.info(words)
 
     def _train(self, variant: Variant, tensors: list[torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        params = handover.fed(self.watch.parameters)
+        params = handover.fed(self.watch.parameters, variant.graded if self.updater is None else None)
         iteration = Iteration(frozenset(params))
         anchor = torch.zeros((), requires_grad=True)
         with self.whole():
@@ -242,8 +242,11 @@ class Session:
         iteration: Iteration,
         grads: tuple[torch.Tensor | None, ...],
         wanted: frozenset[str] | None,
-    ) -> None:
-        """The backwards, on behalf of autograd; `wanted` are the parameters that backward(inputs=...) names."""
+    ) -> dict[str, torch.Tensor]:
+        """The backwards, on behalf of autograd; `wanted` are the parameters that backward(inputs=...) names.
+
+        Returns: by parameter the gradients that are autograd's to hand out; none with a planned optimizer.
+        """
         self.process.check()
         self.preparer.user_code.ends()
         check_backward(self, iteration)
@@ -257,11 +260,12 @@ class Session:
         into = self.request.config.gradients_into
         gradients = handover.take_in(variant.prepared, grads, self.device.torch_device, into)
         iteration.ends()
+        handed: dict[str, torch.Tensor] = {}
         with self.whole():
             if self.updater is None:
                 variant.executor.backward(gradients)
                 variant.executor.turn_around()
-                handover.hand_out(self.model, variant.executor.take_host_grads(), iteration.fed, wanted)
+                handed = variant.executor.take_host_grads()
                 self.turn = Turn.FORWARD
             else:
                 self.truth.current = False
@@ -274,6 +278,7 @@ class Session:
             self.iteration = None
         if self.updater is None:
             self.pace.step_done(variant.prepared.plan)
+        return handed
 
     @alone
     @outside_inference

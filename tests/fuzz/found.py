@@ -96,4 +96,9 @@ FOUND: dict[str, Sequence] = {
             Act(name="checkpoint", seed=81231909, inner=()),
         ),
     ),
+    "regulariser on a tied weight": Sequence(
+        seed=600147,
+        setup=Setup(kind="tied", habit="", optimizer="AdamW", planned=False, clip=None, micro=1, tight=False),
+        acts=(Act(name="step with regulariser", seed=1770501126, inner=()),),
+    ),
 }

@@ -157,3 +157,102 @@ def test_without_an_optimizer_all_is_in_grad() -> None:
             loop.optimizer.step()
             loop.optimizer.zero_grad()
     assert_same(ours, reference)
+
+
+class Tied(torch.nn.Module):
+    """A weight that is read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(64, 32)
+        self.inner = torch.nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.tanh(self.inner(self.embed(x))) @ self.embed.weight.T).logsumexp(-1).mean()
+
+
+def free(model: torch.nn.Module) -> torch.nn.Module:
+    """Compiled without an optimizer, so that gradients are the user's."""
+    config = offmate.Config(cache_dir=None)
+    return offmate.compile(model, "1GiB", device="emulated", cpu_budget=CPU_BUDGET, config=config)
+
+
+def same_gradients(ours: torch.nn.Module, reference: torch.nn.Module) -> None:
+    expected = {name: p.grad for name, p in reference.named_parameters()}
+    for name, param in ours.named_parameters():
+        assert param.grad is not None and torch.equal(param.grad, expected[name]), name
+
+
+def twins(build: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, torch.nn.Module]:
+    made = []
+    for _ in range(2):
+        torch.manual_seed(4)
+        made.append(build())
+    return free(made[0]), made[1]
+
+
+TOKENS = torch.arange(48).reshape(2, 24)
+
+
+def test_without_an_optimizer_autograd_adds_up() -> None:
+    """Twice, so that what is in .grad meets a sum: .grad + (term + gradient)."""
+
+    def build() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Embedding(64, 32), torch.nn.Linear(32, 32), torch.nn.Linear(32, 3))
+
+    ours, reference = twins(build)
+    seen: dict[torch.nn.Module, list[torch.Tensor]] = {ours: [], reference: []}
+    for model in (ours, reference):
+        model[1].weight.register_hook(lambda grad, model=model: seen[model].append(grad.clone()))
+        model[2].weight.register_hook(lambda grad: grad * 0.5)
+        for _ in range(3):
+            loss = model(TOKENS).square().mean()
+            (loss + 0.1 * sum(p.pow(2).sum() for p in model.parameters())).backward()
+    same_gradients(ours, reference)
+    assert all(map(torch.equal, seen[ours], seen[reference])) and len(seen[ours]) == 3
+
+
+def twice(param: torch.nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad.mul_(2)
+
+
+def test_hooks_may_come_between_forward_and_backward_without_an_optimizer() -> None:
+    ours, reference = twins(Tied)
+    for model in (ours, reference):
+        loss = model(TOKENS)
+        model.embed.weight.register_hook(lambda grad: grad * 3)
+        model.inner.weight.register_post_accumulate_grad_hook(twice)
+        loss.backward()
+    same_gradients(ours, reference)
+
+
+def test_a_sum_that_plain_pytorch_makes_in_another_order_is_refused() -> None:
+    ours, reference = twins(Tied)
+    loss = ours(TOKENS)
+    with refused(r"embed.weight.*several places.*another order.*zero_grad\(\)"):
+        (loss + 0.1 * ours.embed.weight.pow(2).sum()).backward()
+    ours.zero_grad()
+    for model in (ours, reference):
+        term = 0.1 * model.embed.weight.pow(2).sum()  # before the forward: it is added last
+        (model(TOKENS) + term).backward()
+        (0.1 * model.embed.weight.pow(2).sum()).backward()
+        (model(TOKENS) + 0.1 * model.inner.weight.pow(2).sum()).backward()
+    same_gradients(ours, reference)
+
+
+def test_gradients_are_not_copied() -> None:
+    ours = free(Tied())
+    made: list[int] = []
+    loss = ours(TOKENS)
+    session = ours._offmate_session
+    take = session.active.executor.take_host_grads
+
+    def noted() -> dict[str, torch.Tensor]:
+        grads = take()
+        made.extend(grad.data_ptr() for grad in grads.values())
+        return grads
+
+    session.active.executor.take_host_grads = noted
+    loss.backward()
+    assert sorted(made) == sorted(p.grad.data_ptr() for p in ours.parameters() if p.grad is not None)
