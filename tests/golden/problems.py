@@ -1,0 +1,83 @@
+"""200 random problems: for each the hashes of its linear model and of its schedule, as they were and as they are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from typing import Any
+
+from offmate.solver.linear import LinearModel
+from offmate.solver.model import state_program
+from offmate.solver.plan import plan
+from offmate.solver.problem import Problem
+from offmate.solver.schedule import Schedule
+from offmate.solver.solve import least_budget
+from offmate.solver.text import to_dict, to_text
+
+from ..solver.random_problems import gated, in_rows, random_problem
+
+PROBLEMS = 200
+_ROOM = (0.0, 0.2, 0.5, 1.5)  # of the device's least budget, on top of it
+
+
+def problem_of(seed: int) -> Problem:
+    """A random problem: with or without a gate, tied weights, pieces of states and updates of its own."""
+    rng = random.Random(seed)
+    external = seed % 5 == 4
+    problem = random_problem(
+        rng,
+        n_blocks=rng.choice((2, 2, 3, 3, 4)),
+        tensors=rng.choice((1, 1, 2, 2, 3)),
+        update="external" if external else "planned",
+        tied=rng.random() < 0.4,
+    )
+    if not external and rng.random() < 0.3:
+        problem = in_rows(problem)
+    if not external and rng.random() < 0.5:
+        problem = gated(problem, rng, rng.choice([1, 1, 2, 3, 4]))
+    least = least_budget(problem).bytes
+    return replace(problem, device_budget_bytes=int(least * (1 + rng.choice(_ROOM))))
+
+
+def hashes_of(seed: int) -> dict[str, str]:
+    """Hashes of a problem, its three linear models, and the schedule that planning finds for it."""
+    problem = problem_of(seed)
+    found = plan(problem)
+    goals = ("time", "device", "host")
+    return {
+        "problem": _hash(json.dumps(asdict(problem), sort_keys=True)),
+        **{goal: _hash(_lines(state_program(problem, goal).model)) for goal in goals},  # type: ignore[arg-type]
+        "schedule": schedule_hash(found.schedule) if found.schedule else found.solution.status.name,
+    }
+
+
+def schedule_hash(schedule: Schedule) -> str:
+    """A hash of all that is printed and saved of a schedule."""
+    return _hash(to_text(schedule), json.dumps(_rounded(to_dict(schedule)), sort_keys=True))
+
+
+def _rounded(data: Any) -> Any:
+    """The same with every float short of the digits in which additions in another order differ."""
+    if isinstance(data, dict):
+        return {key: _rounded(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_rounded(value) for value in data]
+    return f"{data:.12g}" if isinstance(data, float) else data
+
+
+def _lines(model: LinearModel) -> Iterable[str]:
+    for column in zip(model.names, model.upper, model.integer, model.costs):
+        yield repr(column)
+    for row in model.rows:
+        yield repr((row.name, row.columns, row.coefficients, row.bound, row.equal))
+
+
+def _hash(*texts: Iterable[str] | str) -> str:
+    found = hashlib.sha256()
+    for text in texts:
+        for line in [text] if isinstance(text, str) else text:
+            found.update(line.encode() + b"\n")
+    return found.hexdigest()[:16]
