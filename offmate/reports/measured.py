@@ -9,7 +9,7 @@ from itertools import groupby, pairwise
 
 from ..runtime.trace import Recording, Taken
 from ..solver.machine import Resource
-from ..solver.schedule import Action, Kind, Schedule
+from ..solver.schedule import Action, Kind, Schedule, update_items
 from ..solver.simulate import Event
 from .items import block_of_items, item_of
 from .levels import Levels
@@ -32,7 +32,7 @@ def measured_timeline(recording: Recording, budget_bytes: int, name: str = "meas
     bars = [
         _bar(one.action, Resource.COMPUTE, ready_s, one.end_s, 0, blocks)
         for one, ready_s in taken
-        if one.action.kind in (Kind.COMPUTE, Kind.UPDATE_DEVICE)
+        if one.action.kind in (Kind.COMPUTE, Kind.UPDATE_DEVICE, Kind.ACCUMULATE)
     ]
     for job in _joined((*recording.tails, *recording.jobs)):
         bars.append(_bar(job.action, job.resource, max(job.start_s, 0.0), job.end_s, job.bytes, blocks))
@@ -129,7 +129,7 @@ def _items(schedule: Schedule, action: Action) -> tuple[tuple[str, ...], tuple[s
     if action.kind is Kind.COMPUTE:
         return schedule.computes[action.name].needs, ()
     if action.kind is Kind.UPDATE_DEVICE:
-        return (), tuple(f"{prefix}:{action.name}" for prefix in "pgs")
+        return (), update_items(action.name, schedule.states)
     return (), (action.name,) if action.kind is Kind.FREE else ()
 
 

@@ -6,12 +6,14 @@ from itertools import pairwise
 import pytest
 from offmate.runtime.trace import Recording, Taken
 from offmate.solver.machine import Resource
-from offmate.solver.schedule import Action, Kind
-from offmate.solver.simulate import Event
+from offmate.solver.schedule import Action, Kind, Schedule
+from offmate.solver.simulate import Event, simulate
 
 from offmate.reports.measured import measured_timeline
+from offmate.reports.timeline import build_timeline
 
-from ..solver.tiny_schedule import tiny_schedule
+from ..solver.micro_schedule import micro_schedule
+from ..solver.tiny_schedule import BACKWARD, tiny_schedule
 from .loops import assert_same, compiled, plain, trained
 
 
@@ -123,23 +125,57 @@ def test_half_an_iteration_is_no_trace():
     assert loop.model.offmate.trace is None
 
 
-def test_waits_are_told_by_what_ended_meanwhile():
-    schedule = tiny_schedule()
+def walked(schedule: Schedule) -> tuple[tuple[Taken, ...], ...]:
+    """A recording's walks in which every action takes ten seconds."""
     walks, clock = [], 0.0
-    for part in (schedule.forward, schedule.backward, schedule.turn_around):
+    for part in (*(p for one in schedule.passes for p in (one.forward, one.backward)), schedule.turn_around):
         walk = []
         for action in part:
             walk.append(Taken(action, clock, clock + 10, 0, 0, 0, clock, clock + 10))
             clock += 10
         walks.append(tuple(walk))
+    return tuple(walks)
+
+
+def test_waits_are_told_by_what_ended_meanwhile():
+    schedule = tiny_schedule()
+    walks = walked(schedule)
     taken = {one.action: one for walk in walks for one in walk}
     first = next(a for a in schedule.forward if a.kind is Kind.COMPUTE and a.name == "F0")
     prefetch = next(a for a in schedule.forward if a.kind is Kind.PREFETCH and a.name == "p:w")
     start = taken[first].start_s
     update = Event(Action(4, Kind.UPDATE_CPU, "w"), Resource.CPU, start - 20, start + 2, 0)
     copy = Event(prefetch, Resource.IN, start + 2, start + 5, 10)
-    timeline = measured_timeline(Recording(schedule, 7, tuple(walks), (copy,), (update,)), 100)
+    timeline = measured_timeline(Recording(schedule, 7, walks, (copy,), (update,)), 100)
     spans = [(wait.cause, wait.start_s - start, wait.end_s - start) for wait in timeline.waits]
     assert spans == [(Resource.CPU, 0, 2), (Resource.IN, 2, 5)]
     (bar,) = [bar for bar in timeline.bars if bar.name == "F0"]
     assert (bar.start_s, bar.end_s) == (start + 5, start + 10)
+
+
+def test_an_update_waits_for_every_piece_of_its_state():
+    backward = BACKWARD.replace("2 prefetch s:u", "2 prefetch s:u[0:2]\n2 prefetch s:u[2:4]")
+    backward = backward.replace("2 offload s:u\n2 free s:u", "\n".join(
+        f"2 {word} s:u[{rows}]" for rows in ("0:2", "2:4") for word in ("offload", "free")
+    ))  # fmt: skip
+    whole = tiny_schedule()
+    sizes = {item: size for item, size in whole.item_bytes.items() if item != "s:u"} | {"s:u[0:2]": 20, "s:u[2:4]": 20}
+    schedule = tiny_schedule(backward=backward, item_bytes=sizes)
+    walks = walked(schedule)
+    taken = {one.action: one for walk in walks for one in walk}
+    update = next(a for a in schedule.backward if a.kind is Kind.UPDATE_DEVICE)
+    copies = [a for a in schedule.backward if a.kind is Kind.PREFETCH and a.name.startswith("s:")]
+    start = taken[update].start_s
+    jobs = tuple(Event(copy, Resource.IN, start - 4, start + 1 + i, 20) for i, copy in enumerate(copies))
+    timeline = measured_timeline(Recording(schedule, 7, walks, (), jobs), 200)
+    assert [(wait.cause, wait.end_s - wait.start_s) for wait in timeline.waits] == [(Resource.IN, 2)]
+
+
+def test_sums_of_gradients_are_work_of_the_device():
+    schedule = micro_schedule(2)
+    recording = Recording(schedule, 7, walked(schedule), (), ())
+    timeline = measured_timeline(recording, 200)
+    sums = [bar for bar in timeline.bars if bar.word == "add to the total"]
+    assert [(bar.row, bar.name) for bar in sums] == [(Resource.COMPUTE, "u")] * 2
+    predicted = build_timeline(schedule, simulate(schedule))
+    assert [bar.name for bar in predicted.bars if bar.word == "add to the total"] == ["u", "u"]
