@@ -30,7 +30,7 @@ test: $(VENV)/installed
 	@$(VENV)/bin/python -m pytest $(ARGS)
 
 fuzz: $(VENV)/installed
-	@$(VENV)/bin/python -m pytest --hypothesis-profile fuzz tests/solver tests/offmate/test_reports.py $(ARGS)
+	@$(VENV)/bin/python -m pytest --hypothesis-profile fuzz tests/solver tests/offmate/reports/test_reports.py $(ARGS)
 	@$(VENV)/bin/python -m tests.fuzz $(SEQUENCES)
 
 lint: $(VENV)/installed

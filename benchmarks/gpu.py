@@ -24,8 +24,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from offmate.devices import EMULATED
-from offmate.host_memory import available_host_bytes
+from offmate.machines.devices import EMULATED
+from offmate.machines.host_memory import available_host_bytes
 from offmate.sizes import parse_bytes
 
 from .gpu_cases import MODELS, WAYS, Case, parameter_bytes

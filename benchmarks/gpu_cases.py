@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 import offmate
-from offmate import devices, shapes
+from offmate.cli import shapes
+from offmate.machines import devices
 
 SEED = 0
 LEARNING_RATE = 1e-5

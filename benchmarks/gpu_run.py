@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 
-from offmate import devices, shapes
+from offmate.cli import shapes
 from offmate.errors import InfeasibleBudget
 from offmate.files import write_whole
-from offmate.profile import measure_link
+from offmate.machines import devices
+from offmate.profile.operators import measure_link
 
 from .gpu_cases import MODELS, WARM_UP_STEPS, WAYS, Batch, Case, Training, batches
 from .overhead import machine

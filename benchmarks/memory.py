@@ -18,7 +18,7 @@ from offmate.runtime.ledger import Ledger
 from torch.profiler import ProfilerActivity, profile
 
 import offmate
-from offmate.demo import BUDGET_PERCENT, demo_batches, demo_model, demo_optimizer, reference_peak_bytes, train_step
+from offmate.cli.demo import BUDGET_PERCENT, demo_batches, demo_model, demo_optimizer, reference_peak_bytes, train_step
 from offmate.sizes import format_bytes
 
 MIB = 1 << 20

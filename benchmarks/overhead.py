@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 import offmate
-from offmate.checks import check_hooks
-from offmate.demo import (
+from offmate.capture.checks import check_hooks
+from offmate.cli.demo import (
     BATCH,
     TOKENS,
     Batch,
@@ -34,9 +34,9 @@ from offmate.demo import (
     reference_peak_bytes,
     train_step,
 )
+from offmate.guards.surroundings import surroundings
+from offmate.guards.watch import Watch
 from offmate.sizes import format_bytes
-from offmate.surroundings import surroundings
-from offmate.watch import Watch
 
 WARM_UP_STEPS = 2
 AMPLE_FACTOR = 2

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from offmate.solver.instances.synthetic import Precision, Shape, Speeds, llama
 from offmate.solver.plan import Planned, plan
 from offmate.solver.problem import Problem
 from offmate.solver.solve import least_budget
-from offmate.solver.synthetic import Precision, Shape, Speeds, llama
 
 GB, GIB = 10**9, 2**30
 BATCHES = (2, 4, 8)

@@ -20,14 +20,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from offmate.solver.instances.synthetic import Shape, Speeds, llama
 from offmate.solver.plan import plan
 from offmate.solver.problem import Problem, Rates
 from offmate.solver.solve import least_budget
-from offmate.solver.synthetic import Shape, Speeds, llama
 from rich.console import Console
 from rich.table import Table
 
-from offmate.hardware import Hardware, load
+from offmate.machines.hardware import Hardware, load
 
 from . import paper_models
 

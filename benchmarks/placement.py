@@ -22,13 +22,13 @@ from rich.console import Console
 from rich.table import Table
 
 import offmate
-from offmate import shapes
-from offmate.fake import fake_batch, faked, stand_in
-from offmate.fitting import fitted, pockets
-from offmate.hardware import load
-from offmate.optimizer import Updater, parameter_names
-from offmate.planner import make_plan
-from offmate.request import Prepared, Request
+from offmate.capture.fake import fake_batch, faked, stand_in
+from offmate.cli import shapes
+from offmate.machines.hardware import load
+from offmate.optim.updater import Updater, parameter_names
+from offmate.planning.placement import fitted, pockets
+from offmate.planning.planner import make_plan
+from offmate.planning.request import Prepared, Request
 from tests import accelerator
 from tests.accelerator import device as sim
 

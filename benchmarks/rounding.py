@@ -17,14 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from offmate.solver.instances.synthetic import Precision, Shape, Speeds, llama
 from offmate.solver.plan import plan
 from offmate.solver.problem import Problem, Rates
 from offmate.solver.solve import least_budget, solve
-from offmate.solver.synthetic import Precision, Shape, Speeds, llama
 from rich.console import Console
 from rich.table import Table
 
-from offmate import hardware
+from offmate.machines import hardware
 
 KINDS = {"as gradients come": 0, "behind a gate": 1, "four micro-batches": 4}
 SMALL = 0.1  # of an iteration: the copy of the largest state

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from offmate.solver import chain, flows
-from offmate.solver.model import state_program
+from offmate.solver.instances.synthetic import Shape, Speeds, llama
 from offmate.solver.problem import Problem, Rates
+from offmate.solver.program import blocks as chain
+from offmate.solver.program import groups as flows
+from offmate.solver.program.model import state_program
 from offmate.solver.solve import solve
-from offmate.solver.synthetic import Shape, Speeds, llama
 from rich.console import Console
 from rich.table import Table
 

@@ -16,9 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from offmate.solver.instances.update_phase import Throughputs, ratio, stride, stride_s, update_phase
 from offmate.solver.plan import plan
 from offmate.solver.problem import Problem
-from offmate.solver.update_phase import Throughputs, ratio, stride, stride_s, update_phase
 from rich.console import Console
 from rich.table import Table
 

@@ -22,7 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 import offmate
-from offmate.demo import Batch, demo_batches, demo_model, demo_optimizer, reference_peak_bytes
+from offmate.cli.demo import Batch, demo_batches, demo_model, demo_optimizer, reference_peak_bytes
 from offmate.sizes import format_bytes
 
 from .overhead import machine

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .api import compile, plan
-    from .budgets import SweepPoint, sweep
     from .config import Config
     from .errors import (
         BudgetExceeded,
@@ -18,11 +17,12 @@ if TYPE_CHECKING:
         PlanFileError,
         ProtocolError,
     )
-    from .masters import with_master_weights
-    from .plans import Plan, load_plan
+    from .optim.masters import with_master_weights
+    from .plans.plan import Plan, load_plan
+    from .plans.sweep import SweepPoint, sweep
+    from .plans.trace import Trace
     from .reports.plots import plot_sweep
     from .split import Split
-    from .trace import Trace
 
 __version__ = "0.1.0"
 
@@ -30,14 +30,14 @@ _HOME = {
     "compile": "api",
     "plan": "api",
     "Config": "config",
-    "Plan": "plans",
-    "load_plan": "plans",
-    "with_master_weights": "masters",
+    "Plan": "plans.plan",
+    "load_plan": "plans.plan",
+    "with_master_weights": "optim.masters",
     "plot_sweep": "reports.plots",
-    "SweepPoint": "budgets",
+    "SweepPoint": "plans.sweep",
     "Split": "split",
-    "sweep": "budgets",
-    "Trace": "trace",
+    "sweep": "plans.sweep",
+    "Trace": "plans.trace",
     **dict.fromkeys(
         (
             "BudgetExceeded",

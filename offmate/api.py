@@ -8,27 +8,27 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from . import facade
-from . import optimizer as optimizers
-from .batch_size import batch_size_of, check_batch_size, fastest_batch_size, planned_within, resized
-from .caches import without_cache
-from .checks import check_model
+from .capture.checks import check_model
+from .capture.fake import is_without_memory
+from .capture.kv_caches import without_cache
 from .config import Config
-from .devices import accelerator, check_budget, default_budget_bytes, device_kind, rng_untouched
 from .errors import OffmateError
-from .fake import is_without_memory
-from .fitting import fitted, pockets
-from .hardware import Hardware, load
-from .hardware import names as names_of_hardware
-from .host_memory import default_host_budget_bytes
-from .inductor import check_inductor
-from .optimizer import Updater, parameter_names
-from .planner import make_plan, plan_elsewhere
-from .plans import Plan
-from .probe import check_optimizer
+from .lowering.inductor import check_inductor
+from .machines.devices import accelerator, check_budget, default_budget_bytes, device_kind, rng_untouched
+from .machines.hardware import Hardware, load
+from .machines.hardware import names as names_of_hardware
+from .machines.host_memory import default_host_budget_bytes
+from .optim.probe import check_optimizer
+from .optim.updater import Updater, parameter_names
+from .optim.updater import take_over as take_over_optimizer
+from .planning.batch_size import batch_size_of, check_batch_size, fastest_batch_size, planned_within, resized
+from .planning.placement import fitted, pockets
+from .planning.planner import make_plan, plan_elsewhere
+from .planning.request import Prepared, Request
+from .plans.plan import Plan
 from .progress import Progress, planning_progress
-from .request import Prepared, Request
-from .session import Session
+from .session.module import take_over as take_over_model
+from .session.session import Session
 from .sizes import parse_bytes
 from .split import Split
 
@@ -95,9 +95,9 @@ def compile(
         _check_coverage(model, names)
         check_optimizer(optimizer)
     session = Session(model, request, optimizer, names, plan, planning_progress, max_grad_norm)
-    facade.take_over(model, session)
+    take_over_model(model, session)
     if optimizer is not None:
-        optimizers.take_over(optimizer, session)
+        take_over_optimizer(optimizer, session)
     return model
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .emit import build_schedule
-from .improve import fastest, improve
-from .parts import settle, settle_whole
+from .polish.improve import fastest, improve
+from .polish.in_time import in_time
+from .polish.trials import best_of_trials
 from .problem import Problem
-from .rounding import round_solution
-from .safe import streaming_solution
+from .program.streamed import streaming_solution
+from .rounding.groups import round_solution
+from .rounding.settle import settle, settle_whole
 from .schedule import Schedule
+from .scheduling.emit import build_schedule
+from .scheduling.validate import is_valid, validate
 from .simulate import Simulation, memory_highs, simulate
 from .solution import Solution, Status
 from .solve import solve
-from .timing import in_time
-from .trials import best_of_trials
-from .validate import is_valid, validate
 
 _TRIES = 8
 _WORTH = 0.02  # part of the program's seconds that rounding must cost before it is worth another solve
@@ -62,9 +62,9 @@ def plan(problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.01, bac
     """Find a schedule for a problem.
 
     Whole tensors can need more of the host than fractions do: the program is then solved again with less of it.
-    Where rounding costs more than 2 % it is solved again with whole parts (see parts.py), where that costs more than
-    5 % in whole tensors (see whole.py); the fastest schedule is taken, and searched around (see trials.py) where even
-    that costs more than 5 %.
+    Where rounding costs more than 2 % it is solved again with whole parts (see rounding/settle.py), where that costs
+    more than 5 % in whole tensors (see rounding/whole.py); the fastest schedule is taken, and searched around (see
+    polish/trials.py) where even that costs more than 5 %.
 
     Parameters
     ----------

@@ -92,8 +92,8 @@ class Solution:
     step_s: predicted seconds per step, each taken once. `objective_s` is their sum, those of the middle pass's steps
         (`Problem.times`) M - 2 times.
     memory_bytes: device bytes per step as the program counts them.
-    lower_bound_s: no plan whose copies and host updates keep to the program's steps (see flows.py and chain.py) is
-        faster.
+    lower_bound_s: no plan whose copies and host updates keep to the program's steps (see program/groups.py and
+        program/blocks.py) is faster.
     gap: (objective - bound) / objective.
     """
 

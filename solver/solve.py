@@ -9,10 +9,10 @@ from typing import Literal
 from .backends import default, get
 from .backends.answer import RawAnswer
 from .linear import evaluate
-from .model import Goal, Program, state_program
 from .problem import Problem
-from .readback import read_solution
-from .search import search
+from .program.model import Goal, Program, state_program
+from .program.readback import read_solution
+from .program.search import search
 from .solution import Solution, Status
 
 ALIGN_BYTES = 256

@@ -8,8 +8,8 @@ from typing import Any
 
 from .problem import Rates
 from .schedule import Action, ComputeSpec, Kind, Pass, Schedule
+from .scheduling.validate import ScheduleError, validate
 from .simulate import memory_highs
-from .validate import ScheduleError, validate
 
 _FORMAT = "offmate-schedule"
 _VERSION = 1

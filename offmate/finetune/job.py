@@ -20,9 +20,9 @@ import torch
 from ..api import compile as compile_model
 from ..api import plan as plan_model
 from ..config import Config
-from ..devices import EMULATED, device_kind
 from ..errors import InfeasibleBudget, OffmateError, PlanFileError
-from ..plans import Plan, load_plan
+from ..machines.devices import EMULATED, device_kind
+from ..plans.plan import Plan, load_plan
 from ..split import Split
 from .checkpoint import (
     PLAN,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import OffmateError
-from ..host_memory import available_host_bytes
-from ..plans import Plan
+from ..machines.host_memory import available_host_bytes
+from ..plans.plan import Plan
 from ..sizes import format_bytes, format_least_bytes
 from .packing import Batches, Packed
 from .report import format_left

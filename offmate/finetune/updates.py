@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ..errors import OffmateError
-from ..masters import with_master_weights
-from ..optimizer import Updater
-from ..states import state_bytes
+from ..optim.masters import with_master_weights
+from ..optim.state_bytes import state_bytes
+from ..optim.updater import Updater
 from .settings import Settings
 
 _LEARNING_RATE, _LORA_LEARNING_RATE = 2e-5, 2e-4

@@ -15,7 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..api import compile as compile_model
 from ..config import Config
 from ..errors import OffmateError
-from ..facade import PlannedModule
+from ..session.module import PlannedModule
 from .trl import DIFFERENTIATED, make_plannable
 
 log = logging.getLogger("offmate")

@@ -15,7 +15,7 @@ from ..solver.schedule import Kind, Schedule
 from .units import format_seconds
 
 if TYPE_CHECKING:
-    from ..plans import Plan
+    from ..plans.plan import Plan
 
 _MANY = 10  # above so many times a factor says more than a percentage
 _RATIO_FROM = 0.0005  # a smaller change is "the same" when it is printed as a percentage

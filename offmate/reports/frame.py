@@ -10,7 +10,7 @@ from .items import block_of_items, item_of, kind_of, parts_of
 if TYPE_CHECKING:
     import pandas
 
-    from ..plans import Plan
+    from ..plans.plan import Plan
 
 
 def plan_frame(plan: Plan) -> pandas.DataFrame:

@@ -19,7 +19,7 @@ from .timeline import ROWS, THIN, Bar, Sample, Timeline, Wait, plan_timeline
 from .units import byte_ticks, format_seconds, second_ticks, ticks
 
 if TYPE_CHECKING:
-    from ..plans import Plan
+    from ..plans.plan import Plan
 
 _X = 8000  # the memory curve's resolution: moments that fall together are shown by the highest of them
 _Y = 1000

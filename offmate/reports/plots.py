@@ -16,8 +16,8 @@ from .units import byte_ticks, format_seconds, second_ticks
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from ..budgets import SweepPoint
-    from ..plans import Plan
+    from ..plans.plan import Plan
+    from ..plans.sweep import SweepPoint
 
     Point: TypeAlias = Plan | SweepPoint
 

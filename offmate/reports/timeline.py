@@ -14,7 +14,7 @@ from .items import KINDS, block_of_items, item_of, parts_of
 from .levels import Levels
 
 if TYPE_CHECKING:
-    from ..plans import Plan
+    from ..plans.plan import Plan
 
 ROWS = {
     Resource.COMPUTE: "compute",

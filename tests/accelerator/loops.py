@@ -13,11 +13,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from offmate.runtime.device import Device
-from offmate.runtime.streams import StreamDevice
+from offmate.runtime.devices.device import Device
+from offmate.runtime.devices.streams import StreamDevice
 
 import offmate
-from offmate.request import Prepared
+from offmate.planning.request import Prepared
 
 from ..offmate.loops import CPU_BUDGET, Loop, adamw, tiny
 
@@ -38,9 +38,9 @@ def without_allocator() -> Iterator[None]:
 
     with (
         mock.patch("offmate.api.fitted", placed),
-        mock.patch("offmate.preparing.fitted", placed),
-        mock.patch("offmate.preparing.pockets", lambda *given: ()),
-        mock.patch("offmate.session.make_device", make_device),
+        mock.patch("offmate.session.preparer.fitted", placed),
+        mock.patch("offmate.session.preparer.pockets", lambda *given: ()),
+        mock.patch("offmate.session.session.make_device", make_device),
     ):
         yield
 

@@ -14,16 +14,17 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import torch
-from offmate.solver import options
 from offmate.solver.backends.cpsat import CpSat
+from offmate.solver.options import choices as options
 
-from offmate import analytic, figures, profile
-from offmate.hardware import Hardware, load
-from offmate.joint import Joint
-from offmate.lower import LinkRates
-from offmate.optimizer import UpdateCost, Updater
-from offmate.programs import NodeCost
-from offmate.states import state_bytes
+from offmate.capture.joint import Joint
+from offmate.lowering.problem import LinkRates
+from offmate.machines.hardware import Hardware, load
+from offmate.optim.state_bytes import state_bytes
+from offmate.optim.updater import UpdateCost, Updater
+from offmate.profile import analytic, figures
+from offmate.profile import operators as profile
+from offmate.programs.programs import NodeCost
 
 
 class _LastingCpSat(CpSat):

@@ -10,9 +10,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from offmate.solver.linear import LinearModel
-from offmate.solver.model import state_program
 from offmate.solver.plan import plan
 from offmate.solver.problem import Problem
+from offmate.solver.program.model import state_program
 from offmate.solver.schedule import Schedule
 from offmate.solver.solve import least_budget
 from offmate.solver.text import to_dict, to_text

@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import offmate
-from offmate.reference import ReferenceMeter
+from offmate.machines.reference import ReferenceMeter
 
 STEPS = 5
 AMPLE = "ample"

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from offmate.blocks import TracedBlock
+from offmate.capture.blocks import TracedBlock
+from offmate.capture.model import Traced, trace_model
 from offmate.config import Config
-from offmate.lower import lower_prelude
-from offmate.profile import profile_prelude
-from offmate.traced import Traced, trace_model
+from offmate.lowering.problem import lower_prelude
+from offmate.profile.operators import profile_prelude
 
 Numbers = dict[str, torch.Tensor]
 

@@ -6,17 +6,7 @@ import random
 from dataclasses import replace
 from typing import Literal
 
-from offmate.solver.problem import (
-    Block,
-    Group,
-    Option,
-    Output,
-    Problem,
-    Rates,
-    Shared,
-    TensorSize,
-    Value,
-)
+from offmate.solver.problem import Block, Group, Option, Output, Problem, Rates, Shared, TensorSize, Value
 
 
 def random_problem(

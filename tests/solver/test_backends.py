@@ -13,12 +13,12 @@ from offmate.solver.linear import ONE, Builder, LinearModel, add, holds
 from offmate.solver.plan import plan
 from offmate.solver.problem import Problem, Rates
 from offmate.solver.schedule import Kind
+from offmate.solver.scheduling.validate import validate
 from offmate.solver.solution import Status
 from offmate.solver.solve import solve
-from offmate.solver.validate import validate
 
+from .program.test_program import option, problem_of, trained
 from .random_problems import random_problem
-from .test_program import option, problem_of, trained
 
 BACKENDS = pytest.mark.parametrize("backend", ["highs", "cbc"])
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
-from offmate.solver.held import held_bytes
 from offmate.solver.problem import Group, Option, Problem
+from offmate.solver.program.held import held_bytes
 from offmate.solver.solution import Status
 from offmate.solver.solve import least_budget, least_host, solve
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 from offmate.solver.explain import explain
+from offmate.solver.instances.synthetic import Shape, Speeds, llama
 from offmate.solver.plan import plan
 from offmate.solver.problem import Rates
-from offmate.solver.synthetic import Shape, Speeds, llama
 
 SHAPE = Shape(layers=3, hidden=256, intermediate=688, vocab=1000, batch=2, sequence=64)
 

@@ -8,17 +8,17 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from offmate.solver.emit import build_schedule
 from offmate.solver.plan import plan
 from offmate.solver.problem import Block, Group, Option, Problem, ProblemError, Rates, TensorSize
-from offmate.solver.rounding import round_solution
-from offmate.solver.safe import streaming_solution
+from offmate.solver.program.streamed import streaming_solution
+from offmate.solver.rounding.groups import round_solution
 from offmate.solver.schedule import Kind
+from offmate.solver.scheduling.emit import build_schedule
+from offmate.solver.scheduling.validate import ScheduleError, validate
 from offmate.solver.simulate import simulate
 from offmate.solver.solution import Status
 from offmate.solver.solve import least_budget, solve
 from offmate.solver.text import from_dict, to_dict
-from offmate.solver.validate import ScheduleError, validate
 
 from .random_problems import random_problem
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 from offmate.solver.files import problem_from_dict
 from offmate.solver.files import to_dict as problem_to_dict
-from offmate.solver.held import held_bytes
 from offmate.solver.problem import Problem, ProblemError
+from offmate.solver.program.held import held_bytes
 from offmate.solver.schedule import Schedule
+from offmate.solver.scheduling.validate import ScheduleError, validate
 from offmate.solver.simulate import Simulation, memory_highs, simulate
 from offmate.solver.text import from_dict, to_dict, to_text
-from offmate.solver.validate import ScheduleError, validate
 
 from .micro_schedule import BACKWARD, TURN_AROUND, micro_schedule
 from .random_problems import random_problem

@@ -6,8 +6,8 @@ import random
 from dataclasses import replace
 
 import pytest
-from offmate.solver.held import held_bytes
 from offmate.solver.problem import Problem, ProblemError, Shared, Value
+from offmate.solver.program.held import held_bytes
 
 from .random_problems import random_problem
 
@@ -66,7 +66,7 @@ def test_steps_and_blocks(problem: Problem) -> None:
 def test_held_bytes_by_hand() -> None:
     from offmate.solver.problem import Output
 
-    from .test_program import problem_of
+    from .program.test_program import problem_of
 
     problem = problem_of(
         n=2,

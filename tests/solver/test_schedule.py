@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 from offmate.solver.schedule import Action, ComputeSpec, Kind
+from offmate.solver.scheduling.validate import ScheduleError, validate
 from offmate.solver.text import from_dict, to_dict, to_text
-from offmate.solver.validate import ScheduleError, validate
 
 from .tiny_schedule import BACKWARD, FORWARD, TURN_AROUND, after, tiny_schedule, without
 

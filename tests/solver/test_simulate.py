@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from offmate.solver.improve import improve
 from offmate.solver.machine import Machine, Resource
+from offmate.solver.polish.improve import improve
 from offmate.solver.problem import Rates
+from offmate.solver.scheduling.validate import validate
 from offmate.solver.simulate import memory_highs, room_bytes, simulate
-from offmate.solver.validate import validate
 
 from .tiny_schedule import FORWARD, after, tiny_schedule, without
 

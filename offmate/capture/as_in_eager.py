@@ -1,0 +1,67 @@
+"""What a trace would do otherwise than eager, done as eager does: writes, strides, and autocast in the backward."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..runtime.operators.layouts import lay_out
+from .functions import as_eager
+
+
+def copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """What a write leaves in `target`; of a slice, the kernel of `copy` would make the whole storage."""
+    order = sorted(range(target.dim()), key=target.stride, reverse=True)
+    value = source.expand(target.shape).permute(order).to(target.dtype)
+    back = sorted(range(target.dim()), key=order.__getitem__)
+    return value.clone(memory_format=torch.contiguous_format).permute(back)
+
+
+def run_openly(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator so that the trace shows what its kernel writes without saying so."""
+    copies = {position: args[position].clone() for position in _silent_writes(target, args)}
+    result = as_eager(target)(*(copies.get(position, value) for position, value in enumerate(args)), **kwargs)
+    for position, copy in copies.items():
+        args[position].copy_(copy)
+    return result
+
+
+def _silent_writes(target: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Positions of such arguments: the running statistics that cuDNN's batch normalisation writes in training."""
+    if target is not torch.ops.aten.batch_norm.default or args[0].device.type != "cuda" or not args[5]:
+        return ()
+    return tuple(position for position in (3, 4) if args[position] is not None)
+
+
+class LayoutsKept(TorchDispatchMode):
+    """Lets a tensor that was written in place keep its strides.
+
+    The operator that takes the place of a write gives its result strides of its own. Kernels round by the layout of
+    what they read: of a slice, vectors end with every row.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        written = args[0] if func._schema.is_mutable and args else None
+        # `transpose_` and its like write no value: strides are what they change.
+        if not isinstance(written, FunctionalTensor) or torch.Tag.inplace_view in func.tags:
+            return func(*args, **(kwargs or {}))
+        stride = written.stride()
+        result = func(*args, **(kwargs or {}))
+        value = torch._from_functional_tensor(written.elem)
+        steps = [(a, b) for a, b, size in zip(value.stride(), stride, value.shape) if size != 1]
+        if value.shape == written.shape and any(a != b for a, b in steps):
+            torch._functionalize_replace(written.elem, lay_out(value, list(value.shape), list(stride)))
+        return result
+
+
+@contextlib.contextmanager
+def no_autocast() -> Any:
+    with contextlib.ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

@@ -1,0 +1,219 @@
+"""Rule 1 of capture: what eager decides from data, capture decides alike.
+
+transformers looks at the batch ("is nothing padded?", "is this a packed sequence?") and picks other kernels for it.
+Under tracing it cannot look. So those decisions are recorded on the real batch, held while the model is exported, and
+asked again for every batch: another outcome needs another capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from ..errors import CaptureError
+from .data_dependent import named
+
+_MODULE = "transformers.masking_utils"
+_DECIDERS = ("find_packed_sequence_indices", "_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One decision that eager took from data.
+
+    Parameters
+    ----------
+    decider: name of the function that decided.
+    outcome: True if it found nothing special (no mask is needed, nothing is packed).
+    source: index of the batch tensor it looked at, in flattening order; None if it looked at none.
+    args: its other arguments, kept to ask it again.
+    """
+
+    decider: str
+    outcome: bool
+    source: int | None
+    args: tuple[Any, ...] = ()
+
+
+def record(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Decision, ...]:
+    """Run the model once with fake parameters and the real batch, and note what it decides from the batch.
+
+    Whatever depends on a parameter is fake and costs nothing; whatever depends on the batch alone is computed as eager
+    does.
+
+    Returns: the decisions in the order in which they were taken; empty where transformers is absent.
+    """
+    module = _masking()
+    if module is None or not _may_decide(model):
+        return ()
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    calls = _listen(module, model, *pytree.tree_unflatten(leaves, spec))
+    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    decisions = []
+    for position, call in enumerate(calls):
+        candidates = [i for i, leaf in enumerate(tensors) if _same(leaves[leaf], call.looked_at)]
+        if len(candidates) > 1:
+            candidates = [
+                i for i in candidates if _depends(module, model, leaves, spec, tensors[i], position, call.looked_at)
+            ]
+        source = candidates[0] if candidates else None
+        decisions.append(Decision(call.decider, call.outcome, source, call.rest if candidates else ()))
+    return tuple(decisions)
+
+
+@dataclass(frozen=True)
+class _Call:
+    decider: str
+    outcome: bool
+    looked_at: torch.Tensor | None
+    rest: tuple[Any, ...]
+
+
+def _listen(module: Any, model: torch.nn.Module, args: Any, kwargs: Any) -> list[_Call]:
+    calls: list[_Call] = []
+
+    def listen(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*call_args: Any, **call_kwargs: Any) -> Any:
+            result = original(*call_args, **call_kwargs)
+            bound = inspect.signature(original).bind(*call_args, **call_kwargs)
+            bound.apply_defaults()
+            looked_at, *rest = bound.arguments.values()
+            if isinstance(looked_at, FakeTensor):
+                raise CaptureError(
+                    "an attention mask depends on parameters, so what it lets the model skip cannot be known before "
+                    "the batch runs; pass the mask as an input, or use attn_implementation='eager'"
+                )
+            calls.append(_Call(name, _outcome(name, result), looked_at, tuple(rest)))
+            return result
+
+        return wrapper
+
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    state: dict[str, torch.Tensor] = {
+        name: tensor if isinstance(tensor, FakeTensor) else fake_mode.from_tensor(tensor)
+        for name, tensor in model.named_parameters()
+    }
+    # Clones, since a forward may write into buffers and into its batch.
+    state |= {name: _own(tensor) for name, tensor in model.named_buffers()}
+    args, kwargs = pytree.tree_map(_own, (args, kwargs))
+    with contextlib.ExitStack() as stack:
+        for name in _DECIDERS:
+            if hasattr(module, name):
+                stack.enter_context(mock.patch.object(module, name, listen(name, getattr(module, name))))
+        experts = importlib.import_module("transformers.integrations.moe") if _has_experts() else None
+        if experts is not None and hasattr(experts, "is_torchdynamo_compiling"):
+            # Its grouped product has no fake kernel for float32; export takes the same road.
+            stack.enter_context(mock.patch.object(experts, "is_torchdynamo_compiling", lambda: True))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(named())
+        torch.func.functional_call(model, state, args, kwargs, tie_weights=True)
+    return calls
+
+
+def _own(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _outcome(decider: str, result: Any) -> bool:
+    return result is None if decider == "find_packed_sequence_indices" else bool(result)
+
+
+def _same(tensor: torch.Tensor | None, looked_at: torch.Tensor | None) -> bool:
+    if tensor is None or looked_at is None or tensor.shape != looked_at.shape:
+        return False
+    return torch.equal(tensor.to(looked_at.device, looked_at.dtype), looked_at)
+
+
+def _depends(
+    module: Any,
+    model: torch.nn.Module,
+    leaves: list[Any],
+    spec: Any,
+    leaf: int,
+    position: int,
+    looked_at: torch.Tensor | None,
+) -> bool:
+    """Whether what the decider looked at changes with that batch tensor: several may hold the same values."""
+    changed = list(leaves)
+    changed[leaf] = (leaves[leaf] == 0).to(leaves[leaf].dtype)
+    calls = _listen(module, model, *pytree.tree_unflatten(changed, spec))
+    return position >= len(calls) or not _same(calls[position].looked_at, looked_at)
+
+
+def _may_decide(model: torch.nn.Module) -> bool:
+    return any(type(m).__module__.startswith("transformers.") for m in model.modules())
+
+
+def _has_experts() -> bool:
+    return importlib.util.find_spec("transformers.integrations.moe") is not None
+
+
+def _masking() -> Any:
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    try:
+        return importlib.import_module(_MODULE)
+    except ImportError:
+        return None
+
+
+def ask_again(decisions: tuple[Decision, ...], batch: list[torch.Tensor]) -> tuple[bool, ...]:
+    """The outcomes for another batch of the same shapes.
+
+    Parameters
+    ----------
+    batch: the batch's tensors, in flattening order.
+
+    Returns: one outcome per decision.
+    """
+    module = _masking()
+    outcomes = []
+    for decision in decisions:
+        if decision.source is None:
+            outcomes.append(decision.outcome)
+            continue
+        tensor = batch[decision.source]
+        looked_at = tensor if decision.decider == "find_packed_sequence_indices" else tensor.to(torch.bool)
+        result = getattr(module, decision.decider)(looked_at, *decision.args)
+        outcomes.append(_outcome(decision.decider, result))
+    return tuple(outcomes)
+
+
+@contextlib.contextmanager
+def hold(decisions: tuple[Decision, ...]) -> Iterator[None]:
+    """Let the deciders answer during export what they answered on the real batch, in the same order."""
+    module = _masking()
+    if module is None or not decisions:
+        yield
+        return
+    queues = {name: iter([d for d in decisions if d.decider == name]) for name in _DECIDERS}
+
+    def answer(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            decision = next(queues[name], None)
+            if decision is None:
+                raise CaptureError(f"under export the model asked {name} more often than on the real batch")
+            if name != "find_packed_sequence_indices":
+                return decision.outcome
+            return None if decision.outcome else original(*args, **kwargs)
+
+        return wrapper
+
+    with contextlib.ExitStack() as stack:
+        for name in _DECIDERS:
+            if hasattr(module, name):
+                stack.enter_context(mock.patch.object(module, name, answer(name, getattr(module, name))))
+        if hasattr(module, "is_torchdynamo_exporting"):  # not in all versions
+            stack.enter_context(mock.patch.object(module, "is_torchdynamo_exporting", lambda: False))
+        yield

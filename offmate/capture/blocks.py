@@ -1,0 +1,162 @@
+"""From the chain to specified and traced blocks: who reads what, who gets a gradient from whom, which are one class."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx
+
+from .chain import Chain, written_storages
+from .export import Captured
+from .joint import BlockSpec, External, Joint, class_key, dense_stride, trace
+
+log = logging.getLogger("offmate")
+
+
+@dataclass(frozen=True)
+class TracedBlock:
+    """A block of the chain with its class's joint graph.
+
+    Parameters
+    ----------
+    spec: what this very block reads and hands on.
+    key: its class.
+    joint: the class's graph; externals and results correspond by position.
+    """
+
+    spec: BlockSpec
+    key: str
+    joint: Joint
+
+
+def trace_blocks(
+    captured: Captured,
+    chain: Chain,
+    trainable: frozenset[str],
+    differentiated: frozenset[str],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[TracedBlock, ...]:
+    """Specify every block from the last to the first, tracing each class once.
+
+    Parameters
+    ----------
+    trainable: placeholder names of parameters that require a gradient.
+    differentiated: names of the nodes among the model's outputs into which the user's backward hands a gradient.
+    progress: told how many of how many blocks are done.
+
+    Returns: the blocks in chain order.
+    """
+    for node, facts in chain.facts.items():
+        node.meta["fake"] = facts.value
+    layout = _Layout(captured, chain, trainable, differentiated)
+    joints: dict[str, Joint] = {}
+    traced: list[TracedBlock] = []
+    for index in reversed(range(len(chain.blocks))):
+        spec = layout.specify(index)
+        key = class_key(spec)
+        if key not in joints:
+            joints[key] = trace(spec)
+        layout.note_gradients(spec, joints[key])
+        traced.append(TracedBlock(spec, key, joints[key]))
+        progress(len(traced), len(chain.blocks))
+    log.debug("%d blocks in %d classes", len(traced), len(joints))
+    return tuple(reversed(traced))
+
+
+class _Layout:
+    """Who reads what across blocks; `gradients` (strides by node) grows while blocks are traced from last to first."""
+
+    def __init__(
+        self, captured: Captured, chain: Chain, trainable: frozenset[str], differentiated: frozenset[str]
+    ) -> None:
+        self.captured = captured
+        self.chain = chain
+        self.trainable = trainable
+        self.outputs = {o for o in captured.outputs if isinstance(o, str)}
+        self.resting = {s for n in captured.graph.nodes if n.op == "placeholder" for s in chain.facts[n].storages}
+        self.resting |= {s for n in chain.prelude for s in chain.facts[n].storages}
+        self.changing = {
+            s
+            for n in captured.graph.nodes
+            if n.op == "call_function"
+            for s in written_storages(n, captured, chain.facts)
+        }
+        self.nodes = [self._with_views(block) for block in chain.blocks]
+        self.readers: dict[fx.Node, list[int]] = {}
+        for index, nodes in enumerate(self.nodes):
+            for node in self._outside(nodes):
+                self.readers.setdefault(node, []).append(index)
+        self.gradients = {n: dense_stride(n.meta["fake"]) for n in captured.graph.nodes if n.name in differentiated}
+
+    def _with_views(self, block: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
+        """The block's nodes, preceded by those views of resting tensors that it reads from earlier blocks."""
+        own = set(block)
+        pulled: list[fx.Node] = []
+
+        def pull(node: fx.Node) -> None:
+            if node in own or node not in self.chain.made_in or node in pulled:
+                return
+            if not set(self.chain.facts[node].storages) <= self.resting or self._gathers(node):
+                return
+            for source in node.all_input_nodes:
+                pull(source)
+            pulled.append(node)
+
+        for node in block:
+            for source in node.all_input_nodes:
+                pull(source)
+        return (*pulled, *block)
+
+    def _gathers(self, node: fx.Node) -> bool:
+        """Whether gradients of several blocks add up in a view of a parameter before they reach the parameter."""
+        readers = {self.chain.made_in[user] for user in node.users if user in self.chain.made_in}
+        return len(readers) > 1 and any(self.chain.facts[node].requires_grad)
+
+    def _outside(self, nodes: tuple[fx.Node, ...]) -> list[fx.Node]:
+        own = set(nodes)
+        return list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in own))
+
+    def specify(self, index: int) -> BlockSpec:
+        nodes = self.nodes[index]
+        uses: Counter[fx.Node] = Counter()
+        for node in nodes:
+            fx.map_arg((node.args, node.kwargs), lambda n: uses.update([n]))
+        externals = tuple(self._external(node, index, uses[node]) for node in self._outside(nodes))
+        own = self.chain.blocks[index]
+        results = tuple(n for n in own if self._handed_on(n, index))
+        tangents = tuple((i, self.gradients[n]) for i, n in enumerate(results) if n in self.gradients)
+        return BlockSpec(nodes, externals, results, tangents)
+
+    def _handed_on(self, node: fx.Node, index: int) -> bool:
+        return node.name in self.outputs or any(r > index for r in self.readers.get(node, ()))
+
+    def _external(self, node: fx.Node, index: int, uses: int) -> External:
+        readers = self.readers[node]
+        if node.name in self.captured.params:
+            kind, differentiable = "param", node.name in self.trainable
+        elif node.name in self.captured.buffers:
+            kind, differentiable = "buffer", False
+        elif node in self.chain.made_in:
+            kind, differentiable = "value", self.chain.facts[node].requires_grad[0]
+        else:
+            kind, differentiable = "shared", False
+        rounded = self.chain.rounded.get(node)
+        split = differentiable and (len(readers) > 1 or node.name in self.outputs or rounded is not None)
+        return External(
+            node=node,
+            kind=kind,
+            leaves=uses if split else 1,
+            differentiable=differentiable,
+            accumulates=self.gradients.get(node) if differentiable else None,
+            final=index == readers[0],
+            rounded=rounded,
+            changes=bool(self.changing & set(self.chain.facts[node].storages)),
+        )
+
+    def note_gradients(self, spec: BlockSpec, joint: Joint) -> None:
+        for external, grad in zip(spec.externals, joint.grads):
+            if grad is not None:
+                self.gradients[external.node] = grad.meta["val"].stride()

@@ -1,0 +1,116 @@
+"""What a forward leaves besides its result: attributes that it sets, and values that hooks look at."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from ..guards.watch import Watch
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Tensors and other values in containers, without the tensors.
+
+    Parameters
+    ----------
+    rest: per leaf None for a tensor, else the leaf in a tuple. spec: how the leaves belong together.
+    """
+
+    rest: tuple[tuple[Any] | None, ...]
+    spec: Any
+
+    @staticmethod
+    def of(value: Any) -> tuple[Tree, list[torch.Tensor]]:
+        """A value's tree, and its tensors."""
+        leaves, spec = pytree.tree_flatten(value)
+        rest = tuple(None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves)
+        return Tree(rest, spec), [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    def filled(self, tensors: list[torch.Tensor]) -> Any:
+        """The value with these tensors."""
+        values = iter(tensors)
+        return pytree.tree_unflatten([next(values) if r is None else r[0] for r in self.rest], self.spec)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An attribute, or an entry of a dictionary, that the forward sets to tensors.
+
+    Parameters
+    ----------
+    holder, name: the module or dictionary, and the attribute's name or the key. tree: of the value.
+    """
+
+    holder: Any
+    name: Any
+    tree: Tree
+
+    def deliver(self, tensors: list[torch.Tensor]) -> None:
+        """Set it."""
+        put(self.holder, self.name, self.tree.filled(tensors))
+
+
+@dataclass(frozen=True)
+class Look:
+    """A forward hook inside the model that only looks.
+
+    Parameters
+    ----------
+    tree: of what it is given besides the module.
+    """
+
+    hook: Callable[..., Any]
+    module: torch.nn.Module
+    tree: Tree
+
+    def deliver(self, tensors: list[torch.Tensor]) -> None:
+        """Call it."""
+        self.hook(self.module, *self.tree.filled(tensors))
+
+
+@dataclass(frozen=True)
+class ByProduct:
+    """One thing that a forward leaves besides its result.
+
+    Parameters
+    ----------
+    name: of the attribute, or of the module and its hook. n_tensors: how many it consists of. use: what is done with
+        those of a call.
+    """
+
+    name: str
+    n_tensors: int
+    use: Setting | Look
+
+
+GONE = object()
+
+
+def put(holder: Any, name: Any, value: Any) -> None:
+    """Set an attribute or an entry, past what setting a module's attribute does besides; `GONE` takes it away."""
+    entries = holder if isinstance(holder, dict | list | collections.deque) else getattr(holder, "__dict__", None)
+    if entries is None:
+        setattr(holder, name, value)
+    elif value is GONE:
+        del entries[name]
+    else:
+        entries[name] = value
+
+
+def deliver(by_products: list[tuple[ByProduct, list[torch.Tensor]]], watch: Watch) -> None:
+    """Set the attributes that a call has set, and call the hooks that look at its values."""
+    settings = [(b.use, tensors) for b, tensors in by_products if isinstance(b.use, Setting)]
+    for setting, tensors in settings:
+        setting.deliver(tensors)
+    if settings:
+        watch.settle()
+    for by_product, tensors in by_products:
+        if isinstance(by_product.use, Look):
+            by_product.use.deliver(tensors)

@@ -1,0 +1,318 @@
+"""From the flat graph to a chain of blocks: what depends on parameters, where the chain is narrow, where to cut."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from ..errors import CaptureError
+from .casts import Casts
+from .effects import is_random, updates_stats, writes
+from .export import Captured
+from .functions import as_eager
+
+_LONG_BLOCK_NODES = 48  # a longer stretch without a narrow point is cut at the narrowest wider one
+_WIDEST_INTERFACE = 8
+_SMALL_BLOCK_SHARE = 0.02  # of the mean block's bytes: smaller ones are merged into a neighbour
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a node's value is, found by running the graph on fake tensors.
+
+    Parameters
+    ----------
+    value: fake tensor, or a tuple of them.
+    storages: identity of the storage behind each tensor of the value.
+    requires_grad: per tensor of the value.
+    written: storages that the node writes into.
+    """
+
+    value: Any
+    storages: tuple[int, ...]
+    requires_grad: tuple[bool, ...]
+    written: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The model as a chain of blocks.
+
+    Parameters
+    ----------
+    prelude: nodes that depend on no parameter, in program order; computed once.
+    blocks: the nodes of each block, in program order.
+    facts: per node of the flat graph.
+    made_in: block index of every chain node.
+    rounded: parameters whose gradients add up in a lower precision, and which (`Casts`).
+    """
+
+    prelude: tuple[fx.Node, ...]
+    blocks: tuple[tuple[fx.Node, ...], ...]
+    facts: dict[fx.Node, Facts]
+    made_in: dict[fx.Node, int]
+    rounded: dict[fx.Node, torch.dtype]
+
+
+def partition(captured: Captured, trainable: frozenset[str]) -> Chain:
+    """Cut the flat graph into a chain of blocks.
+
+    Parameters
+    ----------
+    captured: the flat graph.
+    trainable: placeholder names of the parameters that require a gradient.
+
+    Returns: the chain. Raises: CaptureError if a node writes into a parameter or an input.
+    """
+    facts, rounded = run_fake(captured, trainable)
+    graph = captured.graph
+    sources = {n for n in graph.nodes if n.name in captured.params}
+    dependence = nx.DiGraph((a, n) for n in graph.nodes for a in n.all_input_nodes)
+    dependence.add_nodes_from(graph.nodes)
+    dependence.add_edges_from(_reads_of_writes(captured, facts))
+    sources |= {n for n in graph.nodes if is_random(n) or _touches_state(n, captured)}
+    chained: set[fx.Node] = set(sources)
+    for source in sources:
+        if source not in chained or dependence.out_degree(source):
+            chained |= nx.descendants(dependence, source)
+    chained |= _written_late(graph, facts, chained)
+    computing = [n for n in graph.nodes if n.op == "call_function"]
+    chain = [n for n in computing if n in chained]
+    if not chain:
+        raise CaptureError("no operation of the model depends on a parameter; there is nothing to train")
+    _check_writes(captured, facts, chain)
+    cuts = _cuts(chain, facts, captured)
+    blocks = [tuple(chain[a:b]) for a, b in zip([0, *cuts], [*cuts, len(chain)])]
+    blocks = _merge_small(blocks, facts, captured)
+    made_in = {n: i for i, block in enumerate(blocks) for n in block}
+    return Chain(tuple(n for n in computing if n not in chained), tuple(blocks), facts, made_in, rounded)
+
+
+def run_fake(captured: Captured, trainable: frozenset[str]) -> tuple[dict[fx.Node, Facts], dict[fx.Node, torch.dtype]]:
+    """Run the flat graph on fake tensors with autograd on, and note storages and gradients of every node.
+
+    Returns: the facts, and the parameters whose gradients add up in a lower precision.
+    """
+    mode, casts = FakeTensorMode(), Casts()
+    env: dict[fx.Node, Any] = {}
+    facts: dict[fx.Node, Facts] = {}
+    for node in captured.graph.nodes:
+        if node.op == "output":
+            continue
+        written: tuple[int, ...] = ()
+        if node.op == "placeholder":
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor):
+                with mode:
+                    value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+                if node.name in trainable:
+                    value.requires_grad_()
+                    casts.knows(node, value)
+        else:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+            # A leaf may not be written in place under autograd; what eager allows there is under no_grad.
+            with mode, node.meta["region"].entered(), casts.of(node):
+                value = as_eager(node.target)(*args, **kwargs)
+            if writes(node):
+                written = _written(node, args, kwargs)
+        env[node] = value
+        tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+        facts[node] = Facts(
+            value,
+            tuple(t.untyped_storage()._cdata for t in tensors),
+            (),
+            written,
+        )
+    # Asked at the end: a write through a view makes its base require a gradient later.
+    facts = {n: replace(f, requires_grad=_require_grad(f.value)) for n, f in facts.items()}
+    return facts, casts.rounded(captured.graph)
+
+
+def _require_grad(value: Any) -> tuple[bool, ...]:
+    return tuple(t.requires_grad for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
+
+
+def _written(node: fx.Node, args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
+    written = []
+    for index, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        written += [t.untyped_storage()._cdata for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+    return tuple(written)
+
+
+def _reads_of_writes(captured: Captured, facts: dict[fx.Node, Facts]) -> list[tuple[fx.Node, fx.Node]]:
+    """Who writes into a storage, with everyone who reads it afterwards."""
+    edges: list[tuple[fx.Node, fx.Node]] = []
+    writers: dict[int, fx.Node] = {}
+    for node in captured.graph.nodes:
+        if node.op != "call_function":
+            continue
+        read = {s for a in node.all_input_nodes for s in facts[a].storages}
+        edges += [(writers[s], node) for s in sorted(read & writers.keys())]
+        writers |= dict.fromkeys(written_storages(node, captured, facts), node)
+    return edges
+
+
+def written_storages(node: fx.Node, captured: Captured, facts: dict[fx.Node, Facts]) -> frozenset[int]:
+    """Storages that a node writes into, running statistics included."""
+    stats = [a for a in node.all_input_nodes if a.name in captured.buffers] if updates_stats(node) else []
+    return frozenset({*facts[node].written, *(s for a in stats for s in facts[a].storages)})
+
+
+def _touches_state(node: fx.Node, captured: Captured) -> bool:
+    """Writes into buffers belong to the chain, so that they happen in program order, once."""
+    reads_buffer = any(a.name in captured.buffers for a in node.all_input_nodes)
+    return reads_buffer and (writes(node) or updates_stats(node))
+
+
+def _written_late(graph: fx.Graph, facts: dict[fx.Node, Facts], chained: set[fx.Node]) -> set[fx.Node]:
+    """Nodes whose storage a chain node writes are of the chain, with all that depends on them."""
+    targets = {s for n in chained if n in facts for s in facts[n].written}
+    late: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or node in chained:
+            continue
+        if targets & set(facts[node].storages) or any(a in late for a in node.all_input_nodes):
+            late.add(node)
+    return late
+
+
+def _check_writes(captured: Captured, facts: dict[fx.Node, Facts], chain: list[fx.Node]) -> None:
+    owners = {s: n for n in captured.graph.nodes if n.op == "placeholder" for s in facts[n].storages}
+    for node in chain:
+        for storage in facts[node].written:
+            owner = owners.get(storage)
+            if owner is not None and owner.name not in captured.buffers:
+                what = f"parameter {captured.params[owner.name]}" if owner.name in captured.params else owner.name
+                raise CaptureError(
+                    f"{node.format_node()} writes into {what}; a replay could not repeat it. "
+                    "Let the forward make a new tensor instead of writing in place"
+                )
+
+
+def _cuts(chain: list[fx.Node], facts: dict[fx.Node, Facts], captured: Captured) -> list[int]:
+    """Positions k such that a block may end before chain[k], ascending."""
+    widths = _widths(chain, facts, captured)
+    cuts = [k for k, width in enumerate(widths) if k and width is not None and width[0] == 1]
+    cuts = _first_of_runs(cuts, chain, facts)
+    result: list[int] = []
+    for start, end in zip([0, *cuts], [*cuts, len(chain)]):
+        result += [start] if start else []
+        result += _wider_cuts(start, end, widths)
+    return result
+
+
+def _wider_cuts(start: int, end: int, widths: list[tuple[int, int] | None]) -> list[int]:
+    """Where a stretch is long and has no narrow point, cut at the narrowest of its wider ones."""
+    if end - start <= _LONG_BLOCK_NODES:
+        return []
+    margin = _LONG_BLOCK_NODES // 6
+    inside = ((widths[k], k) for k in range(start + margin, end - margin))
+    inner = [(width, k) for width, k in inside if width is not None]
+    if not inner:
+        return []
+    narrowest = min(width for width, _ in inner)
+    if narrowest[0] > _WIDEST_INTERFACE:
+        return []
+    alike = [k for width, k in inner if width[0] == narrowest[0] and width[1] <= narrowest[1] * 1.01]
+    cuts = [k for i, k in enumerate(alike) if i == 0 or k - alike[i - 1] > margin]
+    parts = zip([start, *cuts], [*cuts, end])
+    return sorted(cuts + [k for a, b in parts if (a, b) != (start, end) for k in _wider_cuts(a, b, widths)])
+
+
+def _widths(chain: list[fx.Node], facts: dict[fx.Node, Facts], captured: Captured) -> list[tuple[int, int] | None]:
+    """Per position, how many storages are live across it and their bytes; None where a cut is not allowed.
+
+    Parameters' storages do not count (they are always there), nor does what only the model's output reads. No cut
+    separates a storage's making from its last writing.
+    """
+    resting = {s for n in captured.graph.nodes if n.op == "placeholder" for s in facts[n].storages}
+    made: dict[int, int] = {}
+    last: dict[int, int] = {}
+    size: dict[int, int] = {}
+    barred = [False] * (len(chain) + 1)
+    position = {n: k for k, n in enumerate(chain)}
+    for k, node in enumerate(chain):
+        tensors = [t for t in pytree.tree_leaves(facts[node].value) if isinstance(t, torch.Tensor)]
+        for storage, tensor in zip(facts[node].storages, tensors):
+            made.setdefault(storage, k)
+            size[storage] = tensor.untyped_storage().nbytes()
+        readers = [position[u] for u in node.users if u in position]
+        for storage in facts[node].storages:
+            last[storage] = max([last.get(storage, k), *readers])
+        if isinstance(facts[node].value, (tuple, list)):
+            picked = [r for r in readers if chain[r].target is operator.getitem]
+            for between in range(k + 1, max(picked, default=k) + 1):
+                barred[between] = True
+        for storage in facts[node].written:
+            for between in range(made.get(storage, 0) + 1, k + 1):
+                barred[between] |= storage in made
+    count, amount = [0] * (len(chain) + 2), [0] * (len(chain) + 2)
+    for storage, first in made.items():
+        if storage in resting or last[storage] <= first:
+            continue
+        for table, step in ((count, 1), (amount, size[storage])):
+            table[first + 1] += step
+            table[last[storage] + 1] -= step
+    widths: list[tuple[int, int] | None] = []
+    for k in range(len(chain)):
+        if k:
+            count[k], amount[k] = count[k] + count[k - 1], amount[k] + amount[k - 1]
+        widths.append(None if barred[k] or count[k] == 0 else (count[k], amount[k]))
+    return widths
+
+
+def _first_of_runs(cuts: list[int], chain: list[fx.Node], facts: dict[fx.Node, Facts]) -> list[int]:
+    """Neighbouring cuts separated by views only are one cut: keep the first."""
+    kept: list[int] = []
+    for k in cuts:
+        before = kept[-1] if kept else 0
+        if kept and all(_is_view(n, facts) for n in chain[before:k]):
+            continue
+        kept.append(k)
+    return kept
+
+
+def _is_view(node: fx.Node, facts: dict[fx.Node, Facts]) -> bool:
+    inputs = {s for a in node.all_input_nodes for s in facts[a].storages}
+    return bool(facts[node].storages) and set(facts[node].storages) <= inputs
+
+
+def _merge_small(
+    blocks: list[tuple[fx.Node, ...]], facts: dict[fx.Node, Facts], captured: Captured
+) -> list[tuple[fx.Node, ...]]:
+    """Merge a block too small to matter into the next one (the last into the one before)."""
+    seen: set[fx.Node] = set()
+    weights = []
+    for block in blocks:
+        params = {a for n in block for a in n.all_input_nodes if a.name in captured.params} - seen
+        seen |= params
+        made = {s for n in block for s in facts[n].storages}
+        sizes = {
+            t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+            for n in [*block, *params]
+            for t in pytree.tree_leaves(facts[n].value)
+            if isinstance(t, torch.Tensor)
+        }
+        held = made | {s for p in params for s in facts[p].storages}
+        weights.append(sum(sizes.get(s, 0) for s in held))
+    limit = _SMALL_BLOCK_SHARE * sum(weights) / len(weights)
+    merged: list[tuple[fx.Node, ...]] = []
+    pending: tuple[fx.Node, ...] = ()
+    for block, weight in zip(blocks, weights):
+        block = pending + block
+        pending = block if weight < limit else ()
+        if not pending:
+            merged.append(block)
+    if pending:
+        merged = [*merged[:-1], merged[-1] + pending] if merged else [pending]
+    return merged

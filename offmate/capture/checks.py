@@ -1,0 +1,164 @@
+"""Models that cannot be compiled as they are, each refused by name with the remedy."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.modules import module as torch_module
+
+from ..errors import OffmateError, ProtocolError
+from .hooks import SAVED_WORDS, hook_name, keeps_another_value
+
+_WRAPPERS = {
+    "DataParallel": "DataParallel",
+    "DistributedDataParallel": "DistributedDataParallel (DDP)",
+    "FullyShardedDataParallel": "FullyShardedDataParallel (FSDP)",
+}
+
+
+_GLOBAL_HOOKS = (
+    "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks",
+)  # fmt: skip
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Raise OffmateError if the model is of a kind that cannot be planned, naming it and what to do."""
+    if not isinstance(model, torch.nn.Module):
+        raise OffmateError(f"offmate.compile takes a torch.nn.Module, not {type(model).__name__}")
+    name = type(model).__name__
+    if "_offmate_session" in model.__dict__:
+        own = model.__dict__["_offmate_session"].plain_class.__name__
+        raise OffmateError(
+            f"this {own} has been compiled by offmate already, and a model is compiled once. To compile it anew take "
+            "copy.deepcopy(model), which is a plain model; build an optimizer of its parameters, load "
+            "optimizer.state_dict() of the old one into that, and compile the copy"
+        )
+    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+        raise OffmateError("the model was compiled by torch.compile; give offmate the original, model._orig_mod")
+    if name in _WRAPPERS or any(c.__name__ in _WRAPPERS for c in type(model).__mro__):
+        raise OffmateError(f"the model is wrapped in {_WRAPPERS.get(name, name)}; give offmate the inner model.module")
+    if any(c.__name__ == "FSDPModule" for c in type(model).__mro__):
+        raise OffmateError(
+            "the model was sharded by FSDP (fully_shard); offmate plans one unsharded model on one device"
+        )
+    spread = getattr(model, "hf_device_map", None)
+    if spread and len(set(map(str, spread.values()))) > 1:
+        raise OffmateError(
+            f"the model is spread over {sorted(set(map(str, spread.values())))} by device_map; load it without "
+            "device_map, offmate places its tensors itself"
+        )
+    _check_tensors(model)
+    _check_overlaps(model)
+    check_module_hooks(model)
+
+
+def check_module_hooks(model: torch.nn.Module) -> None:
+    """Raise ProtocolError if hooks inside the model would not be called by a replay, naming the module."""
+    for name, module in model.named_modules():
+        own = module.__dict__
+        hooks = [*own["_backward_pre_hooks"].values(), *own["_backward_hooks"].values()]
+        if hooks and module is not model:
+            raise ProtocolError(
+                f"{name} has a backward hook ({hook_name(hooks[0])}), which a replay of the captured graph would not "
+                "call. Put what it does to gradients into a torch.autograd.Function in the forward, hook the whole "
+                "model or, without optimizer=, its parameters instead"
+            )
+    if any(table for name, table in vars(torch_module).items() if name in _GLOBAL_HOOKS):
+        raise ProtocolError(
+            "there are hooks on all modules (torch.nn.modules.module.register_module_..._hook), which a replay of the "
+            "captured graph would not call; register them on single modules"
+        )
+
+
+def check_hooks(parameters: tuple[tuple[str, torch.nn.Parameter], ...], planned: bool) -> None:
+    """Raise ProtocolError if parameters whose gradients the planned optimizer takes have hooks, naming the first.
+
+    So do hooks around the call that may change what autograd saves.
+
+    Parameters
+    ----------
+    parameters: of the model, by name. planned: whether an optimizer's updates are.
+    """
+    saved = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if saved is not None and keeps_another_value(saved[0]):
+        raise ProtocolError(f"the code around the model's call {SAVED_WORDS.format(hook_name(saved[0]))}")
+    if not planned:
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        for name, param in parameters:
+            hooks = param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None)
+            if hooks:
+                raise ProtocolError(
+                    f"{name} has a hook on its gradient ({hook_name(next(iter(hooks.values())))}), but the planned "
+                    "optimizer takes gradients before any hook could see them. Remove the hook, or compile without "
+                    "optimizer=: gradients then land in .grad, and hooks are called"
+                )
+
+
+def late_hooks(parameters: tuple[tuple[str, torch.nn.Parameter], ...], fed: frozenset[str]) -> list[str]:
+    """Parameters with hooks on their gradients that came after the forward; a planned optimizer accepts none.
+
+    Parameters
+    ----------
+    parameters: of the model, by name. fed: those that autograd was given in the forward, which had no hooks.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return [
+            name
+            for name, p in parameters
+            if name in fed and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
+        ]
+
+
+def _check_overlaps(model: torch.nn.Module) -> None:
+    """Parameters that share memory without being the same one would be moved and updated twice."""
+    sharing: dict[int, list[tuple[str, torch.nn.Parameter]]] = {}
+    for name, param in model.named_parameters():
+        if param.device.type == "cpu" and param.layout is torch.strided and param.numel():
+            sharing.setdefault(param.untyped_storage().data_ptr(), []).append((name, param))
+    for alike in sharing.values():
+        if len(alike) > 1 and any(param.requires_grad for _, param in alike):
+            _check_disjoint(alike)
+
+
+def _check_disjoint(alike: list[tuple[str, torch.nn.Parameter]]) -> None:
+    taken = torch.zeros(alike[0][1].untyped_storage().nbytes(), dtype=torch.bool)
+    for index, (name, param) in enumerate(alike):
+        size = param.element_size()
+        steps = tuple(stride * size for stride in param.stride())
+        own = taken.as_strided((*param.shape, size), (*steps, 1), param.storage_offset() * size)
+        if own.any():
+            raise OffmateError(
+                f"{name} shares memory with {', '.join(other for other, _ in alike[:index])}, but they are parameters "
+                "of their own, so that an update of one changes the other; make them one parameter (assign the same "
+                "nn.Parameter to both), or copy one"
+            )
+        own.fill_(True)
+
+
+def _check_tensors(model: torch.nn.Module) -> None:
+    if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None):
+        method = getattr(model, "quantization_method", "an unknown method")
+        raise OffmateError(
+            f"the model's weights are quantised ({method}), which cannot be streamed yet; load it without quantization"
+        )
+    for name, param in model.named_parameters():
+        if param.device.type not in ("cpu", "meta"):
+            raise OffmateError(
+                f"{name} is on {param.device}; offmate starts from host memory: call model.cpu() first, and leave out "
+                "model.to(device) after it"
+            )
+        if type(param) not in (torch.nn.Parameter, torch.Tensor):
+            kind = type(param).__name__
+            raise OffmateError(
+                f"{name} is a {kind}, not a plain parameter; quantised and distributed weights cannot be streamed. "
+                "Load plain weights (dtype float32, bfloat16 or float16)"
+            )
+        if param.layout is not torch.strided:
+            raise OffmateError(
+                f"{name} has layout {param.layout}; only strided parameters can be planned: convert it with to_dense()"
+            )
+        if param.dtype.is_complex:
+            raise OffmateError(
+                f"{name} is of {param.dtype}; complex parameters cannot be planned yet: hold it as a real tensor with "
+                "a last dimension of 2 and use torch.view_as_complex in the forward"
+            )

@@ -1,0 +1,83 @@
+"""Sizes, and Python numbers, that a forward makes from a tensor's values: no plan can hold them; refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils import _pytree as pytree
+
+from ..errors import CaptureError
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in \S+\n(?P<code>[^\n]*)')
+_PACKAGES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/")
+_STANDARD = (f"{sysconfig.get_path('stdlib')}/", "<frozen")
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def check_sizes(graph: fx.Graph) -> None:
+    """Raise CaptureError for the first operator that makes a size or a Python number from a tensor's values.
+
+    Parameters
+    ----------
+    graph: captured for sizes that are all known, so that any other one is made from values.
+    """
+    for node in graph.nodes:
+        leaves = pytree.tree_leaves(node.meta.get("val"))
+        number = any(isinstance(leaf, _SYMBOLS) for leaf in leaves)
+        if number or any(isinstance(leaf, torch.Tensor) and _has_symbols(leaf) for leaf in leaves):
+            frames = (match.groups() for match in _FRAME.finditer(node.meta.get("stack_trace") or ""))
+            raise _refusal(node.target, _line(frames), number)
+
+
+@contextlib.contextmanager
+def named() -> Iterator[None]:
+    """Raise CaptureError if a forward on fake tensors, in the body, makes a size or a Python number from values."""
+    try:
+        yield
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        number = isinstance(error, DataDependentOutputException)
+        raise _refusal(error.func, line_of(error), number) from error
+
+
+def line_of(error: Exception) -> str:
+    """The model's own line that an error comes from, in words that follow a name; empty where it is not known."""
+    found = traceback.extract_tb(error.__traceback__)
+    return _line((frame.filename, frame.lineno, frame.line or "") for frame in found)
+
+
+def _line(frames: Any) -> str:
+    """The innermost of the frames (file, line, code) that is the model's."""
+    own = [frame for frame in frames if _is_the_models(frame[0])]
+    return f" (`{own[-1][2].strip()}`, {own[-1][0]}, line {own[-1][1]})" if own else ""
+
+
+def _is_the_models(file: str) -> bool:
+    # Outside of a virtual environment packages are in a folder of the standard library.
+    return not file.startswith(_PACKAGES) and (not file.startswith(_STANDARD) or "site-packages" in file)
+
+
+def _has_symbols(tensor: torch.Tensor) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride()))
+
+
+def _refusal(operator: Any, line: str, number: bool) -> CaptureError:
+    if number:
+        return CaptureError(
+            f"{operator}{line} takes a Python number out of a tensor (.item(), .tolist(), int(), an `if` or a bound of "
+            "a slice), which a plan that is made before the values are known cannot hold. Keep it a tensor, which "
+            "takes part in arithmetic and in masks (torch.where), or pass the number as an argument of the call"
+        )
+    return CaptureError(
+        f"{operator}{line} gives a result whose shape depends on values, which cannot be planned. Keep a fixed size: "
+        "torch.where, masked_fill or a product with the mask instead of picking elements; or pick them before the "
+        "call and pass them as an argument"
+    )

@@ -1,0 +1,460 @@
+"""From a model and a batch to one flat ATen graph: export, inline, and note what the nodes' values are."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import logging
+import operator
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from ..errors import CaptureError
+from ..guards.python_state import python_restored
+from ..machines.devices import rng_untouched
+from ..runtime.replay.program import as_layout
+from . import batch_decisions
+from .byproducts import ByProduct, Look
+from .data_dependent import check_sizes, line_of, named
+from .effects import has_effect, updates_stats, writes, written_into
+from .fake import fake_batch, faked
+from .functions import functions_kept
+from .hooks import only_packages_hooks
+from .kv_caches import caches_dropped
+from .observe import Observer, check_kept, check_settled
+
+log = logging.getLogger("offmate")
+
+# Passes of export that fold grad modes and autocast regions into subgraphs: of one inside the other, they lose one.
+_FOLDING = ("replace_autocast_with_hop_pass", "replace_set_grad_with_hop_pass")
+_instances = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Region:
+    """The modes that a node runs under: grad mode and, inside the model's own autocast regions, that region.
+
+    autocast: (device type, dtype, enabled, cache enabled), None outside any region of the model's own.
+    instance: number of the outermost autocast region; blocks that differ in it alone are alike.
+    """
+
+    grad: bool = True
+    autocast: tuple[str, torch.dtype | None, bool, bool | None] | None = None
+    instance: int = field(default=0, repr=False, compare=False)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Run the body under these modes."""
+        with contextlib.ExitStack() as stack:
+            if not self.grad:
+                stack.enter_context(torch.no_grad())
+            if self.autocast is not None:
+                kind, dtype, enabled, cache = self.autocast
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
+            yield
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model's forward as one flat graph of ATen operators, not yet functional.
+
+    Parameters
+    ----------
+    graph: placeholders, call_function nodes with `meta["region"]`, one output node.
+    params: placeholder name -> canonical parameter name (a tied weight is one placeholder).
+    buffers: placeholder name -> canonical buffer name.
+    constants: placeholder name -> tensor lifted by export.
+    inputs: per leaf of the flattened (args, kwargs): placeholder name, or None for a leaf that is no tensor.
+    outputs: per leaf of the flattened output: node name, or the constant itself wrapped in a 1-tuple.
+    output_names: readable path of every output leaf, such as "loss".
+    out_spec: how to rebuild the output.
+    taken: decisions that were held (rule 1).
+    by_products: what the forward leaves besides its result; their tensors are the last leaves of the outputs.
+    read: attributes of modules that the forward read, by path. free: those that it sets itself, so that their values
+        before a call do not matter. changed: numbers among them: where they are, and what the forward leaves there.
+    """
+
+    graph: fx.Graph
+    params: dict[str, str]
+    buffers: dict[str, str]
+    constants: dict[str, torch.Tensor]
+    inputs: tuple[str | None, ...]
+    outputs: tuple[str | tuple[Any], ...]
+    output_names: tuple[str, ...]
+    out_spec: Any
+    taken: tuple[batch_decisions.Decision, ...] = ()
+    by_products: tuple[ByProduct, ...] = ()
+    read: frozenset[str] = frozenset()
+    free: frozenset[str] = frozenset()
+    changed: tuple[tuple[Any, Any, Any], ...] = ()
+
+    @property
+    def n_results(self) -> int:
+        """How many leaves of the outputs are of the model's result."""
+        return len(self.outputs) - sum(by_product.n_tensors for by_product in self.by_products)
+
+    def trains(self, output: str) -> frozenset[str]:
+        """Names of the parameters that get a gradient through an output."""
+        found, waiting = set(), [next(node for node in self.graph.nodes if node.name == output)]
+        while waiting:
+            node = waiting.pop()
+            cut = node.op == "call_function" and (
+                not node.meta["region"].grad or node.target is torch.ops.aten.detach.default
+            )
+            if node in found or cut:
+                continue
+            found.add(node)
+            waiting += node.all_input_nodes
+        return frozenset(self.params[node.name] for node in found if node.name in self.params)
+
+
+def capture(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    real: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    device: torch.device | None = None,
+) -> Captured:
+    """Export the model's forward for this batch and flatten it.
+
+    Parameters
+    ----------
+    model: in the mode (train or eval) in which it will run.
+    args, kwargs: one batch; only shapes, dtypes, Python values and the decisions of rule 1 are taken from it.
+    real: the batch to take those decisions on, where `args` and `kwargs` are fake.
+    device: what to capture for, where it is not the one that parameters are on: kernels depend on it.
+
+    Returns: the flat graph. Raises: CaptureError naming the construct that does not export.
+    """
+    args, kwargs = pytree.tree_map(_distinct, (args, kwargs))
+    with rng_untouched(device), _checkpointing_off(model), python_restored(model):
+        with python_restored(model), only_packages_hooks(model):
+            taken = batch_decisions.record(model, *(real or pytree.tree_map(_on_host, (args, kwargs))))
+        with _on_device(model, args, kwargs, device) as batch, batch_decisions.hold(taken), caches_dropped(model):
+            program, observed = _observed_export(model, batch, taken)
+    graph = fx.Graph()
+    _inline(program.graph_module, graph)
+    _tidy(graph)
+    signature = program.graph_signature
+    kinds: dict[InputKind, dict[str, Any]] = {kind: {} for kind in InputKind}
+    inputs: list[str | None] = []
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    for spec, node in zip(signature.input_specs, placeholders, strict=True):
+        if spec.kind == InputKind.USER_INPUT:
+            inputs.append(node.name if isinstance(node.meta.get("val"), torch.Tensor) else None)
+        else:
+            kinds[spec.kind][node.name] = spec.target
+    if kinds[InputKind.CUSTOM_OBJ] or kinds[InputKind.TOKEN]:
+        raise CaptureError(
+            "the model holds script objects (a random generator of its own is one) or effect tokens, which cannot be "
+            "replayed; draw from torch's default generator"
+        )
+    outputs = _as_kept(graph, _outputs(program, graph), observed)
+    check_kept(observed, graph, outputs, _fixed(kinds, graph, program, observed))
+    return Captured(
+        graph=graph,
+        params=_tied(model, graph, kinds[InputKind.PARAMETER]),
+        buffers=kinds[InputKind.BUFFER],
+        constants={name: program.constants[target] for name, target in kinds[InputKind.CONSTANT_TENSOR].items()},
+        inputs=tuple(inputs),
+        outputs=outputs,
+        output_names=_output_names(program, observed),
+        out_spec=program.call_spec.out_spec,
+        taken=taken,
+        by_products=tuple(by_product for by_product, _ in observed.by_products),
+        read=observed.read,
+        free=observed.free,
+        changed=tuple((holder, name, value) for holder, name, value, _ in observed.changed.values()),
+    )
+
+
+def check_dense(model: torch.nn.Module) -> None:
+    """Raises: CaptureError naming a trained module that asks for sparse gradients."""
+    for name, module in model.named_modules():
+        trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        if trained and isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
+            kind = type(module).__name__
+            raise CaptureError(
+                f"{name or kind} is an nn.{kind} with sparse=True, whose gradient is a sparse tensor, which "
+                "cannot be planned; build it with sparse=False, or set its `sparse` to False"
+            )
+
+
+def _fixed(kinds: dict[InputKind, dict[str, Any]], graph: fx.Graph, program: Any, observed: Observer) -> frozenset[str]:
+    """Placeholders whose values no call changes: constants that the forward does not set, buffers that none writes."""
+    written = {a.name for n in graph.nodes if writes(n) or updates_stats(n) for a in n.all_input_nodes}
+    constants = {
+        n for n, target in kinds[InputKind.CONSTANT_TENSOR].items() if not observed.sets(program.constants[target])
+    }
+    return frozenset({*constants, *kinds[InputKind.BUFFER]} - written)
+
+
+def _tied(model: torch.nn.Module, graph: fx.Graph, params: dict[str, str]) -> dict[str, str]:
+    """Placeholder name -> canonical parameter name, a tied weight's placeholders made one."""
+    canonical = {param: name for name, param in model.named_parameters()}
+    every = dict(model.named_parameters(remove_duplicate=False))
+    first: dict[str, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.name in params:
+            same = first.setdefault(canonical[every[params[node.name]]], node)
+            if same is not node:
+                node.replace_all_uses_with(same)
+    return {node.name: name for name, node in first.items()}
+
+
+def _distinct(leaf: Any) -> Any:
+    """A copy, since export merges two inputs that are one tensor, and the next batch may hold two.
+
+    It has the strides of the original: a forward may ask for them.
+    """
+    if isinstance(leaf, FakeTensor) or not isinstance(leaf, torch.Tensor):
+        return leaf
+    if leaf.layout is not torch.strided:
+        return leaf.detach().clone()
+    return as_layout(leaf.detach(), leaf.shape, leaf.stride())
+
+
+def _on_host(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) else leaf
+
+
+@contextlib.contextmanager
+def _on_device(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device | None
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The batch, for the body, for a model that is as if on that device."""
+    if device is None:
+        yield args, kwargs
+        return
+    with faked(model, device) as mode:
+        yield fake_batch(mode, (args, kwargs), device)
+
+
+def _observed_export(
+    model: torch.nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]], taken: tuple[batch_decisions.Decision, ...]
+) -> tuple[Any, Observer]:
+    """Export the model, and what its forward does besides.
+
+    Raises: CaptureError if the forward counts its calls, or otherwise goes on from what an earlier call has left.
+    """
+    observer = Observer(model)
+    with observer.watching():
+        program = _export(model, *batch)
+    if observer.unsettled:
+        # What it would find at the next call: a cache is then as it leaves it, a counter is not.
+        observer.put_changes()
+        again = Observer(model)
+        with batch_decisions.hold(taken), again.watching():
+            _export(model, *batch)
+        check_settled(observer, again)
+    return program, observer
+
+
+def _export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        with warnings.catch_warnings(), functions_kept(), _unfolded(), _caches_as_in_eager(), named():
+            # Attributes that are set become by-products.
+            warnings.filterwarnings("ignore", message="The tensor attribute")
+            return torch.export.export(model, args, kwargs, strict=False)
+    except CaptureError:
+        raise
+    except Exception as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CaptureError(
+            f"{type(model).__name__} does not export{line_of(error)}: {type(error).__name__}: {first}. torch.export "
+            "follows no branch on a tensor's values, no data-dependent shape and no object it does not know (a cache, "
+            "for example); run torch.export.export(model, args, kwargs, strict=False) to see all that it says, replace "
+            "that construct, or choose attn_implementation='sdpa' or 'eager' for a Hugging Face model"
+        ) from error
+
+
+def _caches_as_in_eager() -> contextlib.AbstractContextManager[Any]:
+    """Tracing switches autocast's cache off; a region that says nothing of it is to say what it would in eager."""
+    cached, made = torch.is_autocast_cache_enabled(), torch.autocast.__init__
+
+    def make(
+        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: bool | None = None
+    ) -> None:
+        made(self, device_type, dtype, enabled, cached if cache_enabled is None else cache_enabled)
+
+    return mock.patch.object(torch.autocast, "__init__", make)
+
+
+@contextlib.contextmanager
+def _checkpointing_off(model: torch.nn.Module) -> Iterator[None]:
+    """Gradient checkpointing of the model's own is off during capture: the plan recomputes better."""
+    switched = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    if switched:
+        log.info("gradient checkpointing of the model is ignored: the plan decides what is recomputed")
+    for module in switched:
+        module.gradient_checkpointing = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module in switched:
+            module.gradient_checkpointing = True  # type: ignore[assignment]
+
+
+def _inline(module: fx.GraphModule, graph: fx.Graph) -> None:
+    """Copy `module`'s nodes into `graph`, every node under its region (rule 4).
+
+    Raises: CaptureError for a higher-order operator.
+    """
+    env: dict[fx.Node, Any] = {}
+    region = Region(torch.is_grad_enabled())
+    around: dict[fx.Node, Region] = {}
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            env[node] = getattr(module, node.target)
+        elif node.target is torch._C._set_grad_enabled:
+            region = replace(region, grad=bool(node.args[0]))
+        elif node.target is torch.amp.autocast_mode._enter_autocast:
+            around[node] = region
+            kind, dtype, enabled, cache = node.args
+            region = replace(
+                region, autocast=(kind, dtype, enabled, cache), instance=region.instance or next(_instances)
+            )
+        elif node.target is torch.amp.autocast_mode._exit_autocast:
+            before = around[node.args[0]]
+            region = replace(before, grad=region.grad)
+        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            name = node.target.name()
+            raise CaptureError(
+                f"the model uses the higher-order operator {name} ({node.format_node()}), which cannot be "
+                "replayed; write it as plain tensor operations (for flex_attention: attn_implementation='sdpa')"
+            )
+        else:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+            if node.op == "call_function":
+                env[node].meta["region"] = region
+
+
+@contextlib.contextmanager
+def _unfolded() -> Iterator[None]:
+    """Have export leave grad modes and autocast regions where they begin and end."""
+    with contextlib.ExitStack() as stack:
+        for name in _FOLDING:
+            module = importlib.import_module(f"torch._export.passes.{name}")
+            stack.enter_context(mock.patch.object(module, name, lambda graph, signature: (graph, signature)))
+        yield
+
+
+def _tidy(graph: fx.Graph) -> None:
+    """Drop assertions, operators that return their argument, and dead code (random and writing operators stay).
+
+    What returns the buffer that it writes is read as the buffer.
+
+    Raises: CaptureError if a size, or a number that is needed, depends on values.
+    """
+    for node in list(graph.nodes):
+        if str(node.target).startswith(("aten._assert", "aten.sym_constrain")):
+            graph.erase_node(node)
+    graph.eliminate_dead_code(is_impure_node=has_effect)
+    check_sizes(graph)
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        name = str(node.target)
+        if _is_noop_cast(node) if name.startswith("aten.to.") else _returns_its_argument(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif (target := written_into(node)) is not None and _base(target).op == "placeholder":
+            # Who reads what the write returns reads the buffer, which is there for every block.
+            node.replace_all_uses_with(target)
+    graph.eliminate_dead_code(is_impure_node=has_effect)
+
+
+def _is_noop_cast(node: fx.Node) -> bool:
+    """`to` returns its very argument when nothing changes, in eager as here."""
+    source, value = node.args[0], node.meta.get("val")
+    before = source.meta.get("val") if isinstance(source, fx.Node) else None
+    copies = node.kwargs.get("copy", False) or any(a is True for a in node.args[2:])
+    return (
+        isinstance(before, torch.Tensor)
+        and isinstance(value, torch.Tensor)
+        and not copies
+        and (before.dtype, before.device, before.layout) == (value.dtype, value.device, value.layout)
+    )
+
+
+def _returns_its_argument(node: fx.Node) -> bool:
+    """Whether eager goes on with the argument itself, as `flatten(1)` of a matrix does, so that it is the one used."""
+    source = node.args[0] if node.args else None
+    before, value = (n.meta.get("val") if isinstance(n, fx.Node) else None for n in (source, node))
+    if not (isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor) and node.all_input_nodes == [source]):
+        return False
+    target: Any = node.target
+    composite = isinstance(target, torch._ops.OpOverload) and target._can_decompose()
+    alike = (before.shape, before.stride(), before.dtype) == (value.shape, value.stride(), value.dtype)
+    if not composite or not alike or writes(node) or updates_stats(node):
+        return False
+    like = torch.empty_strided(before.shape, before.stride(), dtype=before.dtype, device="meta")
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: like)
+    try:
+        return target(*args, **kwargs) is like
+    except (RuntimeError, NotImplementedError):
+        return False  # It asks for values or for its device, so it computes.
+
+
+def _outputs(program: Any, graph: fx.Graph) -> tuple[str | tuple[Any], ...]:
+    """Per leaf of the model's output the node that makes it; export lists written buffers first."""
+    returned = next(n for n in graph.nodes if n.op == "output").args[0]
+    leaves: list[str | tuple[Any]] = []
+    for spec, value in zip(program.graph_signature.output_specs, returned):
+        if spec.kind == OutputKind.USER_OUTPUT:
+            leaves.append(value.name if isinstance(value, fx.Node) else (value,))
+        elif spec.kind != OutputKind.BUFFER_MUTATION:
+            raise CaptureError(f"the model has an output of kind {spec.kind.name}, which cannot be replayed")
+    return tuple(leaves)
+
+
+def _as_kept(graph: fx.Graph, outputs: tuple[Any, ...], observed: Observer) -> tuple[Any, ...]:
+    """The outputs, with what hooks and attributes keep as the very tensors that the model goes on with.
+
+    A copy's gradient would be added to such a tensor's in another order. What the forward writes into later stays one.
+    """
+    written = {_base(node.args[0]) for node in graph.nodes if writes(node) and node.args}
+    nodes = {node.name: node for node in graph.nodes}
+    copies = [1 + isinstance(b.use, Look) for b, tensors in observed.by_products for _ in tensors]
+    first = len(outputs) - len(copies)
+    kept: list[Any] = list(outputs[:first])
+    for output, count in zip(outputs[first:], copies, strict=True):
+        node = nodes[output] if isinstance(output, str) else None
+        for _ in range(count):
+            copied = node is not None and node.target is torch.ops.aten.clone.default
+            node = node.args[0] if copied and node is not None and isinstance(node.args[0], fx.Node) else None
+        shared = node is not None and node.op == "call_function" and _base(node) not in written
+        kept.append(node.name if shared and node is not None else output)
+    return tuple(kept)
+
+
+def _base(node: Any) -> Any:
+    """The node whose memory a node's value lies in, as far as schemas say."""
+    while isinstance(node, fx.Node) and node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+        schema = getattr(node.target, "_schema", None)
+        views = schema is not None and schema.arguments[0].alias_info is not None
+        if not views and node.target is not operator.getitem:
+            return node
+        node = node.args[0]
+    return node
+
+
+def _output_names(program: Any, observed: Observer) -> tuple[str, ...]:
+    spec = program.call_spec.out_spec
+    result, _ = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    paths = [path for path, _ in pytree.tree_flatten_with_path(result)[0]]
+    names = [
+        ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path) or "output"
+        for path in paths
+    ]
+    return (*names, *(by_product.name for by_product, tensors in observed.by_products for _ in tensors))

@@ -1,0 +1,406 @@
+"""One block's forward and backward as one functional graph, traced as eager runs them.
+
+Rule 2: the backward is what `torch.autograd.grad` runs without `create_graph`. Rule 3: a value that several blocks read
+gets one leaf per use, and its gradients are added in reverse program order to what later blocks have left in the
+accumulator. Rule 4: every node runs under the grad mode and autocast region that it had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.functional_utils import has_data_mutation
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from ..errors import CaptureError
+from ..runtime.operators.recurrent import recorded_rnn_layer, rnn_layer_backward
+from ..runtime.replay.program import as_layout
+from . import draws
+from .as_in_eager import LayoutsKept, copied, no_autocast, run_openly
+from .casts import added
+from .effects import is_random
+
+_COPY = torch.ops.aten.copy.default
+_RNN_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
+_RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
+
+
+@dataclass(frozen=True)
+class External:
+    """Something that a block reads and did not make.
+
+    Parameters
+    ----------
+    node: the node of the flat graph.
+    kind: "param", "buffer", "shared" or "value".
+    leaves: how many leaves it enters as: one per use where rule 3 asks for it, else 1.
+    differentiable: whether a gradient with respect to it is wanted.
+    accumulates: strides of the gradient that a later block (or the user) has left and to which this block's is added;
+        None if there is none.
+    final: whether this block's is the last part of the gradient (a parameter's gradient then takes its layout).
+    rounded: the lower precision in which eager adds its parts up, None if there is none.
+    changes: whether some block's forward writes into its memory, so that a backward would find other values there.
+    """
+
+    node: fx.Node
+    kind: str
+    leaves: int = 1
+    differentiable: bool = False
+    accumulates: tuple[int, ...] | None = None
+    final: bool = True
+    rounded: torch.dtype | None = None
+    changes: bool = False
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """What one block reads, runs and hands on, in terms of the flat graph.
+
+    Parameters
+    ----------
+    nodes: in program order; views of resting tensors that cross a cut are repeated here.
+    externals: in order of first use.
+    results: nodes handed on to later blocks or to the user.
+    tangents: those results that get a gradient, by index into `results`, with the gradient's strides.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    externals: tuple[External, ...]
+    results: tuple[fx.Node, ...]
+    tangents: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A block class's traced graph.
+
+    Parameters
+    ----------
+    graph: functional ATen graph; every node's `meta["val"]` is its fake value.
+    leaves: per external the placeholders it enters as.
+    tangents: placeholder per tangent. accumulators: per external its accumulator's placeholder or None.
+    results: node per result of the block. grads: per external the node of its gradient or None.
+    writes: external index of a buffer -> node with its new value. changing: externals that some block writes.
+    forward: nodes that the forward runs, in order. backward: the rest.
+    """
+
+    graph: fx.Graph
+    leaves: tuple[tuple[fx.Node, ...], ...]
+    tangents: tuple[fx.Node, ...]
+    accumulators: tuple[fx.Node | None, ...]
+    results: tuple[fx.Node, ...]
+    grads: tuple[fx.Node | None, ...]
+    writes: dict[int, fx.Node]
+    changing: frozenset[int]
+    forward: tuple[fx.Node, ...]
+    backward: tuple[fx.Node, ...]
+
+
+def class_key(spec: BlockSpec) -> str:
+    """A hash of the block's canonical form: two blocks with one key are one class.
+
+    Nodes are numbered in program order and externals by first use, so names do not count; shapes, dtypes, strides,
+    constants, grad modes and which storages are shared do.
+    """
+    number: dict[fx.Node, str] = {e.node: f"e{i}" for i, e in enumerate(spec.externals)}
+    number |= {n: f"n{i}" for i, n in enumerate(spec.nodes)}
+    storages: dict[int, int] = {}
+    lines = []
+    for external in spec.externals:
+        marks = (
+            external.kind, external.leaves, external.differentiable, external.accumulates, external.final,
+            external.rounded, external.changes,
+        )  # fmt: skip
+        lines.append(f"{marks} {_signature(external.node, storages)}")
+    for node in spec.nodes:
+        args = fx.map_arg((node.args, node.kwargs), lambda n: number[n])
+        lines.append(f"{node.target} {args} {node.meta['region']} {_signature(node, storages)}")
+    lines.append(f"{[number[n] for n in spec.results]} {spec.tangents}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _signature(node: fx.Node, storages: dict[int, int]) -> str:
+    parts = []
+    for tensor in pytree.tree_leaves(node.meta["fake"]):
+        if isinstance(tensor, torch.Tensor):
+            storage = storages.setdefault(tensor.untyped_storage()._cdata, len(storages))
+            layout = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
+            parts.append(f"{layout} {tensor.requires_grad} s{storage}")
+        else:
+            parts.append(repr(tensor))
+    return ";".join(parts)
+
+
+def trace(spec: BlockSpec, own_results: bool = True) -> Joint:
+    """Trace one block's forward and backward.
+
+    Parameters
+    ----------
+    spec: the block; its nodes' fake values are read from `meta["fake"]`.
+    own_results: whether results that are views of what the block was given get storage of their own.
+
+    Returns: the functional joint graph, split into forward and backward.
+    """
+    run = _Run(spec)
+    tracer = make_fx(
+        run.functional,
+        {_COPY: copied, _RNN_LAYER: _rnn_layer, _RNN_BACKWARD: rnn_layer_backward, **draws.FUNCTIONAL},
+        tracing_mode="real",
+        _allow_non_fake_inputs=True,
+    )
+    module = tracer(*run.example())
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            node.meta["constant"] = getattr(module, node.target)
+    _drop_aliases(module.graph)
+    return _split(module.graph, run, own_results)
+
+
+def _rnn_layer(*arguments: Any) -> Any:
+    """The kernel asks for the grad mode, which is off where a plan runs."""
+    return recorded_rnn_layer(*arguments) if torch.is_grad_enabled() else NotImplemented
+
+
+class _Run:
+    """Runs one block under tracing; the flat argument list is leaves, tangents, accumulators."""
+
+    def __init__(self, spec: BlockSpec) -> None:
+        self.spec = spec
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.n_leaves = sum(e.leaves for e in spec.externals)
+        self.grads_of: list[int] = []
+        self.written: list[int] = []
+
+    def example(self) -> list[torch.Tensor]:
+        """Fake arguments, leaves requiring grad where a gradient is wanted."""
+        spec = self.spec
+        arguments = []
+        for external in spec.externals:
+            like = external.node.meta["fake"]
+            for _ in range(external.leaves):
+                leaf = self._fake(like, like.stride(), like.storage_offset(), like.untyped_storage().nbytes())
+                arguments.append(leaf.requires_grad_(external.differentiable))
+        arguments += [self._fake(spec.results[i].meta["fake"], stride) for i, stride in spec.tangents]
+        arguments += [
+            self._fake(e.node.meta["fake"], e.accumulates) for e in spec.externals if e.accumulates is not None
+        ]
+        return arguments
+
+    def _fake(
+        self, like: torch.Tensor, stride: tuple[int, ...], offset: int = 0, storage_bytes: int | None = None
+    ) -> torch.Tensor:
+        with self.mode:
+            if storage_bytes is None:
+                return torch.empty_strided(like.shape, stride, dtype=like.dtype, device=like.device)
+            base = torch.empty(storage_bytes // like.element_size(), dtype=like.dtype, device=like.device)
+            return base.as_strided(like.shape, stride, offset).detach()
+
+    def functional(self, *arguments: torch.Tensor) -> list[torch.Tensor]:
+        """The block on functional tensors: results, gradients, new values of written buffers."""
+        with FunctionalTensorMode(), LayoutsKept():
+            wrapped = [_to_functional(a) for a in arguments]
+            results, grads = self._compute(wrapped)
+            outputs = [_from_functional(r) for r in results]
+            self.grads_of = [i for i, g in enumerate(grads) if g is not None]
+            outputs += [_from_functional(g) for g in grads if g is not None]
+            self.written = [i for i, w in enumerate(wrapped[: self.n_leaves]) if has_data_mutation(w)]
+            outputs += [_from_functional(wrapped[i]) for i in self.written]
+        return outputs
+
+    def _compute(self, arguments: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        spec = self.spec
+        leaves = arguments[: self.n_leaves]
+        tangents = arguments[self.n_leaves : self.n_leaves + len(spec.tangents)]
+        accumulators = iter(arguments[self.n_leaves + len(spec.tangents) :])
+        env: dict[fx.Node, Any] = {}
+        per_use: dict[fx.Node, list[torch.Tensor]] = {}
+        position = 0
+        for external in spec.externals:
+            own = leaves[position : position + external.leaves]
+            position += external.leaves
+            env[external.node] = own[0]
+            if external.leaves > 1:
+                per_use[external.node] = list(own)
+        for node in spec.nodes:
+            args, kwargs = fx.map_arg(
+                (node.args, node.kwargs), lambda n: per_use[n].pop(0) if per_use.get(n) else env[n]
+            )
+            with node.meta["region"].entered():
+                env[node] = run_openly(node.target, args, kwargs)
+        results = [env[n] for n in spec.results]
+        grads = self._gradients(results, leaves, tangents, accumulators)
+        return [r.detach() for r in results], grads
+
+    def _gradients(self, results: Any, leaves: Any, tangents: Any, accumulators: Any) -> list[torch.Tensor | None]:
+        spec = self.spec
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        given: list[torch.Tensor | None] = [None] * len(wanted)
+        outputs = [results[i] for i, _ in spec.tangents]
+        if outputs and wanted:
+            # Eager's backward runs outside the user's autocast region.
+            with no_autocast(), _overwriting_named():
+                given = list(torch.autograd.grad(outputs, wanted, tangents, allow_unused=True))
+        found = iter(given)
+        position, totals = 0, []
+        with torch.no_grad(), no_autocast():
+            for external in spec.externals:
+                own = leaves[position : position + external.leaves]
+                position += external.leaves
+                parts = [next(found) for leaf in own if leaf.requires_grad]
+                total = next(accumulators) if external.accumulates is not None else None
+                for part in reversed(parts):
+                    if part is not None:
+                        total = part if total is None else added(total, part, external.rounded)
+                totals.append(total)
+        return totals
+
+
+@contextlib.contextmanager
+def _overwriting_named() -> Iterator[None]:
+    """Raise CaptureError if the backward in the body finds that the forward has overwritten what it needs."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        sentence = str(error).partition(" Hint:")[0].rstrip(".")
+        raise CaptureError(
+            f"the model cannot be trained, with plain PyTorch its backward fails likewise: {sentence}. Let the forward "
+            "make a new tensor (h = h + 1) instead of writing in place (h += 1, h.add_(1)); "
+            "torch.autograd.set_detect_anomaly(True) around the plain model shows which operation needs the old values"
+        ) from error
+
+
+def _to_functional(tensor: torch.Tensor) -> torch.Tensor:
+    wrapped = FunctionalTensor.to_functional(tensor)
+    torch._mirror_autograd_meta_to(tensor, wrapped)  # type: ignore[attr-defined]
+    return wrapped
+
+
+def _from_functional(tensor: torch.Tensor) -> torch.Tensor:
+    torch._sync(tensor)
+    return torch._from_functional_tensor(tensor.elem)  # type: ignore[attr-defined]
+
+
+def _drop_aliases(graph: fx.Graph) -> None:
+    """detach and alias only matter to autograd, which has done its work."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or is_random(n))
+
+
+def _split(graph: fx.Graph, run: _Run, own_results: bool) -> Joint:
+    spec = run.spec
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    output = next(n for n in graph.nodes if n.op == "output")
+    returned = list(output.args[0])
+    n_results, n_grads = len(spec.results), len(run.grads_of)
+    leaves, position = [], 0
+    owner: dict[int, int] = {}
+    for index, external in enumerate(spec.externals):
+        leaves.append(tuple(placeholders[position : position + external.leaves]))
+        owner |= {position + k: index for k in range(external.leaves)}
+        position += external.leaves
+    tangents = tuple(placeholders[position : position + len(spec.tangents)])
+    rest = iter(placeholders[position + len(spec.tangents) :])
+    accumulators = tuple(next(rest) if e.accumulates is not None else None for e in spec.externals)
+    results = returned[:n_results]
+    if own_results:
+        results = _own_storages(graph, output, results, placeholders)
+    grads: list[fx.Node | None] = [None] * len(spec.externals)
+    for index, node in zip(run.grads_of, returned[n_results : n_results + n_grads]):
+        grads[index] = node
+    _settle_gradients(graph, output, spec, grads, placeholders, results)
+    writes = {owner[leaf]: node for leaf, node in zip(run.written, returned[n_results + n_grads :])}
+    for index in writes:
+        if spec.externals[index].kind != "buffer":
+            raise CaptureError(f"the model writes into {spec.externals[index].node.name}; only buffers may be written")
+    needed = {*results, *writes.values()} | {n for n in graph.nodes if is_random(n)}
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed |= set(node.all_input_nodes)
+    computing = [n for n in graph.nodes if n.op == "call_function"]
+    needed |= {n for n in computing if n.target is operator.getitem and n.args[0] in needed}
+    return Joint(
+        graph=graph,
+        leaves=tuple(leaves),
+        tangents=tangents,
+        accumulators=accumulators,
+        results=tuple(results),
+        grads=tuple(grads),
+        writes=writes,
+        changing=frozenset(i for i, external in enumerate(spec.externals) if external.changes),
+        forward=tuple(n for n in computing if n in needed),
+        backward=tuple(n for n in computing if n not in needed),
+    )
+
+
+def storages_of(node: fx.Node) -> tuple[int, ...]:
+    """Identities of the storages behind a traced node's value."""
+    return tuple(
+        t.untyped_storage()._cdata for t in pytree.tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor)
+    )
+
+
+def _own_storages(graph: fx.Graph, before: fx.Node, nodes: list[fx.Node], placeholders: list[fx.Node]) -> list[fx.Node]:
+    """Results that are views of what the block was given get storage of their own."""
+    given = {s for p in placeholders for s in storages_of(p)}
+    owned = []
+    for node in nodes:
+        if set(storages_of(node)) & given:
+            node = _copy_before(graph, before, node, node.meta["val"].stride())
+        owned.append(node)
+    return owned
+
+
+def _settle_gradients(
+    graph: fx.Graph,
+    before: fx.Node,
+    spec: BlockSpec,
+    grads: list[fx.Node | None],
+    placeholders: list[fx.Node],
+    results: list[fx.Node],
+) -> None:
+    """Every gradient gets storage of its own; a parameter's complete gradient also takes the parameter's layout."""
+    taken = {s for p in [*placeholders, *results] for s in storages_of(p)}
+    for index, node in enumerate(grads):
+        external = spec.externals[index]
+        if node is None:
+            continue
+        value = node.meta["val"]
+        like = external.node.meta["fake"]
+        exact = value.untyped_storage().nbytes() == value.numel() * value.element_size()
+        stride = dense_stride(value)
+        settled = exact and not (set(storages_of(node)) & taken)
+        if external.kind == "param" and external.final:
+            settled = settled and value.stride() == like.stride()
+            stride = dense_stride(like)
+        if not settled:
+            grads[index] = node = _copy_before(graph, before, node, stride)
+        taken |= set(storages_of(node))
+
+
+def dense_stride(like: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a dense tensor that is laid out as `like`: its own if it is dense."""
+    return torch.empty_like(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")).stride()
+
+
+def _copy_before(graph: fx.Graph, before: fx.Node, node: fx.Node, stride: tuple[int, ...]) -> fx.Node:
+    value = node.meta["val"]
+    with graph.inserting_before(before):
+        copy = graph.call_function(as_layout, (node, list(value.shape), list(stride)))
+    with value.fake_mode:
+        copy.meta["val"] = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
+    return copy

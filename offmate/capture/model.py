@@ -1,0 +1,146 @@
+"""A captured model cut into traced blocks: everything about it that no number enters."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..config import Config
+from ..errors import CaptureError
+from ..progress import Progress
+from .blocks import TracedBlock, trace_blocks
+from .chain import Chain, partition
+from .export import Captured, capture, check_dense
+from .joint import Joint, storages_of
+from .leaves import check_fast_path, check_leaves, check_outputs, check_shared_buffers
+
+log = logging.getLogger("offmate")
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A captured model cut into traced blocks, before any number is known."""
+
+    captured: Captured
+    chain: Chain
+    blocks: tuple[TracedBlock, ...]
+    differentiated: frozenset[str]
+
+
+def trace_model(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    config: Config,
+    gradients: bool,
+    say: Progress,
+    real: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    device: torch.device | None = None,
+) -> Traced:
+    """Capture a model and trace its block classes.
+
+    Parameters
+    ----------
+    gradients: whether a backward is wanted. say: told of progress.
+    real, device: as in `capture`.
+    """
+    say("capture", 0.0)
+    (check_dense if gradients else check_fast_path)(model)
+    with torch.set_grad_enabled(gradients):
+        captured = select_outputs(capture(model, args, kwargs, real, device), config)
+    check_outputs(captured)
+    if gradients:
+        check_leaves(model, captured)
+    params = dict(model.named_parameters(remove_duplicate=False))
+    trainable = frozenset(n for n, name in captured.params.items() if gradients and params[name].requires_grad)
+    say("blocks", 0.0)
+    chain = partition(captured, trainable)
+    check_shared_buffers(dict(model.named_buffers(remove_duplicate=False)), captured, chain)
+    differentiated = choose_differentiated(captured, chain, config) if trainable else frozenset()
+    blocks = trace_blocks(captured, chain, trainable, differentiated, lambda done, total: say("blocks", done / total))
+    return Traced(captured, chain, blocks, differentiated)
+
+
+def select_outputs(captured: Captured, config: Config) -> Captured:
+    """Leave out the outputs that the configuration does not keep."""
+    if config.outputs == "all":
+        return captured
+    results = captured.output_names[: captured.n_results]
+    absent = set(config.outputs) - set(results)
+    if absent:
+        raise CaptureError(f"outputs names {', '.join(sorted(absent))}, but the model returns {', '.join(results)}")
+    kept = tuple(
+        o if name in config.outputs or not isinstance(o, str) or index >= captured.n_results else (None,)
+        for index, (o, name) in enumerate(zip(captured.outputs, captured.output_names))
+    )
+    return replace(captured, outputs=kept)
+
+
+def choose_differentiated(captured: Captured, chain: Chain, config: Config) -> frozenset[str]:
+    """Names of the output nodes into which backward() will hand a gradient."""
+    able = {}
+    for output, name in zip(captured.outputs, captured.output_names):
+        node = next((n for n in chain.made_in if n.name == output), None)
+        if node is not None and chain.facts[node].requires_grad[0]:
+            able[name] = node
+    if config.gradients_into != "auto":
+        absent = set(config.gradients_into) - set(able)
+        if absent:
+            raise CaptureError(
+                f"gradients_into names {', '.join(sorted(absent))}; outputs that can have a gradient: {', '.join(able)}"
+            )
+        for name in set(config.gradients_into) - set(captured.output_names[: captured.n_results]):
+            if able[name].target is torch.ops.aten.clone.default:
+                raise CaptureError(
+                    f"gradients_into names {name}, into which the forward writes after it was kept; the gradient of "
+                    "what is kept is not known then. Let the forward make a new tensor instead of writing in place "
+                    "(inplace=False), or return the tensor"
+                )
+        return frozenset(able[name].name for name in config.gradients_into)
+    if not able:
+        raise CaptureError("no output of the model depends on a trainable parameter; there is nothing to train")
+    results = [able[name] for name in captured.output_names[: captured.n_results] if name in able]
+    scalars = [n.name for n in results if chain.facts[n].value.dim() == 0]
+    return frozenset(scalars[:1] or [n.name for n in results])
+
+
+def structure(traced: Traced) -> str:
+    """A hash of everything about a traced model but its sizes.
+
+    Two batches with one structure have the same blocks, values and storages under the same names, so that what is
+    decided for one can be done with the other.
+    """
+    captured = traced.captured
+    lines = [
+        f"{captured.inputs} {captured.outputs} {sorted(captured.params.items())} {sorted(captured.buffers.items())}",
+        f"{sorted(captured.constants)} {sorted(traced.differentiated)}",
+        *(f"{node.name} {_target(node)} {node.all_input_nodes}" for node in traced.chain.prelude),
+    ]
+    for block in traced.blocks:
+        spec = block.spec
+        marks = [(e.node.name, e.kind, e.leaves, e.differentiable, e.final) for e in spec.externals]
+        lines.append(f"{marks} {[n.name for n in spec.results]} {[index for index, _ in spec.tangents]}")
+        lines += _joint_lines(block.joint)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _target(node: fx.Node) -> str:
+    """What a node runs, in words that are the same in every process."""
+    return node.target.__name__ if inspect.isfunction(node.target) else str(node.target)
+
+
+def _joint_lines(joint: Joint) -> list[str]:
+    number: dict[int, int] = {}
+
+    def storages(node: fx.Node) -> list[int]:
+        return [number.setdefault(s, len(number)) for s in storages_of(node)]
+
+    lines = [f"{n.name} {_target(n)} {n.all_input_nodes} {storages(n)}" for n in joint.graph.nodes]
+    ports = (joint.leaves, joint.tangents, joint.accumulators, joint.results, joint.grads, sorted(joint.writes.items()))
+    return [*lines, f"{ports} {joint.forward}"]

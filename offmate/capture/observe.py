@@ -1,0 +1,336 @@
+"""Watches a forward while it is exported: what its Python reads and changes, and what it leaves besides its result.
+
+A graph keeps what operators compute. What else a forward does would be lost without a word: attributes that it sets,
+hooks that look at values, numbers drawn from Python's own generators, hooks on gradients. Each is either made part of
+the graph's outputs (a by-product), found to make no difference, or refused by name.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import operator
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from ..errors import CaptureError
+from ..guards.python_objects import Found, attribute_path
+from ..guards.python_state import random_states, same_state
+from ..guards.settings import is_simple
+from .byproducts import GONE, ByProduct, Look, Setting, Tree, put
+from .hooks import gradient_hooks_refused, hook_name, hooks_replaced, of_a_package
+from .plain import forward_replaced
+
+
+@dataclass
+class Observer:
+    """Watches one forward of a model.
+
+    State: everything below, filled while the forward runs.
+
+    Parameters
+    ----------
+    by_products: in the order in which they came, each with its tensors. kept: attributes among them that were read
+        before they were set, by path with their index. read: attributes of modules that were read, by path.
+    changed: what the forward set that is no tensor, by path: where, the value, and whether it was read before.
+    """
+
+    model: torch.nn.Module
+    by_products: list[tuple[ByProduct, list[torch.Tensor]]] = field(default_factory=list)
+    kept: dict[str, int] = field(default_factory=dict)
+    read: frozenset[str] = frozenset()
+    changed: dict[str, tuple[Any, Any, Any, bool]] = field(default_factory=dict)
+    _read: set[tuple[int, str]] = field(default_factory=set)
+    _first: set[tuple[int, str]] = field(default_factory=set)
+    _written: set[tuple[int, str]] = field(default_factory=set)
+    _read_first: frozenset[str] = frozenset()
+    _attributes: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def unsettled(self) -> tuple[str, ...]:
+        """What the forward set after it had read it: the next call may find another value, and do something else."""
+        return tuple(path for path, (*_, first) in self.changed.items() if first)
+
+    @property
+    def free(self) -> frozenset[str]:
+        """Attributes that the forward sets, by path."""
+        set_ = (*self.changed, *(f".{b.name}" for b, _ in self.by_products if isinstance(b.use, Setting)))
+        return frozenset(self._attributes[path] for path in set_)
+
+    def sets(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is the value, before the forward, of an attribute that the forward sets."""
+        settings = [b.use for b, _ in self.by_products if isinstance(b.use, Setting)]
+        return any(entry_of(setting.holder, setting.name) is tensor for setting in settings)
+
+    def put_changes(self) -> None:
+        """Leave the model as the forward has left it, with zeros for the values of tensors."""
+        for holder, name, value, _ in self.changed.values():
+            put(holder, name, value)
+        for by_product, tensors in self.by_products:
+            if isinstance(by_product.use, Setting):
+                by_product.use.deliver([torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in tensors])
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the forward that runs in the body."""
+        model = self.model
+        original = model.forward
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._watched(original, args, kwargs)
+
+        with (
+            forward_replaced(model, forward),
+            hooks_replaced(model, self._seen_by),
+            gradient_hooks_refused(),
+        ):
+            yield
+
+    def _watched(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The forward, returning what it leaves beside its result as well."""
+        before, drawn = Found(self.model), random_states()
+        sources = _sources(before)
+        values = {path: entry_of(holder, name) for path, (holder, name) in before.places.items()}
+        with self._attributes_recorded():
+            output = original(*args, **kwargs)
+        for name, state in random_states().items():
+            if not same_state(state, drawn[name]):
+                raise CaptureError(
+                    f"the forward draws from {name}, so one graph cannot stand for several calls; draw with torch "
+                    "(torch.rand, torch.bernoulli), whose numbers are as in plain PyTorch, or outside of the forward"
+                )
+        for path, state in _sources(before).items():
+            if state != sources[path]:
+                raise CaptureError(
+                    f"the forward draws from {path[1:]}, so one graph cannot stand for several calls; draw with torch, "
+                    "or outside of the forward, and pass what was drawn"
+                )
+        after = Found(self.model)
+        self.read, self._read_first = self._paths(self._read, after), self._paths(self._first, after)
+        self._note_changes(before, values, after)
+        return output, [tensor.clone() for _, tensors in self.by_products for tensor in tensors]
+
+    @staticmethod
+    def _paths(attributes: set[tuple[int, str]], found: Found) -> frozenset[str]:
+        return frozenset(attribute_path(found.paths[m], name) for m, name in attributes if m in found.paths)
+
+    # -- attributes ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _attributes_recorded(self) -> Iterator[None]:
+        """Note which attributes of modules are read and set."""
+        module_class = torch.nn.Module
+        set_attribute = module_class.__setattr__
+        read, first, written = self._read, self._first, self._written
+
+        def get(module: Any, name: str) -> Any:
+            key = id(module), name
+            if name == "__dict__" and not _is_torch(sys._getframe(1)):
+                # Who looks into the dictionary itself may read anything.
+                read.update((id(module), own) for own in object.__getattribute__(module, name))
+            read.add(key)
+            if key not in written:
+                first.add(key)
+            return object.__getattribute__(module, name)
+
+        def put(module: Any, name: str, value: Any) -> None:
+            written.add((id(module), name))
+            set_attribute(module, name, value)
+
+        with (
+            mock.patch.object(module_class, "__getattribute__", get),
+            mock.patch.object(module_class, "__setattr__", put),
+        ):
+            yield
+
+    def _note_changes(self, before: Found, values: dict[str, Any], after: Found) -> None:
+        """Sort what the forward has set: tensors become by-products, numbers are noted.
+
+        Parameters
+        ----------
+        values: of the attributes before, by path.
+        """
+        for attribute in sorted({*before.description, *after.description}):
+            was, now = before.description.get(attribute), after.description.get(attribute)
+            if was == now or not attribute.startswith("."):
+                continue
+            holder, name = after.places.get(attribute) or before.places[attribute]
+            value = entry_of(holder, name)
+            if value is GONE or is_simple(value) or value is values.get(attribute):
+                # The order of keys has no place of its own; the keys that changed it have.
+                paths = {*(was or {}), *(now or {})} & {*before.places, *after.places}
+                for path in sorted(paths):
+                    if (was or {}).get(path) != (now or {}).get(path):
+                        self._note_change(attribute, path, before, after)
+            else:
+                self._note_replaced(attribute, holder, name, value)
+
+    def _note_replaced(self, attribute: str, holder: Any, name: str, value: Any) -> None:
+        """An attribute was set to a tensor, or to a container of its own."""
+        self._attributes[attribute] = attribute
+        tree, tensors = Tree.of(value)
+        odd = [rest[0] for rest in tree.rest if rest is not None and not is_simple(rest[0])]
+        if odd:
+            raise CaptureError(
+                f"the forward sets {attribute[1:]} to another {type(odd[0]).__name__} at every call, which a graph "
+                "cannot follow; make it once, in __init__"
+            )
+        first = attribute in self._read_first
+        if not tensors:
+            self.changed[attribute] = (holder, name, value, first)
+            return
+        if first:
+            self.kept[attribute] = len(self.by_products)
+        self.by_products.append((ByProduct(attribute[1:], len(tensors), Setting(holder, name, tree)), tensors))
+
+    def _note_change(self, attribute: str, path: str, before: Found, after: Found) -> None:
+        """A number, or an entry of a container that is the same as before, has changed."""
+        holder, name = after.places.get(path) or before.places[path]
+        value = entry_of(holder, name)
+        self._attributes[path] = attribute
+        grown = isinstance(holder, list | set | collections.deque) and (value is GONE or path not in before.places)
+        tensor = isinstance(value, torch.Tensor)
+        if grown or (tensor and not isinstance(holder, dict)) or not (tensor or is_simple(value) or value is GONE):
+            raise CaptureError(
+                f"the forward changes {attribute[1:]} at every call (now {path[1:]}), which no replay would do; return "
+                "what it keeps, or register a buffer"
+            )
+        if tensor:
+            # Which entries were read is not known.
+            self.kept[path] = len(self.by_products)
+            tree, tensors = Tree.of(value)
+            self.by_products.append((ByProduct(path[1:], 1, Setting(holder, name, tree)), tensors))
+        else:
+            first = attribute in self._read_first or not isinstance(holder, torch.nn.Module)
+            self.changed[path] = (holder, name, value, first)
+
+    # -- hooks --------------------------------------------------------------------------------------------------------
+
+    def _seen_by(self, path: str, hook: Callable[..., Any], module: torch.nn.Module, given: tuple[Any, ...]) -> Any:
+        """Call a hook; if it only looks, it is to be called with the values of every call."""
+        tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+        state = [t._version for t in tensors], {n: id(v) for n, v in vars(module).items()}, _versions(module)
+        try:
+            result = hook(module, *given)
+        except CaptureError:
+            raise
+        except Exception as error:
+            first = (str(error).strip().splitlines() or ["no words"])[0]
+            raise CaptureError(
+                f"the hook {hook_name(hook)} of {path} failed with {type(error).__name__}: {first}. Capture calls "
+                "every hook inside the model once with tensors that have no values; let it return at once where "
+                "torch.compiler.is_exporting() is true, it is called with real values afterwards"
+            ) from error
+        now = [t._version for t in tensors], {n: id(v) for n, v in vars(module).items()}, _versions(module)
+        if result is None and state == now and not of_a_package(hook):
+            self._note_look(path, hook, module, given)
+        return result
+
+    def _note_look(self, path: str, hook: Callable[..., Any], module: torch.nn.Module, given: tuple[Any, ...]) -> None:
+        tree, tensors = Tree.of(given)
+        for rest in tree.rest:
+            if rest is not None and not is_simple(rest[0]) and isinstance(getattr(rest[0], "__dict__", None), dict):
+                raise CaptureError(
+                    f"the hook {hook_name(hook)} of {path} is given a {type(rest[0]).__name__}, into which no replay "
+                    "can put values; let the module return tensors, tuples or dicts, or register the class with "
+                    "torch.utils._pytree.register_pytree_node"
+                )
+        name = f"{path} ({hook_name(hook)})"
+        clones = [tensor.clone() for tensor in tensors]
+        self.by_products.append((ByProduct(name, len(clones), Look(hook, module, tree)), clones))
+
+
+def _sources(found: Found) -> dict[str, str]:
+    """Generators and iterators that a model holds, as text that changes when something is taken from them."""
+    held = {path: entry_of(holder, name) for path, (holder, name) in found.places.items()}
+    states = {}
+    for path, value in held.items():
+        if isinstance(value, random.Random):
+            states[path] = repr(value.getstate())
+        elif hasattr(value, "bit_generator"):
+            states[path] = repr(value.bit_generator.state)
+        elif type(value).__module__.startswith("numpy.random") and hasattr(value, "get_state"):
+            states[path] = repr(value.get_state())
+        elif isinstance(value, Iterator):
+            states[path] = f"{value!r} {operator.length_hint(value, -1)}"
+    return states
+
+
+def check_settled(observed: Observer, again: Observer) -> None:
+    """Raise CaptureError if a second forward, which found what the first had left, has left something else."""
+    for path in again.unsettled:
+        was = observed.changed[path][2] if path in observed.changed else "what it was"
+        raise CaptureError(
+            f"the forward changes {path[1:]} at every call and reads it (it left {was!r}, then "
+            f"{again.changed[path][2]!r}), so one graph cannot stand for several calls. Make it a buffer "
+            "(register_buffer) and change it by tensor operations, or change it in the loop, outside of the forward: "
+            "then every value is planned by itself"
+        )
+
+
+def check_kept(observed: Observer, graph: fx.Graph, outputs: tuple[Any, ...], fixed: frozenset[str]) -> None:
+    """Raise CaptureError if an attribute that the forward reads and then sets to a tensor carries values between calls.
+
+    A cache of what depends on nothing but constants does not: it holds what would be made again.
+
+    Parameters
+    ----------
+    outputs: of the graph, those of the by-products last. fixed: placeholders of constants and of buffers that no
+        forward writes.
+    """
+    counts = [by_product.n_tensors for by_product, _ in observed.by_products]
+    node_of = {node.name: node for node in graph.nodes}
+    for path, index in observed.kept.items():
+        first = len(outputs) - sum(counts[index:])
+        made = [o for o in outputs[first : first + counts[index]] if isinstance(o, str)]
+        if any(_depends(node_of[name], fixed) for name in made):
+            raise CaptureError(
+                f"the forward reads {path[1:]} and sets it to a new tensor, so that every call goes on from the one "
+                "before, which a graph cannot follow. Register it as a buffer (register_buffer) from the start, or let "
+                "the forward set an attribute of its own before it reads it"
+            )
+
+
+def _depends(node: fx.Node, fixed: frozenset[str]) -> bool:
+    """Whether a node's value may differ from call to call."""
+    waiting, seen = [node], set()
+    while waiting:
+        now = waiting.pop()
+        if now in seen:
+            continue
+        seen.add(now)
+        if now.op == "placeholder" and now.name not in fixed:
+            return True
+        if isinstance(now.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in now.target.tags:
+            return True
+        waiting += now.all_input_nodes
+    return False
+
+
+def entry_of(holder: Any, name: Any) -> Any:
+    """What is at a place of a model, `GONE` if there is nothing."""
+    if isinstance(holder, dict):
+        return holder.get(name, GONE)
+    if isinstance(holder, list | tuple | collections.deque):
+        return holder[name] if name < len(holder) else GONE
+    if isinstance(holder, set | frozenset):
+        return GONE
+    return getattr(holder, name, GONE)
+
+
+def _versions(module: torch.nn.Module) -> list[int]:
+    return [b._version for b in module._buffers.values() if b is not None]
+
+
+def _is_torch(frame: Any) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("torch", "offmate")

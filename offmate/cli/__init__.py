@@ -1,0 +1,93 @@
+"""The command line: `offmate VERB ...`. Nothing heavy is loaded before the arguments are known to be good."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from ..errors import OffmateError
+from . import doctor, plan, profile, show
+from .arguments import Help, count, device, output_file, size
+from .finetune import add_parser as add_finetune
+from .screen import console
+
+_FAILED = 1
+_CANNOT_START = 2
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Parameters
+    ----------
+    argv: the arguments, those of the process by default.
+
+    Returns: the exit status: 0 all well, 1 it failed, 2 it could not start (bad arguments, a missing extra),
+    130 interrupted.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except OffmateError as error:
+        print(f"offmate: {error}", file=sys.stderr)
+        return _FAILED
+    except KeyboardInterrupt:
+        print("offmate: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="offmate", description="Train inside a device-memory budget, with plain PyTorch's numbers."
+    )
+    parser.add_argument("--version", action="version", version=f"offmate {__version__}")
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+
+    demo = verbs.add_parser(
+        "demo",
+        help="fine-tune a small model inside a budget and compare it with plain PyTorch",
+        description="Fine-tune a Llama-architecture model of 23.9 M parameters on Python's help text inside a device "
+        "budget, then do the same with plain PyTorch and compare losses, memory and time. Exits with 1 if a loss or a "
+        "parameter differs or the budget was passed.",
+        epilog="examples:\n  offmate demo\n  offmate demo --gpu-budget 60MiB --steps 5 --json demo.json",
+        formatter_class=Help,
+    )
+    demo.add_argument(
+        "--gpu-budget",
+        type=size,
+        metavar="SIZE",
+        help="device budget such as 150MiB (default: 15 %% of what plain PyTorch needs)",
+    )
+    demo.add_argument("--steps", type=count, default=20, metavar="N", help="steps of each run (default: 20)")
+    demo.add_argument(
+        "--device",
+        type=device,
+        default="emulated",
+        help='"cuda", "cuda:1", or "emulated", which runs on any machine (default: emulated)',
+    )
+    demo.add_argument("--json", type=output_file, metavar="FILE", help="also write the comparison to FILE")
+    demo.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    demo.set_defaults(run=_demo)
+    plan.add_parser(verbs)
+    show.add_parser(verbs)
+    profile.add_parser(verbs)
+    doctor.add_parser(verbs)
+    add_finetune(verbs)
+    return parser
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    if importlib.util.find_spec("transformers") is None:
+        print('offmate: the demo needs transformers: pip install "offmate[hf]"', file=sys.stderr)
+        return _CANNOT_START
+    from .demo import run_demo
+
+    comparison = run_demo(arguments.gpu_budget, arguments.steps, arguments.device, console(arguments.quiet))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(comparison.to_json(), indent=2) + "\n")
+    return 0 if comparison.holds else _FAILED

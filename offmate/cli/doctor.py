@@ -1,0 +1,84 @@
+"""`offmate doctor`: what a problem report needs to say about a machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from .arguments import Help, output_file
+
+_EXAMPLES = """examples:
+  offmate doctor
+  offmate doctor --json doctor.json
+"""
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb `doctor` to the subparsers of the command line; its `run` is `run`."""
+    parser = verbs.add_parser(
+        "doctor",
+        help="print versions, devices, link rates and limits, for problem reports",
+        description="Print what matters about this machine and installation. It names no user, host or folder.",
+        epilog=_EXAMPLES,
+        formatter_class=Help,
+    )
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write it to FILE")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Look at the machine and print it.
+
+    Returns: the exit status, 0; 1 if no solver works.
+    """
+    from ..machines.doctor import examine
+    from .screen import console, pairs
+
+    found = examine()
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+    if not arguments.quiet:
+        console().print(pairs(_rows(found)))
+    return 0 if "works" in found["solvers"].values() else 1
+
+
+def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    from ..sizes import format_bytes
+
+    versions, system, host = found["versions"], found["system"], found["host"]
+    yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    yield "absent", ", ".join(name for name, version in versions.items() if not version) or "nothing"
+    wsl = ", WSL" if system["wsl"] else ""
+    yield "system", f"Python {system['python']}, {system['os']}, Linux {system['kernel']}{wsl}"
+    yield "processor", f"{system['processor']}, {system['cores']} cores, torch uses {system['torch_threads']} threads"
+    yield (
+        "host",
+        (
+            f"{format_bytes(host['memory_bytes'])} of memory, {format_bytes(host['available_bytes'])} available to "
+            f"this process; default host budget {format_bytes(host['default_budget_bytes'])}"
+        ),
+    )
+    for device in found["devices"]:
+        yield "device", _device_words(device)
+    pinned = found["pinned"]
+    limit = "no limit" if pinned["limit_bytes"] is None else f"at most {format_bytes(pinned['limit_bytes'])}"
+    yield "pinned", f"{limit} of locked memory; {pinned['probe']}"
+    yield "solvers", ", ".join(f"{name}: {words}" for name, words in found["solvers"].items())
+    yield "cache", f"{found['cache']['files']} files, {format_bytes(found['cache']['bytes'])}"
+
+
+def _device_words(device: dict[str, Any]) -> str:
+    from ..sizes import format_bytes
+
+    said = [device["name"]]
+    if "memory_bytes" in device:
+        capability = f"compute capability {device['capability']}, " if "capability" in device else ""
+        room = f"{format_bytes(device['free_bytes'])} of {format_bytes(device['memory_bytes'])} free"
+        said.append(f"{capability}{room}")
+    ways = ("in", "out", "both")
+    rates = [f"{way} {format_bytes(device[f'{way}_bytes_per_s'])}/s" for way in ways if f"{way}_bytes_per_s" in device]
+    said.append(f"copies {', '.join(rates)}" if rates else f"copies not measured: {device['link']}")
+    return f"{said[0]}: {'; '.join(said[1:])}"

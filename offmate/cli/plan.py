@@ -1,0 +1,169 @@
+"""`offmate plan MODEL`: does it fit, how fast is it, what happens to each block; without weights, without a card."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from .arguments import Help, count, output_file, size, sweep
+
+if TYPE_CHECKING:
+    from ..machines.hardware import Hardware
+    from ..plans.plan import Plan
+
+_CANNOT_START = 2
+_DOES_NOT_FIT = 1
+_EXAMPLES = """examples:
+  offmate plan llama2-7b --gpu-budget 12GiB
+  offmate plan mistral-7b --gpu-budget 22GiB --hardware rtx4090 --what-if
+  offmate plan ./my-model --gpu-budget 10GiB --json plan.json
+  offmate show plan.json --html plan.html
+  offmate plan llama3-8b --sweep 6GiB:24GiB:2GiB --hardware rtx3090
+exit status: 0 it fits, 1 it does not or it failed, 2 the arguments cannot work
+"""
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb `plan` to the subparsers of the command line; its `run` is `run`."""
+    parser = verbs.add_parser(
+        "plan",
+        help="plan a model's training step for a card, without weights and without the card",
+        description="Plan one training step of a language model inside a device budget: fits or not, step time, "
+        "memory, what limits it. Nothing is trained and no weights are needed.",
+        epilog=_EXAMPLES,
+        formatter_class=Help,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a built-in shape (llama2-7b, gpt2, ...), a folder, or a Hub id")
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument(
+        "--gpu-budget", type=size, metavar="SIZE", help="such as 12GiB (default: the card's memory less 1/16)"
+    )
+    budget.add_argument(
+        "--sweep", type=sweep, metavar="LOW:HIGH:STEP", help="plan for several budgets and show the curve"
+    )
+    parser.add_argument(
+        "--cpu-budget", type=size, metavar="SIZE", help="host memory (default: the machine's, if known)"
+    )
+    parser.add_argument(
+        "--hardware", default="rtx3060", metavar="NAME", help="a hardware file's name or path (default: %(default)s)"
+    )
+    parser.add_argument("--batch", type=count, default=4, metavar="N", help="sequences per step (default: %(default)s)")
+    parser.add_argument(
+        "--seq-len", type=count, default=512, metavar="N", help="tokens per sequence (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--optimizer",
+        default="adamw",
+        choices=("adamw", "adam", "sgd", "adafactor", "none"),
+        help="none: your own code updates (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="bf16",
+        choices=("bf16", "fp32", "fp16"),
+        help="of parameters, gradients and states (default: %(default)s)",
+    )
+    parser.add_argument("--what-if", action="store_true", help="also say what more memory or a faster link would buy")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the plan (or the curve) to FILE")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan as the arguments say and print it.
+
+    Returns: the exit status. Raises: OffmateError for whatever cannot work but a budget that is too small.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        print('offmate: plan needs transformers: pip install "offmate[hf]"', file=sys.stderr)
+        return _CANNOT_START
+    from ..machines.hardware import load
+    from ..progress import quiet
+
+    machine = load(arguments.hardware)
+    for variable in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
+        os.environ.setdefault(variable, "error")  # what they warn of concerns weights, of which there are none
+    with quiet(arguments.quiet):
+        return _sweep(arguments, machine) if arguments.sweep else _plan(arguments, machine)
+
+
+def _plan(arguments: argparse.Namespace, machine: Hardware) -> int:
+    from rich.text import Text
+
+    from ..errors import InfeasibleBudget
+    from .screen import console, pairs
+    from .summary import print_plan
+
+    screen = console()
+    try:
+        plan, headline = _make(arguments, machine, arguments.gpu_budget or machine.default_budget_bytes)
+    except InfeasibleBudget as error:
+        if not arguments.quiet:
+            screen.print(pairs([("fits", Text.assemble(("no", "red"), f": {error}"))]))
+        return _DOES_NOT_FIT
+    if arguments.json is not None:
+        plan.save(arguments.json)
+    if not arguments.quiet:
+        screen.print(headline, markup=False)
+        print_plan(screen, plan, tokens=arguments.batch * arguments.seq_len, offers=arguments.what_if)
+    return 0
+
+
+def _make(arguments: argparse.Namespace, machine: Hardware, budget_bytes: int) -> tuple[Plan, str]:
+    """The plan, and a line that says what it is for."""
+    import offmate
+
+    from ..sizes import format_bytes
+    from .shapes import batch_for, build, optimizer_for
+
+    model = build(arguments.model, arguments.dtype)
+    batch = batch_for(model, arguments.batch, arguments.seq_len)
+    plan = offmate.plan(
+        model,
+        budget_bytes,
+        example_inputs=batch,
+        optimizer=optimizer_for(model, arguments.optimizer),
+        cpu_budget=arguments.cpu_budget,
+        hardware=arguments.hardware,
+    )
+    n_params = sum(p.numel() for p in model.parameters())
+    updates = "your own optimizer" if arguments.optimizer == "none" else arguments.optimizer
+    beyond = machine.device_memory_bytes < budget_bytes
+    warning = f", which has only {format_bytes(machine.device_memory_bytes)}" if beyond else ""
+    return plan, (
+        f"{arguments.model}: {_short(n_params)} parameters in {arguments.dtype}, {updates}, {arguments.batch} × "
+        f"{arguments.seq_len} tokens, on {machine.name}{warning}\n"
+    )
+
+
+def _sweep(arguments: argparse.Namespace, machine: Hardware) -> int:
+    from ..plans.sweep import sweep as solve_each
+    from ..progress import planning_progress
+    from .screen import console
+    from .summary import curve
+
+    plan, headline = _make(arguments, machine, max(*arguments.sweep, machine.device_memory_bytes))
+    points = []
+    with planning_progress() as say:
+        for point in solve_each(plan, arguments.sweep):
+            points.append(point)
+            say("one budget after the other", len(points) / len(arguments.sweep))
+    if arguments.json is not None:
+        rows = [asdict(point) for point in points]
+        arguments.json.write_text(json.dumps({"endless_s": plan.endless_s, "points": rows}, indent=2) + "\n")
+    if not arguments.quiet:
+        screen = console()
+        screen.print(headline, markup=False)
+        screen.print(curve(points, plan.endless_s, screen.width))
+    return 0 if any(point.fits for point in points) else _DOES_NOT_FIT
+
+
+def _short(number: int) -> str:
+    """A number as people say it: 6.74 B, 124 M, 125 K."""
+    unit, name = next(((u, n) for u, n in ((10**9, "B"), (10**6, "M"), (10**3, "K")) if number >= u), (1, ""))
+    return f"{number / unit:.3g} {name}".strip()

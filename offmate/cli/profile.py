@@ -1,0 +1,80 @@
+"""`offmate profile`: measure this machine, and write what it can do as a hardware file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from typing import Any
+
+from .arguments import Help, device, output_file
+
+_EXAMPLES = """examples:
+  offmate profile
+  offmate profile --json mine.json
+  offmate profile --device cuda --json card.json
+  offmate plan gpt2 --hardware mine.json
+exit status: 0 all well, 1 it failed, 2 the arguments cannot work
+"""
+
+_IDLE_LOAD = 1.0  # processes that wanted to run, on average
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb `profile` to the subparsers of the command line; its `run` is `run`."""
+    parser = verbs.add_parser(
+        "profile",
+        help="measure this machine's copies, updates, matrix products and memory into a hardware file",
+        description="Measure this machine: copy rates by size and direction, both directions at once, optimizer "
+        "updates on host and device, matrix products, memory. Takes about half a minute; let nothing else run.",
+        epilog=_EXAMPLES,
+        formatter_class=Help,
+    )
+    parser.add_argument(
+        "--device", type=device, default="emulated", help='"cuda", "cuda:1", "emulated" (default: %(default)s)'
+    )
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the hardware file")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print, write.
+
+    Returns: the exit status, 0. Raises: DeviceError if there is no such device.
+    """
+    from ..machines.benchmark import measure_machine
+    from ..machines.devices import device_kind
+    from ..progress import planning_progress, quiet
+
+    kind = device_kind(arguments.device)
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    with quiet(arguments.quiet), planning_progress("measuring") as say:
+        data = measure_machine(say, kind=kind)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+    if not arguments.quiet:
+        _show(data, load)
+    return 0
+
+
+def _show(data: dict[str, Any], load: float) -> None:
+    from ..reports.units import format_seconds
+    from ..sizes import format_bytes
+    from .screen import console, copies_table, pairs
+
+    def rate(name: str) -> str:
+        return f"{format_bytes(int(data[name]['value']))}/s"
+
+    screen = console()
+    rates = {dtype: figure["value"] / 1e9 for dtype, figure in data["matrix_flops_per_s"].items()}
+    products = ", ".join(f"{dtype} {r:,.{0 if r >= 10 else 2}f} GFLOP/s" for dtype, r in rates.items())
+    screen.print(data["name"], markup=False)
+    screen.print()
+    screen.print(copies_table(data["copies"]))
+    updates = f"host {rate('cpu_update_bytes_per_s')}, device {rate('device_update_bytes_per_s')}"
+    rows = [("updates", f"{updates} of float32 parameters"), ("matrices", products)]
+    rows += [("memory", rate("memory_bytes_per_s")), ("launch", format_seconds(data["launch_s"]["value"]))]
+    screen.print(pairs(rows))
+    if load > _IDLE_LOAD:
+        screen.print(f"\nOther processes were busy (load {load:.1f} over the minute before): rates may be too low.")

@@ -1,0 +1,63 @@
+"""What all verbs' screens share: the console, and pairs of a word and what is said about it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..sizes import format_bytes
+
+NARROW = 76  # below so many columns a table's rows become lines
+
+
+def console(quiet: bool = False) -> Console:
+    """Standard output: as wide as the terminal, or as COLUMNS says; 120 columns where there is neither.
+
+    Parameters
+    ----------
+    quiet: print nothing.
+    """
+    # Without a terminal there is no width to ask for, and rich's 80 columns would fold the tables.
+    known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    return Console(highlight=False, width=None if known else 120, quiet=quiet)
+
+
+def pairs(rows: Iterable[tuple[str, str | Text]]) -> Table:
+    """Words on the left, what is said about them on the right, folded to the width that there is.
+
+    Brackets are printed as they are; what has a style comes as `Text`.
+    """
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for word, text in rows:
+        grid.add_row(word, Text(text) if isinstance(text, str) else text)
+    return grid
+
+
+def copies_table(copies: Iterable[dict[str, Any]]) -> Table:
+    """Copy rates, a row per size and a column per direction.
+
+    Parameters
+    ----------
+    copies: rows of `offmate.machines.benchmark`: direction, bytes, bytes_per_s.
+    """
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, title="Copies per second", title_justify="left", padding=(0, 1, 0, 0)
+    )
+    rows: dict[int, dict[str, float]] = {}
+    for copy in copies:
+        rows.setdefault(copy["bytes"], {})[copy["direction"]] = copy["bytes_per_s"]
+    for heading in ("size", "in", "out", "both"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for size, rates in rows.items():
+        cells = (format_bytes(int(rates[d])) if d in rates else "-" for d in ("in", "out", "both"))
+        table.add_row(format_bytes(size), *cells)
+    return table

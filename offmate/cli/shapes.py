@@ -1,0 +1,118 @@
+"""Models without weights: by a built-in name, a configuration on disk or a Hub id, on the meta device."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import OffmateError
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor", "none")
+
+
+def names() -> tuple[str, ...]:
+    """Names of the built-in shapes."""
+    return tuple(_shapes())
+
+
+def build(model: str, dtype: str) -> Any:
+    """A language model on the meta device, in training mode.
+
+    Parameters
+    ----------
+    model: a built-in name; a folder with a config.json, or such a file; or a Hub id, of which only the configuration
+        is fetched. dtype: a name in `DTYPES`.
+
+    Raises: OffmateError naming the nearest names, or what is wrong with the configuration.
+    """
+    config = _config(model)
+    config.use_cache = False
+    try:
+        with torch.device("meta"):
+            built = _class_for(config, model).from_config(config)
+    except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+        raise OffmateError(f"model {model!r}: its configuration cannot be built: {error}") from error
+    return built.to(DTYPES[dtype]).train()
+
+
+def batch_for(model: Any, batch: int, seq_len: int) -> dict[str, torch.Tensor]:
+    """Tokens and labels on the meta device, of shape (batch, seq_len).
+
+    Raises: OffmateError if the model has fewer positions.
+    """
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and seq_len > positions:
+        raise OffmateError(f"a sequence of {seq_len} tokens is longer than the model's {positions} positions")
+    tokens = torch.zeros(batch, seq_len, dtype=torch.long, device="meta")
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def optimizer_for(model: Any, name: str) -> torch.optim.Optimizer | None:
+    """An optimizer of all parameters by its name in `OPTIMIZERS`; None for "none": your own code updates."""
+    params = model.parameters()
+    if name == "none":
+        return None
+    if name == "sgd":
+        return torch.optim.SGD(params, lr=1e-3, momentum=0.9)
+    makers = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "adafactor": torch.optim.Adafactor}
+    return makers[name](params)
+
+
+def _config(model: str) -> Any:
+    from transformers import AutoConfig
+
+    shapes, path = _shapes(), Path(model).expanduser()
+    if model.lower() in shapes:
+        return AutoConfig.for_model(**shapes[model.lower()])
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise OffmateError(f"model {model!r}: the folder has no config.json; it is not a transformers model")
+    if not path.exists():
+        _check_hub_id(model, tuple(shapes))
+    try:
+        return AutoConfig.from_pretrained(path if path.exists() else model)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        missing = "" if path.exists() else "there is no such folder, and the Hub does not give it: "
+        raise OffmateError(f"model {model!r}: {missing}{reason}") from error
+
+
+def _check_hub_id(model: str, known: tuple[str, ...]) -> None:
+    """Refuse what cannot be a Hub id (owner/name) before the network is asked."""
+    if model.startswith((".", "/", "~")) or model.endswith(".json") or model.count("/") > 1:
+        raise OffmateError(f"model {model!r}: no such file or folder")
+    if "/" not in model:
+        near = difflib.get_close_matches(model.lower(), known, n=3, cutoff=0.4)
+        hint = f"Did you mean {' or '.join(near)}? " if near else ""
+        raise OffmateError(
+            f"model {model!r} is not known. {hint}Known are {', '.join(known)}; or name a folder with a config.json, "
+            "or a Hub id as OWNER/NAME"
+        )
+
+
+def _class_for(config: Any, model: str) -> Any:
+    import transformers as hf
+
+    kinds = [
+        (hf.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, hf.AutoModelForSeq2SeqLM),
+        (hf.MODEL_FOR_MASKED_LM_MAPPING, hf.AutoModelForMaskedLM),
+        (hf.MODEL_FOR_CAUSAL_LM_MAPPING, hf.AutoModelForCausalLM),
+    ]
+    if getattr(config, "is_decoder", False):
+        kinds.reverse()
+    for mapping, maker in kinds:
+        if type(config) in mapping:
+            return maker
+    raise OffmateError(
+        f"model {model!r}: {config.model_type!r} is not a language model that transformers knows; for another model "
+        "call offmate.plan(model, ..., hardware=...) in Python"
+    )
+
+
+def _shapes() -> dict[str, dict[str, Any]]:
+    return json.loads((resources.files("offmate") / "cli" / "shapes.json").read_text())

@@ -1,0 +1,158 @@
+"""A plan on screen: the summary first, then what happens to each class of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..plans.limits import limits
+from ..plans.plan import Plan
+from ..plans.sweep import SweepPoint
+from ..plans.table import class_lines, class_table, plan_table
+from ..reports.items import block_of_items
+from ..reports.units import format_seconds
+from ..sizes import format_bytes, format_least_bytes
+from ..solver.explain import Explanation
+from .screen import NARROW, pairs
+
+_WORDS = {"compute": "computes", "copy in": "copies in", "copy out": "copies out", "cpu": "host updates"}
+_BESIDE_BAR = {False: 34, True: 46}  # columns that the others take, without and with the host's
+_BUSY = 0.7  # a resource that works for this part of a phase is named
+
+
+def print_plan(
+    console: Console, plan: Plan, *, tokens: int = 0, offers: bool = False, every_block: bool = False
+) -> None:
+    """Print a plan.
+
+    Parameters
+    ----------
+    tokens: that one step sees, 0 if unknown. offers: also solve for what other changes would buy.
+    every_block: a row for all blocks that are treated alike, not only per class.
+    """
+    rows = list(summary(plan, tokens))
+    if plan.problem is not None:
+        rows += _limit_rows(limits(plan, offers))
+    console.print(pairs(rows))
+    console.print()
+    print_blocks(console, plan, every_block=every_block)
+    console.print(f"classes, by their largest parameter: {', '.join(_classes(plan))}", style="dim", markup=False)
+
+
+def print_blocks(console: Console, plan: Plan, *, every_block: bool) -> None:
+    """Print what happens to the blocks: as a table, or as lines per class where a table has no room."""
+    if console.width < NARROW:
+        console.print("\n".join(class_lines(plan.blocks)), markup=False)
+    else:
+        console.print(plan_table(plan.blocks) if every_block else class_table(plan.blocks))
+
+
+def figures(plan: Plan) -> dict[str, Any]:
+    """A plan's figures as JSON's own types, in bytes and seconds."""
+    names = (
+        "budget_bytes", "predicted_peak_bytes", "least_budget_bytes", "host_bytes", "moved_bytes", "predicted_step_s",
+        "endless_s", "lower_bound_s", "gap", "status",
+    )  # fmt: skip
+    return {
+        **{name: getattr(plan, name) for name in names},
+        "stall_s": plan.simulation.stall_s,
+        "blocks": [asdict(row) for row in plan.blocks],
+    }
+
+
+def _classes(plan: Plan) -> Iterator[str]:
+    """Every class that has parameters, with the module that holds the largest one; numbers in its path as *."""
+    largest: dict[int, tuple[int, str]] = {}
+    blocks = block_of_items(plan.schedule)
+    for item, size in plan.schedule.item_bytes.items():
+        if item.startswith("p:") and item in blocks:
+            largest[blocks[item]] = max(largest.get(blocks[item], (0, "")), (size, item[2:]))
+    seen = set()
+    for index, row in enumerate(plan.blocks):
+        if index in largest and row.class_id not in seen:
+            seen.add(row.class_id)
+            parts = ["*" if part.isdigit() else part for part in largest[index][1].split(".")[:-1]]
+            # Below a layer one name says which part of it: self_attn, mlp.
+            end = len(parts) - parts[::-1].index("*") + 1 if "*" in parts else len(parts)
+            yield f"{row.class_id}={'.'.join(parts[:end]) or 'the model'}"
+
+
+def summary(plan: Plan, tokens: int = 0) -> Iterator[tuple[str, str | Text]]:
+    """The most important figures, each as a word and a text."""
+    step_s, endless_s = plan.predicted_step_s, plan.endless_s
+    into, out = plan.moved_bytes
+    peak, budget = format_bytes(plan.predicted_peak_bytes), format_bytes(plan.budget_bytes)
+    rate = f", {tokens / step_s:,.0f} tokens/s" if tokens else ""
+    least = f"; the least budget that works is {format_least_bytes(plan.least_budget_bytes)}"
+    yield "fits", Text.assemble(("yes", "green"), least)
+    yield "one step", f"{format_seconds(step_s)} predicted{rate}"
+    yield (
+        "overhead",
+        f"{_percent(step_s / endless_s - 1)} against an endless card ({format_seconds(endless_s)}, updates included)",
+    )
+    yield "device", f"{peak} at most, budget {budget}"
+    yield "host", f"{format_bytes(plan.host_bytes)} of tensors"
+    yield "moved", f"{format_bytes(into)} in and {format_bytes(out)} out per step"
+    yield "bound", f"{plan.bound_words}; {plan.status}"
+
+
+def _limit_rows(found: Explanation) -> Iterator[tuple[str, str]]:
+    word = "limits"
+    for phase in found.phases:
+        if phase.seconds <= 0:
+            continue
+        busy = sorted(phase.busy.items(), key=lambda entry: -entry[1])
+        named = [f"{_WORDS[name]} {part:.0%}" for name, part in busy if part >= _BUSY] or [
+            "nothing is busy all the time"
+        ]
+        name = phase.name.replace("_", "-")
+        yield word, f"{name} ({format_seconds(phase.seconds)}): {', '.join(named)}; memory {phase.memory:.0%} full"
+        word = ""
+    word = "would buy"
+    for offer in found.offers:
+        less = f"less than {found.certain:.1%}"
+        saved = f"about {format_seconds(offer.saved_s)} less per step" if found.worth(offer) else less
+        yield word, f"{offer.change}: {saved}"
+        word = ""
+
+
+def _percent(part: float) -> str:
+    rounded = round(100 * part, 1)
+    return f"{rounded:+.1f} %" if rounded else "0 %"
+
+
+def curve(points: Sequence[SweepPoint], endless_s: float, width: int) -> Table:
+    """Budget against step time as a table with bars; a budget that does not work says the least one that does."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    for heading in ("budget", "one step", "overhead"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    wide = width >= NARROW
+    if wide:
+        table.add_column("host", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    most_s = max((p.predicted_step_s for p in points if p.predicted_step_s is not None), default=1.0)
+    for p in points:
+        budget = format_bytes(p.budget_bytes)
+        if p.predicted_step_s is None:
+            cells = [budget, "-", "-", *(["-"] if wide else []), "too small"]
+        else:
+            bar = "█" * max(1, round((width - _BESIDE_BAR[wide]) * p.predicted_step_s / most_s))
+            host = [format_bytes(p.host_bytes or 0)] if wide else []
+            cells = [
+                budget,
+                format_seconds(p.predicted_step_s),
+                _percent(p.predicted_step_s / endless_s - 1),
+                *host,
+                bar,
+            ]
+        table.add_row(*cells)
+    least = format_least_bytes(points[0].least_budget_bytes)
+    table.caption = f"an endless card: {format_seconds(endless_s)}; the least budget that works: {least}"
+    table.caption_justify = "left"
+    return table

@@ -1,0 +1,192 @@
+"""What of a model's Python decides its numbers, and whether it is still what it was.
+
+A graph is captured once. What the Python behind it reads (modes, numbers, flags, configurations, hooks, which modules
+there are) is fixed in it. So every call asks here which state that Python is in, and each state has plans of its own.
+
+Looking costs one comparison by identity per attribute. Only where something is another object than before, everything
+is described by value, so that a number set to itself is no change and going back finds the state from before.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+
+from .python_objects import ABSENT, Description, Found, attributes_of, difference
+
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_RECENT = 4
+
+Tables = tuple[dict[Any, Any], ...]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A model's Python as it was looked at: containers, and what was in them.
+
+    Parameters
+    ----------
+    holders: objects whose class counts. tables: dictionaries. settings: those whose `keys` and their order count.
+    rows: lists, tuples and sets. odd: attributes of objects without a dictionary, by object. own: what the model holds
+        itself. parameters: by canonical name. number: of the state.
+    """
+
+    holders: tuple[Any, ...]
+    classes: tuple[type, ...]
+    tables: Tables
+    rows: tuple[Any, ...]
+    odd: tuple[tuple[Any, str], ...]
+    own: dict[str, Any]
+    lengths: list[int]
+    settings: Tables
+    keys: list[Any]
+    values: tuple[Any, ...]
+    parameters: tuple[tuple[str, torch.nn.Parameter], ...]
+    requires: list[bool]
+    number: int
+
+    @staticmethod
+    def of(model: torch.nn.Module, found: Found, number: int) -> _Seen:
+        """The model as it is now."""
+        tables, rows, odd = tuple(found.tables), tuple(found.rows), tuple(found.odd)
+        parameters = tuple(model.named_parameters())
+        return _Seen(
+            holders=tuple(found.holders),
+            classes=tuple(map(type, found.holders)),
+            tables=tables,
+            rows=rows,
+            odd=odd,
+            own=attributes_of(model),
+            lengths=[*map(len, tables), *map(len, rows)],
+            settings=tuple(found.settings),
+            keys=[*chain.from_iterable(found.settings)],
+            values=tuple(_values(tables, rows, odd)),
+            parameters=parameters,
+            requires=[*map(_REQUIRES_GRAD, (p for _, p in parameters))],
+            number=number,
+        )
+
+    def holds(self, model: torch.nn.Module) -> bool:
+        """Whether everything is the same object as then."""
+        own = attributes_of(model)
+        return (
+            own.keys() == self.own.keys()
+            and all(map(operator.is_, own.values(), map(self.own.__getitem__, own)))
+            and [*map(len, self.tables), *map(len, self.rows)] == self.lengths
+            and [*chain.from_iterable(self.settings)] == self.keys
+            and all(map(operator.is_, _values(self.tables, self.rows, self.odd), self.values))
+            and all(map(operator.is_, map(type, self.holders), self.classes))
+            and [*map(_REQUIRES_GRAD, (p for _, p in self.parameters))] == self.requires
+        )
+
+
+def _values(tables: Tables, rows: tuple[Any, ...], odd: tuple[tuple[Any, str], ...]) -> Iterator[Any]:
+    return chain(
+        chain.from_iterable(map(dict.values, tables)),
+        chain.from_iterable(rows),
+        (getattr(it, name, None) for it, name in odd),
+    )
+
+
+class Watch:
+    """Numbers the states that a model's Python has been in.
+
+    State: `_states`, every state by its number; `_recent`, how the model looked when it was last in some of them, the
+    latest first; `_read`, the attributes that a captured forward has read, None before the first capture; `_free`, what
+    does not count since the forward itself sets it; `_last` and `_before_last`, the states it was in last.
+    Changed on the training thread only.
+
+    Parameters
+    ----------
+    model: it is not kept alive.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._states: list[Description] = []
+        self._recent: list[_Seen] = []
+        self._read: set[str] | None = None
+        self._free: frozenset[str] = frozenset()
+        self._last = self._before_last = 0
+        self.look()
+
+    @property
+    def parameters(self) -> tuple[tuple[str, torch.nn.Parameter], ...]:
+        """The model's parameters by canonical name, as last looked at; none when the model is gone."""
+        return self._recent[0].parameters if self._model() is not None else ()
+
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter required a gradient when last looked at."""
+        return any(self._recent[0].requires)
+
+    @property
+    def changes(self) -> str:
+        """What was different, in words, when the model last entered another state."""
+        before = self._states[self._before_last]
+        return difference(before, self._states[self._last], self._counts)
+
+    def look(self) -> int:
+        """The number of the state that the model is in now; equal numbers mean equal forwards."""
+        number = self._number()
+        if number != self._last:
+            self._last, self._before_last = number, self._last
+        return number
+
+    def _number(self) -> int:
+        with torch._C.DisableTorchFunctionSubclass():
+            model = self._model()
+            assert model is not None
+            for position, seen in enumerate(self._recent):
+                if seen.holds(model):
+                    if position:
+                        self._recent.insert(0, self._recent.pop(position))
+                    return seen.number
+            return self._look_closely(model)
+
+    def learn(self, read: frozenset[str], free: frozenset[str]) -> None:
+        """A forward was captured: what it read counts from now on, what it sets itself does not.
+
+        Parameters
+        ----------
+        read, free: attributes by path.
+        """
+        self._read = (self._read or set()) | read
+        self._free |= free
+
+    def settle(self) -> None:
+        """What is different now does not count: the session itself has set it."""
+        model, seen = self._model(), self._recent[0]
+        assert model is not None
+        self._recent[0] = replace(
+            seen,
+            own=attributes_of(model),
+            lengths=[*map(len, seen.tables), *map(len, seen.rows)],
+            keys=[*chain.from_iterable(seen.settings)],
+            values=tuple(_values(seen.tables, seen.rows, seen.odd)),
+        )
+
+    def _look_closely(self, model: torch.nn.Module) -> int:
+        found = Found(model)
+        now = found.description
+        number = next((n for n, known in enumerate(self._states) if self._alike(known, now)), len(self._states))
+        if number == len(self._states):
+            self._states.append(now)
+        seen = _Seen.of(model, found, number)
+        self._recent = [seen, *(s for s in self._recent if s.number != number)][:_RECENT]
+        return number
+
+    def _alike(self, one: Description, other: Description) -> bool:
+        return all(one.get(path, ABSENT) == other.get(path, ABSENT) for path in {**one, **other} if self._counts(path))
+
+    def _counts(self, path: str) -> bool:
+        """Whether what is at a path can change numbers: an attribute that no captured forward has read cannot."""
+        if path in self._free:
+            return False
+        return self._read is None or not path.startswith(".") or path in self._read

@@ -1,0 +1,242 @@
+"""Measuring bytes that the host's allocator hands out while something runs."""
+
+from __future__ import annotations
+
+import abc
+import atexit
+import contextlib
+import ctypes
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ..errors import ProtocolError
+
+_MARK = "offmate::"
+
+
+def allocation_log(device: torch.device) -> AllocationLog | DeviceAllocationLog:
+    """What watches the allocator of a device."""
+    return AllocationLog() if device.type == "cpu" else DeviceAllocationLog(device)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """libkineto writes two lines to stderr for every session unless told otherwise."""
+    before = os.environ.get("KINETO_LOG_LEVEL")
+    os.environ["KINETO_LOG_LEVEL"] = "99"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["KINETO_LOG_LEVEL"]
+        else:
+            os.environ["KINETO_LOG_LEVEL"] = before
+
+
+@functools.cache
+def _let_children_end() -> None:
+    """See that a process that is forked from this one ends when it exits.
+
+    Once the profiler has run, libkineto waits on exit for a thread of its own, which no forked child has. So a child
+    leaves past what libraries do on exit; Python has ended its own affairs by then.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(os, "register_at_fork") and hasattr(libc, "on_exit"):
+        os.register_at_fork(after_in_child=lambda: libc.on_exit(libc._exit, None))
+
+
+class _OneAtATime(abc.ABC):
+    """A process logs its allocations once at a time: a log that begins ends the one under way in its thread.
+
+    State: `cut_short`, whether another log began before this one ended, or another thread asked it to end, so that it
+    saw a part only.
+    """
+
+    _under_way: ClassVar[_OneAtATime | None] = None
+
+    def __init__(self) -> None:
+        self.cut_short = False
+        self._thread, self._process = threading.current_thread(), os.getpid()
+
+    def _begin(self) -> None:
+        """Be the log under way. Raises: ProtocolError if another thread's is."""
+        before = _OneAtATime._under_way
+        if before is not None and before.can_end:
+            before.cut_short = True
+            before._stop()
+        elif before is not None and before.is_alive:
+            raise ProtocolError(
+                f"the first iteration of a model in thread {before._thread.name!r} is being measured, and a process "
+                "measures one at a time. Finish it there first, with optimizer.step() or model.offmate.sync(), before "
+                f"thread {threading.current_thread().name!r} calls a model for the first time"
+            )
+        self._thread, self._process = threading.current_thread(), os.getpid()
+        _OneAtATime._under_way = self
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this thread began it; one of a forked process did not."""
+        return self._thread is threading.current_thread() and self._process == os.getpid()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether whoever began it can still end it."""
+        return self._process == os.getpid() and self._thread.is_alive()
+
+    @property
+    def can_end(self) -> bool:
+        """Whether it can be ended now: by its own thread, and not in a backward, which restores what it has found."""
+        return self.is_here and torch._C._current_graph_task_id() == -1
+
+    def __exit__(self, *error: object) -> None:
+        if _OneAtATime._under_way is self and self.can_end:
+            _OneAtATime._under_way = None
+            self._stop()
+        else:  # Another log has ended it; or the next log does, or the end of the process.
+            self.cut_short = True
+
+    @abc.abstractmethod
+    def _stop(self) -> None:
+        """End it."""
+
+
+@atexit.register
+def _end_with_the_process() -> None:
+    """A process that ends while a log is under way would crash on its way out."""
+    log = _OneAtATime._under_way
+    if log is not None:
+        log.__exit__()
+
+
+def profiler_is_taken() -> bool:
+    """Whether the user profiles this thread, or another thread is measured, so that nothing can be measured here."""
+    own = _OneAtATime._under_way
+    if own is not None and not own.can_end:
+        return own.is_alive
+    return torch.autograd._profiler_enabled() and own is None
+
+
+class AllocationLog(_OneAtATime):
+    """Allocations and frees on the host, in order, by the named stretches in which they happened.
+
+    Use as a context manager around the work; name stretches with `stretch`. Raises: ProtocolError if the user profiles.
+    """
+
+    def __enter__(self) -> AllocationLog:
+        if torch.autograd._profiler_enabled() and self._under_way is None:
+            raise ProtocolError(
+                "a profiler is on in this thread, and the first call of each kind is measured with PyTorch's profiler, "
+                "of which a thread can have one. Train one iteration first, and begin to profile after it"
+            )
+        self._begin()
+        _let_children_end()
+        try:
+            with _quiet():
+                self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+                self._profile.__enter__()
+        except BaseException:
+            _OneAtATime._under_way = None
+            raise
+        return self
+
+    def _stop(self) -> None:
+        with _quiet():
+            self._profile.__exit__(None, None, None)
+        profiler: Any = self._profile.profiler
+        events = profiler.kineto_results.events()
+        self._changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+        self._stretches = sorted(
+            (e.start_ns(), e.start_ns() + e.duration_ns(), e.name()) for e in events if e.name().startswith(_MARK)
+        )
+
+    @staticmethod
+    def stretch(name: str, work: Callable[[], object]) -> object:
+        """Run `work` as a named stretch and return what it returns."""
+        with record_function(_MARK + name):
+            return work()
+
+    def peak_bytes(self, until: str | None = None) -> int:
+        """The most by which all allocations lay above their level at the start, up to the stretch named `until`."""
+        ends = [start for start, _, name in self._stretches if name == f"{_MARK}{until}"]
+        last = min(ends, default=None)
+        return _peak(nbytes for at, nbytes in self._changes if last is None or at <= last)[0]
+
+    def rise_bytes(self, name: str) -> int:
+        """The most by which all allocations lay above their level at the stretch's start, while it lasted.
+
+        Of what was allocated before the log began, frees are not seen.
+        """
+        ((start, end),) = ((start, end) for start, end, own in self._stretches if own == _MARK + name)
+        return _peak(nbytes for at, nbytes in self._changes if start <= at <= end)[0]
+
+    def workspace_bytes(self) -> dict[str, int]:
+        """Per stretch, the most that was held beyond what was still held at its end."""
+        found: dict[str, int] = {}
+        changes = iter(self._changes)
+        change = next(changes, None)
+        for start, end, name in self._stretches:
+            inside = []
+            while change is not None and change[0] <= end:
+                if change[0] >= start:
+                    inside.append(change[1])
+                change = next(changes, None)
+            peak, net = _peak(inside)
+            found[name[len(_MARK) :]] = max(0, peak - net)
+        return found
+
+
+class DeviceAllocationLog(_OneAtATime):
+    """The same of an accelerator's caching allocator, which keeps count itself. Stretches may not overlap."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._workspace: dict[str, int] = {}
+        self._rise: dict[str, int] = {}
+        self._marks: dict[str, int] = {}
+
+    def __enter__(self) -> DeviceAllocationLog:
+        self._begin()
+        torch.accelerator.reset_peak_memory_stats(self._device)
+        self._start = torch.accelerator.memory_allocated(self._device)
+        return self
+
+    def _stop(self) -> None:
+        self._end = torch.accelerator.max_memory_allocated(self._device) - self._start
+
+    def stretch(self, name: str, work: Callable[[], object]) -> object:
+        """Run `work` as a named stretch and return what it returns."""
+        self._marks[name] = torch.accelerator.max_memory_allocated(self._device) - self._start
+        torch.accelerator.reset_peak_memory_stats(self._device)
+        before = torch.accelerator.memory_allocated(self._device)
+        result = work()
+        peak = torch.accelerator.max_memory_allocated(self._device)
+        self._rise[name] = peak - before
+        self._workspace[name] = max(0, peak - torch.accelerator.memory_allocated(self._device))
+        return result
+
+    def peak_bytes(self, until: str | None = None) -> int:
+        """The most by which what was allocated lay above its level at the start, up to the stretch named `until`."""
+        return self._end if until is None else self._marks.get(until, self._end)
+
+    def rise_bytes(self, name: str) -> int:
+        """The most by which what was allocated lay above its level at the stretch's start, while it lasted."""
+        return self._rise[name]
+
+    def workspace_bytes(self) -> dict[str, int]:
+        """Per stretch, the most that was held beyond what was still held at its end."""
+        return self._workspace
+
+
+def _peak(changes: Iterable[int]) -> tuple[int, int]:
+    level = peak = 0
+    for nbytes in changes:
+        level += nbytes
+        peak = max(peak, level)
+    return peak, level

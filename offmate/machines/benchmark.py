@@ -1,0 +1,207 @@
+"""What this machine can do, measured: the figures of a hardware file, each with its source."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..progress import Progress
+from ..runtime.devices.device import Device
+from .devices import EMULATED, accelerator, make_device, words
+from .hardware import FORMAT
+from .host_memory import available_host_bytes
+from .stopwatch import clock_of
+
+_UNLIMITED_BYTES = 2**62
+_MIB = 1 << 20
+_REPEATS = 7
+_DIRECTIONS = ("in", "out", "both")
+_HOST_CLOCK = clock_of(torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured at a time.
+
+    Parameters
+    ----------
+    copies_bytes: sizes of the timed copies, ascending; the largest one's rates are the machine's.
+    matrix: rows and columns of the square matrices that are multiplied.
+    elements: float32 parameters of the timed updates and of the timed elementwise operation.
+    """
+
+    copies_bytes: tuple[int, ...] = (_MIB // 16, _MIB, 16 * _MIB, 128 * _MIB)
+    matrix: int = 1024
+    elements: int = 1 << 24
+
+
+_CARD_SIZES = Sizes(copies_bytes=(*Sizes.copies_bytes, 1 << 30), matrix=4096, elements=1 << 26)
+
+
+def measure_machine(say: Progress, sizes: Sizes | None = None, kind: str = EMULATED) -> dict[str, Any]:
+    """Measure a device of this machine: its copies, updates, matrix products and memory.
+
+    Parameters
+    ----------
+    say: told of progress. sizes: how much at a time; None takes more where a card computes. kind: as `device_kind`
+        gives it.
+
+    Returns: a hardware file as JSON's own types. Every figure is the best of a few repeats, after one to warm up:
+    what else runs on the machine can only slow it down.
+    """
+    card = accelerator(kind)
+    where = torch.device("cpu") if card is None else card
+    sizes = sizes or (Sizes() if card is None else _CARD_SIZES)
+    how = f"best of {_REPEATS}, measured on {machine_words()}, {date.today().isoformat()}"
+    say("copies", 0.0)
+    device = make_device(kind, _UNLIMITED_BYTES)
+    try:
+        copies = _copies(device, sizes.copies_bytes)
+        say("updates", 0.5)
+        on_worker = _update_on_worker(device, sizes.elements)
+    finally:
+        device.close()
+    in_place = _update(where, sizes.elements)
+    say("matrix products", 0.7)
+    products = {name: _products(dtype, sizes.matrix, where) for name, dtype in _dtypes().items()}
+    say("memory", 0.9)
+    memory, launch_s = _memory(sizes.elements, where), _launch_s(where)
+    largest = {row["direction"]: row["bytes_per_s"] for row in copies}
+    threads = "one thread" if card is None else f"{torch.get_num_threads()} threads"
+    by = "all threads" if card is None else words(card)
+    figures = {
+        **_capacities(card),
+        "memory_bytes_per_s": (memory, f"two float32 vectors added into a third, {by}; {how}"),
+        "launch_s": (launch_s, f"an operation on one element; {how}"),
+        "in_bytes_per_s": (largest["in"], f"largest copy below, alone; {how}"),
+        "out_bytes_per_s": (largest["out"], f"largest copy below, alone; {how}"),
+        "both_bytes_per_s": (largest["both"], f"largest copy below, both directions at once, added up; {how}"),
+        "cpu_update_bytes_per_s": (on_worker, f"fused AdamW on the update worker's {threads}; {how}"),
+        "device_update_bytes_per_s": (in_place, f"fused AdamW on {by}; {how}"),
+    }
+    return {
+        "format": FORMAT,
+        "name": f"{'emulated device' if card is None else words(card)} on {machine_words()}",
+        "shared_cores": card is None,
+        **{name: _figure(value, source) for name, (value, source) in figures.items()},
+        "matrix_flops_per_s": {
+            name: _figure(rate, f"product of two matrices of {sizes.matrix} x {sizes.matrix}, {by}; {how}")
+            for name, rate in products.items()
+        },
+        "copies": copies,
+    }
+
+
+def _capacities(card: torch.device | None) -> dict[str, tuple[int, str]]:
+    """Memory of the device and of the host."""
+    available = available_host_bytes()
+    if card is None:
+        half = available // 2
+        text = "half of the host memory that was available: the CPU plays the device"
+        return {"device_memory_bytes": (half, text), "host_memory_bytes": (half, "the other half")}
+    total = torch.accelerator.get_memory_info(card)[1]
+    return {
+        "device_memory_bytes": (total, "as torch reports it"),
+        "host_memory_bytes": (available, "what was available"),
+    }
+
+
+def _figure(value: float, source: str) -> dict[str, Any]:
+    """A figure to four significant digits; more would be noise."""
+    rounded = float(f"{value:.4g}")
+    return {"value": int(rounded) if rounded >= 1e4 else rounded, "source": source}
+
+
+def machine_words() -> str:
+    """This machine's processor, its threads, and the versions that matter, for a figure's source."""
+    return (
+        f"{processor()} with {torch.get_num_threads()} threads (PyTorch {torch.__version__}, Python "
+        f"{platform.python_version()})"
+    )
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name as the system gives it."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _dtypes() -> dict[str, torch.dtype]:
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _seconds(work: Callable[[], object], clock: Callable[[Callable[[], object]], float] = _HOST_CLOCK) -> float:
+    return min([clock(work) for _ in range(_REPEATS + 1)][1:])
+
+
+def _copies(device: Device, sizes_bytes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Rates by size and direction; "both" adds up a copy each way at once."""
+    return [
+        {"direction": direction, "bytes": size, "bytes_per_s": round(_copy_rate(device, direction, size))}
+        for size in sizes_bytes
+        for direction in _DIRECTIONS
+    ]
+
+
+def _copy_rate(device: Device, direction: str, size_bytes: int) -> float:
+    # Written once, so that every page is memory of its own.
+    host = device.pinned(torch.ones(size_bytes, dtype=torch.uint8))
+    inside, back = device.empty_like(host).fill_(1), device.empty_host_like(host).fill_(1)
+    # Where the CPU plays the device, what leaves is not what comes in at the same time.
+    leaves = host if direction == "both" and device.torch_device.type == "cpu" else inside
+
+    def copy() -> None:
+        events = [device.copy_in(inside, host, ())] if direction != "out" else []
+        events += [device.copy_out(back, leaves, ())] if direction != "in" else []
+        for event in events:
+            event.synchronize()
+
+    return (2 if direction == "both" else 1) * size_bytes / _seconds(copy)
+
+
+def _stepper(elements: int, where: torch.device) -> Any:
+    """One AdamW step of one float32 parameter."""
+    param = torch.nn.Parameter(torch.zeros(elements, device=where))
+    param.grad = torch.full_like(param, 1e-3)
+    return torch.optim.AdamW([param], fused=True).step
+
+
+def _update_on_worker(device: Device, elements: int) -> float:
+    """Bytes of float32 parameters per second that AdamW updates on the host's update worker."""
+    step = _stepper(elements, torch.device("cpu"))
+    return 4 * elements / _seconds(lambda: device.update_on_host(step, ()).synchronize())
+
+
+def _update(where: torch.device, elements: int) -> float:
+    """The same where operators run."""
+    return 4 * elements / _seconds(_stepper(elements, where), clock_of(where))
+
+
+def _products(dtype: torch.dtype, size: int, where: torch.device) -> float:
+    a, b, c = (torch.ones(size, size, dtype=dtype, device=where) for _ in range(3))
+    return 2 * size**3 / _seconds(lambda: torch.mm(a, b, out=c), clock_of(where))
+
+
+def _memory(elements: int, where: torch.device) -> float:
+    a, b, c = (torch.ones(elements, device=where) for _ in range(3))
+    return 12 * elements / _seconds(lambda: torch.add(a, b, out=c), clock_of(where))
+
+
+def _launch_s(where: torch.device, times: int = 1000) -> float:
+    one = torch.ones(1, device=where)
+
+    def many() -> None:
+        for _ in range(times):
+            torch.add(one, one, out=one)
+
+    return _seconds(many, clock_of(where)) / times

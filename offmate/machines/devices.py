@@ -1,0 +1,119 @@
+"""The devices that a user can name."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..errors import DeviceError
+from ..runtime.devices.device import Device
+from ..runtime.devices.emulated import EmulatedDevice
+from ..runtime.devices.streams import StreamDevice
+from ..sizes import format_bytes
+from .host_memory import default_host_budget_bytes
+
+log = logging.getLogger("offmate")
+
+EMULATED = "emulated"
+_LEAST_MARGIN_BYTES = 1 << 28
+
+
+def device_kind(device: str | torch.device | None) -> str:
+    """The device that a user names: "emulated", or an accelerator of torch's with its index, such as "cuda:0".
+
+    Parameters
+    ----------
+    device: None takes an accelerator where there is one.
+
+    Raises: DeviceError if there is none such here.
+    """
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is None:
+        name = EMULATED if here is None else f"{here.type}:{torch.accelerator.current_device_index()}"
+        log.info("device: %s", f"{name} (the CPU plays the device)" if here is None else name)
+        return name
+    name = str(device)
+    if name == EMULATED:
+        return name
+    try:
+        asked = torch.device(name)
+    except RuntimeError:
+        raise DeviceError(f"device={name!r} is not known; use 'cuda', 'cuda:1' or 'emulated'") from None
+    if here is None or asked.type != here.type:
+        found = "no accelerator" if here is None else f"only {here.type!r}"
+        raise DeviceError(
+            f"device={name!r}: torch {torch.__version__} sees {found} here; use device='emulated', which runs anywhere"
+            + (", or install a torch build with CUDA" if asked.type == "cuda" else "")
+        )
+    index = torch.accelerator.current_device_index() if asked.index is None else asked.index
+    if index >= torch.accelerator.device_count():
+        raise DeviceError(f"device={name!r}: the last of the devices here is {torch.accelerator.device_count() - 1}")
+    return f"{asked.type}:{index}"
+
+
+def default_budget_bytes(kind: str) -> int:
+    """The budget that "auto" stands for: what is free on the device and what this process holds, less a margin.
+
+    The emulated device takes half of the host's.
+    """
+    where = accelerator(kind)
+    if where is None:
+        return default_host_budget_bytes() // 2
+    free, total = torch.accelerator.get_memory_info(where)
+    return max(0, free + torch.accelerator.memory_reserved(where) - max(total // 50, _LEAST_MARGIN_BYTES))
+
+
+def check_budget(kind: str, budget_bytes: int) -> None:
+    """Raise DeviceError if a device does not have that much."""
+    where = accelerator(kind)
+    if where is None:
+        return
+    free, total = torch.accelerator.get_memory_info(where)
+    held = torch.accelerator.memory_reserved(where)
+    if budget_bytes > total:
+        raise DeviceError(
+            f"gpu_budget is {format_bytes(budget_bytes)}, but {words(where)} has {format_bytes(total)}; give less, or "
+            'leave gpu_budget out ("auto")'
+        )
+    if budget_bytes <= 0:
+        raise DeviceError(
+            f"nothing of {words(where)} is left to plan with: of {format_bytes(total)} other processes hold "
+            f"{format_bytes(total - free - held)}, contexts included. End them, or wait"
+        )
+    if budget_bytes > free + held:
+        raise DeviceError(
+            f"gpu_budget is {format_bytes(budget_bytes)}, but only {format_bytes(free + held)} of {words(where)} are "
+            f"free: other processes hold {format_bytes(total - free - held)}, contexts included. End them, or give less"
+        )
+
+
+def accelerator(kind: str) -> torch.device | None:
+    """The torch device behind a kind of `device_kind`; None where the CPU plays it."""
+    return None if kind == EMULATED else torch.device(kind)
+
+
+def make_device(kind: str, limit_bytes: int) -> Device:
+    """The device of a kind, with a budget."""
+    where = accelerator(kind)
+    return EmulatedDevice(limit_bytes) if where is None else StreamDevice(where, limit_bytes)
+
+
+def words(device: torch.device) -> str:
+    """The device's name as its maker gives it."""
+    module: Any = torch.get_device_module(device)
+    return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else str(device)
+
+
+@contextlib.contextmanager
+def rng_untouched(device: torch.device | None) -> Iterator[None]:
+    """Let what the body draws change no generator of the host's or the device's."""
+    if device is None:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    else:
+        with torch.random.fork_rng(devices=[device.index], device_type=device.type):
+            yield

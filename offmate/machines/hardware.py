@@ -1,0 +1,123 @@
+"""Hardware files: what a machine that is not here can do, each figure with its source."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ..errors import OffmateError
+
+FORMAT = 1
+_RATES = (
+    "memory_bytes_per_s",
+    "launch_s",
+    "in_bytes_per_s",
+    "out_bytes_per_s",
+    "both_bytes_per_s",
+    "cpu_update_bytes_per_s",
+    "device_update_bytes_per_s",
+)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine's rates as they are reached in practice.
+
+    Parameters
+    ----------
+    device_memory_bytes, host_memory_bytes: what it has; host 0 where the file does not say.
+    matrix_flops_per_s: of large matrix products, by dtype name.
+    memory_bytes_per_s: device memory traffic. launch_s: seconds that a kernel takes at least.
+    in_bytes_per_s, out_bytes_per_s, both_bytes_per_s: of the link to the host, each way alone and both together.
+    cpu_update_bytes_per_s, device_update_bytes_per_s: bytes of float32 parameters that Adam updates per second.
+    manage_s: H, seconds of the CPU per step for everything else.
+    shared_cores: compute, copies and CPU updates share the same cores (the emulated device).
+    """
+
+    name: str
+    device_memory_bytes: int
+    matrix_flops_per_s: tuple[tuple[str, float], ...]
+    memory_bytes_per_s: float
+    launch_s: float
+    in_bytes_per_s: float
+    out_bytes_per_s: float
+    both_bytes_per_s: float
+    cpu_update_bytes_per_s: float
+    device_update_bytes_per_s: float
+    host_memory_bytes: int = 0
+    manage_s: float = 0.0
+    shared_cores: bool = False
+
+    @property
+    def default_budget_bytes(self) -> int:
+        """Device memory less a sixteenth, for the context and what others hold."""
+        return self.device_memory_bytes - self.device_memory_bytes // 16
+
+    def flops_per_s(self, dtype: str) -> float:
+        """Rate of matrix products in a dtype; float32's where the file does not name it."""
+        rates = dict(self.matrix_flops_per_s)
+        return rates.get(dtype, rates["float32"])
+
+
+def names() -> tuple[str, ...]:
+    """Names of the hardware files that come with offmate."""
+    return tuple(sorted(p.name.removesuffix(".json") for p in _folder().iterdir() if p.name.endswith(".json")))
+
+
+def load(name_or_path: str) -> Hardware:
+    """A machine by the name of a file that comes with offmate, or by the path of one's own.
+
+    Raises: OffmateError naming the nearest names, or what is wrong in the file.
+    """
+    if name_or_path in names():
+        return _parse(json.loads((_folder() / f"{name_or_path}.json").read_text()), name_or_path)
+    path = Path(name_or_path)
+    if not path.exists():
+        near = difflib.get_close_matches(name_or_path.lower(), names(), n=3, cutoff=0.4)
+        hint = f"Did you mean {' or '.join(near)}? " if near else ""
+        raise OffmateError(
+            f"hardware {name_or_path!r} is not known. {hint}Known are {', '.join(names())}; or name a file that "
+            "`offmate profile --json FILE` wrote"
+        )
+    try:
+        return _parse(json.loads(path.read_text()), name_or_path)
+    except ValueError as error:
+        raise OffmateError(f"{name_or_path}: not JSON: {error}") from None
+
+
+def _folder() -> Any:
+    return resources.files("offmate") / "machines"
+
+
+def _parse(data: Any, where: str) -> Hardware:
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise OffmateError(f"{where}: not a hardware file of format {FORMAT}")
+    figures = {key: _figure(data, key, where) for key in _RATES}
+    products = data.get("matrix_flops_per_s")
+    if not isinstance(products, dict) or "float32" not in products:
+        raise OffmateError(f"{where}: matrix_flops_per_s must name at least float32")
+    flops = tuple(sorted((dtype, _figure(products, dtype, where)) for dtype in products))
+    return Hardware(
+        name=str(data.get("name", where)),
+        device_memory_bytes=int(_figure(data, "device_memory_bytes", where)),
+        matrix_flops_per_s=flops,
+        host_memory_bytes=int(_figure(data, "host_memory_bytes", where)) if "host_memory_bytes" in data else 0,
+        manage_s=_figure(data, "manage_s", where) if "manage_s" in data else 0.0,
+        shared_cores=data.get("shared_cores") is True,
+        **figures,
+    )
+
+
+def _figure(data: dict[str, Any], key: str, where: str) -> float:
+    entry = data.get(key)
+    if not isinstance(entry, dict) or "value" not in entry or not entry.get("source"):
+        raise OffmateError(f'{where}: {key} must be {{"value": number, "source": text}}, found {entry!r}')
+    value = entry["value"]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 <= value < math.inf):
+        raise OffmateError(f"{where}: {key} is {value!r}; it must be a finite number, not negative")
+    return float(value)

@@ -1,0 +1,71 @@
+"""Which tensors can be updated some rows at a time, with the bits of one update."""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Any
+
+import torch
+
+from ..capture.joint import dense_stride
+from ..solver.options.pieces import Grid
+
+# What an element becomes depends on its own gradient and state, and on numbers that a tensor's elements share. Classes
+# derived from these may do something else.
+_BY_ELEMENT = frozenset(
+    {
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adamax,
+        torch.optim.Adadelta,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+    }
+)
+# Elements that no kernel treats apart: what a processor takes at once, and a cache line. Where the rest of a tensor
+# that makes no whole number of them is updated in another way, only its own last ones are, cut or not.
+_TOGETHER = 64
+
+
+# Their fused kernels treat all elements alike in less precision than float32, too, and give threads whole cache lines.
+_FUSED_ALIKE = frozenset({torch.optim.Adam, torch.optim.AdamW})
+
+
+def works_by_element(kind: Any) -> bool:
+    """Whether an optimizer class, with master weights or without, updates every element of a tensor by itself."""
+    return getattr(kind, "_kind", kind) in _BY_ELEMENT
+
+
+def depends_on_threads(kind: Any, hyper: dict[str, Any], dtype: torch.dtype) -> bool:
+    """Whether the bits of an update on a CPU may depend on how many threads share a tensor, and so on where it is cut.
+
+    Sums over a tensor do; and in less precision than float32 the last elements of each thread, which fill no vector,
+    are rounded more often than the others.
+
+    Parameters
+    ----------
+    kind: with master weights or without. hyper: of the parameter's group. dtype: of the parameter.
+    """
+    if not works_by_element(kind):
+        return True
+    inner = getattr(kind, "_kind", None)
+    low = dtype in (torch.bfloat16, torch.float16) and inner is None
+    return low and not (hyper.get("fused") and kind in _FUSED_ALIKE)
+
+
+def grid_of(tensor: torch.Tensor) -> Grid | None:
+    """Where a tensor may be cut into rows that are stretches of memory without gaps; None if nowhere.
+
+    Parameters
+    ----------
+    tensor: shape and strides; no data are read.
+    """
+    if tensor.dim() == 0 or tensor.numel() == 0:
+        return None
+    rows, size = tensor.shape[0], tensor.numel()
+    if tensor.stride(0) * rows != size or dense_stride(tensor) != tensor.stride():
+        return None
+    return Grid(rows, _TOGETHER // gcd(_TOGETHER, size // rows))

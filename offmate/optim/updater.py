@@ -1,0 +1,352 @@
+"""The user's optimizer, one tensor at a time, by its own torch implementation."""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import logging
+import statistics
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import OffmateError, ProtocolError
+from ..machines.devices import EMULATED
+from ..machines.stopwatch import clock_of
+from ..runtime.replay.contents import is_bulk
+from .rows import depends_on_threads, works_by_element
+
+log = logging.getLogger("offmate")
+
+_TIMED_ELEMENTS = 2**22
+_REPEATS = 3
+_CPU = torch.device("cpu")
+_SHOWN_ELEMENTS = 2**18  # of the stand-in on which both forms of an update are timed
+
+
+@dataclass(frozen=True)
+class UpdateCost:
+    """What updating a parameter takes: bytes of state that can move, bytes of scalar state, seconds on each side.
+
+    Parameters
+    ----------
+    cpu_add_s, device_add_s: seconds to add a gradient to the sum of earlier ones. norm_s: to measure its norm.
+    """
+
+    state_bytes: int
+    scalar_bytes: int
+    cpu_update_s: float
+    device_update_s: float
+    cpu_add_s: float
+    device_add_s: float
+    norm_s: float
+
+
+class Updater:
+    """Runs the optimizer's step on single tensors, with the hyperparameters of one moment.
+
+    On the emulated device an optimizer that was given neither `fused` nor `foreach` runs what plain PyTorch runs on a
+    CPU; on an accelerator it runs fused, where it can.
+
+    State: `groups`, the hyperparameters per parameter, and `threads`, those that compute, as of the last `snapshot`.
+
+    Parameters
+    ----------
+    optimizer: the instance that the user built.
+    names: canonical name of every parameter that it holds. device: kind of the device that updates are planned for.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], device: str = EMULATED
+    ) -> None:
+        self.optimizer = optimizer
+        self.names = names
+        self.base: Any = next(c for c in type(optimizer).__mro__ if not issubclass(c, PlannedOptimizer))
+        self.emulated = device == EMULATED
+        self.fuse = not self.emulated and self._may_fuse()
+        self.groups: dict[str, dict[str, Any]] = {}
+        self.threads = 1
+        self.snapshot()
+
+    def _may_fuse(self) -> bool:
+        """Whether the user left the form of an update open, and the fused one exists for these tensors."""
+        groups = self.optimizer.param_groups
+        if any("fused" not in g or g["fused"] is not None or g.get("foreach") is not None for g in groups):
+            return False
+        if any(g.get("differentiable") for g in groups):
+            return False
+        try:
+            probe = torch.zeros(2, dtype=groups[0]["params"][0].dtype)
+            self.step_one({**_hyper(groups[0]), "fused": True}, probe, torch.zeros_like(probe), {})
+        except Exception:
+            return False
+        return True
+
+    def say_form(self) -> None:
+        """Tell the log which form an update has, where the user left that open, and what the other one would save."""
+        if not log.isEnabledFor(logging.INFO) or not (self.fuse or self._may_fuse()):
+            return
+        kind = self.base.__name__
+        if self.fuse:
+            log.info("%s runs with fused=True, since neither fused nor foreach was given", kind)
+            return
+        group = self.optimizer.param_groups[0]
+        like = torch.empty(_SHOWN_ELEMENTS, dtype=group["params"][0].dtype, device="meta")
+        plain_s, fused_s = (
+            self._times(like, {**_hyper(group), **form}, _CPU).update_s for form in ({}, {"fused": True})
+        )
+        log.info(
+            "%s updates as plain PyTorch does on a CPU, since neither fused nor foreach was given; with "
+            "%s(..., fused=True) an update took %.2g s instead of %.2g s here (a tensor of %d elements), and its "
+            "numbers are plain PyTorch's with fused=True",
+            *(kind, kind, fused_s, plain_s, _SHOWN_ELEMENTS),
+        )
+
+    @property
+    def by_element(self) -> bool:
+        """Whether an update treats every element of a tensor by itself."""
+        return works_by_element(self.base)
+
+    def by_rows(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether the device can update rows of a parameter on their own, with the bits of one update."""
+        return self.by_element and not (self.emulated and depends_on_threads(self.base, self.groups[name], dtype))
+
+    def snapshot(self) -> None:
+        """Take the hyperparameters as they are now, and the training thread's number of threads."""
+        self.groups = {}
+        self.threads = torch.get_num_threads()
+        for group in self.optimizer.param_groups:
+            # A learning rate that is a tensor is changed in place by schedulers.
+            hyper = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in _hyper(group).items()}
+            if self.fuse:
+                hyper["fused"] = True
+            for param in group["params"]:
+                self.groups[self.names[param]] = hyper
+
+    def check_unchanged(self) -> None:
+        """Raise ProtocolError if hyperparameters have changed since the snapshot."""
+        for group in self.optimizer.param_groups:
+            now = _hyper(group)
+            for param in group["params"][:1]:
+                then = self.groups[self.names[param]]
+                changed = [k for k in now if k != "fused" and not _alike(now[k], then.get(k))]
+                if changed:
+                    key = changed[0]
+                    raise ProtocolError(
+                        f"{key} changed from {then.get(key)} to {now[key]} between backward() and optimizer.step(); "
+                        "updates have begun during the backward with the old value. Change it after optimizer.step(), "
+                        "as schedulers do"
+                    )
+
+    def __call__(self, name: str, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
+        """Update `param` in place."""
+        # A worker has one thread; here it needs as many as plain PyTorch takes. What new threads get stays as it is.
+        if torch.get_num_threads() != self.threads and depends_on_threads(self.base, self.groups[name], param.dtype):
+            torch.set_num_threads(self.threads)
+        self.step_one(self.groups[name], param, grad, state)
+
+    def step_one(self, hyper: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
+        """Update one tensor in place with given hyperparameters; `state` is filled at the first update."""
+        single: Any = object.__new__(self.base)
+        single.__dict__.update(self.optimizer.__dict__)
+        single.__dict__.pop("step", None)
+        single.__dict__["_optimizer_step_pre_hooks"] = OrderedDict()
+        single.__dict__["_optimizer_step_post_hooks"] = OrderedDict()
+        leaf = torch.nn.Parameter(param.data)
+        leaf.grad = grad
+        _place_scalars(state, leaf.device if hyper.get("fused") or hyper.get("capturable") else _CPU)
+        single.param_groups = [{**hyper, "params": [leaf]}]
+        single.state = defaultdict(dict, {leaf: state})
+        self.base.step(single)
+        # Some optimizers replace the dictionary instead of filling it.
+        if single.state[leaf] is not state:
+            state.update(single.state[leaf])
+
+    def cost(self, like: torch.Tensor, hyper: dict[str, Any], device: torch.device = _CPU) -> UpdateCost:
+        """Bytes of state and seconds for a tensor, by updating a stand-in of its shape.
+
+        Parameters
+        ----------
+        like: shape and dtype; no data are read. hyper: the group's hyperparameters. device: where operators run; on the
+            CPU a worker has one thread where the training thread has all, unless bits depend on it.
+        """
+        here = self._times(like, hyper, device)
+        there = here if device == _CPU else self._times(like, hyper, _CPU)
+        share = torch.get_num_threads() if device == _CPU else 1
+        update_share = 1 if depends_on_threads(self.base, hyper, like.dtype) else share
+        tensors = [v for v in here.state.values() if isinstance(v, torch.Tensor)]
+        return UpdateCost(
+            state_bytes=sum(t.untyped_storage().nbytes() for t in tensors if is_bulk(t)),
+            scalar_bytes=sum(t.untyped_storage().nbytes() for t in tensors if not is_bulk(t)),
+            cpu_update_s=update_share * there.update_s,
+            device_update_s=here.update_s,
+            cpu_add_s=share * there.add_s,
+            device_add_s=here.add_s,
+            norm_s=here.norm_s,
+        )
+
+    def _times(self, like: torch.Tensor, hyper: dict[str, Any], device: torch.device) -> _Times:
+        state: dict[str, Any] = {}
+        param, grad = (torch.zeros(like.shape, dtype=like.dtype, device=device) for _ in range(2))
+        repeats = _REPEATS if like.numel() <= _TIMED_ELEMENTS else 2
+        return _Times(
+            state,
+            _seconds(lambda: self.step_one(hyper, param, grad, state), repeats, device),
+            _seconds(lambda: param.add_(grad), repeats, device),
+            _seconds(lambda: torch.linalg.vector_norm(grad), repeats, device),
+        )
+
+
+class _Times(NamedTuple):
+    state: dict[str, Any]
+    update_s: float
+    add_s: float
+    norm_s: float
+
+
+def _seconds(work: Callable[[], object], repeats: int, device: torch.device) -> float:
+    """The median after a first run that does not count."""
+    clock = clock_of(device)
+    return statistics.median([clock(work) for _ in range(repeats)][1:])
+
+
+def _place_scalars(state: dict[str, Any], device: torch.device) -> None:
+    """Scalars of a state go where torch's optimizers keep them for parameters that are there."""
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device != device:
+            state[key] = value.to(device)
+
+
+def _hyper(group: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k != "params"}
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return bool(torch.equal(torch.as_tensor(a), torch.as_tensor(b)))
+    return bool(a == b)
+
+
+def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
+    """Canonical name of every parameter of an optimizer.
+
+    Raises: OffmateError if a parameter is not the model's, or the model is trained by none of them.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OffmateError(
+            f"optimizer= is a {type(optimizer).__name__}, not a torch.optim.Optimizer; pass the one inside the wrapper"
+        )
+    names = {param: name for name, param in model.named_parameters()}
+    found: dict[torch.Tensor, str] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if param not in names:
+                raise OffmateError(
+                    f"parameter group {index} of the optimizer holds a tensor of shape {tuple(param.shape)} that is "
+                    "not a parameter of the model; build the optimizer from model.parameters() after every change to "
+                    "the model, and compile the model that it was built from"
+                )
+            found[param] = names[param]
+    return found
+
+
+class PlannedOptimizer:
+    """What an optimizer becomes when its updates are planned: same instance, same state, steps taken by the plan.
+
+    Mixed into the optimizer's own class; `_offmate` is the session that runs its updates.
+    """
+
+    _offmate: Any
+    _optimizer_step_pre_hooks: dict[int, Any]
+    _optimizer_step_post_hooks: dict[int, Any]
+
+    @property
+    def state(self) -> Any:
+        """The states of all parameters, current; what is changed there counts, as in plain PyTorch."""
+        self._offmate.read_states()
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self._offmate.read_states()
+        self.__dict__["state"] = value
+
+    def step(self, closure: Any = None) -> None:
+        """Declare the planned updates done; those still under way finish before their parameter is read."""
+        if closure is not None:
+            raise ProtocolError(
+                "optimizer.step(closure) would run the model again in the middle of an update; call the model and "
+                "backward() yourself, then optimizer.step()"
+            )
+        self._opt_called = True
+        if self._offmate.assigned.params:
+            self._offmate.assigned.step(self)
+            return
+        for hook in self._optimizer_step_pre_hooks.values():
+            hook(self, (), {})
+        self._offmate.step()
+        for hook in self._optimizer_step_post_hooks.values():
+            hook(self, (), {})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Gradients are consumed by the plan; nothing is left to clear."""
+        self._offmate.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state, current, as plain PyTorch gives it."""
+        self._offmate.read("optimizer.state_dict()")
+        self._offmate.truth.warn_if_torn()
+        return super().state_dict()  # type: ignore[misc]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state saved with or without offmate."""
+        self._offmate.end_iteration()
+        with _at_home(self._offmate.updater.names):
+            super().load_state_dict(state_dict)  # type: ignore[misc]
+        self._offmate.truth.adopt_states()
+        self._offmate.truth.reloaded("optimizer")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles are of the plain optimizer, current."""
+        self._offmate.read("a copy of the optimizer")
+        base = self._offmate.updater.base
+        # Pickle refuses the usual way, since this object is not of the plain class.
+        return copyreg._reconstructor, (base, object, None), super().__getstate__()  # type: ignore[attr-defined]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the plan covers the groups that there were at compile time."""
+        raise ProtocolError(
+            "a parameter group was added after offmate.compile; add all groups first, then compile the model"
+        )
+
+
+@contextlib.contextmanager
+def _at_home(params: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Parameters name the device that their memory is on: torch sends states that are loaded there."""
+    kinds = {param: type(param) for param in params}
+    for param in kinds:
+        param.__class__ = torch.nn.Parameter
+    try:
+        yield
+    finally:
+        for param, kind in kinds.items():
+            param.__class__ = kind
+
+
+def take_over(optimizer: torch.optim.Optimizer, session: Any) -> None:
+    """Turn the optimizer, in place, into one whose updates the session runs."""
+    base = type(optimizer)
+    optimizer.__class__ = type(f"Offmate{base.__name__}", (PlannedOptimizer, base), {})
+    optimizer._offmate = session  # type: ignore[attr-defined]
+    # A scheduler made earlier has put its own wrapper of the old step on the instance.
+    wrapped = optimizer.__dict__.pop("step", None)
+    if wrapped is not None:
+
+        def step(*args: Any, **kwargs: Any) -> None:
+            return PlannedOptimizer.step(optimizer, *args, **kwargs)  # type: ignore[arg-type]
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        optimizer.step = step  # type: ignore[method-assign, assignment]

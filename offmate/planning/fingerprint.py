@@ -1,0 +1,96 @@
+"""Hashes by which plans and measurements are known again."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .. import __version__
+from ..capture.export import Captured
+from ..capture.model import Traced, structure
+from ..config import Config
+from ..machines.devices import accelerator, words
+from ..machines.hardware import Hardware
+from ..optim.updater import Updater
+from ..plans.plan import Plan
+from ..sizes import format_bytes
+from ..split import Split
+from .request import Request
+
+
+def fingerprint_of(
+    model: torch.nn.Module,
+    traced: Traced,
+    request: Request,
+    updater: Updater | None,
+    machine: Hardware | None,
+    budgets: bool = True,
+) -> str:
+    """A hash of everything that the plan depends on, or without `budgets` of what measuring depends on."""
+    captured = traced.captured
+    wiring = [(b.key, [e.node.name for e in b.spec.externals], [n.name for n in b.spec.results]) for b in traced.blocks]
+    optimizer: Any = None
+    if updater is not None:
+        kept = ("lr", "weight_decay")
+        hyper = {n: sorted((k, str(v)) for k, v in g.items() if k not in kept) for n, g in updater.groups.items()}
+        optimizer = (updater.base.__qualname__, updater.by_element, hyper)
+    parts: tuple[Any, ...] = (
+        __version__, torch.__version__, platform.processor(), torch.get_num_threads(), _device_words(request, machine),
+        wiring, structure(traced), [node.format_node() for node in traced.chain.prelude], _batch(captured),
+        sorted(captured.params.items()), sorted(traced.differentiated), captured.outputs, optimizer,
+        request.config.options_per_block, machine,
+    )  # fmt: skip
+    if budgets:
+        host = None if request.automatic_host else request.host_budget_bytes
+        parts += (request.budget_bytes, host, request.user_bytes, _planning(request.config))
+        parts += (request.micro_batches, request.clips)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
+
+
+def _batch(captured: Captured) -> list[tuple[Any, ...]]:
+    """Layouts of the inputs: those that no block reads are in no block's key."""
+    values = (node.meta["fake"] for node in captured.graph.nodes if node.name in captured.inputs)
+    return [(tuple(v.shape), tuple(v.stride()), v.dtype) for v in values if isinstance(v, torch.Tensor)]
+
+
+def differences(plan: Plan, request: Request, planned: bool) -> list[str]:
+    """What is known to differ between what a plan was made for and a request, in words.
+
+    Parameters
+    ----------
+    planned: whether an optimizer's updates are.
+    """
+    there, updates = plan.schedule, request.config.updates
+    found = []
+    if plan.problem is not None and (plan.problem.update == "planned") != planned:
+        found.append("there without optimizer=, here with" if planned else "there with optimizer=, here without")
+    if there.micro_batches != request.micro_batches:
+        found.append(f"accumulation_steps={there.micro_batches} there, {request.micro_batches} here")
+    clipped = there.gate and (there.micro_batches == 1 or (plan.problem is not None and plan.problem.gate_s > 0))
+    if clipped != request.clips:
+        found.append(f"{_with(clipped)} max_grad_norm= there, {_with(request.clips)} here")
+    if plan.budget_bytes != request.budget_bytes:
+        found.append(f"budget {format_bytes(plan.budget_bytes)} there, {format_bytes(request.budget_bytes)} here")
+    sides = {"host": plan.split.device, "device": plan.split.host}
+    agrees = updates.agrees(plan.split) if isinstance(updates, Split) else not sides.get(updates)
+    if not agrees:
+        found.append("parameters are updated on another side there than Config(updates=) says here")
+    return found
+
+
+def _with(given: bool) -> str:
+    return "with" if given else "without"
+
+
+def _device_words(request: Request, machine: Hardware | None) -> str:
+    where = accelerator(request.device) if machine is None else None
+    return request.device if where is None else words(where)
+
+
+def _planning(config: Config) -> Config:
+    """What of a configuration decides a plan."""
+    return replace(config, cache_dir=None, shape_buckets=(), max_plans=1, backend="eager")

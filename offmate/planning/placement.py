@@ -1,0 +1,153 @@
+"""Plans that fit the device's allocator, which needs every tensor in one piece and rounds its size."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..errors import InfeasibleBudget
+from ..machines.allocations import DeviceAllocationLog
+from ..optim.state_bytes import state_parts
+from ..optim.updater import Updater
+from ..plans.plan import Plan
+from ..runtime.memory.changes import Rehearsal
+from ..runtime.memory.reserve import Place, Reserved, make_pockets, reserve
+from ..runtime.memory.updated import Updated
+from ..runtime.replay.rehearsal import rehearse
+from ..sizes import format_bytes, format_least_bytes
+from .request import Prepared
+
+log = logging.getLogger("offmate")
+
+_PROBED_ELEMENTS = 1 << 18  # of the tensor on which an update's workspace is measured
+_PLANS = 6  # tried until one fits; after these comes the one that takes the least
+
+
+def fitted(
+    make: Callable[[int], Prepared],
+    model: torch.nn.Module,
+    updater: Updater | None,
+    device: torch.device,
+    budget_bytes: int,
+) -> tuple[Prepared, Place]:
+    """A plan whose allocations fit into the budget on this device, and where they come from.
+
+    Plans take ever less of the budget until one can be placed. The last one takes the least that any can, so that a
+    budget is refused only if every smaller one is.
+
+    Parameters
+    ----------
+    make: plans with so many bytes of the budget left to the allocator.
+
+    Returns: the plan, what the allocator needs beyond its tensors counted as bytes that no decision changes.
+    Raises: InfeasibleBudget if none fits.
+    """
+    margin, prepared, tried = 0, make(0), 1
+    while True:
+        updated, plan = holdings(model, updater, device), prepared.plan
+        found = reserve(device, rehearsals(prepared, model, updated), budget_bytes)
+        if isinstance(found, Reserved):
+            place = replace(found.place, updated={name: updated(name) for name in plan.schedule.update_device_s})
+            log.info("%s move aside on the device in an iteration, to make room", format_bytes(place.moved_bytes))
+            return _placed(prepared, found), place
+        least_taken = plan.least_budget_bytes - plan.allocator_bytes
+        if margin >= budget_bytes - least_taken:
+            break
+        needed = max(found.needed_bytes, budget_bytes * 101 // 100)
+        log.info("a plan needs %s, gaps in the allocator's memory included", format_bytes(needed))
+        # Gaps are about in proportion to what is taken, as this plan takes it: it need not take all that it may.
+        taken = (plan.predicted_peak_bytes - plan.allocator_bytes) * budget_bytes // needed
+        margin = budget_bytes - (max(taken, least_taken) if tried < _PLANS else least_taken)
+        try:
+            prepared, tried = make(margin), tried + 1
+        except InfeasibleBudget:
+            break
+    raise _refusal(budget_bytes, found.needed_bytes, plan)
+
+
+def pockets(device: torch.device, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, ...]:
+    """Places on the device for what no plan knows of: the user's batches and numbers, an optimizer's scalars.
+
+    Returns: what keeps the places apart; to be held for as long as plans are replayed.
+    """
+    # For every parameter the scalars of its state, and its norm while gradients are clipped.
+    numbers = 2 * sum(1 for _ in model.parameters())
+    leaves = pytree.tree_leaves(batch)
+    return make_pockets(device, numbers, [leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)])
+
+
+def rehearsals(prepared: Prepared, model: torch.nn.Module, updated: Callable[[str], Updated]) -> tuple[Rehearsal, ...]:
+    """Every way in which an iteration of the plan may start, rehearsed.
+
+    Parameters
+    ----------
+    updated: what the optimizer holds of a parameter.
+    """
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    buffer_bytes = [buffers[name].nbytes for name in prepared.binding.buffers]
+    return tuple(
+        rehearse(prepared.plan.schedule, prepared.binding, updated, buffer_bytes, fresh=fresh)
+        for fresh in (True, False)
+    )
+
+
+def holdings(model: torch.nn.Module, updater: Updater | None, device: torch.device) -> Callable[[str], Updated]:
+    """What an optimizer holds of a parameter, measured on the device once per kind."""
+    params = dict(model.named_parameters())
+    held: dict[str, Updated] = {}
+    per_element: dict[Any, int] = {}
+
+    def updated(name: str) -> Updated:
+        if name not in held:
+            assert updater is not None, "without an optimizer no schedule moves states"
+            param, hyper = params[name], updater.groups[name]
+            key = param.dtype, id(hyper)
+            if key not in per_element:
+                per_element[key] = _workspace_share(updater, param.dtype, hyper, device)
+            parts, _ = state_parts(updater, param, hyper)
+            held[name] = Updated(tuple(parts), param.numel() * per_element[key])
+        return held[name]
+
+    return updated
+
+
+def _workspace_share(updater: Updater, dtype: torch.dtype, hyper: dict[str, Any], device: torch.device) -> int:
+    """Bytes per element that an update takes on the device while it runs."""
+    param, grad = (torch.zeros(_PROBED_ELEMENTS, dtype=dtype, device=device) for _ in range(2))
+    state: dict[str, Any] = {}
+    updater.step_one(hyper, param, grad, state)
+    with DeviceAllocationLog(device) as log:
+        log.stretch("update", lambda: updater.step_one(hyper, param, grad, state))
+    # Numbers are small beside these; they go where the user's go.
+    return log.workspace_bytes()["update"] // _PROBED_ELEMENTS
+
+
+def _placed(prepared: Prepared, reserved: Reserved) -> Prepared:
+    plan = prepared.plan
+    tensors = plan.predicted_peak_bytes - plan.allocator_bytes
+    allocator = reserved.bytes - tensors
+    placed = replace(
+        plan,
+        fixed_bytes=plan.fixed_bytes - plan.allocator_bytes + allocator,
+        least_budget_bytes=plan.least_budget_bytes - plan.allocator_bytes + reserved.needed_bytes - tensors,
+        allocator_bytes=allocator,
+    )
+    return replace(prepared, plan=placed)
+
+
+def _refusal(budget_bytes: int, needed_bytes: int, plan: Plan) -> InfeasibleBudget:
+    tensors = plan.predicted_peak_bytes - plan.allocator_bytes
+    free = plan.problem is None or all(group.side == "any" for group in plan.problem.groups)
+    pinned = "" if free else ", or let Config(updates='auto') choose who updates what, which can change last bits"
+    return InfeasibleBudget(
+        f"no plan could be placed in a budget of {format_bytes(budget_bytes)}: the one that takes least needs "
+        f"{format_bytes(tensors)} for its tensors, and more for the gaps between them; "
+        f"{format_least_bytes(needed_bytes)} works. Raise gpu_budget or make the batch smaller{pinned}",
+        budget_bytes=budget_bytes,
+        least_budget_bytes=needed_bytes,
+    )

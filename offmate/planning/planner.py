@@ -1,0 +1,339 @@
+"""The road from a model and a batch to a plan bound to tensors. Only this file knows all the phases."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..capture.export import Captured
+from ..capture.fake import fake_batch, faked, stand_in
+from ..capture.joint import dense_stride
+from ..capture.model import Traced, structure, trace_model
+from ..errors import InfeasibleBudget, PlanFileError
+from ..lowering.bind import bind
+from ..lowering.inductor import compiled
+from ..lowering.problem import BlockClass, LinkRates, Lowered, Lowering, Trainable, lower_prelude
+from ..machines.devices import accelerator
+from ..machines.hardware import Hardware
+from ..optim.updater import UpdateCost, Updater
+from ..plans.plan import Plan, StoredClass
+from ..profile.figures import measure, measure_all, work_out
+from ..profile.store import Measured, recall, remember
+from ..programs.programs import NodeCost
+from ..progress import Progress
+from ..sizes import format_bytes
+from ..solver.plan import plan as solve_problem
+from ..solver.scheduling.follow import follow
+from ..solver.solve import least_budget
+from ..split import Split, side_of
+from .fingerprint import differences, fingerprint_of
+from .refusal import block_rows, refusal
+from .request import Prepared, Request
+from .restore import cached, fitting, kernel_bytes, restore_class
+
+log = logging.getLogger("offmate")
+
+_USER_COPIES = 3  # of an output that the user differentiates: its gradient, and what a loss keeps and makes
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What is planned: a model, traced with a batch, for a request; `machine` is not here, or None."""
+
+    model: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    traced: Traced
+    request: Request
+    updater: Updater | None
+    machine: Hardware | None
+    say: Progress
+
+
+def make_plan(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    request: Request,
+    updater: Updater | None,
+    say: Progress = lambda phase, share: None,
+    given: Plan | None = None,
+    machine: Hardware | None = None,
+    real: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    near: tuple[Prepared, ...] = (),
+    kept: Mapping[str, Plan] | None = None,
+) -> Prepared:
+    """Plan one training iteration of a model for batches like this one.
+
+    Parameters
+    ----------
+    model: plain, in the mode in which it will run. args, kwargs: one real batch.
+    updater: the optimizer, None if the user's code updates.
+    say: told of progress. given: a plan to use instead of searching for one.
+    machine: rates of a machine that is not here; nothing is measured then, and model and batch may be fake.
+    real: the batch to take data-dependent decisions on, where the given one is fake.
+    near: plans for larger batches of the same kind; the decisions of the first one that can be are taken over.
+    kept: plans of an earlier run by fingerprint, used where one fits.
+
+    Returns: the plan, bound to the model's tensors.
+    Raises: CaptureError, InfeasibleBudget, PlanFileError.
+    """
+    start = time.perf_counter()
+    where = accelerator(request.device) if machine is None else None
+    traced = trace_model(model, args, kwargs, request.config, True, say, real, where)
+    request = replace(request, user_bytes=_user_bytes(traced, request))
+    subject = _Subject(model, args, kwargs, traced, request, updater, machine, say)
+    fingerprint = fingerprint_of(model, traced, request, updater, machine)
+    known_as = [fingerprint]
+    if isinstance(request.config.updates, Split):
+        open_request = replace(request, config=replace(request.config, updates="auto"))
+        known_as.append(fingerprint_of(model, traced, open_request, updater, machine))
+    if given is not None and not (given.fingerprint in known_as and _as_pinned(given, request)):
+        known = differences(given, request, updater is not None)
+        raise PlanFileError(
+            "the plan was made for another model, batch, optimizer, budget, max_grad_norm, accumulation_steps or "
+            f"Config ({'; '.join([*known, f'fingerprint {given.fingerprint}, here {fingerprint}'])}); plan again with "
+            "offmate.plan and the same arguments"
+        )
+    path = _path(request, fingerprint)
+    stored = given or _earlier(request, known_as, kept or {})
+    if stored is not None:
+        lowered = _relower(subject, stored)
+        elapsed = time.perf_counter() - start
+        plan = stored if given is not None else replace(stored, plan_s=elapsed, from_cache=True)
+    elif followed := _follow(subject, near):
+        plan, lowered = followed
+        plan = replace(plan, fingerprint=fingerprint, plan_s=time.perf_counter() - start)
+    else:
+        plan, lowered = _search(subject, fingerprint, start)
+        if path is not None:
+            plan.save(path)
+    if request.config.backend == "inductor":
+        lowered = compiled(lowered, plan.schedule, request.device, say)
+    binding = bind(traced.captured, lowered, plan.schedule.options)
+    keys = tuple(b.key for b in traced.blocks)
+    return Prepared(traced.captured, plan, binding, _gradient_like(traced), keys, structure(traced))
+
+
+def _path(request: Request, fingerprint: str) -> Path | None:
+    margin = f"-{request.margin_bytes}" if request.margin_bytes else ""
+    return Path(request.config.cache_dir, f"{fingerprint}{margin}.json") if request.config.cache_dir else None
+
+
+def _earlier(request: Request, known_as: list[str], kept: Mapping[str, Plan]) -> Plan | None:
+    """A plan that was made before, for this request or with the split left open; it then has the one that is pinned."""
+    for fingerprint in known_as:
+        plan = fitting(kept.get(fingerprint), request) or cached(_path(request, fingerprint), request)
+        if plan is not None and _as_pinned(plan, request):
+            return plan
+    return None
+
+
+def _as_pinned(plan: Plan, request: Request) -> bool:
+    """Whether a plan updates nothing on another side than is pinned."""
+    updates = request.config.updates
+    return not isinstance(updates, Split) or updates.agrees(plan.split)
+
+
+def plan_elsewhere(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    request: Request,
+    updater: Updater | None,
+    machine: Hardware,
+    say: Progress = lambda phase, share: None,
+) -> Plan:
+    """Plan for a machine that is not here; parameters and batch may be on the meta device.
+
+    Attention is planned as a card's fused kernel keeps it (see `offmate.capture.fake`); seconds follow from the rates.
+
+    Returns: the plan. Raises: CaptureError, InfeasibleBudget.
+    """
+    real = stand_in((args, kwargs))
+    with faked(model) as mode:
+        args, kwargs = fake_batch(mode, (args, kwargs))
+        return make_plan(model, args, kwargs, request, updater, say, machine=machine, real=real).plan
+
+
+def _gradient_like(traced: Traced) -> dict[str, torch.Tensor]:
+    found = {}
+    for node in traced.chain.made_in:
+        if node.name in traced.differentiated:
+            fake = traced.chain.facts[node].value
+            found[node.name] = torch.empty_strided(fake.shape, dense_stride(fake), dtype=fake.dtype, device="meta")
+    return found
+
+
+def _user_bytes(traced: Traced, request: Request) -> int:
+    if request.user_bytes is not None:
+        return request.user_bytes
+    sizes = [
+        traced.chain.facts[n].value.numel() * traced.chain.facts[n].value.element_size()
+        for n in traced.chain.made_in
+        if n.name in traced.differentiated
+    ]
+    return sum(size if size <= 16 else math.ceil(request.user_factor * _USER_COPIES * size) for size in sizes)
+
+
+def _follow(subject: _Subject, near: tuple[Prepared, ...]) -> tuple[Plan, Lowered] | None:
+    """Take over the decisions of a larger batch's plan: bytes and seconds are measured anew, nothing is solved."""
+    traced, request = subject.traced, subject.request
+    own = structure(traced) if near else ""
+    for known in near:
+        taken = {b.key: key for b, key in zip(traced.blocks, known.keys)}
+        if known.structure != own or any(taken[b.key] != key for b, key in zip(traced.blocks, known.keys)):
+            continue
+        _, costs = measure(subject.model, subject.args, subject.kwargs, traced, subject.say, request.device)
+        options = {key: known.plan.classes[old].options for key, old in taken.items()}
+        classes = {b.key: restore_class(b, options[b.key], costs[b.key]) for b in traced.blocks}
+        unknown = LinkRates(1.0, 1.0, 1.0)
+        lowered, held = _lower(subject, classes, costs[""], {}, unknown)
+        unchanged = known.plan.fixed_bytes - known.plan.allocator_bytes
+        fixed = held + unchanged - fixed_bytes(subject.model, known.captured, {})
+        problem = replace(lowered.problem, device_budget_bytes=max(0, request.budget_bytes - fixed))
+        schedule = follow(known.plan.schedule, problem)
+        if schedule is None:
+            continue
+        plan = replace(
+            known.plan,
+            schedule=schedule,
+            classes={key: StoredClass(o, kernel_bytes(costs[key])) for key, o in options.items()}
+            | {"": StoredClass((), kernel_bytes(costs[""]))},
+            blocks=block_rows(lowered, schedule),
+            budget_bytes=request.budget_bytes,
+            fixed_bytes=fixed,
+            allocator_bytes=request.margin_bytes,
+            lower_bound_s=0.0,
+            gap=0.0,
+            status="takes the decisions of a larger batch's plan",
+            user_bytes=request.user_bytes or 0,
+            from_cache=False,
+        )
+        return plan, lowered
+    return None
+
+
+def _search(subject: _Subject, fingerprint: str, start: float) -> tuple[Plan, Lowered]:
+    """Measure, solve the options, state and solve the problem."""
+    traced, request, say = subject.traced, subject.request, subject.say
+    config = request.config
+    measured = _measured(subject)
+    classes = {b.key: restore_class(b, measured.options[b.key], measured.costs[b.key]) for b in traced.blocks}
+    say("solve", 0.0)
+    before = measured.costs.get("", {})
+    lowered, fixed = _lower(subject, classes, before, measured.updates, measured.rates)
+    problem = lowered.problem
+    found = solve_problem(
+        problem, time_limit_s=config.solver_time_limit_s, gap=config.solver_gap, backend=config.solver
+    )
+    if found.schedule is None:
+        raise refusal(lowered, request.budget_bytes, request.host_budget_bytes, fixed, config)
+    say(f"least budget (this plan is within {found.solution.gap:.1%} of the bound)", 0.0)
+    least = least_budget(problem, time_limit_s=config.solver_time_limit_s, backend=config.solver)
+    plan = Plan(
+        fingerprint=fingerprint,
+        schedule=found.schedule,
+        classes={key: StoredClass(o, kernel_bytes(measured.costs[key])) for key, o in measured.options.items()}
+        | {"": StoredClass((), kernel_bytes(before))},
+        blocks=block_rows(lowered, found.schedule),
+        budget_bytes=request.budget_bytes,
+        fixed_bytes=fixed,
+        least_budget_bytes=least.bytes + fixed,
+        lower_bound_s=found.solution.lower_bound_s,
+        gap=found.solution.gap,
+        status=found.solution.status.value,
+        user_bytes=request.user_bytes or 0,
+        plan_s=time.perf_counter() - start,
+        problem=problem,
+        allocator_bytes=request.margin_bytes,
+    )
+    return plan, lowered
+
+
+def _measured(subject: _Subject) -> Measured:
+    """Costs of this model on its device, from an earlier run where nothing has changed that they depend on."""
+    model, traced, request, updater, say = (
+        subject.model, subject.traced, subject.request, subject.updater, subject.say,
+    )  # fmt: skip
+    many, folder = request.config.options_per_block, request.config.cache_dir
+    own = fingerprint_of(model, traced, request, updater, subject.machine, budgets=False)
+    measured = recall(own, folder)
+    if measured is not None:
+        return measured
+    if subject.machine is None:
+        args, kwargs = subject.args, subject.kwargs
+        measured = measure_all(model, args, kwargs, traced, many, updater, say, request.device)
+    else:
+        measured = work_out(model, traced, subject.machine, many, updater, say)
+    remember(own, folder, measured)
+    return measured
+
+
+def _lower(
+    subject: _Subject,
+    classes: dict[str, BlockClass],
+    prelude_costs: dict[str, NodeCost],
+    updates: dict[str, UpdateCost],
+    rates: LinkRates,
+) -> tuple[Lowered, int]:
+    """The problem, and the bytes on the device that no decision changes."""
+    traced, request = subject.traced, subject.request
+    captured = traced.captured
+    prelude = lower_prelude(captured, traced.chain, traced.blocks, prelude_costs)
+    fixed = fixed_bytes(subject.model, captured, updates) + request.margin_bytes
+    if request.budget_bytes <= fixed:
+        raise InfeasibleBudget(
+            f"a budget of {format_bytes(request.budget_bytes)} does not hold the model's buffers and the optimizer's "
+            f"scalars, {format_bytes(fixed)}; raise gpu_budget",
+            budget_bytes=request.budget_bytes,
+        )
+    updater, params = subject.updater, dict(subject.model.named_parameters())
+    trainable = {
+        n: Trainable(
+            c.state_bytes, updater is not None and updater.by_rows(n, params[n].dtype),
+            c.cpu_update_s, c.device_update_s, c.cpu_add_s, c.device_add_s, side_of(request.config.updates, n),
+        )
+        for n, c in updates.items()
+    }  # fmt: skip
+    lowering = Lowering(captured, traced.chain, traced.blocks, classes, prelude, traced.differentiated, trainable)
+    lowered = lowering.problem(
+        rates,
+        shared_cores=request.device == "emulated",
+        device_budget_bytes=request.budget_bytes - fixed,
+        host_budget_bytes=request.host_budget_bytes,
+        update="planned" if subject.updater is not None else "external",
+        user_bytes=request.user_bytes or 0,
+        turn_around_steps=max(request.config.turn_around_steps, 3 if request.gate else 2),
+        gate=request.gate,
+        micro_batches=request.micro_batches,
+        gate_s=sum(c.norm_s for c in updates.values()) if request.clips else 0.0,
+    )
+    return lowered, fixed
+
+
+def fixed_bytes(model: torch.nn.Module, captured: Captured, updates: dict[str, UpdateCost]) -> int:
+    """Bytes of buffers, constants and optimizer scalars, which are on the device all the time."""
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    tensors = [buffers[name] for name in captured.buffers.values()] + list(captured.constants.values())
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values()) + sum(c.scalar_bytes for c in updates.values())
+
+
+def _relower(subject: _Subject, plan: Plan) -> Lowered:
+    """Rebuild the programs of a stored plan; no times are needed, only what the ledger counts."""
+    stored = {
+        key: (c.options, {n: NodeCost(0.0, work, tuple(held)) for n, (work, *held) in c.kernel_bytes.items()})
+        for key, c in plan.classes.items()
+    }
+    classes = {b.key: restore_class(b, *stored[b.key]) for b in subject.traced.blocks}
+    unknown = LinkRates(1.0, 1.0, 1.0)
+    subject = replace(subject, request=replace(subject.request, budget_bytes=plan.budget_bytes))
+    return _lower(subject, classes, stored[""][1], {}, unknown)[0]

@@ -1,0 +1,108 @@
+"""A plan in a table's rows, and a budget that cannot work in words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..config import Config
+from ..errors import InfeasibleBudget
+from ..lowering.problem import Lowered
+from ..plans.plan import BlockRow
+from ..sizes import format_bytes, format_least_bytes
+from ..solver.problem import Problem
+from ..solver.schedule import Kind, Schedule
+from ..solver.solve import least_budget, least_host
+from ..split import Split
+
+_AMPLE_HOST_BYTES = 2**44  # more than any machine has, and few enough for the solver's arithmetic
+
+
+def refusal(
+    lowered: Lowered, budget_bytes: int, host_budget_bytes: int, fixed: int, config: Config
+) -> InfeasibleBudget:
+    """Say what does not fit, what would, and what to change."""
+    problem = lowered.problem
+    sides = _sides(problem, fixed, config)
+    least = least_budget(problem, time_limit_s=config.solver_time_limit_s, backend=config.solver)
+    if least.resource == "host":
+        return InfeasibleBudget(
+            f"{format_bytes(host_budget_bytes)} of host memory do not suffice: even an endless device would "
+            f"need {format_least_bytes(least.bytes)} there. Raise cpu_budget or free host memory, raise gpu_budget so "
+            "that less leaves the device, choose an optimizer with less state, or freeze a part of the model" + sides,
+            budget_bytes=budget_bytes,
+        )
+    needed = least.bytes + fixed
+    if needed <= budget_bytes:
+        host = least_host(problem, time_limit_s=config.solver_time_limit_s, backend=config.solver)
+        return InfeasibleBudget(
+            f"no plan of whole tensors fits {format_bytes(budget_bytes)} on the device and "
+            f"{format_bytes(host_budget_bytes)} on the host, though one of fractions does (it needs "
+            f"{format_least_bytes(host)} of host memory); raise either budget by a few percent" + sides,
+            budget_bytes=budget_bytes,
+            least_budget_bytes=needed,
+        )
+    where = f"block {least.block} in step {least.step} of {problem.n_steps}"
+    roomy = replace(problem, host_budget_bytes=_AMPLE_HOST_BYTES)
+    alone = fixed + least_budget(roomy, time_limit_s=config.solver_time_limit_s, backend=config.solver).bytes
+    host_words = ""
+    if alone < needed:
+        host_words = (
+            f"; host memory binds too: with more than the {format_bytes(host_budget_bytes)} of cpu_budget, "
+            f"{format_least_bytes(alone)} would do"
+        )
+    return InfeasibleBudget(
+        f"a budget of {format_bytes(budget_bytes)} cannot work; the least that does is "
+        f"{format_least_bytes(needed)}, where {where} binds{host_words}. Raise gpu_budget to that, or make the batch "
+        "or the sequence shorter, or keep fewer outputs (Config(outputs=...))" + sides,
+        budget_bytes=budget_bytes,
+        least_budget_bytes=needed,
+        block=least.block,
+        step=least.step,
+    )
+
+
+def _sides(problem: Problem, fixed: int, config: Config) -> str:
+    """What it costs that the planner may not choose who updates; nothing if it may."""
+    if config.updates == "auto" or problem.update == "external":
+        return ""
+    groups = tuple(replace(group, side="any") for group in problem.groups)
+    freely = least_budget(
+        replace(problem, groups=groups), time_limit_s=config.solver_time_limit_s, backend=config.solver
+    )
+    least = f"{format_least_bytes(freely.bytes + fixed)} of the device" if freely.resource == "device" else "no budget"
+    if isinstance(config.updates, Split):
+        return (
+            ". Who updates which parameter is pinned (Config(updates=Split(...)), a checkpoint's split, or that of the "
+            "session's first plan), since CPU and card round differently; left open by Config(updates='auto') "
+            f"{least} would do, and last bits may then differ"
+        )
+    return f". With Config(updates='auto') instead of updates={config.updates!r} {least} would do"
+
+
+def block_rows(lowered: Lowered, schedule: Schedule) -> tuple[BlockRow, ...]:
+    """The plan's table: parameters count where they are first used."""
+    moved = {a.name[2:] for a in schedule.actions if a.kind is Kind.PREFETCH and a.name.startswith("p:")}
+    ids = {key: chr(ord("A") + i % 26) + (str(i // 26) if i >= 26 else "") for i, key in enumerate(lowered.classes)}
+    first: dict[int, list[Any]] = {}
+    for group in lowered.problem.groups:
+        first.setdefault(group.uses[0], []).extend(group.tensors)
+    rows = []
+    for index, (block, chosen) in enumerate(zip(lowered.blocks, schedule.options)):
+        numbers = lowered.problem.blocks[index].options[chosen]
+        programs = lowered.classes[block.key].options[chosen].programs
+        tensors = first.get(index, [])
+        rows.append(
+            BlockRow(
+                name=str(index),
+                class_id=ids[block.key],
+                option=numbers.name,
+                kept_bytes=numbers.saved_bytes,
+                offloaded_bytes=numbers.offloaded_bytes,
+                recomputed=programs.recomputed,
+                params_bytes=sum(t.param_bytes for t in tensors),
+                params_resident_bytes=sum(t.param_bytes for t in tensors if t.name not in moved),
+                cpu_update_bytes=sum(t.param_bytes for t in tensors if t.name in schedule.update_cpu_s),
+            )
+        )
+    return tuple(rows)

@@ -1,0 +1,53 @@
+"""What of a plan is stored: found again on disk, and its programs built again."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from ..capture.blocks import TracedBlock
+from ..errors import PlanFileError
+from ..lowering.problem import BlockClass, ClassOption
+from ..plans.plan import Plan, StoredOption, load_plan
+from ..programs.programs import ClassGraph, NodeCost
+from ..sizes import format_bytes
+from .request import Request
+
+log = logging.getLogger("offmate")
+
+
+def cached(path: Path | None, request: Request) -> Plan | None:
+    """The plan in a file, if there is one that can be read and fits."""
+    if path is None or not path.exists():
+        return None
+    try:
+        plan = load_plan(path)
+    except PlanFileError as error:
+        log.warning("a cached plan is ignored: %s", error)
+        return None
+    return fitting(plan, request)
+
+
+def fitting(plan: Plan | None, request: Request) -> Plan | None:
+    """The plan, if it fits into the host memory that there is."""
+    if plan is not None and plan.host_bytes > request.host_budget_bytes:
+        log.info("an earlier plan needs %s of host memory, more than there is now", format_bytes(plan.host_bytes))
+        return None
+    return plan
+
+
+def restore_class(block: TracedBlock, options: tuple[StoredOption, ...], costs: dict[str, NodeCost]) -> BlockClass:
+    """A class with the programs of its options, from what is stored of them."""
+    graph = ClassGraph(block.joint, costs)
+    own = frozenset(s for n in block.joint.forward for s in graph.made_by(n)) - graph.resting
+    restored = []
+    for option in options:
+        kept, offloaded = frozenset(option.kept), frozenset(option.offloaded)
+        restored.append(ClassOption(option.name, graph.programs(own - kept - offloaded), kept, offloaded))
+    return BlockClass(graph, tuple(restored))
+
+
+def kernel_bytes(costs: dict[str, NodeCost]) -> dict[str, tuple[int, ...]]:
+    """By node the bytes of its workspace and of its results' storages, where there are any."""
+    found = {name: (c.workspace_bytes, *c.storage_bytes) for name, c in costs.items()}
+    return {name: sizes for name, sizes in found.items() if any(sizes)}

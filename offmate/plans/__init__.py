@@ -1,0 +1,1 @@
+"""Plans: the schedule with its prediction, as it is held, printed, saved, and compared with what happened."""

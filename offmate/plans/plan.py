@@ -1,0 +1,324 @@
+"""What a user holds: the schedule, its prediction, and how it was found."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from ..errors import PlanFileError
+from ..files import write_whole
+from ..sizes import format_bytes, format_least_bytes
+from ..solver.files import problem_from_dict
+from ..solver.files import to_dict as problem_to_dict
+from ..solver.problem import Problem
+from ..solver.schedule import Action, Kind, Schedule
+from ..solver.simulate import Simulation, simulate
+from ..solver.text import from_dict, to_dict
+from ..split import Split
+from .limits import endless_s, limits
+from .table import plan_table
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.axes import Axes
+
+    from ..reports.diff import PlanDiff
+
+FORMAT = 3
+_WORTH_SAYING_BYTES = 1024
+_WORTH_SAYING_PART = 0.01  # of a step
+
+
+@dataclass(frozen=True)
+class BlockRow:
+    """One block of a plan's table: what its option keeps, moves and recomputes, and where its parameters live.
+
+    Parameters
+    ----------
+    kept_bytes, offloaded_bytes: of what its forward makes for its backward.
+    recomputed: how many operators its backward runs again.
+    params_bytes: of the parameters first used here. params_resident_bytes: those that never leave the device.
+    cpu_update_bytes: those that the host updates.
+    """
+
+    name: str
+    class_id: str
+    option: str
+    kept_bytes: int
+    offloaded_bytes: int
+    recomputed: int
+    params_bytes: int
+    params_resident_bytes: int
+    cpu_update_bytes: int
+
+
+@dataclass(frozen=True)
+class StoredOption:
+    """A class's option as it is saved: which storages stay and which leave; programs follow from it."""
+
+    name: str
+    kept: tuple[int, ...]
+    offloaded: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredClass:
+    """A class's options, and by node name its kernel's workspace, followed by what its results reserve if that is more.
+
+    All in bytes; nodes without either are left out.
+    """
+
+    options: tuple[StoredOption, ...]
+    kernel_bytes: dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule for one training iteration inside the budgets, with its prediction.
+
+    Parameters
+    ----------
+    fingerprint: of the model's graph, shapes, budgets, optimizer, device and versions that it is for.
+    schedule: what the runtime replays.
+    classes: how programs are rebuilt from the model, by class key.
+    budget_bytes: the device budget that was asked for. fixed_bytes: part of it that no decision changes.
+    least_budget_bytes: the smallest device budget that works.
+    lower_bound_s: no plan of the same problem is faster. gap: of the program's answer to it.
+    status: how the search ended, with advice.
+    user_bytes: reserved for what the user's code holds between the model's return and backward().
+    allocator_bytes: of `fixed_bytes`, what the device's allocator takes beyond the tensors in it.
+    plan_s: seconds that planning took. problem: what was solved, as plain numbers; None for a forward only.
+    from_cache: whether it was read from disk. batch_size: samples per micro-batch, where `offmate.plan` was asked for
+        one.
+    """
+
+    fingerprint: str
+    schedule: Schedule
+    classes: dict[str, StoredClass]
+    blocks: tuple[BlockRow, ...]
+    budget_bytes: int
+    fixed_bytes: int
+    least_budget_bytes: int
+    lower_bound_s: float
+    gap: float
+    status: str
+    user_bytes: int
+    plan_s: float
+    problem: Problem | None = None
+    allocator_bytes: int = 0
+    batch_size: int | None = field(default=None, compare=False)
+    from_cache: bool = field(default=False, compare=False)
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The dry run of the schedule."""
+        return simulate(self.schedule)
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """The most that will be on the device."""
+        return self.simulation.peak_bytes + self.fixed_bytes
+
+    @property
+    def predicted_step_s(self) -> float:
+        """Seconds of one iteration in the steady state."""
+        return self.simulation.step_s
+
+    @property
+    def endless_s(self) -> float:
+        """Seconds of one iteration on such a device with endless memory: nothing moves, nothing is recomputed."""
+        return endless_s(self.problem) if self.problem is not None else self.predicted_step_s
+
+    @property
+    def bound_words(self) -> str:
+        """What the proven bound says about this plan.
+
+        It holds for plans whose copies and host updates keep to the program's steps; a schedule's may cross them.
+        """
+        if self.lower_bound_s > self.predicted_step_s * 1.001:
+            return f"copies that cross steps make it faster than the program's bound of {self.lower_bound_s:.3g} s"
+        words = f"no plan is faster than {self.lower_bound_s:.3g} s"
+        if self.rounding_loss_s > _WORTH_SAYING_PART * self.predicted_step_s:
+            words += f", and that tensors move whole costs {self.rounding_loss_s:.2g} s"
+        return words
+
+    @property
+    def rounding_loss_s(self) -> float:
+        """Seconds by which whole tensors are slower than the program's fractions; 0 if they are not, or not known."""
+        if self.lower_bound_s <= 0:
+            return 0.0
+        return max(0.0, self.predicted_step_s - self.lower_bound_s / (1 - self.gap))
+
+    @property
+    def host_bytes(self) -> int:
+        """What the plan holds in host memory."""
+        return self.schedule.host_bytes
+
+    @property
+    def split(self) -> Split:
+        """Which parameters the host updates, and which the device; empty where the user's code updates."""
+        return Split(tuple(self.schedule.update_cpu_s), tuple(self.schedule.update_device_s))
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes per iteration that go to the device and to the host."""
+        sizes = self.schedule.item_bytes
+        into = sum(sizes[a.name] for a in self._all_actions if a.kind is Kind.PREFETCH)
+        out = sum(sizes[a.name] for a in self._all_actions if a.kind is Kind.OFFLOAD)
+        return into, out
+
+    @cached_property
+    def _all_actions(self) -> tuple[Action, ...]:
+        """The actions of an iteration with every micro-batch's own."""
+        passes = map(self.schedule.pass_of, range(self.schedule.micro_batches))
+        return tuple(a for one in passes for a in one.forward + one.backward) + self.schedule.turn_around
+
+    def explain(self, offers: bool = False) -> str:
+        """The plan in words: budget, peak, time, what moves, what is recomputed, and what limits each phase.
+
+        Parameters
+        ----------
+        offers: also say what more memory, a faster link or faster updates would buy. The problem is solved again for
+            each, which takes some seconds for a large model.
+        """
+        into, out = self.moved_bytes
+        updates = sum(r.cpu_update_bytes for r in self.blocks), sum(r.params_bytes for r in self.blocks)
+        recomputing = [r for r in self.blocks if r.recomputed]
+        updated = f"the host updates {format_bytes(updates[0])} of {format_bytes(updates[1])} of parameters"
+        if self.problem is not None and self.problem.update == "external":
+            updated = "your own code updates the parameters on the host"
+        computes = (self.schedule.computes[a.name] for a in self._all_actions if a.kind is Kind.COMPUTE)
+        compute_s = sum(spec.seconds for spec in computes)
+        lines = [
+            f"budget {format_bytes(self.budget_bytes)}, predicted peak {format_bytes(self.predicted_peak_bytes)}, "
+            f"least budget that works {format_least_bytes(self.least_budget_bytes)}",
+            f"one step {self.predicted_step_s:.3g} s predicted, {compute_s:.3g} s of it compute; "
+            f"{self.bound_words} ({self.status})",
+            f"per step {format_bytes(into)} come in and {format_bytes(out)} go out; "
+            f"{format_bytes(self.host_bytes)} of host memory",
+            f"{updated}; {len(recomputing)} of {len(self.blocks)} blocks recompute",
+        ]
+        if self.batch_size is not None:
+            samples = self.batch_size * self.schedule.micro_batches
+            rate = samples / self.predicted_step_s if self.predicted_step_s else 0.0
+            lines.append(f"batch size {self.batch_size}: {rate:.3g} samples/s predicted")
+        if self.user_bytes >= _WORTH_SAYING_BYTES:
+            lines.append(f"{format_bytes(self.user_bytes)} are reserved for your code between forward and backward")
+        if self.problem is not None:
+            lines += limits(self, offers).text().splitlines()
+        return "\n".join(lines)
+
+    def table(self) -> Table:
+        """What happens to every block's values and parameters, blocks that are alike in one row, and the totals."""
+        return plan_table(self.blocks)
+
+    def __str__(self) -> str:
+        return self.explain()
+
+    def __repr__(self) -> str:
+        peak, budget = format_bytes(self.predicted_peak_bytes), format_bytes(self.budget_bytes)
+        return f"<Plan: {len(self.blocks)} blocks, {self.predicted_step_s:.3g} s per step, {peak} of {budget}>"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON, whole or not at all."""
+        write_whole(Path(path), json.dumps(_to_json(self)))
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """What is different in another plan: prints as words, `.table()` is for rich."""
+        from ..reports.diff import diff_plans
+
+        return diff_plans(self, other)
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the predicted iteration for Perfetto or chrome://tracing."""
+        from ..reports.timeline import plan_timeline
+        from ..reports.trace import save_trace
+
+        save_trace([plan_timeline(self)], path)
+
+    def plot_timeline(self, ax: Axes | None = None) -> Axes:
+        """Draw what every resource does when, with matplotlib; on new axes if none are given."""
+        from ..reports.plots import plot_timeline
+
+        return plot_timeline(self, ax)
+
+    def plot_memory(self, ax: Axes | None = None) -> Axes:
+        """Draw what is on the device over an iteration, by kind, with matplotlib."""
+        from ..reports.plots import plot_memory
+
+        return plot_memory(self, ax)
+
+    def plot_tensors(self, ax: Axes | None = None) -> Axes:
+        """Draw where every tensor is at each step, with matplotlib."""
+        from ..reports.plots import plot_tensors
+
+        return plot_tensors(self, ax)
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """The plan's actions as a pandas frame, one row each."""
+        from ..reports.frame import plan_frame
+
+        return plan_frame(self)
+
+    def _repr_html_(self) -> str:
+        from ..reports.html import plan_figure
+
+        return plan_figure(self)
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan that `Plan.save` wrote.
+
+    Raises: PlanFileError if the file is no plan, damaged, or of another version.
+    """
+    try:
+        data = json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise PlanFileError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise PlanFileError(f"{path}: not a plan file: {error}") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise PlanFileError(f"{path}: plan format {found}; this version reads format {FORMAT}. Plan again")
+    try:
+        return _from_json(data)
+    except (KeyError, TypeError, ValueError) as error:
+        raise PlanFileError(f"{path}: a damaged plan file: {error!r}. Plan again") from error
+
+
+def _to_json(plan: Plan) -> dict[str, Any]:
+    plain = ("fingerprint", "budget_bytes", "fixed_bytes", "least_budget_bytes", "lower_bound_s", "gap", "status")
+    return {
+        "format": FORMAT,
+        **{name: getattr(plan, name) for name in (*plain, "user_bytes", "plan_s", "allocator_bytes")},
+        "schedule": to_dict(plan.schedule),
+        "problem": None if plan.problem is None else problem_to_dict(plan.problem),
+        "blocks": [vars(row) for row in plan.blocks],
+        "classes": {
+            key: {
+                "options": [[o.name, list(o.kept), list(o.offloaded)] for o in stored.options],
+                "kernel_bytes": stored.kernel_bytes,
+            }
+            for key, stored in plan.classes.items()
+        },
+    }
+
+
+def _from_json(data: dict[str, Any]) -> Plan:
+    classes = {
+        key: StoredClass(
+            tuple(StoredOption(n, tuple(k), tuple(o)) for n, k, o in stored["options"]),
+            {name: tuple(sizes) for name, sizes in stored["kernel_bytes"].items()},
+        )
+        for key, stored in data["classes"].items()
+    }
+    rest = {k: v for k, v in data.items() if k not in ("format", "schedule", "problem", "blocks", "classes")}
+    blocks = tuple(BlockRow(**row) for row in data["blocks"])
+    problem = None if data["problem"] is None else problem_from_dict(data["problem"])
+    return Plan(schedule=from_dict(data["schedule"]), problem=problem, classes=classes, blocks=blocks, **rest)

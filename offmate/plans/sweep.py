@@ -1,0 +1,74 @@
+"""What a budget costs: one plan's problem solved for several budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from ..solver.plan import plan as solve_problem
+from .plan import Plan
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """A budget and what a step would take in it.
+
+    Parameters
+    ----------
+    predicted_step_s, predicted_peak_bytes, host_bytes, lower_bound_s: as of a plan; None where no plan fits.
+    least_budget_bytes: the smallest device budget that works.
+    """
+
+    budget_bytes: int
+    least_budget_bytes: int
+    predicted_step_s: float | None = None
+    predicted_peak_bytes: int | None = None
+    host_bytes: int | None = None
+    lower_bound_s: float | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether a plan keeps the budget."""
+        return self.predicted_step_s is not None
+
+
+def sweep(plan: Plan, budgets: Iterable[int], time_limit_s: float = 20.0) -> Iterator[SweepPoint]:
+    """Solve a plan's problem again for other device budgets, without capturing or measuring anything again.
+
+    Parameters
+    ----------
+    plan: of the model, for any budget. budgets: in bytes. time_limit_s: for each search.
+
+    What was found for a smaller budget fits a larger one too, so no point is slower than one of less memory before it.
+
+    Returns: one point per budget, as they are found.
+    Raises: ValueError if the plan holds no problem (a forward only).
+    """
+    if plan.problem is None:
+        raise ValueError("this plan is of a forward only; there is no training step to sweep over")
+    best: SweepPoint | None = None
+    for budget_bytes in budgets:
+        point = SweepPoint(budget_bytes, plan.least_budget_bytes)
+        if budget_bytes < plan.least_budget_bytes:
+            yield point
+            continue
+        problem = replace(plan.problem, device_budget_bytes=budget_bytes - plan.fixed_bytes)
+        found = solve_problem(problem, time_limit_s=time_limit_s)
+        if found.schedule is None or found.simulation is None:
+            yield point
+            continue
+        point = replace(
+            point,
+            predicted_step_s=found.simulation.step_s,
+            predicted_peak_bytes=found.simulation.peak_bytes + plan.fixed_bytes,
+            host_bytes=found.schedule.host_bytes,
+            lower_bound_s=found.solution.lower_bound_s,
+        )
+        if best is not None and best.budget_bytes <= budget_bytes and _faster(best, point):
+            point = replace(best, budget_bytes=budget_bytes, lower_bound_s=point.lower_bound_s)
+        best = point
+        yield point
+
+
+def _faster(a: SweepPoint, b: SweepPoint) -> bool:
+    return a.predicted_step_s is not None and b.predicted_step_s is not None and a.predicted_step_s < b.predicted_step_s

@@ -1,0 +1,118 @@
+"""What a user holds of an iteration that was recorded: what really happened, beside what was predicted."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ..reports.measured import measured_timeline
+from ..reports.timeline import Timeline, build_timeline
+from ..reports.units import format_seconds
+from ..runtime.trace import Recording
+from ..sizes import format_bytes
+from ..solver.simulate import simulate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One training iteration as it happened, with its prediction.
+
+    Parameters
+    ----------
+    recording: the actions of the schedule with their times and bytes, and the jobs of the workers.
+    budget_bytes: the device budget that was kept.
+    """
+
+    recording: Recording
+    budget_bytes: int
+
+    @cached_property
+    def measured(self) -> Timeline:
+        """What every resource did when, where the executor waited, and what was on the device, by kind."""
+        return measured_timeline(self.recording, self.budget_bytes)
+
+    @cached_property
+    def predicted(self) -> Timeline:
+        """The same as the plan's dry run predicts it."""
+        schedule = self.recording.schedule
+        return build_timeline(
+            schedule, simulate(schedule), fixed_bytes=self.recording.fixed_bytes, budget_bytes=self.budget_bytes
+        )
+
+    @property
+    def step_s(self) -> float:
+        """Seconds from the start of the forward to the end of the optimizer's step, your code between them included."""
+        return self.recording.step_s
+
+    @property
+    def launch_s(self) -> float:
+        """Seconds of these that the training thread took to launch the actions; on an accelerator it may run ahead."""
+        return self.recording.launch_s
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was on the device."""
+        return max(one.high_bytes for walk in self.recording.walks for one in walk)
+
+    @property
+    def stall_s(self) -> dict[str, float]:
+        """Seconds in which the executor waited, by what it waited for."""
+        found: dict[str, float] = {}
+        for wait in self.measured.waits:
+            found[wait.cause.value] = found.get(wait.cause.value, 0.0) + wait.end_s - wait.start_s
+        return found
+
+    def explain(self) -> str:
+        """Measured beside predicted, in words."""
+        pairs = [(self.measured.step_s, self.predicted.step_s), (self.measured.stall_s, self.predicted.stall_s)]
+        step, stall = (f"{format_seconds(a)} measured, {format_seconds(b)} predicted" for a, b in pairs)
+        peaks = [format_bytes(t.peak.total_bytes) for t in (self.measured, self.predicted)]
+        waits = ", ".join(f"{format_seconds(s)} for {cause}" for cause, s in sorted(self.stall_s.items()) if s > 0)
+        return (
+            f"one step: {step}\nof it waiting: {stall}{f' ({waits})' if waits else ''}\n"
+            f"device peak: {peaks[0]} measured, {peaks[1]} predicted, budget {format_bytes(self.budget_bytes)}"
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write predicted and measured side by side for Perfetto or chrome://tracing."""
+        from ..reports.trace import save_trace
+
+        save_trace([self.predicted, self.measured], path)
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Write one self-contained page with the picture of both."""
+        from ..reports.html import save_document
+
+        save_document([self.predicted, self.measured], self._title, self.explain().splitlines(), path)
+
+    def plot_timeline(self, ax: Axes | None = None) -> Axes:
+        """Draw what every resource did when, with matplotlib; on new axes if none are given."""
+        from ..reports.plots import draw_timeline
+
+        return draw_timeline(self.measured, ax)
+
+    def plot_memory(self, ax: Axes | None = None) -> Axes:
+        """Draw what was on the device, by kind, and over it the predicted curve, with matplotlib."""
+        from ..reports.plots import draw_memory
+
+        return draw_memory(self.measured, ax, beside=self.predicted)
+
+    @property
+    def _title(self) -> str:
+        return f"One step in {format_bytes(self.budget_bytes)}: predicted and measured"
+
+    def __str__(self) -> str:
+        return self.explain()
+
+    def __repr__(self) -> str:
+        return f"<Trace: {format_seconds(self.step_s)} per step, {format_bytes(self.peak_bytes)} at most>"
+
+    def _repr_html_(self) -> str:
+        from ..reports.html import figure
+
+        return figure([self.predicted, self.measured], self._title, self.explain().splitlines())

@@ -1,0 +1,1 @@
+"""Profile: seconds and bytes of operators and updates, measured here or worked out for another machine."""

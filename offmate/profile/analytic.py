@@ -1,0 +1,55 @@
+"""Seconds of an operator on a machine that is not here: from its FLOPs, its bytes and the machine's rates."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from ..capture.joint import Joint, storages_of
+from ..machines.hardware import Hardware
+from ..programs.programs import NodeCost
+
+_aten = torch.ops.aten
+
+
+def node_costs(joint: Joint, machine: Hardware) -> dict[str, NodeCost]:
+    """The cost of every operator of a class, without running it.
+
+    Returns: by node name; views cost nothing. Workspaces are taken as none.
+    """
+    return {n.name: NodeCost(_seconds(n, machine), 0) for n in (*joint.forward, *joint.backward)}
+
+
+def _seconds(node: fx.Node, machine: Hardware) -> float:
+    if node.target is operator.getitem or _is_view(node):
+        return 0.0
+    made = [t for t in pytree.tree_leaves(node.meta["val"]) if isinstance(t, torch.Tensor)]
+    read = [a.meta["val"] for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
+    traffic = sum(t.numel() * t.element_size() for t in [*made, *read])
+    dtype = str(made[0].dtype).removeprefix("torch.") if made else "float32"
+    return max(flops(node) / machine.flops_per_s(dtype), traffic / machine.memory_bytes_per_s, machine.launch_s)
+
+
+def _is_view(node: fx.Node) -> bool:
+    given = {s for a in node.all_input_nodes for s in storages_of(a)}
+    own = set(storages_of(node))
+    return bool(own) and own <= given
+
+
+def flops(node: fx.Node) -> int:
+    """Floating-point operations of a node, 0 for what is bound by memory anyway."""
+    args: Any = fx.map_arg(node.args, lambda n: n.meta["val"])
+    kwargs: Any = fx.map_arg(node.kwargs, lambda n: n.meta["val"])
+    if node.target is _aten._scaled_dot_product_flash_attention_for_cpu.default:
+        causal = bool(args[4]) if len(args) > 4 else bool(kwargs.get("is_causal", False))
+        return sdpa_flop_count(*(t.shape for t in args[:3])) // (2 if causal else 1)
+    if node.target is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        causal = bool(args[7])
+        return sdpa_backward_flop_count(args[0].shape, *(t.shape for t in args[1:4])) // (2 if causal else 1)
+    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    return int(count(*args, **kwargs, out_val=node.meta["val"])) if count is not None else 0

@@ -1,0 +1,144 @@
+"""The figures that a plan rests on: measured on this machine, or worked out for one that is not here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..capture.model import Traced
+from ..lowering.problem import LinkRates, class_options, lower_prelude
+from ..machines.devices import accelerator, make_device, rng_untouched
+from ..machines.hardware import Hardware
+from ..optim.state_bytes import state_bytes
+from ..optim.updater import UpdateCost, Updater
+from ..plans.plan import StoredOption
+from ..programs.programs import NodeCost
+from ..progress import Progress
+from .analytic import node_costs
+from .operators import measure_link, profile_classes, profile_prelude
+from .store import Measured
+
+_UNLIMITED_BYTES = 2**62
+_CPU = torch.device("cpu")
+
+
+def measure_all(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    traced: Traced,
+    max_options: int,
+    updater: Updater | None,
+    say: Progress,
+    device: str,
+) -> Measured:
+    """Time classes, links and updates, and solve the options of every class.
+
+    Parameters
+    ----------
+    model: plain, with its weights. args, kwargs: one real batch.
+    max_options: per class. device: its kind.
+    """
+    say("profile", 0.0)
+    rates, costs = measure(model, args, kwargs, traced, say, device)
+    options = _options(traced, costs, rates, max_options, say)
+    return Measured(rates, costs, _update_costs(model, updater, accelerator(device) or _CPU), options)
+
+
+def work_out(
+    model: torch.nn.Module,
+    traced: Traced,
+    machine: Hardware,
+    max_options: int,
+    updater: Updater | None,
+    say: Progress,
+) -> Measured:
+    """The same figures for a machine that is not here, from its rates; nothing is run.
+
+    Parameters
+    ----------
+    model: parameters may be without data. machine: its rates. max_options: per class.
+    """
+    costs = {b.key: node_costs(b.joint, machine) for b in traced.blocks}
+    prelude = lower_prelude(traced.captured, traced.chain, traced.blocks)
+    if prelude.graph is not None:
+        costs[""] = node_costs(prelude.graph.joint, machine)
+    rates = LinkRates(machine.in_bytes_per_s, machine.out_bytes_per_s, machine.both_bytes_per_s)
+    updates = {}
+    for name, param in model.named_parameters() if updater is not None else ():
+        if param.requires_grad and updater is not None:
+            bulk, scalars = state_bytes(updater, param, updater.groups[name])
+            size = 4 * param.numel()
+            seconds = size / machine.cpu_update_bytes_per_s, size / machine.device_update_bytes_per_s
+            # Adding reads two tensors and writes one where AdamW reads four and writes three; a norm reads one.
+            adds = (3 / 7 * seconds[0], 3 / 7 * seconds[1])
+            updates[name] = UpdateCost(bulk, scalars, *seconds, *adds, norm_s=seconds[1] / 7)
+    return Measured(rates, costs, updates, _options(traced, costs, rates, max_options, say))
+
+
+def _options(
+    traced: Traced, costs: dict[str, dict[str, NodeCost]], rates: LinkRates, max_options: int, say: Progress
+) -> dict[str, tuple[StoredOption, ...]]:
+    joints = {b.key: b.joint for b in traced.blocks}
+    last = traced.blocks[-1].key
+    options = {}
+    for done, (key, joint) in enumerate(joints.items()):
+        say("options", done / len(joints))
+        found = class_options(joint, costs[key], rates.out_bytes_per_s, max_options, key == last)
+        options[key] = tuple(
+            StoredOption(o.name, tuple(sorted(o.kept)), tuple(sorted(o.offloaded))) for o in found.options
+        )
+    return options
+
+
+def measure(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    traced: Traced,
+    say: Progress,
+    device: str,
+) -> tuple[LinkRates, dict[str, dict[str, NodeCost]]]:
+    """Time every class on real data, and the links of a kind of device."""
+    where = accelerator(device)
+    params = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    captured = traced.captured
+    tensors = {n: params[name] for n, name in captured.params.items()}
+    tensors |= {n: buffers[name] for n, name in captured.buffers.items()}
+    tensors |= captured.constants
+    leaves = pytree.tree_leaves((args, kwargs))
+    tensors |= {name: leaf for name, leaf in zip(captured.inputs, leaves) if name is not None}
+    prelude = lower_prelude(captured, traced.chain, traced.blocks)
+    with torch.no_grad(), torch._C._DisableAutocast(), rng_untouched(where):
+        shared, prelude_costs = profile_prelude(prelude, tensors, where or _CPU)
+        nodes = {n.name: n for n in captured.graph.nodes}
+        given = {nodes[name]: tensor for name, tensor in tensors.items()} | shared
+        costs = profile_classes(
+            traced.blocks, given.__getitem__, where or _CPU, lambda done, total: say("profile", done / total)
+        )
+    links = make_device(device, _UNLIMITED_BYTES)
+    try:
+        rates = measure_link(links)
+    finally:
+        links.close()
+    return rates, costs | {"": prelude_costs}
+
+
+def _update_costs(model: torch.nn.Module, updater: Updater | None, device: torch.device) -> dict[str, UpdateCost]:
+    """What updating each trainable parameter takes, measured once per shape and group."""
+    if updater is None:
+        return {}
+    measured: dict[tuple[Any, ...], UpdateCost] = {}
+    found = {}
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        hyper = updater.groups[name]
+        key = (tuple(param.shape), param.dtype, id(hyper))
+        if key not in measured:
+            measured[key] = updater.cost(param, hyper, device)
+        found[name] = measured[key]
+    return found

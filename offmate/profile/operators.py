@@ -1,0 +1,224 @@
+"""Seconds and bytes of every operator of every block class, link rates and update speeds, measured on real data."""
+
+from __future__ import annotations
+
+import operator
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..capture.blocks import TracedBlock
+from ..capture.joint import Joint
+from ..errors import CaptureError
+from ..lowering.problem import LinkRates, Prelude
+from ..machines.allocations import allocation_log
+from ..machines.stopwatch import clock_of
+from ..programs.programs import ClassGraph, NodeCost
+from ..runtime.ledger import Ledger
+from ..runtime.replay.program import as_layout, run
+
+_REPEATS = 3
+_COPY_BYTES = 16 * 2**20
+_UNLIMITED = 2**62
+
+
+def profile_classes(
+    blocks: tuple[TracedBlock, ...],
+    read: Callable[[fx.Node], torch.Tensor],
+    device: torch.device,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, dict[str, NodeCost]]:
+    """Run the chain forward once, block by block, and measure every class at its first block.
+
+    Only the interfaces and one block's tensors are held at a time.
+
+    Parameters
+    ----------
+    read: gives the real tensor behind a parameter, a buffer or a shared value of the flat graph.
+    device: where operators run; what is read comes to it for one block at a time.
+    progress: told how many of how many blocks are done.
+
+    Returns: per class key the cost of every node.
+    """
+    values: dict[fx.Node, torch.Tensor] = {}
+    last_reader = {e.node: i for i, block in enumerate(blocks) for e in block.spec.externals}
+    costs: dict[str, dict[str, NodeCost]] = {}
+    written: dict[fx.Node, torch.Tensor] = {}
+
+    def fetch(node: fx.Node) -> torch.Tensor:
+        if node in values:
+            return values[node]
+        return written[node] if node in written else _on(read(node), device)
+
+    for index, block in enumerate(blocks):
+        inputs = [fetch(e.node) for e in block.spec.externals]
+        if block.key not in costs:
+            costs[block.key] = _measure(block.joint, inputs, device)
+        results, writes = _run_forward(block.joint, inputs)
+        values |= dict(zip(block.spec.results, results))
+        written |= {block.spec.externals[i].node: tensor for i, tensor in writes.items()}
+        for node in [n for n in values if last_reader.get(n, -1) <= index]:
+            del values[node]
+        progress(index + 1, len(blocks))
+    return costs
+
+
+def profile_prelude(
+    prelude: Prelude, tensors: dict[str, torch.Tensor], device: torch.device
+) -> tuple[dict[fx.Node, torch.Tensor], dict[str, NodeCost]]:
+    """Compute the shared values and measure what computing them takes.
+
+    Parameters
+    ----------
+    tensors: batch, buffers and constants by placeholder name. device: where operators run.
+
+    Returns: the shared values by node of the flat graph, and the cost of every node of the prelude's graph.
+    """
+    if prelude.graph is None:
+        return {}, {}
+    inputs = [_on(tensors[e.node.name], device) for e in prelude.spec.externals]
+    results, _ = _run_forward(prelude.graph.joint, inputs)
+    return dict(zip(prelude.spec.results, results)), _measure(prelude.graph.joint, inputs, device)
+
+
+def _run_forward(joint: Joint, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
+    graph = ClassGraph(joint)
+    program = graph.programs(frozenset(graph.number.values()) - graph.resting).forward
+    registers: list[Any] = [None] * program.n_registers
+    for tensor, leaves in zip(inputs, joint.leaves):
+        for leaf in leaves:
+            registers[graph.register[leaf]] = tensor
+    run(program, registers, Ledger(_UNLIMITED), {})
+    writes = {i: registers[graph.register[n]] for i, n in joint.writes.items()}
+    return [registers[graph.register[r]] for r in joint.results], writes
+
+
+def _measure(joint: Joint, inputs: list[torch.Tensor], device: torch.device) -> dict[str, NodeCost]:
+    """Time every node of a joint graph, and take the workspace of its kernel from the allocator.
+
+    The graph runs twice, since watching the allocator takes time; values are let go after their last reader.
+    """
+    clock = clock_of(device)
+    seconds: dict[fx.Node, float] = {}
+    storages: dict[fx.Node, tuple[int, ...]] = {}
+    with allocation_log(device) as log:
+        for node, work in _run_through(joint, inputs, device):
+            result = log.stretch(node.name, work)
+            storages[node] = _storage_bytes(node, result)
+            work.result = result
+            del result
+    for node, work in _run_through(joint, inputs, device):
+        work.result = work()
+        if node.target is not operator.getitem:
+            seconds[node] = statistics.median(clock(work) for _ in range(_REPEATS))
+    workspace = log.workspace_bytes()
+    return {n.name: NodeCost(seconds.get(n, 0.0), workspace.get(n.name, 0), storages[n]) for n in storages}
+
+
+class _Work:
+    """An operator on its arguments; `result` is to be set to what it returned."""
+
+    def __init__(self, node: fx.Node, env: dict[fx.Node, Any]) -> None:
+        self._target: Any = node.target
+        self._args, self._kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+        self.result: Any = None
+
+    def __call__(self) -> Any:
+        return self._target(*self._args, **self._kwargs)
+
+
+def _run_through(joint: Joint, inputs: list[torch.Tensor], device: torch.device) -> Iterator[tuple[fx.Node, _Work]]:
+    """The nodes of a joint graph in order, each with what runs it."""
+    env: dict[fx.Node, Any] = {n: n.meta["constant"] for n in joint.graph.nodes if n.op == "get_attr"}
+    for tensor, leaves in zip(inputs, joint.leaves):
+        env |= dict.fromkeys(leaves, tensor)
+    for node in [*joint.tangents, *joint.accumulators]:
+        if node is not None:
+            env[node] = _like(node.meta["val"], device)
+    order = [*joint.forward, *joint.backward]
+    last_reader = {source: node for node in order for source in node.all_input_nodes}
+    for node in order:
+        work = _Work(node, env)
+        yield node, work
+        env[node] = work.result
+        del work
+        for source in {node, *node.all_input_nodes}:
+            if last_reader.get(source, node) is node:
+                env.pop(source, None)
+
+
+def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on a device, with the strides that it has here: kernels were traced for them."""
+    return tensor if tensor.device == device else as_layout(tensor, tensor.shape, tensor.stride(), device)
+
+
+def _like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    return tensor.fill_(1e-3) if value.dtype.is_floating_point else tensor.zero_()
+
+
+def _storage_bytes(node: fx.Node, real: Any) -> tuple[int, ...]:
+    """Real bytes behind the node's tensors if its fake kernel promised others, else nothing.
+
+    A kernel may leave out what it was not asked for, where its fake kernel makes it: that takes no bytes.
+
+    Raises: CaptureError if the strides differ from the promised ones, or if something reads what was left out: what was
+        traced would not be what runs.
+    """
+    fake = node.meta["val"]
+    pairs = zip(real, fake) if isinstance(fake, (tuple, list)) else [(real, fake)]
+    tensors = [(got, expected) for got, expected in pairs if isinstance(expected, torch.Tensor)]
+    for got, expected in tensors:
+        if got is None and (node.users if node.target is operator.getitem else not isinstance(real, (tuple, list))):
+            raise CaptureError(
+                f"{node.format_node()} returned None where its fake kernel promised a tensor, which is read; what was "
+                "traced is not what runs. Please report the operator"
+            )
+        if got is not None and _steps(got) != _steps(expected):
+            raise CaptureError(
+                f"{node.format_node()} returned strides {got.stride()} where its fake kernel promised "
+                f"{expected.stride()}; what was traced is not what runs. Please report the operator"
+            )
+    found = tuple(0 if got is None else got.untyped_storage().nbytes() for got, _ in tensors)
+    return found if found != tuple(e.untyped_storage().nbytes() for _, e in tensors) else ()
+
+
+def _steps(tensor: torch.Tensor) -> list[int]:
+    """Strides of the dimensions in which anything steps; a kernel may give the others any."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape) if size != 1]
+
+
+def measure_link(device: Any) -> LinkRates:
+    """Time copies in, out and both at once.
+
+    Parameters
+    ----------
+    device: a runtime device.
+
+    Returns: rates in bytes per second.
+    """
+    # Ones: pages that were never written are all the same one, which stays in the processor's cache.
+    host = device.pinned(torch.ones(_COPY_BYTES, dtype=torch.uint8))
+    inside, back = device.empty_like(host), device.empty_host_like(host)
+
+    def timed(*starts: Callable[[], Any]) -> float:
+        taken = []
+        for _ in range(_REPEATS + 1):
+            start = time.perf_counter()
+            for event in [s() for s in starts]:
+                event.synchronize()
+            taken.append(time.perf_counter() - start)
+        return statistics.median(taken[1:])
+
+    def bring() -> Any:
+        return device.copy_in(inside, host, ())
+
+    def send() -> Any:
+        return device.copy_out(back, inside, ())
+
+    alone_in, alone_out, both = timed(bring), timed(send), timed(bring, send)
+    return LinkRates(_COPY_BYTES / alone_in, _COPY_BYTES / alone_out, 2 * _COPY_BYTES / both)

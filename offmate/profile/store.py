@@ -1,0 +1,100 @@
+"""What was measured of a model on a machine, kept in memory and on disk: the same problem then gives the same plan."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..lowering.problem import LinkRates
+from ..optim.updater import UpdateCost
+from ..plans.plan import StoredOption
+from ..programs.programs import NodeCost
+
+log = logging.getLogger("offmate")
+
+FORMAT = 3
+
+_kept: dict[str, Measured] = {}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Times, bytes and the options that follow from them; no budget enters.
+
+    Parameters
+    ----------
+    costs: per class key and node name; under "" those of what runs before the first block.
+    updates: per canonical parameter name. options: per class key.
+    """
+
+    rates: LinkRates
+    costs: dict[str, dict[str, NodeCost]]
+    updates: dict[str, UpdateCost]
+    options: dict[str, tuple[StoredOption, ...]]
+
+
+def recall(fingerprint: str, cache_dir: str | None) -> Measured | None:
+    """What was measured under this fingerprint, in this process or on disk; None if nothing was."""
+    if fingerprint in _kept or cache_dir is None:
+        return _kept.get(fingerprint)
+    path = _path(fingerprint, cache_dir)
+    if not path.exists():
+        return None
+    try:
+        measured = _kept[fingerprint] = _from_json(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("a cached profile is ignored (%s: %s)", path.name, error)
+        return None
+    return measured
+
+
+def remember(fingerprint: str, cache_dir: str | None, measured: Measured) -> None:
+    """Keep what was measured, on disk where there is a folder for it."""
+    _kept[fingerprint] = measured
+    if cache_dir is not None:
+        write_whole(_path(fingerprint, cache_dir), {"format": FORMAT, **_to_json(measured)})
+
+
+def write_whole(path: Path, data: dict[str, Any]) -> None:
+    """Write JSON so that a reader finds all of it or the file that was there before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        json.dump(data, file)
+    os.replace(file.name, path)
+
+
+def _path(fingerprint: str, cache_dir: str) -> Path:
+    return Path(cache_dir, f"profile-{fingerprint}.json")
+
+
+def _to_json(measured: Measured) -> dict[str, Any]:
+    return {
+        "rates": asdict(measured.rates),
+        "costs": {
+            key: {name: [c.seconds, c.workspace_bytes, c.storage_bytes] for name, c in nodes.items()}
+            for key, nodes in measured.costs.items()
+        },
+        "updates": {name: asdict(cost) for name, cost in measured.updates.items()},
+        "options": {key: [[o.name, o.kept, o.offloaded] for o in found] for key, found in measured.options.items()},
+    }
+
+
+def _from_json(data: dict[str, Any]) -> Measured:
+    if data.get("format") != FORMAT:
+        raise ValueError(f"format {data.get('format')}, this version reads {FORMAT}")
+    return Measured(
+        rates=LinkRates(**data["rates"]),
+        costs={
+            key: {n: NodeCost(s, w, tuple(b)) for n, (s, w, b) in nodes.items()} for key, nodes in data["costs"].items()
+        },
+        updates={name: UpdateCost(**cost) for name, cost in data["updates"].items()},
+        options={
+            key: tuple(StoredOption(n, tuple(k), tuple(o)) for n, k, o in found)
+            for key, found in data["options"].items()
+        },
+    )

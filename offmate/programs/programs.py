@@ -1,0 +1,286 @@
+"""From a traced block class to programs: forward and backward for one choice of what is recomputed."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from ..capture.effects import is_random
+from ..capture.joint import Joint, storages_of
+from ..runtime.replay.program import Instruction, Program, Slot
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """What one operator was measured to take.
+
+    Parameters
+    ----------
+    workspace_bytes: what its kernel holds beyond its results while it runs.
+    storage_bytes: of the storage behind each tensor of its result, where a kernel reserves more than the result needs
+        (a loss that is reduced in place); empty where it does not.
+    """
+
+    seconds: float = 0.0
+    workspace_bytes: int = 0
+    storage_bytes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Programs:
+    """A block class's forward and backward for one choice.
+
+    Parameters
+    ----------
+    saved: storages that the forward leaves for the backward, by storage number -> registers that view it.
+    saved_bytes: their bytes. Which of them stay on the device and which leave is not the programs' concern.
+    recomputed: how many operators of the forward the backward runs again, views not counted.
+    """
+
+    forward: Program
+    backward: Program
+    saved: dict[int, tuple[int, ...]]
+    saved_bytes: dict[int, int]
+    recomputed: int
+
+
+class ClassGraph:
+    """A joint graph with numbered storages and registers; what programs and options are built from.
+
+    A storage number stands for one storage made by one operator, or given from outside.
+
+    Parameters
+    ----------
+    joint: the class's graph.
+    costs: seconds and workspace by node name; nodes that are missing cost nothing.
+    """
+
+    def __init__(self, joint: Joint, costs: dict[str, NodeCost] | None = None) -> None:
+        self.joint = joint
+        self.costs = costs or {}
+        self.number: dict[int, int] = {}
+        self.bytes: dict[int, int] = {}
+        self.maker: dict[int, fx.Node] = {}
+        self.register = {n: i for i, n in enumerate(joint.graph.nodes)}
+        for node in joint.graph.nodes:
+            self._note(node)
+        leaves = [leaf for group in joint.leaves for leaf in group]
+        self.external = frozenset(self._storages(leaves))
+        self.results = frozenset(self._storages(joint.results))
+        self.written = frozenset(self._storages(joint.writes.values()))
+        self.constant = frozenset(self._storages(n for n in joint.graph.nodes if n.op == "get_attr"))
+
+    def _note(self, node: fx.Node) -> None:
+        if node.op == "output":
+            return
+        values = node.meta["val"] if isinstance(node.meta.get("val"), (tuple, list)) else [node.meta.get("val")]
+        storages = [v.untyped_storage() for v in values if isinstance(v, torch.Tensor)]
+        reserved = self.costs.get(node.name, NodeCost()).storage_bytes or tuple(s.nbytes() for s in storages)
+        for storage, nbytes in zip(storages, reserved, strict=True):
+            if storage._cdata not in self.number and getattr(node.target, "is_view", False):
+                # The trace gave a view of something a storage of its own.
+                self.number[storage._cdata] = self.storages(node.all_input_nodes[0])[0]
+            if storage._cdata not in self.number:
+                number = self.number[storage._cdata] = len(self.number)
+                self.bytes[number] = nbytes
+                self.maker[number] = node
+
+    def _storages(self, nodes: Iterable[fx.Node]) -> set[int]:
+        return {self.number[s] for n in nodes for s in storages_of(n)}
+
+    def storages(self, node: fx.Node) -> tuple[int, ...]:
+        """Numbers of the storages behind a node's value."""
+        return tuple(self.number[s] for s in storages_of(node))
+
+    def made_by(self, node: fx.Node) -> tuple[int, ...]:
+        """Storages that the node's operator allocates."""
+        return tuple(s for s in self.storages(node) if self.maker[s] is node)
+
+    @cached_property
+    def resting(self) -> frozenset[int]:
+        """Storages that are there for the backward whatever the choice: what the block was given, handed on, wrote."""
+        return self.external | self.results | self.written | self.constant
+
+    @cached_property
+    def recomputable(self) -> frozenset[fx.Node]:
+        """Forward nodes that may run again: no draws, nothing that reads a buffer which a block writes."""
+        buffers = {s for i in self.joint.changing for leaf in self.joint.leaves[i] for s in self.storages(leaf)}
+        return frozenset(
+            n
+            for n in self.joint.forward
+            if not is_random(n) and not any(buffers & set(self.storages(a)) for a in n.all_input_nodes)
+        )
+
+    @cached_property
+    def wanted(self) -> frozenset[int]:
+        """Own storages of the forward that the backward reads."""
+        forward = set(self.joint.forward)
+        read = {a for n in self.joint.backward for a in n.all_input_nodes if a in forward}
+        read |= {g for g in self.joint.grads if g in forward}
+        return frozenset(self._storages(read) - self.resting)
+
+    def programs(self, recomputed: frozenset[int]) -> Programs:
+        """The forward and the backward if `recomputed` storages are made again and all other wanted ones saved."""
+        order, saved = self._backward_order(self._whole_operators(recomputed))
+        views: dict[int, list[int]] = {}
+        for node in sorted(saved, key=self.register.__getitem__):
+            for storage in set(self.storages(node)) - self.resting:
+                views.setdefault(storage, []).append(self.register[node])
+        handed = {*self.joint.results, *self.joint.writes.values()}
+        kept = frozenset(views) | self.results | self.written
+        forward = self._program(list(self.joint.forward), frozenset(), kept, frozenset(), saved | handed)
+        tangents = [*self.joint.tangents, *(a for a in self.joint.accumulators if a is not None)]
+        given = frozenset(views) | frozenset(self._storages(tangents))
+        ends = {g for g in self.joint.grads if g is not None}
+        backward = self._program(order, given, frozenset(self._storages(ends)), self.resting, ends)
+        return Programs(
+            forward=forward,
+            backward=backward,
+            saved={s: tuple(r) for s, r in views.items()},
+            saved_bytes={s: self.bytes[s] for s in views},
+            recomputed=sum(bool(self.made_by(n)) for n in set(order) & set(self.joint.forward)),
+        )
+
+    def _whole_operators(self, recomputed: frozenset[int]) -> frozenset[int]:
+        """An operator that runs again makes all its storages again; one that draws never runs again."""
+        makers = {self.maker[s] for s in recomputed} & self.recomputable
+        return frozenset(s for m in makers for s in self.made_by(m)) - self.results - self.written
+
+    def _backward_order(self, recomputed: frozenset[int]) -> tuple[list[fx.Node], set[fx.Node]]:
+        """Backward nodes with what they need recomputed just before its first use, and the nodes read as saved."""
+        forward = set(self.joint.forward)
+        # A written buffer holds its new value when the backward starts, as in eager mode.
+        results = {*self.joint.results, *self.joint.writes.values()}
+        there: set[fx.Node] = set()
+        saved: set[fx.Node] = set()
+        order: list[fx.Node] = []
+
+        def ensure(node: fx.Node) -> None:
+            if node in there or node not in forward:
+                return
+            there.add(node)
+            if node in results:
+                saved.add(node)
+                return
+            own = [s for s in self.storages(node) if s not in self.external and s not in self.constant]
+            if own and not set(own) & recomputed and not (set(own) & (self.results | self.written)):
+                saved.add(node)
+                return
+            for source in node.all_input_nodes:
+                ensure(source)
+            order.append(node)
+
+        for node in self.joint.backward:
+            for source in node.all_input_nodes:
+                ensure(source)
+            order.append(node)
+        for grad in self.joint.grads:
+            if grad is not None:
+                ensure(grad)
+        return order, saved
+
+    def _program(
+        self,
+        order: list[fx.Node],
+        given: frozenset[int],
+        keep: frozenset[int],
+        untracked: frozenset[int],
+        keep_nodes: set[fx.Node],
+    ) -> Program:
+        """Instructions for `order`.
+
+        Parameters
+        ----------
+        given: storages that are there at the start and end after their last reader.
+        keep: storages that outlive the program, as do the registers of `keep_nodes`.
+        untracked: storages of which another copy is there already; if an operator makes them again, nobody reads them.
+        """
+        running = [n for n in order if n.target is not operator.getitem]
+        picked: dict[fx.Node, list[fx.Node]] = {}
+        for node in order:
+            if node.target is operator.getitem:
+                picked.setdefault(node.args[0], []).append(node)  # type: ignore[arg-type]
+        last_use = dict.fromkeys(given, -1)
+        last_read: dict[fx.Node, int] = {}
+        for i, node in enumerate(running):
+            last_use |= dict.fromkeys(self.made_by(node), i)
+            last_read |= dict.fromkeys([node, *picked.get(node, ())], i)
+        for i, node in enumerate(running):
+            for source in node.all_input_nodes:
+                last_read[source] = i
+                last_use |= {s: i for s in self.storages(source) if s in last_use and s not in untracked}
+        ends: dict[int, list[int]] = {}
+        for storage, i in last_use.items():
+            if storage not in keep:
+                ends.setdefault(max(i, 0), []).append(storage)
+        clears: dict[int, list[int]] = {}
+        for node, i in last_read.items():
+            if node not in keep_nodes and node.op != "get_attr":
+                clears.setdefault(i, []).append(self.register[node])
+        instructions = tuple(
+            self._instruction(n, picked.get(n), clears.get(i, []), ends.get(i, [])) for i, n in enumerate(running)
+        )
+        rise, net = _rise(instructions, self.bytes)
+        seconds = sum(self.costs.get(n.name, NodeCost()).seconds for n in running)
+        return Program(len(self.register), instructions, {s: self.bytes[s] for s in given}, rise, net, seconds)
+
+    def start_program(self, let_go: frozenset[int]) -> Program:
+        """The program of a graph without backward, ending the storages in `let_go` after their last reader."""
+        kept = frozenset(self.number.values()) - let_go
+        made = frozenset(s for n in self.joint.forward for s in self.made_by(n))
+        return self._program(
+            list(self.joint.forward), let_go, (kept - made) | self.results, frozenset(), set(self.joint.results)
+        )
+
+    def read_registers(self, program: Program) -> frozenset[int]:
+        """Registers that a program's instructions read."""
+        slots = (leaf for i in program.instructions for leaf in pytree.tree_leaves((i.args, i.kwargs)))
+        return frozenset(slot.index for slot in slots if isinstance(slot, Slot))
+
+    def _instruction(
+        self, node: fx.Node, picked: list[fx.Node] | None, clears: list[int], ends: list[int]
+    ) -> Instruction:
+        def convert(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                return value.meta["constant"] if value.op == "get_attr" else Slot(self.register[value])
+            if isinstance(value, (list, tuple)):
+                return type(value)(convert(v) for v in value) if not isinstance(value, torch.Size) else value
+            return value
+
+        value: Any = node.meta.get("val")
+        tupled = isinstance(value, (tuple, list))
+        elements = list(value) if tupled else [value]
+        reads: list[tuple[Any, int]] = [(n.args[1], self.register[n]) for n in picked or ()]
+        own = set(self.made_by(node))
+        makes = tuple(
+            (position, number, self.bytes[number])
+            for position, e in enumerate(elements)
+            if isinstance(e, torch.Tensor) and (number := self.number[e.untyped_storage()._cdata]) in own
+        )
+        return Instruction(
+            target=node.target,  # type: ignore[arg-type]
+            args=tuple(convert(a) for a in node.args),
+            kwargs={k: convert(v) for k, v in node.kwargs.items()},
+            outs=tuple(reads) if tupled else ((0, self.register[node]),),
+            tupled=tupled,
+            makes=makes,
+            workspace_bytes=self.costs.get(node.name, NodeCost()).workspace_bytes,
+            clears=tuple(clears),
+            ends=tuple(ends),
+        )
+
+
+def _rise(instructions: tuple[Instruction, ...], sizes: dict[int, int]) -> tuple[int, int]:
+    level = rise = 0
+    for step in instructions:
+        level += sum(nbytes for _, _, nbytes in step.makes)
+        rise = max(rise, level + step.workspace_bytes)
+        level -= sum(sizes[s] for s in step.ends)
+    return rise, level

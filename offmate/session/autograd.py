@@ -1,0 +1,150 @@
+"""Autograd's view of a planned iteration."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..errors import ProtocolError
+from .gradients import alone_first
+
+_GRAD_REFUSED = (
+    "torch.autograd.grad was asked for the gradients of parameters; the plan hands them to the optimizer or to .grad "
+    "in backward(). Call backward()"
+)
+
+
+class Iteration:
+    """One forward and the backward that it waits for.
+
+    State: `graph`, dead once nothing can call backward() through this forward any more; `dropped`, whether the model
+    was called again before that; `_outputs`, what the user was given, by name, with its version then; `_read`, the
+    memory of those that the backward reads; `_used`, those that the model itself goes on from; `_buffers`, those that
+    the backward may read, with their versions.
+
+    Parameters
+    ----------
+    fed: names of the parameters that autograd knows of.
+    """
+
+    def __init__(self, fed: frozenset[str]) -> None:
+        self.fed = fed
+        self.graph: weakref.ref[Any] | None = None
+        self.dropped = False
+        self._outputs: dict[str, tuple[torch.Tensor, int]] = {}
+        self._read: set[int] = set()
+        self._used: dict[str, weakref.ref[torch.Tensor]] = {}
+        self._buffers: dict[str, tuple[torch.Tensor, int]] = {}
+
+    @property
+    def runs_now(self) -> bool:
+        """Whether the backward() under way goes through this forward."""
+        node = self.graph() if self.graph is not None else None
+        return node is not None and torch._C._will_engine_execute_node(node)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing can call backward() through this forward any more."""
+        return self.graph is None or self.graph() is None
+
+    def returns(
+        self, outputs: dict[str, torch.Tensor], read: list[torch.Tensor], used: dict[str, torch.Tensor]
+    ) -> None:
+        """These are handed to the user; the backward reads the memory of some, the model itself goes on from others."""
+        self._used = {name: weakref.ref(out) for name, out in used.items()}
+        self._outputs = {name: (out.detach(), out._version) for name, out in outputs.items()}
+        self._read = {out.untyped_storage().data_ptr() for out in read}
+
+    @property
+    def outputs(self) -> list[torch.Tensor]:
+        """What the user was given."""
+        return [out for out, _ in self._outputs.values()]
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of their memory."""
+        storages = [out.untyped_storage() for out in self.outputs]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def reads(self, buffers: dict[str, torch.Tensor] | None = None) -> None:
+        """The backward may read these buffers as they are now; None for those that it was told of, written since."""
+        known = {name: buffer for name, (buffer, _) in self._buffers.items()} if buffers is None else buffers
+        self._buffers = {name: (buffer, buffer._version) for name, buffer in known.items()}
+
+    def edited_buffers(self) -> list[str]:
+        """Buffers that the user has written into since."""
+        return [name for name, (buffer, version) in self._buffers.items() if buffer._version != version]
+
+    def asked_gradients(self) -> list[str]:
+        """Outputs that the model goes on from whose whole gradient the user has asked for."""
+        alive = {name: out for name, ref in self._used.items() if (out := ref()) is not None}
+        return [name for name, out in alive.items() if out.retains_grad or out._backward_hooks]
+
+    def changed_outputs(self) -> list[str]:
+        """Outputs that the user has written into since, of those that the backward reads."""
+        return [
+            name
+            for name, (out, version) in self._outputs.items()
+            if out._version != version and out.untyped_storage().data_ptr() in self._read
+        ]
+
+    def ends(self) -> None:
+        """Let go of the outputs."""
+        self._outputs = {}
+
+
+class Replay(torch.autograd.Function):
+    """One node from all trainable parameters to the outputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, session: Any, variant: Any, iteration: Iteration, tensors: Any, names: Any, anchor: Any, *params: Any
+    ) -> Any:
+        """Run the forwards."""
+        outputs = session.forward(variant, tensors)
+        ctx.session, ctx.variant, ctx.iteration, ctx.names = session, variant, iteration, names
+        iteration.graph = weakref.ref(ctx)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(o for o in outputs if not (o.is_floating_point() or o.is_complex())))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Run the backwards.
+
+        Gradients that the planned optimizer takes go where the plan says, and autograd gets none; without one it gets
+        them all, adds them to what it has from elsewhere, and calls the parameters' hooks.
+        """
+        if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+            raise ProtocolError(
+                "backward() inside torch.autocast would run in lower precision, too; the plan's backward was captured "
+                "as it runs outside. Leave the autocast region before backward(), as PyTorch recommends"
+            )
+        (anchor, _), *edges = ctx.next_functions
+        leaves = dict(zip(ctx.names, (node for node, _ in edges), strict=True))
+        wanted = None if torch._C._will_engine_execute_node(anchor) else _wanted(leaves)
+        if torch.is_grad_enabled():
+            raise ProtocolError("backward(create_graph=True) cannot be planned: the backward's own graph is not kept")
+        gradients = ctx.session.backward(ctx.variant, ctx.iteration, grads, wanted)
+        for name in ctx.variant.summed & gradients.keys():
+            alone_first(name, leaves[name].variable, gradients[name].data_ptr())
+        return (*(None,) * 6, *map(gradients.get, ctx.names))
+
+
+def _wanted(leaves: dict[str, Any]) -> frozenset[str]:
+    """The parameters that backward(inputs=...) names. Raises: ProtocolError under torch.autograd.grad."""
+    try:
+        wanted = frozenset(name for name, node in leaves.items() if torch._C._will_engine_execute_node(node))
+    except RuntimeError as error:  # what it says of a leaf whose gradient is to be returned
+        raise ProtocolError(_GRAD_REFUSED) from error
+    if not wanted:
+        raise ProtocolError(_GRAD_REFUSED)
+    return wanted
+
+
+def alive(iterations: Iterable[Iteration]) -> list[Iteration]:
+    """Those through which somebody could still call backward()."""
+    return [iteration for iteration in iterations if not iteration.is_over]

@@ -1,0 +1,92 @@
+"""What the user's code may have around a call of ours: inference mode, other threads, a process that was forked."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+
+from ..errors import ProtocolError
+from ..runtime.replay.contents import on_storage
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_S = TypeVar("_S", bound="_Shared")
+
+
+class _Shared(Protocol):
+    """What threads may call at the same time."""
+
+    process: Process
+    lock: threading.RLock
+
+
+def outside_inference(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Run a method as it runs under `torch.no_grad`, where it is called under `torch.inference_mode`.
+
+    What is made under inference mode could not be written outside of it, and is kept longer than it lasts.
+    """
+
+    @functools.wraps(method)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        # Leaving inference mode turns gradients on.
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return run
+
+
+def alone(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P], _R]:
+    """Run a session's method while no other thread runs one: its state and its device are one loop's at a time."""
+
+    @functools.wraps(method)
+    def run(self: _S, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if self.process.is_forked:  # The thread that held the lock may not exist here.
+            return method(self, *args, **kwargs)
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+def ordinary(leaf: Any) -> Any:
+    """A tensor made under inference mode as an ordinary one on the same memory; anything else as it is."""
+    if isinstance(leaf, torch.Tensor) and leaf.is_inference() and leaf.layout is torch.strided:
+        return on_storage(leaf, leaf)
+    return leaf
+
+
+class Process:
+    """The process in which a model was compiled; its threads do not exist in a child that was forked from it."""
+
+    def __init__(self) -> None:
+        self._id = os.getpid()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a child of it."""
+        return os.getpid() != self._id
+
+    def check(self) -> None:
+        """Raise ProtocolError in a child."""
+        if self.is_forked:
+            raise ProtocolError(
+                "this process was forked from the one in which the model was compiled, and a fork does not take the "
+                "threads along that copy and update. Here the model can be read, and copy.deepcopy(model) is a plain "
+                "model that runs (call torch.set_num_threads(1) first: PyTorch's own threads are missing, too). Call "
+                "model.offmate.sync() before forking. To train here compile the model here"
+            )
+
+    def check_reading(self) -> None:
+        """Raise ProtocolError in a child, which cannot get what is newer than the host's values."""
+        if self.is_forked:
+            raise ProtocolError(
+                "this process was forked while the newest parameters were on the device or being computed, and only "
+                "the parent can wait for them. Call model.offmate.sync() in the parent before forking"
+            )

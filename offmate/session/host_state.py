@@ -1,0 +1,292 @@
+"""A compiled model's parameters, buffers and optimizer states on the host, and whether they are current."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+
+from ..errors import ProtocolError
+from ..guards.watch import Watch
+from ..optim.updater import Updater
+from ..runtime.devices.device import Device
+from ..runtime.replay.binding import HostState
+from .parameters import WrittenBuffer
+from .published import Published
+
+log = logging.getLogger("offmate")
+
+_TENSOR: Any = torch.Tensor
+_data = _TENSOR.data.__get__  # whatever a parameter's own class gives
+
+
+class Truth:
+    """What the host knows of a model.
+
+    State: `host`; `states`, what the user sees of the optimizer's; `_late`, the parameters whose states were changed
+    while newer ones were under way; `current`, whether nothing newer is on the device or under way; `torn`, the tensors
+    that a failure left one update ahead of the others or, if `lost`, behind them; the versions of all parameters as
+    last seen, which tell the user's edits; which of them are trained. Changed on the training thread, `host` also by
+    the executor and its workers.
+
+    Parameters
+    ----------
+    model, updater: whose tensors these are; no updater if the user's code updates. watch: knows its parameters.
+    """
+
+    def __init__(self, model: torch.nn.Module, updater: Updater | None, watch: Watch) -> None:
+        self._model = weakref.ref(model)
+        self._updater, self._watch = updater, watch
+        self.host = HostState(
+            params={n: _data(p) for n, p in watch.parameters},
+            buffers=dict(model.named_buffers(remove_duplicate=False)),
+        )
+        self.current = True
+        self.torn: tuple[str, ...] = ()
+        self.lost = False
+        self._not_reloaded: set[str] = set()
+        self._trains = {n: p.requires_grad for n, p in watch.parameters}
+        self._versions: dict[str, tuple[int, int]] = {}
+        self.states = Published(updater, self.host) if updater is not None else None
+        self._late: tuple[str, ...] = ()
+        self.accept()
+
+    # -- the user's edits ---------------------------------------------------------------------------------------------
+
+    def edited(self) -> tuple[str, ...]:
+        """Parameters that the user has written into or replaced since the last `accept`."""
+        now = self._now()
+        return tuple(n for n in now if now[n] != self._versions.get(n))
+
+    def frozen(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Those that are not trained; where the user's code updates, the others are sent anew every iteration."""
+        return tuple(n for n in names if not self._trains.get(n))
+
+    def trained(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Those that are; an edit of another one is used from the next forward on."""
+        return tuple(n for n in names if self._trains.get(n))
+
+    def accept(self) -> None:
+        """Take the parameters as they are now for what the user wants."""
+        self._versions = self._now()
+
+    def _now(self) -> dict[str, tuple[int, int]]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return {n: (p._version, p.data_ptr()) for n, p in self._named()}
+
+    def _named(self) -> tuple[tuple[str, torch.nn.Parameter], ...]:
+        return self._watch.parameters
+
+    def check_edits(self) -> tuple[str, ...]:
+        """The parameters that were edited; refuses edits of values that were not the newest.
+
+        Raises: ProtocolError if the newest value of an edited parameter was on the device or under way.
+        """
+        edited = self.edited()
+        moving = self.trained(edited)
+        if moving and not self.current:
+            self.accept()
+            raise ProtocolError(
+                f"{moving[0]} was edited through an older reference to its memory while its newest value was on the "
+                "device or being computed, so the edit is lost or mixed with an update; set the parameter again, and "
+                "call model.offmate.sync() before editing through references that are kept"
+            )
+        return edited
+
+    def adopt_tensors(self) -> None:
+        """Follow the user's replacements of parameters' and buffers' memory."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, param in self._named():
+                self._adopt(name, param)
+        self.adopt_buffers()
+
+    def adopt_buffers(self) -> None:
+        """Follow the user's replacements of buffers."""
+        model = self._model()
+        assert model is not None
+        with torch._C.DisableTorchFunctionSubclass():
+            # Of those that notice reads, plain tensors on the same memory, with the same version.
+            self.host.buffers.update(
+                (n, b.detach() if isinstance(b, WrittenBuffer) else b)
+                for n, b in model.named_buffers(remove_duplicate=False)
+            )
+
+    def has_other_parameters(self, trains: bool) -> bool:
+        """Whether parameters came, went or have other names or, if a call `trains`, others are trained than before."""
+        with torch._C.DisableTorchFunctionSubclass():
+            now = {n: p.requires_grad for n, p in self._named()}
+            held = self._updater.names if self._updater is not None else {}
+            renamed = any(held.get(p, n) != n for n, p in self._named())
+        return renamed or now.keys() != self._trains.keys() or (trains and now != self._trains)
+
+    def follow(self) -> None:
+        """Take the model's parameters as they are now: their names, and which are trained. Nothing may be under way.
+
+        Raises: ProtocolError if one is trained that the planned optimizer does not hold.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            named = dict(self._named())
+            if self._updater is not None:
+                self._check_held(named)
+                self._rename({param: name for name, param in named.items()})
+            self.host.params = {n: _data(p) for n, p in named.items()}
+            self._trains = {n: p.requires_grad for n, p in named.items()}
+        self.host.updates.clear()
+        self.accept()
+
+    def _rename(self, now: dict[torch.Tensor, str]) -> None:
+        """Know the optimizer's parameters by the names that they have now; one that has gone keeps its own."""
+        assert self._updater is not None and self.states is not None
+        names = self._updater.names
+        renamed = {old: now[param] for param, old in names.items() if now.get(param, old) != old}
+        if renamed:
+            names.update({param: now.get(param, old) for param, old in names.items()})
+            self.host.states = {renamed.get(old, old): state for old, state in self.host.states.items()}
+            self.states.adopt_all()
+        self._updater.snapshot()
+
+    def _check_held(self, named: dict[str, torch.nn.Parameter]) -> None:
+        assert self._updater is not None
+        missing = [n for n, p in named.items() if p.requires_grad and p not in self._updater.names]
+        if missing:
+            raise ProtocolError(
+                f"{missing[0]} requires a gradient since offmate.compile ({len(missing)} parameters), but the planned "
+                "optimizer does not hold it. Build the optimizer with all parameters that will be trained, frozen ones "
+                "too, before compiling; or freeze it with requires_grad_(False)"
+            )
+
+    def _adopt(self, name: str, param: torch.nn.Parameter) -> None:
+        own = self.host.params[name]
+        if param.data_ptr() == own.data_ptr() and param.dtype == own.dtype and param.shape == own.shape:
+            return
+        before = (own.dtype, tuple(own.shape), own.stride(), own.device.type)
+        after = (param.dtype, tuple(param.shape), param.stride(), param.device.type)
+        if before != after:
+            raise ProtocolError(
+                f"{name} changed from {before} to {after} (dtype, shape, strides, device) after offmate.compile; the "
+                "plan counts its bytes. Convert the model first, then compile it"
+            )
+        if self._updater is not None and param not in self._updater.names:
+            raise ProtocolError(
+                f"{name} was replaced by another parameter, which the optimizer does not hold; copy into the old one, "
+                "or load with load_state_dict(assign=False)"
+            )
+        self.host.params[name] = _data(param)
+
+    def pin(self, device: Device) -> None:
+        """Move parameters, one after another, into host memory from which copies run beside compute.
+
+        Parameters that share memory stay where they are.
+        """
+        if device.torch_device.type == "cpu":
+            return
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            owners = Counter(p.untyped_storage().data_ptr() for _, p in self._named())
+            for name, param in self._named():
+                if owners[param.untyped_storage().data_ptr()] == 1:
+                    param.data = device.pinned(param.data)
+                    self.host.params[name] = param.data
+        self.accept()
+
+    # -- optimizer states ---------------------------------------------------------------------------------------------
+
+    def came_home(self) -> None:
+        """The host holds the newest of everything from now on."""
+        if self.states is None:
+            self.current = True
+            return
+        if not self.current:
+            self._late = self.states.changed()
+        self.current = True
+        self.states.show()
+
+    def take_states(self) -> tuple[str, ...]:
+        """Take over what the user changed in the optimizer's states; the parameters that they are of.
+
+        Raises: ProtocolError if newer ones were on the device or under way when the user wrote, or if a tensor was put
+            there that is of another size than the plan counts.
+        """
+        changed = self.states.changed() if self.states is not None else ()
+        if not changed:
+            return ()
+        assert self.states is not None
+        late, self._late = changed if not self.current else self._late, ()
+        if late:
+            self.states.refuse(late)
+            raise ProtocolError(
+                f"the optimizer's state of {late[0]} was changed through an older reference while its newest values "
+                "were on the device or being computed, so the change is lost or mixed with an update; read "
+                "optimizer.state again and change what it shows, or call model.offmate.sync() before writing through "
+                "references that are kept"
+            )
+        wrong = self.states.uncounted(changed)
+        if wrong:
+            self.states.refuse(tuple(wrong))
+            name, what = next(iter(wrong.items()))
+            raise ProtocolError(
+                f"in the optimizer's state of {name} {what}; the plan counts the bytes of states. Write into the "
+                "tensor instead, or clear the state; this one is as it was before"
+            )
+        self.states.adopt(changed)
+        return changed
+
+    def take_reads(self) -> bool:
+        """Whether the user has read the optimizer's states since this was last asked; the device's may be old then."""
+        if self.states is None or not self.states.read or not self.current:
+            return False
+        self.states.read = False
+        return True
+
+    def adopt_states(self) -> None:
+        """Take the optimizer's states as the truth."""
+        if self.states is not None:
+            self.states.adopt_all()
+            self._late = ()
+
+    # -- after a failure ----------------------------------------------------------------------------------------------
+
+    def note_torn(self, updated: set[str]) -> None:
+        """Find out whether all parameters have had the same number of updates.
+
+        Parameters
+        ----------
+        updated: names of the parameters that every iteration updates.
+        """
+        counts = {n: self.host.updates.get(n, 0) for n in updated}
+        most = max(counts.values(), default=0)
+        ahead = tuple(sorted(n for n, count in counts.items() if count == most))
+        if len(ahead) < len(counts):
+            self._tear(ahead, False)
+
+    def note_lost(self, names: frozenset[str]) -> None:
+        """The device is gone with the newest values of these tensors."""
+        self._tear(tuple(sorted(names)), True)
+
+    def _tear(self, names: tuple[str, ...], lost: bool) -> None:
+        self.torn, self.lost = names, lost
+        self._not_reloaded = {"model", "optimizer"} if self._updater is not None else {"model"}
+
+    def reloaded(self, what: str) -> None:
+        """The user has loaded a state of `what`, "model" or "optimizer"; both make the state whole again."""
+        self._not_reloaded.discard(what)
+        if not self._not_reloaded:
+            self.torn, self.lost = (), False
+            self.host.updates.clear()
+
+    def torn_words(self) -> str:
+        """What is torn, for a message."""
+        names = ", ".join(self.torn[:8]) + (", ..." if len(self.torn) > 8 else "")
+        if self.lost:
+            return (
+                f"the newest values of {len(self.torn)} tensors were lost with the device, and the host's are of "
+                f"earlier updates than the others: {names}"
+            )
+        return f"{len(self.torn)} parameters are one update ahead of the others: {names}"
+
+    def warn_if_torn(self) -> None:
+        """Tell the reader of a state_dict if it is of several updates."""
+        if self.torn:
+            log.warning("state_dict() after a failure: %s", self.torn_words())

@@ -1,0 +1,238 @@
+"""What a compiled model and its parameters become: the same objects, of a class that knows the plan."""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import functools
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from ..errors import PlanFileError
+from ..files import write_whole
+from ..plans.plan import Plan, load_plan
+from ..plans.trace import Trace
+from ..runtime.clocks import clock_of
+from ..runtime.trace import Recorder
+from ..split import Split
+from .parameters import give_classes
+
+log = logging.getLogger("offmate")
+
+_SPLIT = "split.json"
+
+
+class Handle:
+    """`model.offmate`: the plan, what was measured, and `sync()`."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self._recorder: Recorder | None = None
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[None]:
+        """Record the iterations that run inside the `with` block; `trace` is then the last whole one."""
+        device = self._session.device
+        self._recorder = device.recorder = Recorder(device.ledger, clock_of(device.torch_device))
+        try:
+            yield
+        finally:
+            device.recorder = None
+
+    @property
+    def trace(self) -> Trace | None:
+        """What happened in the last iteration that ran whole inside `record()`; None if there is none."""
+        if self._recorder is None:
+            return None
+        device = self._session.device
+        self._session.process.check()
+        device.drain()
+        recording = self._recorder.recording()
+        return None if recording is None else Trace(recording, device.ledger.limit_bytes)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the training iteration; None before the first batch unless one was given."""
+        return self._session.preparer.plan
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans that are kept for training, one per kind of batch; the one used last at the end."""
+        return self._session.preparer.plans
+
+    @property
+    def split(self) -> Split:
+        """Who updates which parameter, for `Config(updates=...)` of a run that goes on.
+
+        As in the plans so far; for what they do not update, and before the first batch, as loaded plans, a given plan
+        or `Config(updates=...)` say.
+        """
+        return self._session.preparer.split
+
+    def save_plans(self, folder: str | os.PathLike[str]) -> None:
+        """Write the plans kept for training and the split of updates into a folder, for `load_plans` of a later run."""
+        for plan in self.plans:
+            plan.save(Path(folder, f"{plan.fingerprint}.json"))
+        write_whole(Path(folder, _SPLIT), json.dumps(self.split.to_dict()))
+
+    def load_plans(self, folder: str | os.PathLike[str]) -> None:
+        """Have the plans in a folder used where they fit a batch, instead of searching; damaged ones are left out.
+
+        Plans that are made, for another budget for example, update each parameter where that run did, unless
+        `Config(updates=...)` says otherwise. Where that does not fit, the emulated device takes another split, which
+        changes no bits there; elsewhere InfeasibleBudget is raised.
+
+        Raises: PlanFileError if the split is damaged.
+        """
+        files = sorted(Path(folder).glob("*.json"))
+        if not files:
+            log.warning("%s holds no plans and no split of updates, so everything is decided anew", folder)
+        split = _load_split(Path(folder, _SPLIT))
+        for file in files:
+            if file.name == _SPLIT:
+                continue
+            try:
+                plan = load_plan(file)
+            except PlanFileError as error:
+                log.warning("an earlier plan is ignored: %s", error)
+                continue
+            self._session.preparer.use_earlier(plan)
+        self._session.preparer.keep_split(split)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that have been on the device since the last `reset_peak`."""
+        return self._session.device.ledger.peak_bytes
+
+    def reset_peak(self) -> None:
+        """Start counting the peak anew."""
+        self._session.device.ledger.reset_peak()
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The global norm of all gradients of the last iteration, before clipping; None without `max_grad_norm`."""
+        return self._session.grad_norm
+
+    def sync(self) -> None:
+        """Wait for updates and copies under way; afterwards parameters and optimizer states read current."""
+        self._session.sync()
+        self._session.end_measuring()
+
+    def __repr__(self) -> str:
+        plan = self.plan
+        return f"<offmate: {plan!r}>" if plan is not None else "<offmate: planned at the first batch>"
+
+
+def _load_split(path: Path) -> Split:
+    """The split that `save_plans` wrote; an empty one if there is none."""
+    try:
+        return Split.from_dict(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return Split()
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise PlanFileError(
+            f"{path}: who updates which parameter cannot be read ({error!r}), and on a card last bits depend on it. "
+            "Remove the file to have it decided anew"
+        ) from None
+
+
+class PlannedModule:
+    """Mixed into the model's own class; `offmate` is the handle, `_offmate_session` what stands behind it."""
+
+    offmate: Handle
+    # transformers.Trainer takes a model with a map of other devices for one that places itself: it neither moves it nor
+    # puts it into DataParallel where several GPUs are visible.
+    hf_device_map: ClassVar[dict[str, str]] = {"": "meta"}
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Convert the dtype; a device is ignored, since the plan says what is where."""
+        session = self.__dict__["_offmate_session"]
+        _, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        if dtype is None and memory_format is None:
+            session.say_once("to(device) is ignored: the plan says what is on which device")
+            return self
+        session.read("to()")
+        return super().to(dtype=dtype, non_blocking=non_blocking, memory_format=memory_format)  # type: ignore[misc]
+
+    def cuda(self, device: Any = None) -> Any:
+        """Ignored, as `to(device)` is."""
+        return self.to("cuda")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients; with a planned optimizer none is left."""
+        session = self.__dict__["_offmate_session"]
+        session.zero_grad(set_to_none)
+        if session.updater is None:
+            super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's state, current."""
+        session = self.__dict__["_offmate_session"]
+        session.read("state_dict()")
+        session.truth.warn_if_torn()
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a state; it is used from the next forward on. An iteration under way ends."""
+        session = self.__dict__["_offmate_session"]
+        session.end_iteration()
+        result = super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        session.truth.reloaded("model")
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles are of the plain model, current."""
+        session = self.__dict__["_offmate_session"]
+        session.read("a copy of the model")
+        with session.plain() as model:
+            _, _, state, *_ = model.__reduce_ex__(protocol)
+            kept = {k: v for k, v in state.items() if k not in _OWN}
+        # Pickle refuses the usual way, since this object is not of the plain class.
+        return copyreg._reconstructor, (session.plain_class, object, None), kept  # type: ignore[attr-defined]
+
+
+_OWN = ("_offmate_session", "offmate")
+
+
+def take_over(model: torch.nn.Module, session: Any) -> None:
+    """Turn the model, in place, into one that runs as planned; it stays an instance of its own class."""
+    base = type(model)
+    own_forward = model.__dict__.pop("forward", base.forward)
+
+    @torch.compiler.disable
+    @functools.wraps(getattr(own_forward, "__func__", own_forward))
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["_offmate_session"].call(args, kwargs)
+
+    def save_pretrained(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        session = self.__dict__["_offmate_session"]
+        # transformers writes the name of the model's class into its configuration.
+        session.read("save_pretrained()")
+        session.truth.warn_if_torn()
+        with session.plain() as model:
+            return model.save_pretrained(*args, **kwargs)
+
+    def generate(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        session = self.__dict__["_offmate_session"]
+        session.read("generate()")
+        session.say_once(
+            "generate() runs on the host as plain PyTorch does, cache included, outside of any plan; to generate on a "
+            "device save the model with save_pretrained() and load it there"
+        )
+        with session.plain() as model:
+            return model.generate(*args, **kwargs)
+
+    members: dict[str, Any] = {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__}
+    for own in (save_pretrained, generate):
+        if hasattr(base, own.__name__):
+            members[own.__name__] = functools.wraps(getattr(base, own.__name__))(own)
+    model.__class__ = type(f"Offmate{base.__name__}", (PlannedModule, base), members)
+    model.__dict__["_offmate_session"] = session
+    model.__dict__["offmate"] = Handle(session)
+    give_classes(session)

@@ -1,0 +1,130 @@
+"""Gradients of planned parameters that no planned backward has made: a regulariser's, an auxiliary head's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import ProtocolError
+from ..runtime.replay.binding import HostState
+
+_GRAD: Any = torch.Tensor.grad
+_BY_ITSELF = "call backward() on that term of the loss by itself, after the model's"
+_REMEDY = "Or put that term into the model's forward, or compile without optimizer=, where .grad holds the sum"
+
+
+class Outside:
+    """Finds gradients in the real `.grad` of planned parameters, which the plan does not read.
+
+    They can be added as plain PyTorch adds them where updates wait for optimizer.step() and the order of the sums is
+    known: those that came before the only planned backward of an update, and one that came after its last.
+
+    State: `_before`, the gradients that were there when an update's first planned backward began; `_mixed`, parameters
+    that got one in the same backward() as from the plan. Changed on the training thread only.
+
+    Parameters
+    ----------
+    names: of the parameters. gate: whether updates wait for optimizer.step().
+    """
+
+    def __init__(self, names: dict[torch.Tensor, str], gate: bool) -> None:
+        self._names, self._gate = names, gate
+        self._before: dict[str, torch.Tensor] = {}
+        self._mixed: set[str] = set()
+
+    def _there(self) -> dict[str, torch.Tensor]:
+        """The gradients that are in `.grad` now."""
+        found = ((name, _GRAD.__get__(param)) for param, name in self._names.items())
+        return {name: grad for name, grad in found if grad is not None}
+
+    def clear(self) -> None:
+        """Take all of them away, as zero_grad() does."""
+        self._before.clear()
+        self._mixed.clear()
+        self._empty()
+
+    def _empty(self) -> None:
+        for param in self._names:
+            _GRAD.__set__(param, None)
+
+    def backward_begins(self, micro_batches: int) -> None:
+        """A planned backward is about to run; `micro_batches` of the update have.
+
+        Raises: ProtocolError if there are gradients that could not be added as plain PyTorch would; none is taken.
+        """
+        there = self._there()
+        late = micro_batches > 0 or (there and self._before)
+        if (there or self._before) and (late or not self._gate):
+            name = next(iter({**there, **self._before}))
+            why = (
+                "between or before the micro-batches of one update, where the order of the sums would differ"
+                if self._gate
+                else "and updates begin in the backward, without it"
+            )
+            way = (
+                "Call backward() on that term of the loss once, after that of the last micro-batch"
+                if self._gate
+                else "With a gate it is added: compile with max_grad_norm=float('inf')"
+            )
+            raise ProtocolError(
+                f"{name} has a gradient that does not come from the model's planned backward, {why}. This backward() "
+                f"made no update; zero_grad() drops the gradient. {way}. {_REMEDY}"
+            )
+        if there:
+            self._before = there
+            self._empty()
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        # Parameters wait for the plan's node, so what is there now came in the same backward().
+        self._mixed |= self._there().keys()
+
+    @property
+    def any(self) -> bool:
+        """Whether there are any."""
+        return bool(self._before or self._there())
+
+    def take(self) -> list[dict[str, torch.Tensor]]:
+        """Hand over those that optimizer.step() adds, in the order in which plain PyTorch would have.
+
+        Raises: ProtocolError if the order is not known, or updates are made already; they are taken away all the same.
+        """
+        before, mixed, after = self._before, self._mixed, self._there()
+        self._before, self._mixed = {}, set()
+        self._empty()
+        late = [name for name, grad in after.items() if grad._version or grad.requires_grad or grad.is_sparse]
+        if not self._gate:
+            what = "but the updates of this step have been made without it; the step is done"
+            way = f"Compile with a gate, max_grad_norm=float('inf'), and {_BY_ITSELF}"
+        elif mixed:
+            what = "made in the same backward() as the plan's, where the order of sums is unknown; no update was made"
+            way = _BY_ITSELF[0].upper() + _BY_ITSELF[1:]
+        elif late:
+            what = "of several backward() calls, whose sums would be in another order; no update was made"
+            way = "Add these terms up and call backward() on the sum, once, after the model's"
+        else:
+            return [before, after]
+        name = next(iter(late if not mixed and self._gate else after))
+        raise ProtocolError(
+            f"{name} has a gradient that does not come from the model's planned backward ({len(after)} parameters in "
+            f"all), {what}, and the gradients are dropped. {way}. {_REMEDY}"
+        )
+
+
+def add_up(host: HostState, gradients: list[dict[str, torch.Tensor]], like: Callable[..., torch.Tensor]) -> None:
+    """Add gradients to the sums that the host holds of an update.
+
+    Parameters
+    ----------
+    like: makes host memory as a tensor has it.
+    """
+    with torch.no_grad():
+        for found in gradients:
+            for name, grad in found.items():
+                if name in host.totals:
+                    host.grads[name].add_(grad)
+                else:
+                    host.grads[name] = like(grad).copy_(grad)
+                    host.totals.add(name)

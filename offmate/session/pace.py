@@ -1,0 +1,79 @@
+"""Whether the first real steps take what their plan predicts."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import statistics
+import time
+from collections.abc import Iterator
+
+from ..plans.plan import Plan
+from ..reports.units import format_seconds
+
+log = logging.getLogger("offmate")
+
+FIRST, LAST = 3, 8  # the steps that are compared; earlier ones warm up
+_APART = 2.0
+_WORTH_SAYING_S = 0.05  # below, what runs around a plan's computes takes a large part of a step
+
+
+class Pace:
+    """Compares steps with their plan's prediction, once per plan, and logs a line if that is far off.
+
+    A step is slow by its time in offmate's own calls, so that a slow data loader is not blamed on the plan; it is fast
+    by the time from its beginning to its end.
+
+    State: the plan; how many steps it has made, and when the last one ended; seconds in calls since then, and, of the
+    steps that are compared, in calls and in all.
+
+    Parameters
+    ----------
+    cache_dir: folder of cached profiles, None if there is none. compiled: steps may be as fast as they like, since
+        blocks are compiled and a plan predicts them as they are otherwise.
+    """
+
+    def __init__(self, cache_dir: str | None, compiled: bool = False) -> None:
+        self._cache_dir, self._compiled = cache_dir, compiled
+        self._plan: Plan | None = None
+        self._steps = 0
+        self._ended_s = 0.0
+        self._inside_s = 0.0
+        self._compared: list[tuple[float, float]] = []
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Around what a step does in offmate's calls."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._inside_s += time.perf_counter() - start
+
+    def step_done(self, plan: Plan) -> None:
+        """A training step has ended, as its plan says."""
+        now = time.perf_counter()
+        if plan is not self._plan:
+            self._plan, self._steps, self._compared = plan, 0, []
+        self._steps += 1
+        if FIRST <= self._steps <= LAST:
+            self._compared.append((self._inside_s, now - self._ended_s))
+        if self._steps == LAST:
+            self._compare(plan)
+        self._ended_s, self._inside_s = now, 0.0
+
+    def _compare(self, plan: Plan) -> None:
+        inside_s, all_s = (statistics.median(kind) for kind in zip(*self._compared))
+        predicted_s = plan.predicted_step_s
+        slow = inside_s > _APART * predicted_s
+        fast = all_s < predicted_s / _APART and not self._compiled
+        measured_s = inside_s if slow else all_s
+        if not (slow or fast) or max(measured_s, predicted_s) < _WORTH_SAYING_S:
+            return
+        again = f"delete the cache folder {self._cache_dir} and start again" if self._cache_dir else "plan again"
+        log.warning(
+            "a step takes %s (median of steps %d to %d), its plan predicts %s: the plan rests on figures of another "
+            "machine, or of this one when it was %s. For one that fits, %s while nothing else runs",
+            format_seconds(measured_s), FIRST, LAST, format_seconds(predicted_s),
+            "less busy than now" if slow else "busier than now", again,
+        )  # fmt: skip

@@ -1,0 +1,173 @@
+"""What a compiled model's parameters and buffers become: the same objects, of classes that notice reads and edits."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..errors import ProtocolError
+
+
+def _shows_no_values() -> frozenset[Any]:
+    """Functions of a parameter that tell nothing of its values, so that nothing need be waited for."""
+    properties = (
+        "shape", "dtype", "device", "layout", "requires_grad", "grad", "is_leaf", "grad_fn", "ndim", "nbytes",
+        "itemsize", "_version", "is_meta", "is_cpu", "is_cuda", "is_sparse", "is_quantized", "is_nested",
+    )  # fmt: skip
+    methods = (
+        "size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex",
+        "storage_offset", "is_contiguous", "get_device", "requires_grad_", "register_hook", "__len__",
+    )  # fmt: skip
+    found: set[Any] = {getattr(torch.Tensor, name) for name in methods}
+    for name in properties:
+        descriptor = getattr(torch.Tensor, name)
+        found |= {descriptor.__get__, getattr(descriptor, "__set__", None)}
+    return frozenset(found)
+
+
+_SHOWS_NO_VALUES = _shows_no_values()
+_TENSOR: Any = torch.Tensor
+_DATA = _TENSOR.data.__get__
+_MAKES_PARAMETERS = torch.nn.Parameter.__new__.__code__
+
+
+def _reads(func: Any, cls: type, args: Any, kwargs: Any) -> list[Any]:
+    """The tensors of this class whose values a function may see or change."""
+    if func in _SHOWS_NO_VALUES:
+        return []
+    return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
+
+
+class _Copied:
+    """Copies and pickles of such parameters are plain ones, and so is what `torch.nn.Parameter` makes of them."""
+
+    def detach(self: Any) -> torch.Tensor:
+        """Its values without a gradient, with its version counter."""
+        values: torch.Tensor = _TENSOR.detach(self)
+        if sys._getframe(1).f_code is not _MAKES_PARAMETERS:
+            return values
+        # torch asks for an object of the same class, and then says that it is a parameter.
+        return torch.Tensor._make_subclass(type(self), values, False)
+
+    @property
+    def _is_param(self) -> bool:
+        """Not by this mark of torch's, but by its class."""
+        return False
+
+    @_is_param.setter
+    def _is_param(self: Any, value: bool) -> None:
+        self.__class__ = torch.nn.Parameter
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> torch.nn.Parameter:
+        copy = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        return torch.nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class WatchedParameter(_Copied, torch.nn.Parameter):
+    """A parameter that no plan updates: edits through `.data` are noticed, as those in place are."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Its values; unlike `data` of other tensors they share its version counter."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _TENSOR.data.__set__(self, value)
+
+
+class PlannedParameter(_Copied, torch.nn.Parameter):
+    """A parameter that the plan updates: its values are made current before they are read or written.
+
+    Reading a gradient that the plan has consumed raises.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for read in _reads(func, cls, args, kwargs):
+            read.__dict__["_offmate"].read("a parameter is used")
+        with torch._C.DisableTorchFunctionSubclass():
+            # Unlike `data`, `detach` shares the version counter: edits through it are noticed.
+            return args[0].detach() if func == _DATA else func(*args, **(kwargs or {}))
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where it is computed with; its memory is the host's, or nowhere yet."""
+        own: torch.device = _TENSOR.device.__get__(self)
+        return self.__dict__["_offmate"].device.torch_device if own.type == "cpu" else own
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        session = self.__dict__["_offmate"]
+        if session.uncleared:
+            clipping = (
+                "max_grad_norm= clips in optimizer.step(), so leave out clip_grad_norm_; model.offmate.grad_norm is "
+                "the norm of the last step"
+                if session.request.clips
+                else "to clip by global norm pass max_grad_norm= to offmate.compile"
+            )
+            raise ProtocolError(
+                f"the planned optimizer has taken this gradient in backward(); {clipping}; to read or change .grad "
+                "(torch.amp.GradScaler does) compile without optimizer=, or instead of scaling train in bfloat16"
+            )
+        return _TENSOR.grad.__get__(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            self.__dict__["_offmate"].assigned.take(self, value)
+            return
+        self.__dict__["_offmate"].zero_grad()
+
+
+def give_classes(session: Any) -> None:
+    """Give every parameter of a session's model the class that fits it now."""
+    planned = session.updater.names if session.updater is not None else {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for _, param in session.watch.parameters:
+            if param in planned:
+                param.__dict__["_offmate"] = session
+                param.__class__ = PlannedParameter
+            else:
+                param.__class__ = WatchedParameter
+
+
+class WrittenBuffer(torch.Tensor):
+    """A buffer that forwards write on a device: its values are brought home before they are read or written."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for read in _reads(func, cls, args, kwargs):
+            read.__dict__["_offmate"].bring_buffers()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copy = memo[id(self)] = self.detach().clone()
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)
+
+
+def give_buffer_classes(session: Any, names: frozenset[str]) -> bool:
+    """Have a session's model notice who reads buffers that are newer on the device; on a CPU they are the host's own.
+
+    Returns: whether any buffer has another class than before.
+    """
+    if session.device.torch_device.type == "cpu" or not names:
+        return False
+    changed = False
+    for name, buffer in session.model.named_buffers(remove_duplicate=False):
+        if name in names and type(buffer) is torch.Tensor:
+            buffer.__dict__["_offmate"] = session
+            buffer.__class__ = WrittenBuffer
+            changed = True
+    return changed

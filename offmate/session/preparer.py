@@ -1,0 +1,281 @@
+"""Which plan a call needs: one that is kept, or one that is made for it and bound to the device."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..capture.byproducts import put
+from ..capture.checks import check_module_hooks
+from ..capture.plain import Plainness
+from ..config import Config
+from ..errors import BudgetExceeded, CaptureError, InfeasibleBudget, OffmateError
+from ..guards.surroundings import surroundings
+from ..guards.watch import Watch
+from ..machines.devices import accelerator, check_budget, rng_untouched
+from ..optim.updater import Updater
+from ..planning.forward_only import make_stream
+from ..planning.placement import fitted, pockets
+from ..planning.planner import make_plan
+from ..planning.request import Prepared, Request
+from ..plans.plan import Plan
+from ..progress import Progress
+from ..runtime.devices.device import Device
+from ..runtime.memory.reserve import Place
+from ..runtime.replay.executor import Executor
+from ..runtime.replay.gate import Clip
+from ..split import Split
+from .failures import out_of_memory
+from .host_state import Truth
+from .user_code import UserCode
+from .variants import Call, Counts, Variant, Variants
+
+log = logging.getLogger("offmate")
+
+
+class Preparer:
+    """Finds the variant that a call needs, or has it planned.
+
+    It knows nothing of the loop: whoever asks has made sure that a call may come now.
+
+    State: the variants that are kept; whether counts of items are handed on as tensors; `training`, the variant that
+    trained last; `user_code`, what it was seen to hold; earlier plans; `_split`, who updates what in the plans so far,
+    and `_kept`, what of that and of an earlier run later plans keep; what keeps the pockets apart, see `fitting`.
+    Changed on the training thread only.
+
+    Parameters
+    ----------
+    request: what plans are for. plainness: of the model. watch: on its Python. truth, device, updater: what variants
+        run on.
+    max_grad_norm: of all gradients; None clips nothing. given: a plan to use. progress: of planning, on screen.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        plainness: Plainness,
+        watch: Watch,
+        truth: Truth,
+        device: Device,
+        updater: Updater | None,
+        max_grad_norm: float | None,
+        given: Plan | None,
+        progress: Callable[[], contextlib.AbstractContextManager[Progress]],
+    ) -> None:
+        self._request, self._plainness, self._watch = request, plainness, watch
+        self._truth, self._device, self._updater = truth, device, updater
+        self._max_grad_norm, self._given, self._progress = max_grad_norm, given, progress
+        self._variants = Variants(request.config.shape_buckets, request.config.max_plans)
+        self._counts: Counts | None = None
+        self._earlier: dict[str, Plan] = {}
+        self._pockets: tuple[torch.Tensor, ...] = ()
+        self._split = self._kept = Split()
+        self.user_code = UserCode(device.torch_device)
+        self.training: Variant | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the training iteration, once there is one."""
+        return self.training.prepared.plan if self.training is not None else self._given
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Those kept for training, the one used last at the end."""
+        return tuple(variant.prepared.plan for variant in self._variants.of_training())
+
+    @property
+    def split(self) -> Split:
+        """Who updates what: as in the plans so far, and what those to come are pinned to."""
+        return self._pinned().joined(self._split)
+
+    def _pinned(self) -> Split:
+        """What is known of who updates what before any plan is there."""
+        if self._updater is None:
+            return Split()
+        held, updates = tuple(self._updater.names.values()), self._request.config.updates
+        if updates in ("host", "device"):
+            return Split(**{updates: held})
+        pinned = self._kept.joined(updates) if isinstance(updates, Split) else self._kept
+        if self._given is not None:
+            pinned = pinned.joined(self._given.split)
+        # An earlier run may have had parameters that this one has not.
+        return pinned.among(held)
+
+    def use_earlier(self, plan: Plan) -> None:
+        """Have a plan used where it fits a batch, instead of searching."""
+        self._earlier[plan.fingerprint] = plan
+
+    def keep_split(self, split: Split) -> None:
+        """Have plans update every parameter where an earlier run did, as far as `Config.updates` leaves it open."""
+        self._kept = self._kept.joined(split)
+
+    # -- a call -------------------------------------------------------------------------------------------------------
+
+    def call_of(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool) -> Call:
+        """The call with these arguments, as a graph takes it.
+
+        Parameters
+        ----------
+        gradients: whether autograd records; the call trains if any parameter requires a gradient, too.
+        """
+        self._counts = self._counts or Counts(model)
+        state, given = self._watch.look(), (args, kwargs)
+        trains = gradients and self._watch.trains
+        return Call(args, self._counts.as_tensor(kwargs), given, trains, state, surroundings())
+
+    def variant_for(
+        self, model: torch.nn.Module, call: Call, make_room: Callable[[], None]
+    ) -> tuple[Variant, list[torch.Tensor | None]]:
+        """The variant for a call; it is planned if none is kept that does.
+
+        Parameters
+        ----------
+        make_room: takes everything off the device; called before a plan is made.
+
+        Returns: the variant, and the call's leaves as its executor takes them. Raises: as planning does.
+        """
+        try:
+            return self._variant(model, call, make_room), call.tensors
+        except CaptureError:
+            if self._counts is None or not self._counts.keep(call.given[1]):
+                raise
+            call = call.as_given()
+            return self._variant(model, call, make_room), call.tensors
+
+    def account_for_user_code(self) -> None:
+        """Have the training iteration planned anew if the user's code was seen to hold more than is reserved."""
+        if self.user_code.account(self.training):
+            assert self.training is not None
+            self._variants.forget(self.training)
+
+    def _variant(self, model: torch.nn.Module, call: Call, make_room: Callable[[], None]) -> Variant:
+        variant = self._variants.find(call.kind, [tensor for tensor in call.tensors if tensor is not None])
+        if variant is None:
+            _check_weights(model)
+            check_module_hooks(model)
+            make_room()
+            self._truth.pin(self._device)
+            variant = self._prepare(model, call)
+            captured = variant.prepared.captured
+            self._watch.learn(captured.read, captured.free)
+            for holder, name, value in captured.changed:
+                put(holder, name, value)
+            self._variants.add(call.kind, variant)
+        if call.trains:
+            self.training = variant
+        return variant
+
+    # -- a plan -------------------------------------------------------------------------------------------------------
+
+    def _prepare(self, model: torch.nn.Module, call: Call) -> Variant:
+        with (
+            self._plainness.of(model),
+            self._progress() as say,
+            rng_untouched(accelerator(self._request.device)),
+            torch.autograd.set_detect_anomaly(False),
+        ):
+            make = (self._iteration_maker if call.trains else self._forward_maker)(model, call, say)
+            prepared, place = self._placed(make, model, (call.args, call.kwargs))
+        if call.trains:
+            log.info("plan ready:\n%s", prepared.plan.explain())
+            self._split = self._split.joined(prepared.plan.split)
+            if accelerator(self._request.device) is not None:
+                # A CPU rounds otherwise: what is updated here once stays here.
+                self._kept = self._kept.joined(prepared.plan.split)
+        return self._bound(prepared, model, call, place)
+
+    def _forward_maker(self, model: torch.nn.Module, call: Call, say: Progress) -> Callable[[int], Prepared]:
+        """Makes plans of a forward, given the bytes that they leave to the device's allocator."""
+        request = replace(self._request, budget_bytes=max(1, self._request.budget_bytes - call.reserved_bytes))
+        return lambda margin_bytes: make_stream(
+            model, call.args, call.kwargs, replace(request, margin_bytes=margin_bytes), say
+        )
+
+    def _iteration_maker(self, model: torch.nn.Module, call: Call, say: Progress) -> Callable[[int], Prepared]:
+        """Makes plans of an iteration, given the bytes that they leave to the device's allocator."""
+        kind = call.kind
+        if self.training is not None:
+            shapes = ", ".join(str(list(shape)) for shape in kind.shapes)
+            changes = (
+                f"; since the plan before: {self._watch.changes}" if kind.state != self.training.kind.state else ""
+            )
+            log.info("planning for batches with %s%s", shapes, changes)
+        request = replace(
+            self._request, user_bytes=self.user_code.held_bytes.get(kind), user_factor=self.user_code.factor
+        )
+        given = self._given if self.training is None else None
+        near = self._variants.near(kind)
+
+        def make(margin_bytes: int, config: Config) -> Prepared:
+            return make_plan(
+                model, call.args, call.kwargs, replace(request, margin_bytes=margin_bytes, config=config),
+                self._updater, say, None if margin_bytes else given, near=near, kept=self._earlier,
+            )  # fmt: skip
+
+        def make_as_kept(margin_bytes: int) -> Prepared:
+            config = self._config()
+            try:
+                return make(margin_bytes, config)
+            except InfeasibleBudget:
+                if config is request.config or accelerator(request.device) is not None:
+                    raise
+                log.info("the earlier run's split of updates does not fit; another one changes no bits here")
+                return make(margin_bytes, request.config)
+
+        return make_as_kept
+
+    def _config(self) -> Config:
+        """As asked for, with what earlier plans say of who updates what."""
+        config, kept = self._request.config, self._kept
+        if self._updater is None or config.updates in ("host", "device") or kept == Split():
+            return config
+        return replace(config, updates=kept.joined(config.updates) if isinstance(config.updates, Split) else kept)
+
+    def _placed(
+        self, make: Callable[[int], Prepared], model: torch.nn.Module, batch: Any
+    ) -> tuple[Prepared, Place | None]:
+        """A plan that fits the device's allocator too, and its place, given what makes one that leaves it so much."""
+        where = accelerator(self._request.device)
+        if where is None:
+            return make(0), None
+        budget_bytes = self._request.budget_bytes
+        # Other processes may have come since the model was compiled.
+        check_budget(self._request.device, budget_bytes)
+        try:
+            self._pockets = self._pockets or pockets(where, model, batch)
+            return fitted(make, model, self._updater, where, budget_bytes)
+        except torch.OutOfMemoryError as error:
+            raise BudgetExceeded(f"{out_of_memory(where, budget_bytes, None)}. ({error})") from error
+
+    def _bound(self, prepared: Prepared, model: torch.nn.Module, call: Call, place: Place | None) -> Variant:
+        plan = prepared.plan
+        executor = Executor(
+            plan.schedule,
+            prepared.binding,
+            self._truth.host,
+            self._device,
+            self._updater if call.trains else None,
+            plan.fixed_bytes,
+            self._clip(model) if call.trains else None,
+            place.updated if place is not None else None,
+        )
+        return Variant(prepared, executor, call.kind, place)
+
+    def _clip(self, model: torch.nn.Module) -> Clip | None:
+        if self._max_grad_norm is None:
+            return None
+        return Clip(self._max_grad_norm, tuple(name for name, _ in model.named_parameters()))
+
+
+def _check_weights(model: torch.nn.Module) -> None:
+    meta = [n for n, p in model.named_parameters() if p.device.type == "meta"]
+    if meta:
+        raise OffmateError(
+            f"{len(meta)} parameters are on the meta device ({meta[0]}, ...); a plan needs no weights, training "
+            "does: load them, for example with from_pretrained, before the first batch"
+        )

@@ -1,0 +1,156 @@
+"""An optimizer's states as its user sees them, beside those that the plan keeps, and what the user changed there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..optim.updater import Updater
+from ..runtime.replay.binding import HostState
+from ..runtime.replay.contents import is_bulk, on_storage
+
+_State = dict[str, Any]
+
+
+class Published:
+    """What `optimizer.state` shows.
+
+    A tensor there has the memory of the host's and a version counter of its own, so that only its user's edits count.
+
+    State: `_shown`, per parameter the objects that were shown last and their versions; `read`, whether the user has
+    read any, and may have written through `.data`, which no version tells. Changed on the training thread only, as are
+    `HostState.states` when the user's changes are taken over.
+
+    Parameters
+    ----------
+    updater: whose optimizer's states these are. host: what the plan keeps.
+    """
+
+    def __init__(self, updater: Updater, host: HostState) -> None:
+        self._updater, self._host = updater, host
+        self._shown: dict[str, dict[str, tuple[Any, int]]] = {}
+        self.read = False
+        self.adopt_all()
+
+    @property
+    def _visible(self) -> dict[torch.Tensor, _State]:
+        # Not the attribute: reading that shows the newest first.
+        states: dict[torch.Tensor, _State] = self._updater.optimizer.__dict__["state"]
+        return states
+
+    # -- to the user --------------------------------------------------------------------------------------------------
+
+    def show(self) -> None:
+        """Show what the host has; what the user has changed meanwhile stays as it is."""
+        visible = self._visible
+        for param, name in self._updater.names.items():
+            if self._differs(visible.get(param), name):
+                continue
+            own = self._host.states.get(name)
+            if own:
+                self._show_one(visible.setdefault(param, {}), own)
+            else:
+                visible.pop(param, None)
+            self._note(param, name)
+
+    def _show_one(self, entry: _State, own: _State) -> None:
+        for key in entry.keys() - own.keys():
+            del entry[key]
+        for key, value in own.items():
+            if not isinstance(value, torch.Tensor):
+                entry[key] = value
+            elif not _same_memory(entry.get(key), value):
+                entry[key] = _alias(value, entry.get(key))
+
+    def _note(self, param: torch.Tensor, name: str) -> None:
+        entry = self._visible.get(param) or {}
+        self._shown[name] = {key: (value, _version(value)) for key, value in entry.items()}
+
+    # -- from the user ------------------------------------------------------------------------------------------------
+
+    def changed(self) -> tuple[str, ...]:
+        """Parameters whose states the user has cleared, replaced or written into since they were shown."""
+        visible = self._visible
+        return tuple(name for param, name in self._updater.names.items() if self._differs(visible.get(param), name))
+
+    def _differs(self, entry: _State | None, name: str) -> bool:
+        shown = self._shown[name]
+        if not entry:
+            return bool(shown)
+        return entry.keys() != shown.keys() or any(
+            value is not shown[key][0] or _version(value) != shown[key][1] for key, value in entry.items()
+        )
+
+    def adopt(self, names: tuple[str, ...]) -> None:
+        """Take over what the user changed of these; nothing newer may be on the device or under way."""
+        for param, name in self._updater.names.items():
+            if name in names:
+                self._adopt_one(param, name, self._visible.get(param) or {})
+
+    def adopt_all(self) -> None:
+        """Take all that is there for the truth, as after a state was loaded."""
+        for param, name in self._updater.names.items():
+            self._adopt_one(param, name, self._visible.get(param) or {})
+
+    def refuse(self, names: tuple[str, ...]) -> None:
+        """Show again what the host has, in place of what the user did to these."""
+        for param, name in self._updater.names.items():
+            if name in names:
+                self._note(param, name)
+        self.show()
+
+    def _adopt_one(self, param: torch.Tensor, name: str, entry: _State) -> None:
+        self._host.states[name] = {key: _taken(value) for key, value in entry.items()}
+        if entry:
+            self._show_one(entry, self._host.states[name])
+        self._note(param, name)
+
+    def uncounted(self, names: tuple[str, ...]) -> dict[str, str]:
+        """Per parameter among these, what the user put into its state that is of another size than the plan counts."""
+        found: dict[str, str] = {}
+        for param, name in self._updater.names.items():
+            own = self._host.states.get(name) if name in names else None
+            for key, value in (self._visible.get(param) or {}).items() if own else ():
+                before = own.get(key) if own else None
+                if is_bulk(value) and _counted(value) != _counted(before):
+                    found[name] = f"{key!r} became {_counted(value)} where it was {_counted(before)}"
+        return found
+
+
+def _counted(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if is_bulk(value) else "no tensor of one dimension or more"
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else -1
+
+
+def _same_memory(seen: Any, value: torch.Tensor) -> bool:
+    if not isinstance(seen, torch.Tensor) or seen.is_inference() or seen.device != value.device:
+        return False
+    if value.layout is not torch.strided or seen.layout is not torch.strided:
+        return seen is value
+    return (seen.data_ptr(), seen.dtype, seen.shape, seen.stride()) == (
+        value.data_ptr(), value.dtype, value.shape, value.stride(),
+    )  # fmt: skip
+
+
+def _alias(value: torch.Tensor, seen: Any) -> torch.Tensor:
+    """A tensor on this memory with a version counter of its own; one that the user holds already follows, if it can."""
+    if value.layout is not torch.strided:
+        return value
+    fits = isinstance(seen, torch.Tensor) and not seen.is_inference() and not seen.requires_grad
+    if fits and (seen.dtype, seen.device, seen.layout) == (value.dtype, value.device, torch.strided):
+        with torch.no_grad():
+            return seen.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+    return on_storage(value, value)
+
+
+def _taken(value: Any) -> Any:
+    """A part of a state as the plan keeps it: on the host, where it is not there already."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return value
+    if value.is_inference():
+        return value.detach().cpu().clone()
+    return on_storage(value, value) if value.device.type == "cpu" else value.detach().cpu()

@@ -1,0 +1,89 @@
+"""What the user's code holds on the device between forward and backward(), measured once per kind of call."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from ..machines.allocations import AllocationLog, DeviceAllocationLog, allocation_log, profiler_is_taken
+from ..sizes import format_bytes
+from .variants import CallKind, Variant
+
+log = logging.getLogger("offmate")
+
+_BACKWARD = "backward"
+
+
+class UserCode:
+    """State: `held_bytes` by kind of call; `factor`, how far usual losses were from it; the log under way.
+
+    Parameters
+    ----------
+    device: where operators run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.held_bytes: dict[CallKind, int] = {}
+        self.factor = 1.0
+        self._log: AllocationLog | DeviceAllocationLog | None = None
+        self._hook: RemovableHandle | None = None
+
+    def begins(self, variant: Variant) -> None:
+        """The model returns: watch, if the loss is computed outside of it and this kind was not seen yet."""
+        computes = any(like.numel() > 1 for like in variant.prepared.gradient_like.values())
+        if computes and variant.kind not in self.held_bytes and not profiler_is_taken():
+            self._log = allocation_log(self._device).__enter__()
+            # It ends with whoever watches, at the latest.
+            end = self._end = weakref.finalize(self, self._log.__exit__, None, None, None)
+            # A loop that updates by itself calls nothing of the model's then; what it profiles next is its own.
+            self._hook = None if variant.updates else register_optimizer_step_pre_hook(lambda *_: end())
+
+    def ends(self) -> None:
+        """backward() begins."""
+        if self._log is not None:
+            # The profiler's state is restored when autograd returns, so it can only be marked here, not stopped.
+            self._log.stretch(_BACKWARD, lambda: None)
+
+    def stops(self) -> None:
+        """Another forward comes before backward(); from now on nothing is watched."""
+        if self._log is not None:
+            self.ends()
+            self._stop()
+
+    def _stop(self) -> None:
+        assert self._log is not None
+        if self._hook is not None:
+            self._hook.remove()
+        if self._log.can_end:
+            self._end()
+        else:  # It ends with what its thread, or the process, does next.
+            self._log.cut_short = True
+
+    def forget(self) -> None:
+        """The forward is given up: what was seen says nothing."""
+        if self._log is not None:
+            self._stop()
+            self._log = None
+
+    def account(self, variant: Variant | None) -> bool:
+        """Take what was seen; whether it was more than `variant` reserves, so that it must be planned anew."""
+        if self._log is None or variant is None or not self._log.is_here:
+            return False
+        self._stop()
+        seen, self._log = self._log, None
+        if seen.cut_short:
+            return False
+        measured = seen.peak_bytes(until=_BACKWARD)
+        reserved = variant.prepared.plan.user_bytes
+        self.held_bytes[variant.kind] = max(measured, reserved)
+        log.info("your code holds %s between forward and backward", format_bytes(measured))
+        if measured <= reserved:
+            return False
+        log.info("that is more than the %s reserved; the next iteration is planned anew", format_bytes(reserved))
+        self.factor *= measured / max(reserved, 1)
+        return True

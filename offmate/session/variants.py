@@ -1,0 +1,279 @@
+"""Calls of the model, and its variants: one per kind of call and outcome of what the model asks of its batch."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..capture import batch_decisions
+from ..capture.byproducts import ByProduct
+from ..errors import CaptureError
+from ..planning.request import Prepared
+from ..runtime.memory.reserve import Place
+from ..runtime.replay.executor import Executor
+from ..runtime.replay.program import Slot
+
+_COUNT = "num_items_in_batch"
+
+
+class CallKind(NamedTuple):
+    """What of a call decides its plan, besides what the model asks of the batch.
+
+    Parameters
+    ----------
+    arguments, leaves: how the arguments belong together, and what each is. trains: whether a backward may follow.
+    state: number of the state that the model's Python is in (`Watch`). around: torch's settings (`surroundings`).
+    strides: of the tensors that are not contiguous.
+    """
+
+    arguments: str
+    leaves: tuple[Any, ...]
+    trains: bool
+    state: int
+    around: tuple[Any, ...]
+    reserved_bytes: int = 0
+    strides: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the tensors."""
+        return tuple(first for first, _ in self.leaves if isinstance(first, tuple))
+
+    @property
+    def without_shapes(self) -> tuple[Any, ...]:
+        """Everything else, dimensions counted, whole numbers left out."""
+        leaves = tuple((len(a), b) if isinstance(a, tuple) else (a, None if a is int else b) for a, b in self.leaves)
+        return self._replace(leaves=leaves, strides=())
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the model, as its graph takes it.
+
+    Parameters
+    ----------
+    args, kwargs: as the user gave them, or with a tensor for the number of items. given: both, as the user gave them.
+    trains, state, around: as in `CallKind`.
+    reserved_bytes: of the budget, that other things on the device take while it runs.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    given: tuple[tuple[Any, ...], dict[str, Any]]
+    trains: bool
+    state: int
+    around: tuple[Any, ...]
+    reserved_bytes: int = 0
+
+    @functools.cached_property
+    def leaves(self) -> list[Any]:
+        """The arguments in the order in which graphs take them."""
+        return pytree.tree_leaves((self.args, self.kwargs))
+
+    @property
+    def tensors(self) -> list[torch.Tensor | None]:
+        """Per leaf, None where it is something else."""
+        return [leaf if isinstance(leaf, torch.Tensor) else None for leaf in self.leaves]
+
+    @functools.cached_property
+    def kind(self) -> CallKind:
+        """What decides its plan."""
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        described = tuple(
+            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), _told_apart(leaf))
+            for leaf in leaves
+        )
+        odd = next((type(leaf).__name__ for leaf in leaves if getattr(type(leaf), "__hash__", None) is None), None)
+        if odd is not None:
+            raise CaptureError(
+                f"an argument is a {odd}, of which it cannot be told whether it has changed; pass tensors, numbers, "
+                "text or tuples of them (torch.from_numpy makes a tensor of an array)"
+            )
+        strides = tuple(_strides(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return CallKind(str(spec), described, self.trains, self.state, self.around, self.reserved_bytes, strides)
+
+    def as_given(self) -> Call:
+        """The same with its numbers as they are."""
+        args, kwargs = self.given
+        return replace(self, args=args, kwargs=kwargs)
+
+
+def _told_apart(leaf: Any) -> Any:
+    """What is equal for two leaves of one type only if a forward finds the same: not for 0.0 and -0.0, but for nan."""
+    return leaf.hex() if isinstance(leaf, float) else leaf
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Of the dimensions that have any: kernels and forwards may ask for them."""
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return ()
+    return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride()))
+
+
+@dataclass
+class Variant:
+    """A prepared graph for one kind of call, with its executor.
+
+    Parameters
+    ----------
+    place: where its memory comes from, on a device with an allocator of its own.
+    """
+
+    prepared: Prepared
+    executor: Executor
+    kind: CallKind
+    place: Place | None = None
+
+    @property
+    def output_nodes(self) -> tuple[str, ...]:
+        """Names of the output values, in the order in which autograd sees them."""
+        return self.prepared.binding.outputs
+
+    @functools.cached_property
+    def read_by_backward(self) -> frozenset[str]:
+        """Values that some block's backward reads: those among the outputs may not change before."""
+        found: set[str] = set()
+        for block in self.prepared.binding.blocks:
+            slots = pytree.tree_leaves([(i.args, i.kwargs) for i in block.backward.instructions])
+            read = {slot.index for slot in slots if isinstance(slot, Slot)}
+            found |= {port.name for port in (*block.inputs, *block.results) if port.register in read}
+        return frozenset(found)
+
+    @functools.cached_property
+    def used_inside(self) -> frozenset[str]:
+        """Output values that the model itself goes on from."""
+        nodes = [node for node in self.prepared.captured.graph.nodes if node.name in self.output_nodes]
+        return frozenset(n.name for n in nodes if any(user.op != "output" for user in n.users))
+
+    def named(self, outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Output values by the names under which the model returns them."""
+        captured = self.prepared.captured
+        names = {o: n for o, n in zip(captured.outputs, captured.output_names) if isinstance(o, str)}
+        return {names.get(node, node): output for node, output in outputs.items()}
+
+    @property
+    def updates(self) -> set[str]:
+        """Names of the parameters that its iteration updates."""
+        schedule = self.prepared.plan.schedule
+        return schedule.update_cpu_s.keys() | schedule.update_device_s.keys()
+
+    @functools.cached_property
+    def graded(self) -> frozenset[str]:
+        """Names of the parameters that its backward makes gradients for."""
+        items = self.prepared.plan.schedule.item_bytes
+        return frozenset(item[2:] for item in items if item.startswith("g:"))
+
+    @functools.cached_property
+    def summed(self) -> frozenset[str]:
+        """Names of the parameters that several operators read, so that their gradients are sums."""
+        captured = self.prepared.captured
+        reads = Counter(
+            captured.params[source.name]
+            for node in captured.graph.nodes
+            for source in pytree.tree_leaves((node.args, node.kwargs))
+            if isinstance(source, torch.fx.Node) and source.name in captured.params
+        )
+        return frozenset(name for name, times in reads.items() if times > 1)
+
+    def returned(self, outputs: dict[str, torch.Tensor]) -> tuple[Any, list[tuple[ByProduct, list[torch.Tensor]]]]:
+        """What the model returns, from its output values by name, and its by-products with their tensors."""
+        captured = self.prepared.captured
+        leaves = [outputs[o] if isinstance(o, str) else o[0] for o in captured.outputs]
+        result, tensors = pytree.tree_unflatten(leaves, captured.out_spec)
+        rest = iter(tensors)
+        return result, [(b, [next(rest) for _ in range(b.n_tensors)]) for b in captured.by_products]
+
+
+class Variants:
+    """The variants of one model, by kind of call and decisions.
+
+    State: `_known`, the one used last at the end; `_asked`, what the model asks of a batch of each kind.
+
+    Parameters
+    ----------
+    buckets: sizes between which batches share decisions. most: how many are kept, training or not each.
+    """
+
+    def __init__(self, buckets: tuple[int, ...], most: int) -> None:
+        self._buckets, self._most = buckets, most
+        self._asked: dict[CallKind, tuple[batch_decisions.Decision, ...]] = {}
+        self._known: dict[tuple[CallKind, tuple[bool, ...]], Variant] = {}
+
+    def find(self, kind: CallKind, tensors: list[torch.Tensor]) -> Variant | None:
+        """The variant for a call; None if it must be prepared."""
+        if kind not in self._asked:
+            return None
+        key = kind, batch_decisions.ask_again(self._asked[kind], tensors)
+        variant = self._known.pop(key, None)
+        if variant is not None:
+            self._known[key] = variant
+        return variant
+
+    def add(self, kind: CallKind, variant: Variant) -> None:
+        """Keep a variant that was prepared for a call of this kind; the one used longest ago may have to go."""
+        taken = variant.prepared.captured.taken
+        self._asked.setdefault(kind, taken)
+        self._known[kind, tuple(d.outcome for d in taken)] = variant
+        alike = [key for key in self._known if key[0].trains == kind.trains]
+        for key in alike[: -self._most]:
+            del self._known[key]
+
+    def forget(self, variant: Variant) -> None:
+        """Have the next call that would use this variant planned anew."""
+        self._known = {key: v for key, v in self._known.items() if v is not variant}
+
+    def of_training(self) -> tuple[Variant, ...]:
+        """Those that train, the one used last at the end."""
+        return tuple(v for (kind, _), v in self._known.items() if kind.trains)
+
+    def near(self, kind: CallKind) -> tuple[Prepared, ...]:
+        """Plans for larger training batches that differ in shapes only and share a bucket, the smallest first."""
+        found = [
+            (sum(map(math.prod, known.shapes)), variant.prepared)
+            for (known, _), variant in self._known.items()
+            if kind.trains and known.without_shapes == kind.without_shapes and self._shares(kind, known)
+        ]
+        return tuple(prepared for _, prepared in sorted(found, key=lambda pair: pair[0]))
+
+    def _shares(self, small: CallKind, large: CallKind) -> bool:
+        sizes = [pair for a, b in zip(small.shapes, large.shapes) for pair in zip(a, b)]
+        bucket = [(bisect.bisect_left(self._buckets, a), bisect.bisect_left(self._buckets, b)) for a, b in sizes]
+        return all(a <= b for a, b in sizes) and all(a == b for a, b in bucket)
+
+
+class Counts:
+    """The number of items of a batch, which transformers' models take as a whole number that differs in every batch.
+
+    A graph is captured for every value of a Python number, for none of a tensor's. transformers divides a float32 loss
+    by this one, with the same bits whichever it is. Every other number stays as it is, since a forward may ask for its
+    type, and lower precisions round otherwise.
+
+    State: `_needed`, whether the model was seen to need a number.
+
+    Parameters
+    ----------
+    model: counts of items are handed on as tensors if its forward is of transformers.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        plain = getattr(model, "get_base_model", lambda: model)()
+        self._needed = not type(plain).__module__.startswith("transformers.models.")
+
+    def as_tensor(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments, with a count of items as a tensor."""
+        if self._needed or type(kwargs.get(_COUNT)) is not int:
+            return kwargs
+        return {**kwargs, _COUNT: torch.tensor(kwargs[_COUNT])}
+
+    def keep(self, kwargs: dict[str, Any]) -> bool:
+        """Have counts handed on as they are from now on; false if this call has none or they are so already."""
+        changed = not self._needed and type(kwargs.get(_COUNT)) is int
+        self._needed = True
+        return changed

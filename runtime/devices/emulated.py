@@ -1,0 +1,85 @@
+"""The CPU plays the device: a ledger with a hard limit, copies and updates on their own threads, optional link rates.
+
+Same executor, same schedule, same events as on a real device; only the memory is the host's own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from ...solver.machine import Resource
+from ..ledger import Ledger
+from ..replay.program import as_layout
+from ..trace import Recorder
+from .device import Event
+from .lanes import Lane, close_all
+
+
+class EmulatedDevice:
+    """A device that is the CPU itself.
+
+    Parameters
+    ----------
+    limit_bytes: the budget that its ledger keeps.
+    link_bytes_per_s: rate of each copy direction; None copies as fast as the memory allows.
+    """
+
+    def __init__(self, limit_bytes: int, link_bytes_per_s: float | None = None) -> None:
+        self.ledger = Ledger(limit_bytes)
+        self.torch_device = torch.device("cpu")
+        self.recorder: Recorder | None = None
+        self.arena = None
+        self._link_bytes_per_s = link_bytes_per_s
+        changed = threading.Condition()
+        self._in = Lane("copy-in", 1, changed)
+        self._out = Lane("copy-out", 1, changed)
+        self._update = Lane("update", 1, changed)
+        # A thread that is still inside a kernel when the interpreter goes away aborts the process, so whoever forgets
+        # to close the device has it done when nothing refers to it any more, at the latest at exit.
+        self._close = weakref.finalize(self, close_all, (self._in, self._out, self._update))
+
+    def empty_like(self, host: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype)
+
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        return as_layout(tensor, tensor.shape, tensor.stride())
+
+    def pinned(self, host: torch.Tensor) -> torch.Tensor:
+        return host
+
+    def empty_host_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...]) -> Event:
+        return self._in.submit(self._copies(Resource.IN, target, source), after)
+
+    def copy_out(self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...]) -> Event:
+        return self._out.submit(self._copies(Resource.OUT, target, source), after)
+
+    def _copies(self, resource: Resource, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+        return self._watched(resource, source.numel() * source.element_size(), lambda: self._copy(target, source))
+
+    def _watched(self, resource: Resource, size_bytes: int, work: Callable[[], None]) -> Callable[[], None]:
+        return work if self.recorder is None else self.recorder.watched(resource, size_bytes, work)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        start = time.perf_counter()
+        target.copy_(source)
+        if self._link_bytes_per_s is not None:
+            due = start + source.numel() * source.element_size() / self._link_bytes_per_s
+            time.sleep(max(0.0, due - time.perf_counter()))
+
+    def update_on_host(self, work: Callable[[], None], after: tuple[Event, ...]) -> Event:
+        return self._update.submit(self._watched(Resource.CPU, 0, work), after)
+
+    def drain(self) -> None:
+        for lane in (self._in, self._out, self._update):
+            lane.drain()
+
+    def close(self) -> None:
+        self._close()

@@ -1,0 +1,266 @@
+"""A device with streams and memory of its own: CUDA's, and any other that torch's device-neutral names know."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ...solver.machine import Resource
+from ..ledger import Ledger
+from ..memory.arena import Arena
+from ..replay.program import without_repeats
+from ..trace import Job, Recorder
+from .device import Event
+from .lanes import Lane, LaneEvent, close_all
+from .pinned import PinnedMemory, flat_bytes
+
+_STAGE_BYTES = 1 << 25  # of each of the two buffers through which memory goes that cannot be pinned
+_POLL_S = 2e-4  # how often the update worker asks for gradients under way
+
+
+class StreamEvent:
+    """A point in a stream."""
+
+    def __init__(self, event: torch.Event) -> None:
+        self._event = event
+
+    def wait(self, stream: torch.Stream | None = None) -> None:
+        self._event.wait(stream)
+
+    def ready(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def done(self) -> bool:
+        return self._event.query()
+
+
+class LateEvent:
+    """A point in a stream that a launching thread has still to reach.
+
+    State: `launched`, the job of that thread; `_event`, set by it.
+    """
+
+    def __init__(self) -> None:
+        self.launched: LaneEvent | None = None
+        self._event: StreamEvent | None = None
+
+    def reached(self, event: StreamEvent) -> None:
+        """The thread has launched what this event comes after."""
+        self._event = event
+
+    def wait(self, stream: torch.Stream | None = None) -> None:
+        self._reach().wait(stream)
+
+    def ready(self) -> bool:
+        assert self.launched is not None
+        return self.launched.done()
+
+    def synchronize(self) -> None:
+        self._reach().synchronize()
+
+    def done(self) -> bool:
+        assert self.launched is not None
+        return self.launched.done() and (self._event is None or self._event.done())
+
+    def _reach(self) -> StreamEvent:
+        assert self.launched is not None
+        self.launched.synchronize()
+        assert self._event is not None
+        return self._event
+
+
+class _Direction:
+    """One of the two ways between host and device: its stream, and the thread for copies that cannot start at once."""
+
+    def __init__(self, device: torch.device, resource: Resource, name: str, changed: threading.Condition) -> None:
+        self.resource = resource
+        self.stream = torch.Stream(device)
+        self.lane = Lane(name, 1, changed, launches=True)
+        self._turn = threading.Lock()
+        self._stage: list[tuple[torch.Tensor, torch.Event]] = []
+
+    def launch(
+        self, target: torch.Tensor, source: torch.Tensor, before: tuple[Event, ...], job: Job | None
+    ) -> StreamEvent:
+        """Put a copy between the device and pinned memory into the stream."""
+        with self._turn:
+            self._begin(before, job)
+            with self.stream:
+                target.copy_(source, non_blocking=True)
+            return self._end(job)
+
+    def launch_staged(
+        self, target: torch.Tensor, source: torch.Tensor, before: tuple[Event, ...], job: Job | None
+    ) -> StreamEvent:
+        """Copy between the device and memory that is not pinned, in pieces; the last is under way on return."""
+        flat_target, flat_source = flat_bytes(target), flat_bytes(source)
+        with self._turn:
+            self._begin(before, job)
+            if flat_target is None or flat_source is None or not self._has_stage():
+                with self.stream:
+                    target.copy_(source)
+            elif source.device.type == "cpu":
+                for start, (buffer, used) in self._pieces(flat_source):
+                    used.synchronize()
+                    piece = buffer[: flat_source.numel() - start]
+                    piece.copy_(flat_source[start : start + piece.numel()])
+                    with self.stream:
+                        flat_target[start : start + piece.numel()].copy_(piece, non_blocking=True)
+                        used.record(self.stream)
+            else:
+                for start, (buffer, used) in self._pieces(flat_source):
+                    piece = buffer[: flat_source.numel() - start]
+                    with self.stream:
+                        piece.copy_(flat_source[start : start + piece.numel()], non_blocking=True)
+                        used.record(self.stream)
+                    used.synchronize()
+                    flat_target[start : start + piece.numel()].copy_(piece)
+            return self._end(job)
+
+    def _begin(self, before: tuple[Event, ...], job: Job | None) -> None:
+        for event in before:
+            event.wait(self.stream)
+        if job is not None:
+            job.begins(self.stream)
+
+    def _end(self, job: Job | None) -> StreamEvent:
+        if job is not None:
+            job.ends(self.stream)
+        return StreamEvent(self.stream.record_event())
+
+    def _has_stage(self) -> bool:
+        while len(self._stage) < 2:
+            try:
+                buffer = torch.empty(_STAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError:
+                return False
+            self._stage.append((buffer, self.stream.record_event()))
+        return True
+
+    def _pieces(self, flat: torch.Tensor) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Event]]]:
+        for i, start in enumerate(range(0, flat.numel(), _STAGE_BYTES)):
+            yield start, self._stage[i % 2]
+
+
+class StreamDevice:
+    """An accelerator that computes on torch's current stream and copies on two streams of its own.
+
+    A copy is launched at once where all that it waits for is in streams; where it waits for the CPU, or for memory that
+    cannot be pinned, one thread per direction launches it, so that the executor's thread goes on.
+
+    Parameters
+    ----------
+    device: with its index. limit_bytes: the budget that its ledger keeps, and beyond which the allocator reserves
+        nothing. update_threads: of the update worker.
+    """
+
+    def __init__(self, device: torch.device, limit_bytes: int, update_threads: int | None = None) -> None:
+        self.torch_device = device
+        self.ledger = Ledger(limit_bytes)
+        self.recorder: Recorder | None = None
+        self.arena = Arena(device)
+        self.host_memory = PinnedMemory()
+        _, total = torch.accelerator.get_memory_info(device)
+        capped = limit_bytes < total
+        if capped:
+            _cap(device, limit_bytes / total)
+        # Parameters, states and activations come in beside compute and beside what goes out.
+        changed = threading.Condition()
+        self._in = _Direction(device, Resource.IN, "copy-in", changed)
+        # Gradients, states and activations go out beside compute and beside what comes in.
+        self._out = _Direction(device, Resource.OUT, "copy-out", changed)
+        self._update = Lane("update", update_threads or torch.get_num_threads(), changed, poll_s=_POLL_S)
+        self._close = weakref.finalize(
+            self, _close, (self._in.lane, self._out.lane, self._update), device if capped else None
+        )
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def empty_like(self, host: torch.Tensor) -> torch.Tensor:
+        span = 1 + sum((size - 1) * stride for size, stride in zip(host.shape, host.stride()))
+        self.arena.room((span * host.element_size(),))
+        tensor = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self.torch_device)
+        self.arena.note(tensor, alone=True)
+        return tensor
+
+    def empty_host_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.host_memory.empty_strided(tensor.shape, tensor.stride(), tensor.dtype)
+
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        own = self.empty_like(tensor)
+        target, source = without_repeats(own, tensor)
+        if source.device.type == "cpu" and not source.is_pinned():
+            # A copy from pageable memory would hold the thread until the stream has come to it.
+            staged = self.host_memory.staged(source)
+            target.copy_(staged, non_blocking=staged is not source)
+        else:
+            target.copy_(source, non_blocking=True)
+        return own
+
+    def pinned(self, host: torch.Tensor) -> torch.Tensor:
+        if host.is_pinned():
+            return host
+        return self.empty_host_like(host).copy_(host)
+
+    # -- work ---------------------------------------------------------------------------------------------------------
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...]) -> Event:
+        event = self._copy(self._in, target, source, source, after)
+        self.arena.copied(target, event)
+        return event
+
+    def copy_out(self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...]) -> Event:
+        event = self._copy(self._out, target, source, target, after)
+        self.arena.copied(source, event)
+        return event
+
+    def _copy(
+        self, way: _Direction, target: torch.Tensor, source: torch.Tensor, host: torch.Tensor, after: tuple[Event, ...]
+    ) -> Event:
+        # What was launched until now may still use the memory of the target, or make the source.
+        now = StreamEvent(torch.accelerator.current_stream(self.torch_device).record_event())
+        before: tuple[Event, ...] = (now, *after)
+        job = None if self.recorder is None else self.recorder.job(way.resource, source.nbytes)
+        pinned = host.is_pinned()
+        if pinned and all(event.ready() for event in before):
+            return way.launch(target, source, before, job)
+        event = LateEvent()
+
+        def work() -> None:
+            event.reached((way.launch if pinned else way.launch_staged)(target, source, before, job))
+
+        event.launched = way.lane.submit(work, before)
+        return event
+
+    def update_on_host(self, work: Callable[[], None], after: tuple[Event, ...]) -> Event:
+        if self.recorder is not None:
+            work = self.recorder.watched(Resource.CPU, 0, work)
+        return self._update.submit(work, after)
+
+    def drain(self) -> None:
+        for lane in (self._in.lane, self._out.lane, self._update):
+            lane.drain()
+        for stream in (self._in.stream, self._out.stream, torch.accelerator.current_stream(self.torch_device)):
+            stream.synchronize()
+
+    def close(self) -> None:
+        self._close()
+
+
+def _cap(device: torch.device, fraction: float) -> None:
+    """Have the allocator reserve no more than this part of the device, where it can be told."""
+    module = torch.get_device_module(device)
+    if hasattr(module, "set_per_process_memory_fraction"):
+        module.set_per_process_memory_fraction(fraction, device)
+
+
+def _close(lanes: tuple[Lane, ...], capped: torch.device | None) -> None:
+    close_all(lanes)
+    if capped is not None:
+        _cap(capped, 1.0)

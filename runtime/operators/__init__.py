@@ -1,0 +1,1 @@
+"""Operators that captured graphs hold beside torch's own."""

@@ -1,0 +1,1 @@
+"""Replay: a schedule's actions carried out, one handler per kind of item."""

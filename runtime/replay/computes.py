@@ -1,0 +1,182 @@
+"""Runs a schedule's computes: fills programs' registers with tensors, and keeps what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ...solver.schedule import Schedule
+from ..devices.device import Device
+from .binding import Binding, BlockBinding, HostState, Port
+from .contents import Buffer, Contents, Saved
+from .gate import Gate
+from .program import run
+
+
+class Computes:
+    """One short method per kind of compute.
+
+    State: `batch` and `incoming`, what the user handed in, until it is used; `_seen_buffers`, memory and version of the
+    host's buffers of which the device has copies.
+
+    Parameters
+    ----------
+    contents: what is on the device; changed here. gate: opened by the compute of that name.
+    """
+
+    def __init__(
+        self, schedule: Schedule, binding: Binding, host: HostState, device: Device, contents: Contents, gate: Gate
+    ) -> None:
+        self._schedule, self._binding, self._host, self._device = schedule, binding, host, device
+        self._contents, self._gate = contents, gate
+        self._on_host = device.torch_device.type == "cpu"
+        self._seen_buffers: dict[str, tuple[int, int]] = {}
+        self.batch: tuple[torch.Tensor | None, ...] = ()
+        self.incoming: dict[str, torch.Tensor] = {}
+
+    def run(self, name: str) -> None:
+        """Run the compute of this name: "start", "F3", "user", "B3", "gate"."""
+        if name == "start":
+            self._start()
+        elif name == "user":
+            self._user()
+        elif name == "gate":
+            self._gate.open()
+        elif name[0] == "F":
+            self._forward_block(int(name[1:]))
+        else:
+            self._backward_block(int(name[1:]))
+
+    def renew_buffers(self) -> None:
+        """See that the device has the model's buffers as the host has them, which the user may have changed."""
+        here = self._contents
+        for name in self._binding.buffers:
+            own = self._host.buffers[name]
+            seen = (own.data_ptr(), own._version)
+            if name not in here.model_buffers or self._seen_buffers.get(name) != seen:
+                here.model_buffers[name] = own if self._on_host else self._device.bring(own)
+                here.newer.discard(f"b:{name}")
+            self._seen_buffers[name] = seen
+
+    def take_outputs(self) -> dict[str, torch.Tensor]:
+        """Hand over what the model returns, that which depends on no parameter included."""
+        outputs, self._contents.outputs = self._contents.outputs, {}
+        for name in self._binding.outputs:
+            if name not in outputs:
+                shared = self._contents.shared
+                outputs[name] = shared[name] if name in shared else self._binding.constants[name]
+        self._give_way(outputs.values())
+        return outputs
+
+    def _give_way(self, outputs: Iterable[torch.Tensor]) -> None:
+        """From now on the user uses outputs, and allocates."""
+        arena = self._device.arena
+        if arena is None:
+            return
+        for output in outputs:
+            arena.fix(output)
+        if "user" in self._schedule.computes:
+            arena.room((self._schedule.computes["user"].rise_bytes,))
+
+    def _start(self) -> None:
+        start, ledger, here = self._binding.start, self._device.ledger, self._contents
+        batch_bytes: dict[str, int] = {}
+        for name, tensor in zip(start.batch, self.batch):
+            if name is not None and tensor is not None:
+                # No other name may keep it longer than the schedule has it.
+                here.shared[name] = self._device.bring(tensor)
+                batch_bytes[name] = here.shared[name].untyped_storage().nbytes()
+                ledger.add("x", batch_bytes[name])
+        self.batch = ()
+        registers: list[Any] = [None] * start.program.n_registers
+        given: dict[int, int] = {}
+        for port in start.inputs:
+            registers[port.register] = self._read(port)
+            if port.storage in start.program.given:
+                given[port.storage] = batch_bytes[port.name]
+        for name in batch_bytes:
+            if name not in self._binding.shared_item:
+                here.shared.pop(name)
+        run(start.program, registers, ledger, given, self._device.arena)
+        for port in start.results:
+            here.shared[port.name] = registers[port.register]
+
+    def _forward_block(self, index: int) -> None:
+        block, here = self._binding.blocks[index], self._contents
+        registers = self._registers(block, block.forward.n_registers)
+        live = run(block.forward, registers, self._device.ledger, {}, self._device.arena)
+        for port in block.writes:
+            here.model_buffers[port.name].copy_(registers[port.register])
+            if not self._on_host:
+                here.newer.add(f"b:{port.name}")
+            self._device.ledger.freed(live.pop(port.storage))
+        for port in block.results:
+            here.values[port.name] = Buffer({"": registers[port.register]})
+            if port.name in self._binding.outputs:
+                here.outputs[port.name] = registers[port.register]
+                if not self._on_host and port.name in self._binding.value_item:
+                    here.returned[self._binding.value_item[port.name]] = registers[port.register]
+        saved = here.saved[index] = Saved()
+        for storage, views in {**block.kept, **block.offloaded}.items():
+            saved.registers |= {r: registers[r] for r in views}
+            saved.storage_bytes[storage] = live[storage]
+
+    def _backward_block(self, index: int) -> None:
+        block, here = self._binding.blocks[index], self._contents
+        saved = here.saved.pop(index)
+        copies = here.values.pop(f"a:{index}", None)
+        if copies is not None:
+            copies.settle()
+        registers = self._registers(block, block.backward.n_registers)
+        for port in block.results:
+            buffer = here.values.get(port.name)
+            if buffer is not None:
+                registers[port.register] = buffer.read()
+        for register in saved.registers:
+            registers[register] = saved.registers[register]
+        given = dict(saved.storage_bytes)
+        # What only the registers hold dies at its last reader.
+        del saved, copies
+        for port in block.tangents:
+            given[port.storage] = here.grads[port.name].untyped_storage().nbytes()
+            registers[port.register] = here.grads.pop(port.name)
+        run(block.backward, registers, self._device.ledger, given, self._device.arena)
+        for port in block.grads:
+            here.grads[port.name] = registers[port.register]
+            if port.name.startswith("param:"):
+                here.pending.add(port.name[6:])
+                # That of the micro-batch before has left.
+                here.grad_leaving.pop(port.name[6:], None)
+
+    def _registers(self, block: BlockBinding, n_registers: int) -> list[Any]:
+        registers: list[Any] = [None] * n_registers
+        for port in block.inputs:
+            registers[port.register] = self._read(port)
+        return registers
+
+    def _read(self, port: Port) -> torch.Tensor | None:
+        here = self._contents
+        if port.kind == "param":
+            return here.params[port.name].read() if port.name in here.params else None
+        if port.kind == "buffer":
+            return here.model_buffers[port.name]
+        if port.kind == "shared":
+            constant = self._binding.constants.get(port.name)
+            return here.shared.get(port.name) if constant is None else constant
+        buffer = here.values.get(port.name)
+        return None if buffer is None else buffer.read()
+
+    def _user(self) -> None:
+        """The user's code has run between the forwards and the backwards and hands in gradients."""
+        spec, arena = self._schedule.computes["user"], self._device.arena
+        self._device.ledger.made(0, spec.rise_bytes)
+        if arena is not None:
+            arena.forget_gaps()
+            for gradient in self.incoming.values():
+                arena.fix(gradient)
+        for item in spec.makes:
+            name = item[2:]
+            self._device.ledger.add("d", self._schedule.item_bytes[item])
+            self._contents.grads[f"value:{name}"] = self.incoming.pop(name)

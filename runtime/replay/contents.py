@@ -1,0 +1,163 @@
+"""What a device holds of a model during an iteration, and what is under way to and from it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+
+import torch
+
+from ..devices.device import Event
+
+
+class ActionFailed(RuntimeError):
+    """A copy or an update could not be done; says which, and why."""
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """The copies of one item, or its update, as one event that says what it was when it fails.
+
+    Parameters
+    ----------
+    what: in words, for the error. parts: all must happen; the failure of any one is the failure of the whole.
+    """
+
+    what: str
+    parts: tuple[Event, ...]
+
+    def wait(self, stream: torch.Stream | None = None) -> None:
+        """As `Event.wait`, for all parts; raise ActionFailed if one could not happen."""
+        for part in self.parts:
+            with self._named():
+                part.wait(stream)
+
+    def ready(self) -> bool:
+        """Whether `wait` would return at once."""
+        return all(part.ready() for part in self.parts)
+
+    def synchronize(self) -> None:
+        """Return when all parts have happened; raise ActionFailed if one could not."""
+        for part in self.parts:
+            with self._named():
+                part.synchronize()
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except ActionFailed:
+            raise
+        except Exception as error:
+            raise ActionFailed(f"{self.what} failed: {type(error).__name__}: {error}") from error
+
+    def done(self) -> bool:
+        """Whether all parts have happened."""
+        return all(part.done() for part in self.parts)
+
+
+@dataclass
+class Buffer:
+    """Device tensors of one item and the event after which they may be read. A buffer and its event travel together."""
+
+    tensors: dict[str, torch.Tensor]
+    arrived: Event | None = None
+    leaving: Event | None = None
+
+    def read(self) -> torch.Tensor:
+        """Its first tensor, for what is launched from now on."""
+        if self.arrived is not None:
+            self.arrived.wait()
+            self.arrived = None
+        return next(iter(self.tensors.values()))
+
+    def settle(self) -> None:
+        """What is launched from now on comes after the copies that read or write it."""
+        for event in (self.arrived, self.leaving):
+            if event is not None:
+                event.wait()
+
+    def synchronize(self) -> None:
+        """Wait for the copies that read or write it."""
+        for event in (self.arrived, self.leaving):
+            if event is not None:
+                event.synchronize()
+
+
+@dataclass
+class Saved:
+    """What a block's forward left for its backward: registers by number, bytes by storage."""
+
+    registers: dict[int, torch.Tensor] = field(default_factory=dict)
+    storage_bytes: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class Contents:
+    """What is on the device and under way; changed on the executor's thread only, workers fill what they were given.
+
+    Parameters
+    ----------
+    params, values: buffers by tensor name. states: by item. model_buffers: the model's own buffers by name.
+    shared, outputs: tensors by value name.
+    grads: gradients by "param:NAME" or "value:NAME". saved: by block.
+    newer: items of parameters and states, and buffers ("b:NAME"), whose device copy is newer than the host's.
+    states_at_home: by parameter, its state as the host had it before the device updated it; scalars stay on the device.
+    updated_rows: by parameter whose update on the device was cut short, so many of its first rows have had it.
+    written: by item, or by name for a parameter, the event after which its host copy may be read.
+    pending: parameters whose gradient is there and whose update has not been started.
+    grad_leaving, grad_adding: by parameter, its gradient's way to the host, and its addition to the total there.
+    grad_copied: likewise, the event after which the device's copy of it may be let go.
+    totals: by parameter, the sum of its gradients so far, where it is kept on the device.
+    views: how tensors view the storages that have left.
+    returned: outputs by item, on a device with an allocator of its own: memory that the user lets go of sooner than the
+        schedule has it would be cut up in another way than was rehearsed.
+    """
+
+    params: dict[str, Buffer] = field(default_factory=dict)
+    states: dict[str, Buffer] = field(default_factory=dict)
+    model_buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    values: dict[str, Buffer] = field(default_factory=dict)
+    shared: dict[str, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    grads: dict[str, torch.Tensor] = field(default_factory=dict)
+    saved: dict[int, Saved] = field(default_factory=dict)
+    newer: set[str] = field(default_factory=set)
+    states_at_home: dict[str, dict[str, object]] = field(default_factory=dict)
+    updated_rows: dict[str, int] = field(default_factory=dict)
+    written: dict[str, Event] = field(default_factory=dict)
+    pending: set[str] = field(default_factory=set)
+    grad_leaving: dict[str, Event] = field(default_factory=dict)
+    grad_adding: dict[str, Event] = field(default_factory=dict)
+    grad_copied: dict[str, Event] = field(default_factory=dict)
+    totals: dict[str, Buffer] = field(default_factory=dict)
+    views: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    returned: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        """Nothing is on the device or under way any more."""
+        for part in fields(self):
+            getattr(self, part.name).clear()
+
+
+def is_bulk(value: object) -> bool:
+    """Whether a part of an optimizer's state is a tensor worth moving; scalars stay where they are."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def storage_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage behind a tensor as one flat tensor of bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def on_storage(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The tensor that views `flat`'s storage as `like` views its own."""
+    view = torch.empty(0, dtype=like.dtype, device=flat.device)
+    return view.set_(flat.untyped_storage(), like.storage_offset(), like.shape, like.stride())
+
+
+def meta_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory that remembers shape, strides, offset and dtype."""
+    whole = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device="meta")
+    return on_storage(whole, tensor)

@@ -1,0 +1,212 @@
+"""Gradients of parameters: on their way to the host, and added up over the micro-batches of an iteration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ...solver.schedule import Schedule
+from ..devices.device import Device, Event
+from .binding import HostState
+from .contents import Buffer, Contents, UnderWay, on_storage
+
+
+class Gradient(NamedTuple):
+    """A parameter's gradient and where it is."""
+
+    tensor: torch.Tensor
+    on_host: bool
+
+
+@dataclass
+class _Arrival:
+    """One of the host's buffers in which later micro-batches' gradients arrive, before they are added to their total.
+
+    Parameters
+    ----------
+    memory: flat bytes, enough for any gradient. holds: parameter whose gradient is in it or on its way, not added yet.
+    gradient: that gradient. added: the event after which the buffer may be written again.
+    """
+
+    memory: torch.Tensor
+    holds: str | None = None
+    gradient: torch.Tensor | None = None
+    added: Event | None = None
+
+
+class Gradients:
+    """Moves gradients and adds them up.
+
+    With one micro-batch a gradient that leaves is copied to `HostState.grads`. With several, the first one becomes the
+    total, there or on the device; later ones are added to it once they are complete, as autograd adds to `.grad`.
+
+    State: `_arrivals`, used in turn; `_unbegun`, the totals on the device to which no micro-batch has added yet, since
+    those before this one ran by plans without that parameter. Everything else that changes is in `contents` and `host`.
+    """
+
+    def __init__(self, schedule: Schedule, host: HostState, device: Device, contents: Contents) -> None:
+        self._sizes, self._host, self._device, self._contents = schedule.item_bytes, host, device, contents
+        self._adds_up = schedule.micro_batches > 1
+        self._arrivals: list[_Arrival] = []
+        self._unbegun: set[str] = set()
+
+    # -- items --------------------------------------------------------------------------------------------------------
+
+    def offload(self, name: str) -> None:
+        """Start the copy of a gradient to the host, unless it is on its way or its update has begun already."""
+        if name in self._contents.pending and name not in self._contents.grad_leaving:
+            self._send(name)
+
+    def free(self, name: str) -> None:
+        """Let go of a gradient on the device, after its copy to the host."""
+        here = self._contents
+        if name in here.grad_copied:
+            here.grad_copied.pop(name).wait()
+        here.grads.pop(f"param:{name}", None)
+
+    def accumulate(self, name: str) -> None:
+        """Add a gradient to its total on the device, or make it the total."""
+        here, ledger = self._contents, self._device.ledger
+        size, grad = self._sizes[f"g:{name}"], here.grads.pop(f"param:{name}")
+        if name in self._unbegun:
+            here.totals[name].read().copy_(grad)
+            self._unbegun.discard(name)
+            ledger.remove("g", size)
+        elif name in here.totals:
+            here.totals[name].read().add_(grad)
+            ledger.remove("g", size)
+        else:
+            here.totals[name] = Buffer({"": grad})
+            ledger.remove("g", size)
+            ledger.add("t", self._sizes[f"t:{name}"])
+
+    def accumulate_on_host(self, name: str) -> None:
+        """Start the addition of a gradient that was sent to its total on the host; the first one is the total."""
+        for arrival in self._arrivals:
+            if arrival.holds == name:
+                self._add(arrival)
+
+    def restore(self, name: str) -> Buffer:
+        """Bring a total back to the device, in the middle of an iteration, or make room for one that has not begun."""
+        if name not in self._host.totals:
+            self._unbegun.add(name)
+            return Buffer({"": self._device.empty_like(self._host.params[name])})
+        total = self._host.grads[name]
+        tensor = self._device.empty_like(total)
+        copy = self._device.copy_in(tensor, total, ())
+        self._host.totals.discard(name)
+        return Buffer({"": tensor}, UnderWay(f"the copy of the total of {name} to the device", (copy,)))
+
+    # -- the whole gradient -------------------------------------------------------------------------------------------
+
+    def exists(self, name: str) -> bool:
+        """Whether this iteration has made a gradient of a parameter that no update has used yet."""
+        return name in self._contents.pending or name in self._host.totals
+
+    def whole(self, name: str) -> Gradient:
+        """A parameter's complete gradient, once it can be read."""
+        here = self._contents
+        if name in here.totals:
+            return Gradient(here.totals[name].read(), False)
+        if not self._adds_up and f"param:{name}" in here.grads and name not in here.grad_leaving:
+            return Gradient(here.grads[f"param:{name}"], False)
+        for event in self.bring_home(name):
+            event.synchronize()
+        return Gradient(self._host.grads[name], True)
+
+    def bring_home(self, name: str) -> tuple[Event, ...]:
+        """See that the host gets the complete gradient; the events after which it has."""
+        here = self._contents
+        if name in here.totals:
+            if name not in self._unbegun:
+                self._copy(name, here.totals[name].read())
+        elif f"param:{name}" in here.grads and name not in here.grad_leaving and name in here.pending:
+            self._send(name)
+        self.accumulate_on_host(name)
+        events = (here.grad_leaving.get(name), here.grad_adding.get(name))
+        return tuple(event for event in events if event is not None)
+
+    def store_totals(self) -> None:
+        """Bring all that was added up to the host, in the middle of an iteration."""
+        here = self._contents
+        for name in sorted({*here.totals, *here.pending} - self._unbegun):
+            for event in self.bring_home(name):
+                event.synchronize()
+            self._host.totals.add(name)
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """Hand over the gradients that have left for the host, once they are there."""
+        leaving = self._contents.grad_leaving
+        for event in leaving.values():
+            event.synchronize()
+        leaving.clear()
+        grads, self._host.grads = self._host.grads, {}
+        return grads
+
+    def release_host(self) -> None:
+        """Let go of host memory; nothing may be under way. Sums that an iteration goes on with stay."""
+        self._host.grads = {name: grad for name, grad in self._host.grads.items() if name in self._host.totals}
+        self._arrivals.clear()
+        self._unbegun.clear()
+
+    def forget(self) -> None:
+        """The iteration was given up: nothing that was added up counts any more."""
+        self._host.totals.clear()
+        self.release_host()
+
+    # -- copies -------------------------------------------------------------------------------------------------------
+
+    def _send(self, name: str) -> None:
+        grad = self._contents.grads[f"param:{name}"]
+        if self._adds_up and name in self._host.totals:
+            self._send_to_arrival(name, grad)
+        else:
+            self._copy(name, grad)
+            if self._adds_up:
+                self._host.totals.add(name)
+
+    def _copy(self, name: str, grad: torch.Tensor) -> None:
+        if name not in self._host.grads:
+            self._host.grads[name] = self._device.empty_host_like(grad)
+        copy = self._device.copy_out(self._host.grads[name], grad, ())
+        self._leaves(name, copy)
+
+    def _leaves(self, name: str, copy: Event) -> None:
+        here = self._contents
+        here.grad_leaving[name] = UnderWay(f"the copy of the gradient of {name} to the host", (copy,))
+        here.grad_copied[name] = here.grad_leaving[name]
+
+    def _send_to_arrival(self, name: str, grad: torch.Tensor) -> None:
+        arrival = self._next_arrival()
+        after = (arrival.added,) if arrival.added is not None else ()
+        arrival.holds, arrival.gradient = name, on_storage(arrival.memory, grad)
+        self._leaves(name, self._device.copy_out(arrival.gradient, grad, after))
+
+    def _next_arrival(self) -> _Arrival:
+        """The buffer used longest ago; what it still holds is added first."""
+        if not self._arrivals:
+            most = max(size for item, size in self._sizes.items() if item.startswith("g:"))
+            like = torch.empty(most, dtype=torch.uint8, device="meta")
+            self._arrivals = [_Arrival(self._device.empty_host_like(like)) for _ in range(2)]
+        arrival = self._arrivals.pop(0)
+        self._arrivals.append(arrival)
+        if arrival.holds is not None:
+            self._add(arrival)
+        return arrival
+
+    def _add(self, arrival: _Arrival) -> None:
+        here, name, gradient = self._contents, arrival.holds, arrival.gradient
+        assert name is not None and gradient is not None
+        total = self._host.grads[name]
+        before = here.grad_adding.get(name)
+        after = (here.grad_leaving[name], *((before,) if before is not None else ()))
+        added = self._device.update_on_host(lambda: _add_to(total, gradient), after)
+        arrival.added = UnderWay(f"the addition of the gradient of {name} on the host", (added,))
+        here.grad_adding[name] = arrival.added
+        arrival.holds, arrival.gradient = None, None
+
+
+def _add_to(total: torch.Tensor, gradient: torch.Tensor) -> None:
+    total.add_(gradient)

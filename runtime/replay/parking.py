@@ -1,0 +1,62 @@
+"""What an iteration has on the device, moved to the host while something else runs there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..ledger import Level
+from .contents import Contents
+
+
+@dataclass(frozen=True)
+class Parked:
+    """Storages that were emptied, each with its bytes; and what the ledger said before."""
+
+    storages: tuple[tuple[torch.UntypedStorage, torch.Tensor], ...]
+    level: Level
+
+
+def park(contents: Contents, stays: Iterable[torch.Tensor]) -> tuple[tuple[torch.UntypedStorage, torch.Tensor], ...]:
+    """Move the memory of everything on the device to the host; tensors keep their views of it.
+
+    Parameters
+    ----------
+    contents: nothing of it may be under way. stays: tensors whose memory others read meanwhile.
+    """
+    seen = {tensor.untyped_storage().data_ptr() for tensor in stays}
+    parked = []
+    for tensor in _tensors(contents):
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == 0 or storage.data_ptr() in seen:
+            continue
+        seen.add(storage.data_ptr())
+        parked.append((storage, _flat(storage).cpu().clone()))
+    # All at the end: memory that was let go of could be taken for another storage's.
+    for storage, _ in parked:
+        storage.resize_(0)
+    return tuple(parked)
+
+
+def unpark(parked: Parked) -> None:
+    """Bring it back."""
+    for storage, home in parked.storages:
+        storage.resize_(home.numel())
+        _flat(storage).copy_(home)
+
+
+def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _tensors(contents: Contents) -> Iterator[torch.Tensor]:
+    here = contents
+    for buffers in (here.params, here.states, here.values, here.totals):
+        for buffer in buffers.values():
+            yield from buffer.tensors.values()
+    for tensors in (here.model_buffers, here.shared, here.outputs, here.grads, here.returned):
+        yield from tensors.values()
+    for saved in here.saved.values():
+        yield from saved.registers.values()

@@ -1,0 +1,230 @@
+"""A program: the operators of one block's forward or backward in order, with what each makes and lets go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ..ledger import Ledger
+from ..memory.arena import Arena
+
+
+def as_layout(
+    tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], device: torch.device | None = None
+) -> torch.Tensor:
+    """A copy of `tensor` in storage of its own with the given strides.
+
+    Parameters
+    ----------
+    device: of the copy, None for the tensor's own.
+    """
+    own = torch.empty_strided(size, stride, dtype=tensor.dtype, device=device or tensor.device)
+    target, source = without_repeats(own, tensor)
+    target.copy_(source)
+    return own
+
+
+def without_repeats(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What to copy into a tensor: along dimensions of stride 0, which repeat one element, only the first.
+
+    Parameters
+    ----------
+    target: of any strides. source: of the same size; it repeats what the target repeats.
+
+    Returns: views of both.
+    """
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0 and target.shape[dim] > 1:
+            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    return target, source
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in an instruction's arguments that a register fills."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One operator.
+
+    Parameters
+    ----------
+    target: the operator. args, kwargs: its arguments, registers as Slots.
+    outs: (position in the result, register) of what is read later; position 0 for a result that is no tuple.
+    tupled: whether the result is a tuple.
+    makes: (position, storage, bytes) of every storage that the operator allocates, bytes as profiled.
+    workspace_bytes: what its kernel holds beyond its results while it runs.
+    clears: registers that nobody reads afterwards. ends: storages that die afterwards.
+    """
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outs: tuple[tuple[int, int], ...]
+    tupled: bool
+    makes: tuple[tuple[int, int, int], ...]
+    workspace_bytes: int
+    clears: tuple[int, ...]
+    ends: tuple[int, ...]
+
+    @cached_property
+    def allocates(self) -> tuple[int, ...]:
+        """Bytes of everything that has to find place at once."""
+        return (*(size for _, _, size in self.makes), self.workspace_bytes)
+
+    @cached_property
+    def allocates_once(self) -> bool:
+        """Whether nothing but one result is allocated."""
+        return len(self.makes) == 1 and not self.workspace_bytes
+
+
+@dataclass(frozen=True)
+class View:
+    """How a register's tensor lies in its storage: strides and offset in elements."""
+
+    register: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Made:
+    """A storage that a fused program leaves: its number, its bytes as profiled, and what lies in it."""
+
+    storage: int
+    bytes: int
+    views: tuple[View, ...]
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A whole program as one function, which does what the instructions do.
+
+    Parameters
+    ----------
+    function: takes a list of tensors, which it empties so that each can be let go after its last reader; returns a
+        tensor per storage that outlives the program.
+    inputs: registers that it reads, in order. constants: tensors that it reads besides, after those.
+    clears: registers that nobody reads afterwards. ends: storages given to the program that die in it.
+    makes: per tensor returned, what it stands for.
+    rise_bytes: as counted, the most that the bytes held lie above their level at the start.
+    """
+
+    function: Callable[[list[Any]], Any]
+    inputs: tuple[int, ...]
+    constants: tuple[torch.Tensor, ...]
+    clears: tuple[int, ...]
+    ends: tuple[int, ...]
+    makes: tuple[Made, ...]
+    rise_bytes: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """Instructions over registers.
+
+    Parameters
+    ----------
+    n_registers: how many registers a run needs.
+    instructions: in order.
+    given: storages that are there before the run and that it may let go, by storage number -> bytes as profiled.
+    rise_bytes: the most that the bytes held lie above their level at the start.
+    net_bytes: by how much the level has changed at the end.
+    seconds: the operators' measured seconds, added up.
+    fused: what runs instead of the instructions, if anything does.
+    """
+
+    n_registers: int
+    instructions: tuple[Instruction, ...]
+    given: dict[int, int]
+    rise_bytes: int
+    net_bytes: int
+    seconds: float
+    fused: Fused | None = None
+
+
+def run(
+    program: Program, registers: list[Any], ledger: Ledger, given: dict[int, int], arena: Arena | None = None
+) -> dict[int, int]:
+    """Execute a program, telling the ledger of every storage made and let go.
+
+    Parameters
+    ----------
+    registers: filled with the program's inputs; results are left in it.
+    given: bytes of the storages that the run may let go, by storage number; they are in the ledger already.
+    arena: in which what is made finds place, if there is one.
+
+    Returns: bytes by storage number of what is still alive at the end, `given` included.
+    """
+    live = dict(given)
+    if program.fused is not None:
+        return _run_fused(program.fused, registers, ledger, live, arena)
+    for step in program.instructions:
+        if arena is not None:
+            arena.room(step.allocates)
+        result = step.target(*_fill(step.args, registers), **_fill_map(step.kwargs, registers))
+        for position, register in step.outs:
+            registers[register] = result[position] if step.tupled else result
+        made = 0
+        for position, storage, _ in step.makes:
+            element = result[position] if step.tupled else result
+            # A kernel may leave out what nobody asked it for.
+            live[storage] = nbytes = 0 if element is None else element.untyped_storage().nbytes()
+            made += nbytes
+            if arena is not None and element is not None:
+                arena.note(element, alone=step.allocates_once)
+        ledger.made(made, step.workspace_bytes)
+        result = element = None
+        for register in step.clears:
+            registers[register] = None
+        if step.ends:
+            ledger.freed(sum(live.pop(storage) for storage in step.ends))
+    return live
+
+
+def _run_fused(
+    fused: Fused, registers: list[Any], ledger: Ledger, live: dict[int, int], arena: Arena | None
+) -> dict[int, int]:
+    """Run a program's one function, counted as one rise and then as what it leaves."""
+    inputs = [*(registers[register] for register in fused.inputs), *fused.constants]
+    for register in fused.clears:
+        registers[register] = None
+    ledger.made(0, fused.rise_bytes)
+    if arena is not None:
+        arena.room((fused.rise_bytes,))
+    results = fused.function(inputs)
+    ledger.freed(sum(live.pop(storage) for storage in fused.ends))
+    for made, result in zip(fused.makes, results, strict=True):
+        live[made.storage] = made.bytes
+        if arena is not None:
+            arena.note(result)
+        for view in made.views:
+            registers[view.register] = result.as_strided(view.size, view.stride, view.offset)
+    ledger.made(sum(made.bytes for made in fused.makes))
+    return live
+
+
+def _fill(args: Any, registers: list[Any]) -> Any:
+    filled = []
+    for a in args:
+        if isinstance(a, Slot):
+            filled.append(registers[a.index])
+        elif isinstance(a, (list, tuple)):
+            filled.append(type(a)(_fill(a, registers)))
+        else:
+            filled.append(a)
+    return filled
+
+
+def _fill_map(kwargs: dict[str, Any], registers: list[Any]) -> dict[str, Any]:
+    if not kwargs:
+        return kwargs
+    return dict(zip(kwargs, _fill(kwargs.values(), registers)))

@@ -1,0 +1,205 @@
+"""The allocations of an iteration without its work: what an allocator makes of a schedule is seen before training.
+
+A ledger counts bytes; an allocator also needs them in one piece, and rounds. Replayed by the allocator's rules these
+changes take milliseconds, and what would be reserved then is what training will reserve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+from ...solver.schedule import Action, Kind, Schedule, made_old, state_rows
+from ..memory.changes import Change, Rehearsal
+from ..memory.updated import Updated
+from .binding import Binding, Port
+from .program import Program
+
+_LEARNT = 3  # iterations that are walked through; from the third one on all are alike
+
+
+def rehearse(
+    schedule: Schedule,
+    binding: Binding,
+    updated: Callable[[str], Updated],
+    buffer_bytes: Iterable[int] = (),
+    *,
+    fresh: bool,
+) -> Rehearsal:
+    """Walk through a schedule.
+
+    The first iteration finds what training starts with, without what an iteration before would have left; from the
+    second one on things lie where the one before has left them.
+
+    Parameters
+    ----------
+    updated: what the optimizer holds of a parameter. buffer_bytes: of the model's buffers.
+    fresh: optimizer states do not exist before the first update makes them.
+    """
+    walker = _Walker(schedule, binding, updated)
+    walker.unborn = {item for item in schedule.item_bytes if fresh and item.startswith("s:")}
+    for item in schedule.resident:
+        if item not in walker.unborn and not item.startswith(("g:", "old:")):
+            walker.bring(item)
+    for size in buffer_bytes:
+        walker.make(size)
+    stretches = [walker.take()]
+    for _ in range(_LEARNT):
+        for one in schedule.passes:
+            walker.walk((*one.forward, *one.backward))
+            walker.items = {made_old(item): numbers for item, numbers in walker.items.items()}
+        walker.walk(schedule.turn_around)
+        stretches.append(walker.take())
+    return Rehearsal(tuple(stretches), sum(change.bytes > 0 for change in stretches[-1]))
+
+
+class _Walker:
+    """State: `changes` since they were taken; `items`, those of items; `unborn`, states not yet made."""
+
+    def __init__(self, schedule: Schedule, binding: Binding, updated: Callable[[str], Updated]) -> None:
+        self.schedule, self.binding, self.updated = schedule, binding, updated
+        self.changes: list[Change] = []
+        self.items: dict[str, list[int]] = {}
+        self.unborn: set[str] = set()
+        self._last = 0
+
+    def take(self) -> list[Change]:
+        """The changes since the last call."""
+        taken, self.changes = self.changes, []
+        return taken
+
+    def walk(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if action.kind is Kind.COMPUTE:
+                self._compute(action.name)
+            elif action.kind is Kind.PREFETCH:
+                if action.name not in self.unborn:
+                    self.bring(action.name)
+            elif action.kind is Kind.UPDATE_DEVICE:
+                self._update(action.name)
+            elif action.kind is Kind.FREE:
+                self._end(self.items.pop(action.name, ()))
+            elif action.kind is Kind.ACCUMULATE:
+                gradient = self.items.pop(f"g:{action.name}", [])
+                if f"t:{action.name}" in self.items:
+                    self._end(gradient)
+                else:
+                    self.items[f"t:{action.name}"] = gradient
+
+    def bring(self, item: str) -> None:
+        """Allocate an item as a prefetch does."""
+        kind, name = item.split(":", 1)
+        if kind == "s":
+            name, _ = state_rows(item, self.schedule.item_bytes)
+            sizes = [self.schedule.share_of_state(item, size) for size in self.updated(name).state_bytes]
+        elif kind in "ka":
+            block = self.binding.blocks[int(name)]
+            wanted = block.kept if kind == "k" else block.offloaded
+            made = {s: size for step in block.forward.instructions for _, s, size in step.makes}
+            sizes = [made[storage] for storage in wanted]
+        else:
+            sizes = [self.schedule.item_bytes[item]]
+        # Nobody else knows the address of anything but of the gradients that the user hands in.
+        self.items[item] = [self.make(size, fixed=kind == "d") for size in sizes]
+
+    def _update(self, name: str) -> None:
+        updated, share = self.updated(name), self.schedule.share_of_state
+        items = self.schedule.states.get(name, ())
+        for item in items:
+            passing = share(item, updated.workspace_bytes)
+            if item in self.unborn:
+                self.unborn.discard(item)
+                together = (*(share(item, size) for size in updated.state_bytes), passing)
+                self.items[item] = [self.make(size, together[i + 1 :]) for i, size in enumerate(together[:-1])]
+            self._pass(passing)
+        if not items:
+            self._pass(updated.workspace_bytes)
+
+    def _compute(self, name: str) -> None:
+        if name == "start":
+            self._start()
+        elif name == "user":
+            spec = self.schedule.computes[name]
+            self._pass(spec.rise_bytes)
+            for item in spec.makes:
+                self.bring(item)
+        elif name[0] == "F":
+            self._forward(int(name[1:]))
+        elif name[0] == "B":
+            self._backward(int(name[1:]))
+
+    def _start(self) -> None:
+        start, sizes = self.binding.start, self.schedule.item_bytes
+        storage = {port.name: port.storage for port in start.inputs}
+        given = {}
+        for name in filter(None, start.batch):
+            item = self.binding.shared_item.get(name)
+            own = start.program.given.get(storage.get(name, -1))
+            if own is not None:
+                given[storage[name]] = self.make(own)
+            elif item is not None:
+                self.items.setdefault(item, []).append(self.make(sizes[item]))
+        live = self._run(start.program, given)
+        for port in start.results:
+            if port.storage in live:
+                self.items.setdefault(self.binding.shared_item[port.name], []).append(live.pop(port.storage))
+
+    def _forward(self, index: int) -> None:
+        block = self.binding.blocks[index]
+        outputs = {port.storage for port in block.results if port.name in self.binding.outputs}
+        live = self._run(block.forward, {}, outputs)
+        self._end([live.pop(port.storage) for port in block.writes if port.storage in live])
+        for port in block.results:
+            if port.storage in live and port.name in self.binding.value_item:
+                self.items.setdefault(self.binding.value_item[port.name], []).append(live.pop(port.storage))
+        for kind, storages in (("k", block.kept), ("a", block.offloaded)):
+            self.items[f"{kind}:{index}"] = [live.pop(storage) for storage in storages]
+        self._end(live.values())
+
+    def _backward(self, index: int) -> None:
+        block = self.binding.blocks[index]
+        given: dict[int, int] = {}
+        for kind, storages in (("k", block.kept), ("a", block.offloaded)):
+            given |= dict(zip(storages, self.items.pop(f"{kind}:{index}", ())))
+        for port in block.tangents:
+            for number in self.items.pop(_gradient(port), ()):
+                given[port.storage] = number
+        live = self._run(block.backward, given)
+        for port in block.grads:
+            if port.storage in live:
+                self.items[_gradient(port)] = [live.pop(port.storage)]
+        self._end(live.values())
+
+    def _run(self, program: Program, given: dict[int, int], fixed: Collection[int] = ()) -> dict[int, int]:
+        live = dict(given)
+        fused = program.fused
+        if fused is not None:
+            # In which pieces it takes its memory is not known; what has room for all of it at once has room for them.
+            self._pass(fused.rise_bytes)
+            self._end([live.pop(storage) for storage in fused.ends if storage in live])
+            return live | {made.storage: self.make(made.bytes, fixed=made.storage in fixed) for made in fused.makes}
+        for step in program.instructions:
+            together = step.allocates
+            for i, (_, storage, size) in enumerate(step.makes):
+                live[storage] = self.make(size, together[i + 1 :], fixed=storage in fixed)
+            self._pass(step.workspace_bytes)
+            self._end([live.pop(storage) for storage in step.ends if storage in live])
+        return live
+
+    def make(self, size: int, then: tuple[int, ...] = (), *, fixed: bool = False) -> int:
+        """Allocate so many bytes, others right afterwards; the allocation's number."""
+        self._last += 1
+        self.changes.append(Change(self._last, max(size, 1), then, fixed))
+        return self._last
+
+    def _pass(self, size: int) -> None:
+        """Allocate what is let go at once, if it is anything."""
+        if size:
+            self._end([self.make(size)])
+
+    def _end(self, numbers: Iterable[int]) -> None:
+        self.changes += [Change(number, 0) for number in numbers]
+
+
+def _gradient(port: Port) -> str:
+    kind, name = port.name.split(":", 1)
+    return f"{'g' if kind == 'param' else 'd'}:{name}"

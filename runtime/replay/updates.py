@@ -1,0 +1,276 @@
+"""The optimizer's updates on host and device, and what makes the host hold the truth."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Mapping
+
+import torch
+
+from ..devices.device import Device
+from ..memory.updated import Updated
+from .binding import HostState, Update
+from .contents import Buffer, Contents, UnderWay, is_bulk
+from .gate import Gate
+from .gradients import Gradients
+from .states import States, in_rows
+
+
+class Updates:
+    """Runs updates, and brings to the host what only the device has.
+
+    Parameters
+    ----------
+    contents: what is on the device; changed here. update: of one tensor; None if the user's code updates.
+    homeless: parameters that never leave the device and share their memory with the host's on an emulated one.
+    updated: what the optimizer holds of a parameter on an accelerator.
+    """
+
+    def __init__(
+        self,
+        host: HostState,
+        device: Device,
+        contents: Contents,
+        states: States,
+        gradients: Gradients,
+        gate: Gate,
+        update: Update | None,
+        homeless: frozenset[str],
+        updated: Mapping[str, Updated],
+    ) -> None:
+        self._host, self._device, self._contents, self._states = host, device, contents, states
+        self._gradients, self._gate = gradients, gate
+        self._update, self._homeless, self._updated = update, homeless, updated
+
+    def on_host(self, name: str) -> None:
+        """Start the update of a parameter on a worker, unless it has been started already."""
+        here, host = self._contents, self._host
+        if not self._gradients.exists(name):
+            return
+        here.pending.discard(name)
+        host.totals.discard(name)
+        update, grad, scale = self._known(), host.grads[name], self._gate.scale_of(name)
+        done = here.updated_rows.pop(name, 0)
+        # The last rows are never among those that are done.
+        known = frozenset(here.states[self._states.items(name)[-1]].tensors if done else ())
+
+        def work() -> None:
+            if scale is not None:
+                grad.mul_(scale)
+            param, state = host.params[name], host.states.setdefault(name, {})
+            if done:
+                _update_rest(update, name, param, grad, state, done, known)
+            else:
+                update(name, param, grad, state)
+            host.updates[name] = host.updates.get(name, 0) + 1
+
+        arrived = (here.grad_leaving.pop(name, None), here.grad_adding.pop(name, None))
+        under_way = self._device.update_on_host(work, tuple(event for event in arrived if event is not None))
+        here.written[name] = UnderWay(f"the update of {name} on the host", (under_way,))
+
+    def on_device(self, name: str) -> None:
+        """Update a parameter on the device: item by item of its state, each with its rows."""
+        here = self._contents
+        param, grad = here.params[name], self._gradients.whole(name).tensor
+        items = self._states.items(name)
+        buffers = [here.states.setdefault(item, Buffer({})) for item in items]
+        # A copy to the host may still read what is overwritten here.
+        for buffer in (param, *buffers):
+            buffer.settle()
+        host = self._host.states.setdefault(name, {})
+        here.newer |= {f"p:{name}", *items}
+        here.states_at_home.setdefault(name, dict(host))
+        if len(items) > 1:
+            self._on_device_in_rows(name, param.read(), grad, dict(zip(items, buffers)), host)
+        else:
+            self._on_device_whole(name, param.read(), grad, buffers[0], host)
+        self._host.updates[name] = self._host.updates.get(name, 0) + 1
+        here.pending.discard(name)
+
+    def _on_device_whole(
+        self, name: str, param: torch.Tensor, grad: torch.Tensor, buffer: Buffer, host: dict[str, object]
+    ) -> None:
+        state: dict[str, object] = {**host, **buffer.tensors}
+        self._make_room(name, self._states.items(name)[0], buffer)
+        self._known()(name, param, grad, state)
+        self._keep(buffer, state)
+        for key, value in state.items():
+            if not is_bulk(value) or not isinstance(host.get(key), torch.Tensor):
+                host[key] = value
+
+    def _make_room(self, name: str, item: str, buffer: Buffer) -> None:
+        """For what an update of an item's rows allocates, their state among it if there is none yet."""
+        if self._device.arena is not None and name in self._updated:
+            updated, share = self._updated[name], self._states.share
+            made = () if buffer.tensors else tuple(share(item, size) for size in updated.state_bytes)
+            self._device.arena.room((*made, share(item, updated.workspace_bytes)))
+
+    def _keep(self, buffer: Buffer, state: dict[str, object]) -> None:
+        buffer.tensors = _bulk(state)
+        if self._device.arena is not None:
+            for tensor in buffer.tensors.values():
+                self._device.arena.note(tensor)
+
+    def _on_device_in_rows(
+        self, name: str, param: torch.Tensor, grad: torch.Tensor, buffers: dict[str, Buffer], host: dict[str, object]
+    ) -> None:
+        """What all rows share advances once, with the last of them."""
+        last = next(reversed(buffers))
+        for item, buffer in buffers.items():
+            rows = self._states.rows(item)
+            assert rows is not None, "a state of several items is cut by rows"
+            shared = {k: v for k, v in host.items() if not is_bulk(v)}
+            if item != last:
+                shared = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in shared.items()}
+            state: dict[str, object] = {**shared, **buffer.tensors}
+            self._make_room(name, item, buffer)
+            self._known()(name, in_rows(param, rows), in_rows(grad, rows), state)
+            self._keep(buffer, state)
+            self._contents.updated_rows[name] = rows[1]
+        host.update({k: v for k, v in state.items() if not is_bulk(v)})
+        del self._contents.updated_rows[name]
+
+    def _known(self) -> Update:
+        assert self._update is not None, "a schedule with updates needs the optimizer's update"
+        return self._update
+
+    # -- the truth ----------------------------------------------------------------------------------------------------
+
+    def start_pending(self) -> None:
+        """Start now what the schedule starts later; it will find it done."""
+        for name in self._owed():
+            self._start(name)
+
+    def salvage_begun(self) -> None:
+        """After a failure: end on the host what was updated in part on the device."""
+        self._salvage(sorted(self._contents.updated_rows))
+
+    def salvage_pending(self) -> None:
+        """After a failure: do the updates that were still to come, as far as their gradients can be had."""
+        self._salvage(self._owed())
+
+    def _salvage(self, names: list[str]) -> None:
+        for name in names:
+            with contextlib.suppress(Exception):
+                self._start(name)
+        self._device.drain()
+
+    def _owed(self) -> list[str]:
+        if self._update is None or not self._gate.is_open:
+            return []
+        return sorted(self._contents.pending | self._host.totals)
+
+    def _start(self, name: str) -> None:
+        self._gradients.bring_home(name)
+        for item in (f"p:{name}", *self._states.items(name)):
+            if item in self._contents.newer:
+                self._rescue(item)
+                self._contents.newer.discard(item)
+        self.on_host(name)
+
+    def rescue(self) -> None:
+        """Copy to the host what only the device has; no copy may be under way."""
+        here = self._contents
+        self.rescue_items(here.newer)
+        with torch.no_grad():
+            self._rescue_scalars()
+        here.states_at_home.clear()
+
+    def rescue_items(self, items: Collection[str]) -> None:
+        """Copy to the host these of what only the device has."""
+        with torch.no_grad():
+            for item in sorted(items):
+                self._rescue(item)
+        self._contents.newer -= set(items)
+
+    def give_up_on_device(self) -> frozenset[str]:
+        """The device is lost: states that it shares with the host become what they were before it had them.
+
+        Returns: the tensors of which only the device had the newest values.
+        """
+        here = self._contents
+        lost = {self._states.owner(item) for item in here.newer} | here.states_at_home.keys()
+        for name, known in here.states_at_home.items():
+            state = self._host.states[name]
+            away = [k for k, v in state.items() if isinstance(v, torch.Tensor) and v.device.type != "cpu"]
+            items = self._states.items(name)
+            partly = len(items) > 1 and state.keys() - known.keys() and not here.written.keys() >= {*items}
+            if partly or any(key not in known for key in away):
+                # Its first update was the device's, and half a state is none.
+                state.clear()
+            else:
+                state.update({key: known[key] for key in away})
+        here.newer.clear()
+        return frozenset(lost)
+
+    def _rescue(self, item: str) -> None:
+        here = self._contents
+        kind, name = item.split(":", 1)
+        if kind == "p" and name in here.params and name not in self._homeless:
+            self._host.params[name].copy_(here.params[name].tensors[""])
+        elif kind == "s" and item in here.states:
+            self._rescue_state(item)
+        elif kind == "b":
+            self._host.buffers[name].copy_(here.model_buffers[name])
+
+    def _rescue_scalars(self) -> None:
+        """Scalars of states live where their parameter was updated last; they come home all at once."""
+        away = [
+            (state, key, value)
+            for state in self._host.states.values()
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type != "cpu"
+        ]
+        for dtype in {value.dtype for _, _, value in away}:
+            same = [entry for entry in away if entry[2].dtype == dtype]
+            for (state, key, _), value in zip(same, torch.stack([value for _, _, value in same]).cpu()):
+                state[key] = value.clone()
+
+    def _rescue_state(self, item: str) -> None:
+        tensors = self._contents.states[item].tensors
+        if self._states.rows(item) is not None:
+            for key, home in self._states.homes(item, tensors).items():
+                home.copy_(tensors[key])
+            return
+        state = self._host.states[self._states.owner(item)]
+        for key, tensor in tensors.items():
+            own = state.get(key)
+            if not isinstance(own, torch.Tensor):
+                continue
+            if own is not tensor:
+                own.copy_(tensor)
+            elif tensor.device.type != "cpu":
+                # Made on the device by the first update; the host has no copy yet.
+                state[key] = self._device.empty_host_like(tensor).copy_(tensor)
+
+
+def _bulk(state: dict[str, object]) -> dict[str, torch.Tensor]:
+    return {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and is_bulk(v)}
+
+
+def _update_rest(
+    update: Update,
+    name: str,
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    state: dict[str, object],
+    done: int,
+    known: frozenset[str],
+) -> None:
+    """Update the rows that an update on the device has not come to.
+
+    Parameters
+    ----------
+    state: whole; its first `done` rows are updated. known: its parts that were there before; the other rows of a part
+        that was not are made here.
+    """
+    rows = (done, param.shape[0])
+    bulk = _bulk(state)
+    rest: dict[str, object] = {key: in_rows(whole, rows) for key, whole in bulk.items() if key in known}
+    rest |= {key: value for key, value in state.items() if key not in bulk}
+    update(name, in_rows(param, rows), in_rows(grad, rows), rest)
+    for key, value in rest.items():
+        if key not in bulk:
+            state[key] = value
+        elif key not in known and isinstance(value, torch.Tensor):
+            in_rows(bulk[key], rows).copy_(value)

@@ -1,0 +1,1 @@
+"""Problems made from shapes and rates: for tests, scaling, and published tables."""

@@ -1,0 +1,199 @@
+"""Options of a block class: for each forward value that the backward reads keep, recompute or offload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..backends.cpsat import CpSat
+
+LEVELS = (0.25, 0.5, 0.75)  # of what keeping all holds beyond recomputing all
+CHEAP_LINK = 0.25  # price of a link that is idle anyway, against one that makes compute wait
+
+
+class GraphError(ValueError):
+    """A block graph that contradicts itself: the message names the op or the storage."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """A forward operation.
+
+    Parameters
+    ----------
+    reads, makes: indices of storages. A view makes nothing.
+    recomputable: False for what draws random numbers or changes state.
+    """
+
+    name: str
+    seconds: float
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    recomputable: bool
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Memory behind one or several tensors; `external` if it is there anyway (parameters, block inputs, shared)."""
+
+    bytes: int
+    external: bool
+
+
+@dataclass(frozen=True)
+class BlockGraph:
+    """The forward of a block class.
+
+    Parameters
+    ----------
+    ops: in program order. Exactly one makes each storage that is not external.
+    saved: storages that the backward reads; external ones are ignored.
+    """
+
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    saved: frozenset[int]
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @cached_property
+    def maker(self) -> dict[int, int]:
+        """The index of the op that makes each storage of the block's own."""
+        return {j: a for a, op in enumerate(self.ops) for j in op.makes if not self.storages[j].external}
+
+    def own(self, storages: Iterable[int]) -> frozenset[int]:
+        """Those of `storages` that are not external."""
+        return frozenset(j for j in storages if not self.storages[j].external)
+
+    def bytes_of(self, storages: Iterable[int]) -> int:
+        """The sum of their bytes."""
+        return sum(self.storages[j].bytes for j in storages)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One option of a class.
+
+    Parameters
+    ----------
+    keep, offload: storages that stay on the device, or leave after the forward and return before the backward.
+    recompute: indices of the ops that the backward runs again, in program order.
+    """
+
+    name: str
+    keep: frozenset[int]
+    offload: frozenset[int]
+    recompute: tuple[int, ...]
+    keep_bytes: int
+    offload_bytes: int
+    recompute_s: float
+
+
+def choices(graph: BlockGraph, link_bytes_per_s: float, max_choices: int = 8) -> tuple[Choice, ...]:
+    """The frontier of a class: none holds no more, moves no more and takes no longer than another.
+
+    Parameters
+    ----------
+    link_bytes_per_s: rate at which what is offloaded leaves, and returns. max_choices: at least 3.
+
+    Returns: "keep", the most bytes first; then mixtures by falling bytes kept; "recompute", which keeps the least; and
+    "offload", which keeps nothing and recomputes what costs less to recompute than to move.
+    """
+    if link_bytes_per_s <= 0 or max_choices < 3:
+        raise ValueError(f"link_bytes_per_s is {link_bytes_per_s} and max_choices {max_choices}; above 0, at least 3")
+    everything = _choice(graph, "keep", graph.own(graph.saved), frozenset())
+    with CpSat(graph) as cpsat:
+        fixed, mixtures = _candidates(graph, everything, 2 / link_bytes_per_s, cpsat)
+    frontier = [m for m in _distinct(fixed + mixtures)[len(fixed) :] if not any(_beats(c, m) for c in fixed + mixtures)]
+    frontier.sort(key=lambda c: (-c.keep_bytes, c.recompute_s, c.offload_bytes))
+    chosen = _spread(frontier, max_choices - len(fixed))
+    named = [_renamed(c, f"mixture {i}") for i, c in enumerate(chosen, 1)]
+    return (fixed[0], *named, *fixed[1:])
+
+
+def _candidates(
+    graph: BlockGraph, everything: Choice, price_s: float, cpsat: CpSat
+) -> tuple[list[Choice], list[Choice]]:
+    """The choices that are always there, and the best at each level of bytes kept and price of the link."""
+    least_bytes = _choice(graph, "", *cpsat.least_kept()).keep_bytes
+    recompute = _choice(graph, "recompute", *cpsat.fastest(least_bytes, None))
+    offload = _choice(graph, "offload", *cpsat.fastest(0, price_s))
+    points: list[tuple[int, float | None]] = [(0, CHEAP_LINK * price_s)]
+    for level in LEVELS:
+        kept_bytes = least_bytes + int(level * (everything.keep_bytes - least_bytes))
+        points += [(kept_bytes, price) for price in (None, price_s, CHEAP_LINK * price_s)]
+    mixtures = [_choice(graph, "mixture", *cpsat.fastest(kept, price)) for kept, price in points]
+    return _distinct([everything, recompute, offload]), mixtures
+
+
+def _choice(graph: BlockGraph, name: str, keep: frozenset[int], offload: frozenset[int]) -> Choice:
+    """What follows from keeping and offloading these: what must run again, and which of them that leaves needed."""
+    again: set[int] = set()
+    needed: set[int] = set()
+    wanted = list(graph.own(graph.saved))
+    while wanted:
+        j = wanted.pop()
+        if j in needed:
+            continue
+        needed.add(j)
+        if j not in keep and j not in offload and graph.maker[j] not in again:
+            again.add(graph.maker[j])
+            wanted.extend(graph.own(graph.ops[graph.maker[j]].reads))
+    needed = {j for j in needed if graph.maker[j] not in again}
+    return Choice(
+        name=name,
+        keep=keep & needed,
+        offload=(offload - keep) & needed,
+        recompute=tuple(sorted(again)),
+        keep_bytes=graph.bytes_of(keep & needed),
+        offload_bytes=graph.bytes_of((offload - keep) & needed),
+        recompute_s=sum(graph.ops[a].seconds for a in sorted(again)),
+    )
+
+
+def _renamed(choice: Choice, name: str) -> Choice:
+    return Choice(**(vars(choice) | {"name": name}))
+
+
+def _costs(choice: Choice) -> tuple[int, int, float]:
+    return choice.keep_bytes, choice.offload_bytes, choice.recompute_s
+
+
+def _beats(one: Choice, other: Choice) -> bool:
+    """Whether `one` is no worse in anything and better in something."""
+    pairs = list(zip(_costs(one), _costs(other)))
+    return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
+
+
+def _distinct(found: list[Choice]) -> list[Choice]:
+    """The first choice of each cost."""
+    return list({_costs(c): c for c in reversed(found)}.values())[::-1]
+
+
+def _spread(frontier: list[Choice], count: int) -> list[Choice]:
+    """At most `count` of them, evenly over the order."""
+    if len(frontier) <= count:
+        return frontier
+    return [frontier[(2 * i + 1) * len(frontier) // (2 * count)] for i in range(count)]
+
+
+def _check(graph: BlockGraph) -> None:
+    makers: dict[int, str] = {}
+    for op in graph.ops:
+        if not 0 <= op.seconds < float("inf"):
+            raise GraphError(f"op {op.name}: seconds is {op.seconds}; it must be finite and not negative")
+        for j in (*op.reads, *op.makes):
+            if not 0 <= j < len(graph.storages):
+                raise GraphError(f"op {op.name}: there is no storage {j}")
+        for j in graph.own(op.reads):
+            if j not in makers:
+                raise GraphError(f"op {op.name} reads storage {j}, which no earlier op makes")
+        for j in graph.own(op.makes):
+            if j in makers:
+                raise GraphError(f"storage {j} is made by {makers[j]} and by {op.name}")
+            makers[j] = op.name
+    for j in graph.own(graph.saved):
+        if j not in makers:
+            raise GraphError(f"storage {j} is saved, but no op makes it")

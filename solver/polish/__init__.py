@@ -1,0 +1,1 @@
+"""Polish: a valid schedule made faster, by moving what its rules let move."""

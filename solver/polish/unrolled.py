@@ -1,0 +1,241 @@
+"""Several iterations of a schedule in one row: what blocks the executor keeps its place, everything else may move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ..schedule import Action, Kind, Schedule, update_items
+
+NEVER = 1 << 60
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A place in the row.
+
+    Parameters
+    ----------
+    action: what blocks the executor here: a compute, an update or an addition on the device, the release of something
+        that need not be copied; None where a pass ends.
+    lap, walk: the iteration, and the pass in it. part: the part of the schedule, in order. step: of the schedule.
+    closed: a pass's end that nothing may cross.
+    """
+
+    action: Action | None
+    lap: int
+    walk: int
+    part: int
+    step: int
+    closed: bool = False
+
+
+@dataclass(eq=False)
+class Task:
+    """An action that may be taken at several places. Only `done` changes once the row is made.
+
+    Parameters
+    ----------
+    key: part and index in it. home: the pass in which the schedule has it, counted over all iterations.
+    size: bytes of the item.
+    floor: the first entry before which it may be taken. after: what must have been taken before.
+    place: the entry before which it must be taken; a release may wait until its bytes are needed.
+    number: in the row.
+    shift: entries by which it is taken to be more urgent, or less, than its place says.
+    """
+
+    action: Action
+    key: tuple[int, int]
+    home: int
+    size: int
+    floor: int
+    place: int
+    number: int
+    shift: float = 0.0
+    after: list[Task] = field(default_factory=list)
+    done: bool = False
+
+    def rank(self) -> tuple[float, int]:
+        """What sorts tasks by urgency."""
+        return self.place + self.shift, self.number
+
+
+class Unrolled:
+    """Entries and tasks of several iterations.
+
+    Copies to the device are in place right before what needs them, host updates before the copy of their values, all
+    else where the schedule has it. State: all of it is set while the row is made.
+
+    Parameters
+    ----------
+    laps: iterations. shifts: by key those of the tasks that have one. `walks`: passes of each, `repeated` the one of
+        them that is like the next, -1 if there is none. `highs`: the bytes on the device during each entry with every
+        task in place.
+    """
+
+    def __init__(self, schedule: Schedule, laps: int, shifts: Mapping[tuple[int, int], float]) -> None:
+        self.schedule = schedule
+        self._shifts = shifts
+        self.entries: list[Entry] = []
+        self.tasks: list[Task] = []
+        self._barrier = has_barrier(schedule)
+        self._written: dict[str, int] = {}  # by item the last entry that writes it
+        self._used: dict[str, int] = {}  # by item the last entry that reads or writes it
+        self._latest: dict[tuple[Kind, str], Task] = {}
+        self._coming: dict[str, Task] = {}  # copies to the device that nothing has needed yet
+        self._opened = self._home = 0  # the entry behind the last gate; the pass, over all laps
+        leaving, walks = _leaving(schedule), list(_walked(schedule))
+        self.walks, self.repeated = len(walks), 1 if len(walks) > 3 else -1
+        for lap in range(laps):
+            for walk, parts in enumerate(walks):
+                for part, actions in parts:
+                    for i, action in enumerate(actions):
+                        if action.kind in _MOVING or (part, i) in leaving:
+                            self._add_task(action, (part, i))
+                        else:
+                            self._add_entry(action, lap, walk, part)
+                self._end_pass(lap, walk, parts[-1], closed=self._barrier or walk + 1 < len(walks))
+        for task in self._coming.values():
+            task.place = NEVER
+        self._place_updates()
+        self.highs = self._levels()
+
+    def _place_updates(self) -> None:
+        updates = [task for task in self.tasks if task.action.kind is Kind.UPDATE_CPU]
+        for task in updates:
+            task.place = NEVER
+        for task in self.tasks:
+            for one in task.after if task.action.kind is Kind.PREFETCH else ():
+                if one.action.kind is Kind.UPDATE_CPU:
+                    one.place = min(one.place, task.place)
+
+    def _add_task(self, action: Action, key: tuple[int, int]) -> None:
+        kind, name, here = action.kind, action.name, len(self.entries)
+        if kind is Kind.OFFLOAD:
+            floor, before = self._written.get(name, -1) + 1, []
+        elif kind is Kind.FREE:
+            floor, before = self._used.get(name, -1) + 1, [(Kind.OFFLOAD, name)]
+        elif kind is Kind.PREFETCH:
+            floor, before = self._used.get(name, -1) + 1, [(Kind.FREE, name)]
+            before += [(Kind.UPDATE_CPU, name[2:])] if name.startswith("p:") else []
+        else:
+            floor, before = self._opened, [(Kind.OFFLOAD, f"g:{name}")]
+        after = [self._latest[one] for one in before if one in self._latest]
+        floor, size = max([floor, *(one.floor for one in after)]), self.schedule.item_bytes.get(name, 0)
+        number, shift = len(self.tasks), self._shifts.get(key, 0.0)
+        task = Task(action, key, self._home, size, floor, here, number, shift, after)
+        self._latest[kind, name] = task
+        self.tasks.append(task)
+        if kind is Kind.PREFETCH:
+            self._coming[name] = task
+
+    def _add_entry(self, action: Action, lap: int, walk: int, part: int) -> None:
+        here = len(self.entries)
+        self.entries.append(Entry(action, lap, walk, part, action.step))
+        if action.name == "gate":
+            self._opened = here + 1
+        used, made = _touched(self.schedule, action)
+        for item in used:
+            self._used[item] = here
+            if item in self._coming:
+                self._coming.pop(item).place = here
+        for item in made:
+            self._used[item] = self._written[item] = here
+
+    def _end_pass(self, lap: int, walk: int, last: tuple[int, tuple[Action, ...]], *, closed: bool) -> None:
+        """Add the border behind a pass, in the part of its last entry; where the user's code updates, in the last."""
+        part, step = self.entries[-1].part, self.entries[-1].step
+        if self._barrier and last[1]:
+            part, step = last[0], last[1][-1].step
+        if closed:
+            for task in self._coming.values():
+                task.place = len(self.entries)
+            self._coming.clear()
+        self.entries.append(Entry(None, lap, walk, part, step, closed))
+        self._home += 1
+
+    def _levels(self) -> list[int]:
+        changes = [0] * (len(self.entries) + 1)
+        for task in self.tasks:
+            if task.place < len(changes) and task.action.kind in (Kind.PREFETCH, Kind.FREE):
+                changes[task.place] += task.size if task.action.kind is Kind.PREFETCH else -task.size
+        level = sum(self.schedule.item_bytes[item] for item in self.schedule.resident)
+        totals: set[str] = set()
+        highs = []
+        for entry, change in zip(self.entries, changes):
+            level += change
+            rise, more = growth(self.schedule, entry.action, totals)
+            highs.append(level + rise)
+            level += more
+        return highs
+
+
+_MOVING = (Kind.PREFETCH, Kind.OFFLOAD, Kind.UPDATE_CPU, Kind.ACCUMULATE_CPU)
+
+
+def _touched(schedule: Schedule, action: Action) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The items that an entry reads (or releases), and those that it writes."""
+    name = action.name
+    if action.kind is Kind.COMPUTE:
+        spec = schedule.computes[name]
+        grads = [item for item in (*spec.needs, *spec.makes) if item.startswith("g:")]
+        # Values are current until the gradient is complete: what its update reads comes in before.
+        return (*spec.needs, *(f"p:{item[2:]}" for item in grads)), (*spec.makes, *grads)
+    if action.kind is Kind.UPDATE_DEVICE:
+        return update_items(name, schedule.states), (f"p:{name}", *schedule.states.get(name, ()))
+    if action.kind is Kind.ACCUMULATE:
+        return (f"g:{name}",), (f"t:{name}",)
+    return (name,), ()
+
+
+def growth(schedule: Schedule, action: Action | None, totals: set[str]) -> tuple[int, int]:
+    """Bytes by which an entry rises while it lasts, and by which it leaves more; `totals` are those begun so far."""
+    sizes = schedule.item_bytes
+    if action is None or action.kind is Kind.UPDATE_DEVICE:
+        return 0, 0
+    if action.kind is Kind.FREE:
+        totals.discard(action.name)
+        return 0, -sizes[action.name]
+    if action.kind is Kind.ACCUMULATE:
+        total = f"t:{action.name}"
+        begun = total in totals
+        totals.add(total)
+        return 0, -sizes[f"g:{action.name}"] * begun
+    spec = schedule.computes[action.name]
+    return spec.rise_bytes, sum(sizes[item] for item in spec.makes) - sum(sizes[item] for item in spec.drops)
+
+
+def _walked(schedule: Schedule) -> Iterator[list[tuple[int, tuple[Action, ...]]]]:
+    """The passes of an iteration as the parts that are walked, each with its index; of the middle ones two.
+
+    The turn-around belongs to the last.
+    """
+    passes = schedule.passes
+    order = list(range(len(passes)))
+    if schedule.micro_batches > 3:
+        order.insert(1, 1)
+    for p in order:
+        parts = [(2 * p, passes[p].forward), (2 * p + 1, passes[p].backward)]
+        yield [*parts, (2 * p + 2, schedule.turn_around)] if p + 1 == len(passes) else parts
+
+
+def has_barrier(schedule: Schedule) -> bool:
+    """Whether the user's own code updates between iterations, so that nothing may cross their border."""
+    updated = schedule.update_cpu_s or schedule.update_device_s
+    return not updated and any(item.startswith("g:") for item in schedule.item_bytes)
+
+
+def _leaving(schedule: Schedule) -> set[tuple[int, int]]:
+    """The releases of items that were sent to the host, by part and index in it."""
+    found: set[tuple[int, int]] = set()
+    leaving: set[str] = set()
+    for _ in range(2):  # in the second iteration what the first one left is known
+        for parts in _walked(schedule):
+            for part, actions in parts:
+                for i, action in enumerate(actions):
+                    if action.kind is Kind.OFFLOAD:
+                        leaving.add(action.name)
+                    elif action.kind is Kind.FREE and action.name in leaving:
+                        leaving.discard(action.name)
+                        found.add((part, i))
+    return found

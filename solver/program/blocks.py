@@ -1,0 +1,131 @@
+"""Columns and rows of the chain: each block's option and the interface values between blocks.
+
+Every pass does what the others do: a column is counted in each of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..linear import ONE, Builder, Flow, Terms, add, flow
+from ..problem import Problem, ProblemError, Value
+from .account import Account
+from .groups import leave
+
+STEPS = 3  # further ones in which what a block offloads may still leave, and may be on its way back
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Comp of one block and the way of what its option offloads.
+
+    Parameters
+    ----------
+    columns: a binary column by option index.
+    out, back: what leaves and returns in the first pass, as parts of the most that an option offloads; None if none
+        offloads anything.
+    """
+
+    columns: dict[int, Terms]
+    out: Flow | None = None
+    back: Flow | None = None
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """Z of one interface value: leaves in step `out` of the first pass, is back in step `back`; so in every pass."""
+
+    name: str
+    out: int
+    back: int
+    column: Terms
+
+
+def add_blocks(problem: Problem, builder: Builder, account: Account) -> tuple[Choices, ...]:
+    """Exactly one option per block; peaks are counted by the caller."""
+    return tuple(_add_block(problem, i, builder, account) for i in range(problem.n_blocks))
+
+
+def _add_block(problem: Problem, i: int, builder: Builder, account: Account) -> Choices:
+    block, backward = problem.blocks[i], problem.backward_step(i)
+    columns: dict[int, Terms] = {}
+    for o, option in enumerate(block.options):
+        if option.offloaded_bytes and not offload_steps(problem, i):
+            continue
+        columns[o] = column = builder.column(f"Comp[{i},{o}]", integer=True)
+        account.keep_on_host(option.offloaded_bytes, column)
+        for start in problem.passes:
+            account.compute_in(start + i, option.forward_s, column)
+            account.compute_in(start + backward, option.backward_s, column)
+            account.hold_over(range(start + i + 1, start + backward), option.saved_bytes, column)
+    if not columns:
+        raise ProblemError(f"block {block.name}: every option offloads, but its backward follows its forward")
+    one = add(*((1.0, c) for c in columns.values()), (-1.0, {ONE: 1.0}))
+    builder.at_most_zero(f"one option[{i}]", one, equal=True)
+    most = max(block.options[o].offloaded_bytes for o in columns)
+    if not most:
+        return Choices(columns)
+    total = add(*((block.options[o].offloaded_bytes / most, column) for o, column in columns.items()))
+    return Choices(columns, *_offload(problem, i, most, total, builder, account))
+
+
+def offload_steps(problem: Problem, i: int) -> int:
+    """Steps after a block's forward in which what it offloads may still leave, and before its backward in which it may
+    come in; 0 if its backward follows at once, so that nothing can be offloaded.
+    """
+    return min(STEPS, (problem.backward_step(i) - i - 1) // 2)
+
+
+def _offload(
+    problem: Problem, i: int, most_bytes: int, total: Terms, builder: Builder, account: Account
+) -> tuple[Flow, Flow]:
+    """What a block offloads: it leaves from its forward on, held until then, and is back when its backward starts."""
+    backward, more = problem.backward_step(i), offload_steps(problem, i)
+    leaves, comes = tuple(range(i, i + more + 1)), tuple(range(backward - more, backward + 1))
+    out = flow(builder, f"ActOut[{i}]", leaves, leaves, total)
+    back = flow(builder, f"ActIn[{i}]", comes, comes, total)
+    for start in problem.passes:
+        gone, there = out.later(start), back.later(start)
+        leave(most_bytes, start + i, gone, account)
+        for step, part in there.each():
+            (account.move_serially if step == start + backward else account.move)("in", step, most_bytes, part)
+        account.hold_over(gone.span[1:], most_bytes, total)
+        account.hold_sums(gone.span[1:], -most_bytes, gone.prior)
+        account.hold_sums(there.span[:-1], most_bytes, there.sums)
+    return out, back
+
+
+def add_values(problem: Problem, builder: Builder, account: Account) -> tuple[Leaving, ...]:
+    """Interface values are held until their last use, or leave between their last forward and first backward use."""
+    result = []
+    for value in problem.values:
+        window = away_window(problem, value)
+        column = None
+        if window is not None:
+            column = builder.column(f"Z[{value.name}]", integer=True)
+            account.keep_on_host(value.bytes, column)
+            result.append(Leaving(value.name, *window, column))
+        for start in problem.passes:
+            account.hold_over(range(start + value.made + 1, start + value.uses[-1] + 1), value.bytes, {ONE: 1.0})
+            if window is not None and column is not None:
+                _count_leaving(value, start, window, column, account)
+    return tuple(result)
+
+
+def _count_leaving(value: Value, start: int, window: tuple[int, int], column: Terms, account: Account) -> None:
+    out, back = start + window[0], start + window[1]
+    account.hold_over(range(out + 1, back), -value.bytes, column)
+    if window[0] == value.made:
+        account.move_serially("out", out, value.bytes, column)
+    else:
+        account.move("out", out, value.bytes, column)
+    account.move("in", back, value.bytes, column)
+
+
+def away_window(problem: Problem, value: Value) -> tuple[int, int] | None:
+    """The first pass's steps in which a value leaves and comes back, None where it would be away for no step."""
+    forwards = [value.made, *(u for u in value.uses if u < problem.n_blocks)]
+    backwards = [u for u in value.uses if u >= problem.n_blocks]
+    if not backwards or backwards[0] - forwards[-1] < 3:
+        return None
+    return forwards[-1], backwards[0] - 1

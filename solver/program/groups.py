@@ -1,0 +1,289 @@
+"""Columns and rows of one parameter group; the symbols are those of model.py's legend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ..linear import ONE, Builder, Flow, Terms, add, flow, follows
+from ..problem import Group, Problem
+from .account import Account
+
+WHOLE: Terms = {ONE: 1.0}
+NONE: Terms = {}
+EVERY = 3  # offsets up to this one are all there,
+SHORT = 12  # and so are all of a span this short,
+FEW = 40  # and all of a problem of so few steps, whose program stays small anyway
+
+
+@dataclass(frozen=True)
+class Span:
+    """A group's cycle: the steps between its last gradient (or use) and its first use, and the other gaps.
+
+    Parameters
+    ----------
+    first, end: f_w; g_w (of a frozen group its last use).
+    idle: g_w .. f_w - 1 in cyclic order, g_w included.
+    points: steps of the first pass in which the whole compute copy is there, ascending: uses and the last gradient.
+    between: the gaps within an iteration.
+    """
+
+    first: int
+    end: int
+    idle: tuple[int, ...]
+    points: tuple[int, ...]
+    between: tuple[Stay, ...]
+
+
+@dataclass(frozen=True)
+class Stay:
+    """A gap between two uses, in steps `after` and `before`; it recurs at each of `shifts` (0 first), in steps."""
+
+    after: int
+    before: int
+    shifts: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
+class Away:
+    """What is done in a gap: `part` is dropped at the end of step `after` and comes back before step `before`."""
+
+    stay: Stay
+    part: Terms
+    back: Flow
+
+
+@dataclass(frozen=True)
+class GroupColumns:
+    """The expressions of one group; a flow is None where the group has none."""
+
+    cpu_part: Terms
+    grad_out: Flow | None = None
+    lead_out: Flow | None = None
+    cpu_update: Flow | None = None
+    cpu_back: Flow | None = None
+    out_drop: Flow | None = None
+    out_keep: Flow | None = None
+    back: Flow | None = None
+    state_out: Flow | None = None
+    state_in: Flow | None = None
+    away: tuple[Away, ...] = ()
+
+
+def around(first: int, last: int, n_steps: int) -> tuple[int, ...]:
+    """Steps from `first` to `last`, both included, going round the cycle; never empty."""
+    return tuple((first + i) % n_steps for i in range((last - first) % n_steps + 1))
+
+
+def span_of(problem: Problem, group: Group) -> Span:
+    """Where the group's gaps lie."""
+    points = tuple(sorted({*group.uses, *group.grad_steps[-1:]}))
+    first, end = points[0], points[-1] + problem.passes[-1]
+    within = [Stay(after, before, problem.passes) for after, before in pairwise(points)]
+    crossing = [Stay(points[-1], first + problem.pass_steps, problem.passes[:-1])] if problem.n_passes > 1 else []
+    return Span(first, end, around(end, first - 1, problem.n_steps), points, (*within, *crossing))
+
+
+def sparse_offsets(n: int, n_steps: int) -> list[int]:
+    """Offsets below `n`: the first EVERY all, then ever further apart; all of them in a problem of few steps.
+
+    A copy is best made soon after a step or shortly before one. Further off any one of several neighbouring steps will
+    do: each group has steps of its own, so together they still use them all. What that costs against the program with
+    every step allowed is shown by benchmarks/solver_scaling.py.
+    """
+    if n <= SHORT or n_steps <= FEW:
+        return list(range(n))
+    offsets, k = [], 0
+    while k < n:
+        offsets.append(k)
+        k += 1 if k < EVERY else k
+    return offsets
+
+
+def leaving_steps(problem: Problem, span: tuple[int, ...], skip_last: int = 0) -> tuple[int, ...]:
+    """Steps of a gap in which something may leave, close together at its start."""
+    return tuple(span[k] for k in sparse_offsets(len(span) - skip_last, problem.n_steps))
+
+
+def coming_steps(problem: Problem, span: tuple[int, ...], skip_first: int = 0) -> tuple[int, ...]:
+    """Steps of a gap in which something may come in, close together at its end."""
+    return tuple(span[-1 - k] for k in reversed(sparse_offsets(len(span) - skip_first, problem.n_steps)))
+
+
+def updating_steps(problem: Problem, span: tuple[int, ...]) -> tuple[int, ...]:
+    """Steps of a gap in which the host may update, close together at both ends."""
+    half = sparse_offsets((len(span) + 1) // 2, problem.n_steps)
+    places = {*half, *(len(span) - 1 - k for k in half)}
+    return tuple(span[k] for k in sorted(places))
+
+
+def add_group(problem: Problem, group: Group, builder: Builder, account: Account) -> GroupColumns:
+    """The columns and rows of `group`, counted in `account`."""
+    span = span_of(problem, group)
+    for start in problem.passes:
+        for step in span.points:
+            account.hold(start + step, group.param_bytes, WHOLE)
+    if not group.trainable:
+        return _frozen(problem, group, span, builder, account)
+    if problem.update == "external":
+        return _external(problem, group, span, builder, account)
+    return _planned(problem, group, span, builder, account)
+
+
+def _frozen(problem: Problem, group: Group, span: Span, builder: Builder, account: Account) -> GroupColumns:
+    hosted = builder.column(f"h[{group.name}]")
+    account.keep_on_host(group.param_bytes, hosted)
+    gaps = (*span.between, Stay(span.end, span.first))
+    return GroupColumns(NONE, away=_others(problem, group, gaps, hosted, builder, account))
+
+
+def _external(problem: Problem, group: Group, span: Span, builder: Builder, account: Account) -> GroupColumns:
+    """All of it is updated by the user's code, between the first turn-around step and the second."""
+    name, barrier = group.name, problem.first_turn_around
+    leaves = leaving_steps(problem, around(span.end, barrier, problem.n_steps))
+    comes = coming_steps(problem, span.idle[span.idle.index(barrier) + 1 :])
+    grad_out = flow(builder, f"GradOut[{name}]", span.idle, leaves, WHOLE)
+    back = flow(builder, f"ParInC[{name}]", span.idle, comes, WHOLE)
+    _count_cpu_part(group, span, WHOLE, grad_out, back, account)
+    account.keep_on_host(group.param_bytes, WHOLE)
+    away = _others(problem, group, span.between, WHOLE, builder, account)
+    return GroupColumns(WHOLE, grad_out=grad_out, cpu_back=back, away=away)
+
+
+def _planned(problem: Problem, group: Group, span: Span, builder: Builder, account: Account) -> GroupColumns:
+    """A CPU part and a device part, each with flows of its own."""
+    name, idle = group.name, span.idle
+    first_update, updated = problem.first_update(group), problem.device_update(group)
+    before_use = around(first_update, span.first - 1, problem.n_steps)
+    x = builder.column(f"x[{name}]") if group.side == "any" else WHOLE if group.side == "host" else NONE
+    grad_out = flow(builder, f"GradOut[{name}]", idle, leaving_steps(problem, idle, 2), x)
+    update = flow(builder, f"Opt[{name}]", idle, updating_steps(problem, before_use[:-1]), x)
+    cpu_back = flow(builder, f"ParInC[{name}]", idle, coming_steps(problem, before_use, 1), x)
+    follows(builder, f"Opt after GradOut[{name}]", update, grad_out)
+    follows(builder, f"ParInC after Opt[{name}]", cpu_back, update)
+    for step, part in update.each():
+        account.spend_cpu(step, group.cpu_update_s, part)
+    _count_cpu_part(group, span, x, grad_out, cpu_back, account)
+    lead_out = _sums(problem, group, span, x, grad_out, builder, account)
+
+    after_update = around(updated, span.first - 1, problem.n_steps)
+    dropped, kept = builder.column(f"D[{name}]"), builder.column(f"K[{name}]")
+    out_drop = flow(builder, f"Drop[{name}]", after_update, leaving_steps(problem, after_update, 2), dropped)
+    out_keep = flow(builder, f"Keep[{name}]", after_update, leaving_steps(problem, after_update), kept)
+    back = flow(builder, f"ParIn[{name}]", after_update, coming_steps(problem, after_update, 2), dropped)
+    follows(builder, f"ParIn after Drop[{name}]", back, out_drop)
+    hosted = add((1.0, x), (1.0, dropped), (1.0, kept))
+    builder.at_most_zero(f"host copy[{name}]", add((1.0, hosted), (-1.0, WHOLE)))
+    account.keep_on_host(group.param_bytes, hosted)
+    rest = add((1.0, WHOLE), (-1.0, x))
+    account.compute_in(updated, group.device_update_s, rest)
+    for gone in (out_drop, out_keep):
+        leave(group.param_bytes, updated, gone, account)
+    _come(group.param_bytes, back, account)
+    account.hold_over(idle[1:], group.param_bytes, rest)
+    account.hold_sums(after_update[1:], -group.param_bytes, out_drop.prior)
+    account.hold_sums(after_update[1:], group.param_bytes, back.sums)
+    # Where there are several micro-batches the first one's gradient becomes the total.
+    account.hold_over(around(span.points[-1], updated, problem.n_steps)[1:], group.grad_bytes, rest)
+    for start in problem.passes[1:]:
+        account.compute_in(start + span.points[-1], group.device_add_s, rest)
+
+    state_out, state_in = _states(problem, group, updated, x, builder, account)
+    away = _others(problem, group, span.between, hosted, builder, account)
+    return GroupColumns(x, grad_out, lead_out, update, cpu_back, out_drop, out_keep, back, state_out, state_in, away)
+
+
+def _count_cpu_part(group: Group, span: Span, x: Terms, grad_out: Flow, cpu_back: Flow, account: Account) -> None:
+    """The CPU part's gradient until it is out, its new parameters from when they come in; its copies and host bytes."""
+    leave(group.grad_bytes, span.end, grad_out, account)
+    _come(group.param_bytes, cpu_back, account)
+    account.hold_over(span.idle[1:], group.grad_bytes, x)
+    account.hold_sums(span.idle[1:], -group.grad_bytes, grad_out.prior)
+    account.hold_sums(span.idle[1:], group.param_bytes, cpu_back.sums)
+    account.keep_on_host(group.grad_bytes + group.state_bytes, x)
+
+
+def _sums(
+    problem: Problem, group: Group, span: Span, x: Terms, grad_out: Flow, builder: Builder, account: Account
+) -> Flow | None:
+    """The CPU part's gradients of all passes but the last, and the host's additions, a step after each copy."""
+    if problem.n_passes == 1:
+        return None
+    end = span.points[-1]
+    window = around(end, problem.pass_steps + group.grad_steps[0] - 1, problem.n_steps)
+    lead_out = flow(builder, f"LeadOut[{group.name}]", window, leaving_steps(problem, window), x)
+    leaving = [(start + end, lead_out.later(start)) for start in problem.passes[:-1]]
+    for made, gone in leaving:
+        leave(group.grad_bytes, made, gone, account)
+        account.hold_over(gone.span[1:], group.grad_bytes, x)
+        account.hold_sums(gone.span[1:], -group.grad_bytes, gone.prior)
+    for gone in (*(gone for _, gone in leaving), grad_out):
+        for step, part in gone.each():
+            account.spend_cpu((step + 1) % problem.n_steps, group.cpu_add_s, part)
+    return lead_out
+
+
+def _states(
+    problem: Problem, group: Group, updated: int, x: Terms, builder: Builder, account: Account
+) -> tuple[Flow | None, Flow | None]:
+    """The device part's optimizer states: out after the update, in before the next one."""
+    if not group.state_bytes:
+        return None, None
+    name, cycle = group.name, around(updated, updated - 1, problem.n_steps)
+    rest = add((1.0, WHOLE), (-1.0, x))
+    total = builder.column(f"S[{name}]")
+    may = [step for step in cycle if not problem.in_middle(step)]
+    gone = flow(builder, f"OutO[{name}]", cycle, leaving_steps(problem, tuple(may), 2), total)
+    back = flow(builder, f"InO[{name}]", cycle, coming_steps(problem, tuple(may), 2), total)
+    follows(builder, f"InO after OutO[{name}]", back, gone)
+    builder.at_most_zero(f"states[{name}]", add((1.0, total), (-1.0, rest)))
+    account.keep_on_host(group.state_bytes, total)
+    leave(group.state_bytes, updated, gone, account)
+    _come(group.state_bytes, back, account)
+    account.hold_over(cycle, group.state_bytes, rest)
+    account.hold_sums(cycle[1:], -group.state_bytes, gone.prior)
+    account.hold_sums(cycle[1:], group.state_bytes, back.sums)
+    return gone, back
+
+
+def _others(
+    problem: Problem,
+    group: Group,
+    gaps: tuple[Stay, ...],
+    hosted: Terms,
+    builder: Builder,
+    account: Account,
+) -> tuple[Away, ...]:
+    """Every gap but a trainable group's idle one: what has a host copy may be dropped and comes back in time."""
+    result = []
+    for stay in gaps:
+        between = around(stay.after, stay.before - 1, problem.n_steps)[1:]
+        if len(between) < 2:  # what leaves would be back in the same step
+            for shift in stay.shifts:
+                account.hold_over([step + shift for step in between], group.param_bytes, WHOLE)
+            continue
+        label = f"{group.name},{stay.after}"
+        part = builder.column(f"d[{label}]")
+        builder.at_most_zero(f"d[{label}]", add((1.0, part), (-1.0, hosted)))
+        back = flow(builder, f"Back[{label}]", between, coming_steps(problem, between, 1), part)
+        for shift in stay.shifts:
+            again = back.later(shift)
+            _come(group.param_bytes, again, account)
+            account.hold_over(again.span, group.param_bytes, add((1.0, WHOLE), (-1.0, part)))
+            account.hold_sums(again.span, group.param_bytes, again.sums)
+        result.append(Away(stay, part, back))
+    return tuple(result)
+
+
+def leave(amount_bytes: float, made: int, gone: Flow, account: Account) -> None:
+    """Count the copies of a flow out of what step `made` makes; in that step they follow its compute."""
+    for step, part in gone.each():
+        if step == made:
+            account.move_serially("out", step, amount_bytes, part)
+        else:
+            account.move("out", step, amount_bytes, part)
+
+
+def _come(amount_bytes: float, back: Flow, account: Account) -> None:
+    for step, part in back.each():
+        account.move("in", step, amount_bytes, part)

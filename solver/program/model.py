@@ -1,0 +1,250 @@
+"""The integer program: where everything lives, when it moves, who updates it, what is recomputed.
+
+OffMate (section 4.1), restated. Steps t are cyclic. Flows are fractions of a group w; each is held as the sum of what
+has moved up to a step (see Flow), written `Flow.upto(t)`, and `Flow.before(t)` for the steps before t.
+
+| symbol | here | meaning | range, unit | rule |
+| --- | --- | --- | --- | --- |
+| p, r, q | param_, grad_, state_bytes | compute copy, gradient, optimizer state | bytes | |
+| f, g | Span.first, Span.end | first use, step of the last gradient | step | idle gap: g .. f - 1 |
+| x | cpu_part | updated on the host; the rest on the device, in g; with a gate in u | [0, 1]; 1 or 0 by side | |
+| u | updated | step of the device's update; g without a gate | step | device part: r stays, flows begin at u, not g |
+| GradOut | grad_out | CPU part's gradient leaves | idle gap | sum = x |
+| | lead_out | the same in all passes but the last | after g | sum = x, gone before the next pass makes it again |
+| Opt | cpu_update | CPU part is updated | after g; with a gate from 2L on | upto(t) <= GradOut.before(t), sum = x |
+| ParInC | cpu_back | CPU part's new parameters come in | after g | upto(t) <= Opt.before(t), sum = x |
+| ParOut | out_drop, out_keep | device part's new parameters leave | idle gap | sum = v = D + K <= 1 - x |
+| Drop | out_drop | of these, released when they have left | idle gap | sum = D |
+| ParIn | back | device part comes back | idle gap | upto(t) <= Drop.before(t), sum = D |
+| d, Back | Away | dropped after a use, back before the next | other gaps | d <= x + v |
+| h | hosted | frozen group: the part with a host copy | [0, 1] | d <= h |
+| OutO, InO | state_out, state_in | device part's states | g round to g - 1 | InO.upto(t) <= OutO.before(t) |
+| S | total of both | of the device part's states, what leaves | [0, 1] | S <= 1 - x |
+| Comp | choices | block runs with an option | {0, 1} | sum = 1 |
+| ActOut, ActIn | Choices.out, .back | what the option offloads | near F, near B | sum by Comp |
+| Z | leaving | interface value leaves between forwards and backwards | {0, 1} | |
+| Time | time | seconds of a step | s | >= each resource's seconds |
+| Level | level | everything on the device in a step | <= budget | Level[t] = Level[t - 1] + what step t holds more |
+| In, Out | link_in, link_out | seconds of its copies alone | s | |
+| M | least | the budget, where the program asks for the least | bytes | |
+
+With several micro-batches the steps hold up to three passes (see problem.py). What is decided within a pass, Comp, Z, d
+and the gradients of all passes but the last, is decided once and counted in each; so are the gaps between passes. f is
+the first pass's, g the last's. The device part's total of gradients stays from the first pass's last gradient until u.
+The seconds of the middle pass's steps count M - 2 times.
+
+That ParOut has two parts costs nothing: whatever is released may be taken to have left as early as anything did.
+Bytes and seconds are scaled only here: a budget counts 1000, and so do the seconds that no plan can avoid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Literal
+
+from ..linear import ONE, Builder, LinearModel, Terms, accumulate, add
+from ..problem import Problem
+from .account import Account
+from .blocks import Choices, Leaving, add_blocks, add_values
+from .groups import GroupColumns, add_group
+from .held import held_bytes
+from .streamed import streaming_solution
+
+Goal = Literal["time", "device", "host"]
+
+SCALE = 1000.0
+TRAFFIC_WEIGHT = 1e-4  # all bytes that could move weigh this part of the unavoidable seconds: it only breaks ties
+SMALLEST = 1e-12  # coefficients below are rounding, of bytes that come and go
+STREAMED_PART = 1e-2  # of the safe plan's seconds: the least that a unit is made for, or coefficients get too large
+SPREAD_WEIGHT = 1e-6  # the mean of the steps' bytes against the least budget, so that only steps that bind are full
+
+
+@dataclass(frozen=True)
+class Program:
+    """A linear model and what its columns mean.
+
+    Parameters
+    ----------
+    memory: device bytes by step; host: host bytes. Unscaled; `memory` is empty if the goal is the host.
+    device_rows: everything that the device budget bounds: (step, bytes).
+    time: seconds of each step, in units of `time_unit_s`; empty unless the goal is time. times: how often each step
+        happens.
+    traffic_slack_s: the most that the tie-breaking term can add to the objective.
+    """
+
+    model: LinearModel
+    groups: dict[str, GroupColumns]
+    choices: tuple[Choices, ...]
+    leaving: tuple[Leaving, ...]
+    memory: tuple[Terms, ...]
+    device_rows: tuple[tuple[int, Terms], ...]
+    host: Terms
+    time: tuple[Terms, ...]
+    times: tuple[int, ...]
+    time_unit_s: float
+    traffic_slack_s: float
+
+
+def state_program(problem: Problem, goal: Goal = "time") -> Program:
+    """The program of `problem`.
+
+    Parameters
+    ----------
+    goal: least seconds within both budgets; or the least device budget with the host budget as given; or the least
+        host budget with an endless device.
+
+    Source: OffMate, section 4.1, with the two-part flows of the legend above.
+    """
+    builder, account = Builder(), Account.of(problem.n_steps)
+    account.keep_on_host(problem.arrival_bytes, {ONE: 1.0})
+    choices = add_blocks(problem, builder, account)
+    leaving = add_values(problem, builder, account)
+    groups = {g.name: add_group(problem, g, builder, account) for g in problem.groups}
+    start, user = _hold_the_rest(problem, choices, account)
+    unit_s = max(_unavoidable_s(problem), STREAMED_PART * streaming_solution(problem).objective_s) / SCALE or 1.0
+    time: tuple[Terms, ...] = ()
+    if goal == "time":
+        time = _time_rows(problem, builder, account, unit_s)
+        traffic_bytes = _most(account.traffic, builder)
+        weight = TRAFFIC_WEIGHT * SCALE / traffic_bytes if traffic_bytes else 0.0
+        objective = add(*((problem.times(step), t) for step, t in enumerate(time)), (weight, account.traffic))
+    else:
+        objective = builder.column("M", inf)
+    memory: tuple[Terms, ...] = ()
+    device_rows: tuple[tuple[int, Terms], ...] = ()
+    if goal != "host":
+        unit = (_most_on_device(problem) if goal == "device" else problem.device_budget_bytes) / SCALE or 1.0
+        memory = _levels(builder, account, unit)
+        outside = [
+            (step, add((1.0, memory[step]), (1.0, more)))
+            for first in problem.passes
+            for step, more in ((first, start), (first + problem.n_blocks, user))
+        ]
+        device_rows = (*enumerate(memory), *outside)
+        most = objective if goal == "device" else {ONE: problem.device_budget_bytes / unit}
+        for i, (step, terms) in enumerate(device_rows):
+            name = f"memory[{step}{'' if i < len(memory) else ',outside'}]"
+            builder.at_most_zero(name, add((1 / unit, terms), (-1.0, most)))
+    _host_row(problem, builder, account, goal, objective)
+    if goal == "device":
+        spread = SPREAD_WEIGHT / problem.n_steps / unit
+        objective = add((1.0, objective), *((spread, m) for m in memory))
+    objective.pop(ONE, None)
+    return Program(
+        model=builder.freeze(objective),
+        groups=groups,
+        choices=choices,
+        leaving=leaving,
+        memory=memory,
+        device_rows=device_rows,
+        host=account.host,
+        time=time,
+        times=tuple(map(problem.times, range(problem.n_steps))),
+        time_unit_s=unit_s,
+        traffic_slack_s=TRAFFIC_WEIGHT * SCALE * unit_s,
+    )
+
+
+def _hold_the_rest(problem: Problem, choices: tuple[Choices, ...], account: Account) -> tuple[Terms, Terms]:
+    """Count held bytes and the blocks' own peaks.
+
+    Returns: what is there beyond a pass's first step's bytes while the code before it runs, and beyond its first
+    backward step's while the user's code runs.
+    """
+    n = problem.n_blocks
+    shared_bytes = sum(s.bytes for s in problem.shared)
+    handed_in = sum(o.grad_bytes for o in problem.outputs if problem.backward_step(o.made) > n)
+    for step, held in enumerate(held_bytes(problem)):
+        account.hold(step, held, {ONE: 1.0})
+    start: Terms = {ONE: float(problem.start_peak_bytes - shared_bytes)}
+    user: Terms = {ONE: float(problem.user_bytes - handed_in)}
+    for i, block in enumerate(choices):
+        for o, column in block.columns.items():
+            option = problem.blocks[i].options[o]
+            for first in problem.passes:
+                account.hold(first + i, option.forward_peak_bytes, column)
+                account.hold(first + problem.backward_step(i), option.backward_peak_bytes, column)
+            if i == 0:
+                accumulate(start, -option.forward_peak_bytes, column)
+            if i == n - 1:  # the user's code runs between this block's forward and its backward
+                accumulate(user, option.saved_bytes - option.backward_peak_bytes, column)
+    return start, user
+
+
+def _levels(builder: Builder, account: Account, unit: float) -> tuple[Terms, ...]:
+    """A column per step for the bytes on the device, in units of `unit`; returns the bytes."""
+    last: Terms = {}
+    levels = []
+    for step, rise in enumerate(account.rise):
+        level = builder.column(f"Level[{step}]", inf)
+        change = add((1 / unit, rise), (1.0, last), (-1.0, level))
+        builder.at_most_zero(f"level[{step}]", {c: a for c, a in change.items() if abs(a) > SMALLEST}, equal=True)
+        levels.append(add((unit, level)))
+        last = level
+    return tuple(levels)
+
+
+def _host_row(problem: Problem, builder: Builder, account: Account, goal: Goal, least: Terms) -> None:
+    unit = (_most(account.host, builder) if goal == "host" else problem.host_budget_bytes) / SCALE or 1.0
+    limit = least if goal == "host" else {ONE: problem.host_budget_bytes / unit}
+    builder.at_most_zero("host", add((1 / unit, account.host), (-1.0, limit)))
+
+
+def _time_rows(problem: Problem, builder: Builder, account: Account, unit_s: float) -> tuple[Terms, ...]:
+    """Time of every step, at least the seconds of each resource, in units of `unit_s`."""
+    rates, times = problem.rates, []
+    for first in problem.passes:
+        account.compute_in(first, problem.start_s, {ONE: 1.0})
+    account.compute_in(problem.first_turn_around, problem.gate_s, {ONE: 1.0})
+    account.spend_cpu(problem.first_turn_around, problem.gate_s, {ONE: 1.0})  # updates wait for the gate
+    for t in range(problem.n_steps):
+        time, link_in, link_out = (builder.column(f"{name}[{t}]", inf) for name in ("Time", "In", "Out"))
+        in_units, out_units = 1 / (rates.in_bytes_per_s * unit_s), 1 / (rates.out_bytes_per_s * unit_s)
+        for name, link, units, moved in (
+            ("in", link_in, in_units, account.link_in[t]),
+            ("out", link_out, out_units, account.link_out[t]),
+        ):
+            builder.at_most_zero(f"link {name}[{t}]", add((units, moved), (-1.0, link)))
+            builder.at_most_zero(f"{name}[{t}]", add((1.0, link), (-1.0, time)))
+        in_share = rates.in_bytes_per_s / rates.both_bytes_per_s
+        out_share = rates.out_bytes_per_s / rates.both_bytes_per_s
+        both = add((in_share, link_in), (out_share, link_out))
+        # While both are busy each takes so much longer; what one of them has more than the other goes at its own rate.
+        slower = min(1.0, in_share + out_share - 1)
+        if slower > 0:
+            builder.at_most_zero(f"both in[{t}]", add((1.0, link_in), (slower, link_out), (-1.0, time)))
+            builder.at_most_zero(f"both out[{t}]", add((1.0, link_out), (slower, link_in), (-1.0, time)))
+        compute, cpu = add((1 / unit_s, account.compute[t])), add((1 / unit_s, account.cpu[t]))
+        serial = add((in_units, account.serial_in[t]), (out_units, account.serial_out[t]))
+        builder.at_most_zero(f"compute[{t}]", add((1.0, compute), (1.0, serial), (-1.0, time)))
+        managed = {ONE: rates.manage_s / unit_s}
+        builder.at_most_zero(f"cpu[{t}]", add((1.0, cpu), (1.0, managed), (-1.0, time)))
+        if rates.shared_cores:
+            builder.at_most_zero(f"cores[{t}]", add((1.0, compute), (1.0, cpu), (1.0, both), (-1.0, time)))
+        times.append(time)
+    return tuple(times)
+
+
+def _unavoidable_s(problem: Problem) -> float:
+    """Seconds that no plan avoids: each block's cheapest option, the code before the first block, the gate."""
+    computes = (min(o.forward_s + o.backward_s for o in b.options) for b in problem.blocks)
+    return problem.micro_batches * (sum(computes) + problem.start_s) + problem.gate_s
+
+
+def _most(terms: Terms, builder: Builder) -> float:
+    """The most that an expression can be, by its columns' own bounds."""
+    return sum(max(0.0, a) * (1.0 if c == ONE else builder.upper[c]) for c, a in terms.items())
+
+
+def _most_on_device(problem: Problem) -> float:
+    """More than any plan can have on the device at once."""
+    groups = sum(g.param_bytes + g.grad_bytes * min(problem.micro_batches, 2) + g.state_bytes for g in problem.groups)
+    options = [o for block in problem.blocks for o in block.options]
+    saved = sum(max(o.saved_bytes + o.offloaded_bytes for o in block.options) for block in problem.blocks)
+    peaks = max(max(o.forward_peak_bytes, o.backward_peak_bytes) for o in options)
+    values = sum(v.bytes + v.grad_bytes for v in problem.values) + sum(
+        2 * o.bytes + o.grad_bytes for o in problem.outputs
+    )
+    outside = sum(s.bytes for s in problem.shared) + problem.start_peak_bytes + problem.user_bytes
+    return float(groups + saved + peaks + values + outside)

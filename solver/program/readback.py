@@ -1,0 +1,89 @@
+"""From the columns' values back to fractions, seconds and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..backends.answer import RawAnswer
+from ..linear import Flow, Terms, add, evaluate
+from ..solution import ActivationFlow, Gap, GroupFlow, Solution
+from .blocks import Choices
+from .groups import Away, GroupColumns
+from .model import Program
+
+SMALLEST = 1e-7  # fractions below are the solver's rounding
+
+
+def read_solution(program: Program, answer: RawAnswer) -> Solution:
+    """The plan that an answer with values describes."""
+    values = answer.values
+    chosen = tuple(
+        max(block.columns, key=lambda o, c=block.columns: evaluate(c[o], values))  # type: ignore[misc]
+        for block in program.choices
+    )
+    step_s = tuple(evaluate(t, values) * program.time_unit_s for t in program.time)
+    objective_s = sum(seconds * program.times[step] for step, seconds in enumerate(step_s))
+    # the objective's tie-breaking part belongs to no plan's seconds
+    bound_s = min(max(0.0, answer.lower_bound * program.time_unit_s - program.traffic_slack_s), objective_s)
+    return Solution(
+        status=answer.status,
+        objective_s=objective_s,
+        lower_bound_s=bound_s,
+        gap=(objective_s - bound_s) / objective_s if objective_s > 0 else 0.0,
+        solve_s=answer.solve_s,
+        options=chosen,
+        activations=tuple(_activations(block, values) for block in program.choices),
+        offloaded_values=frozenset(z.name for z in program.leaving if evaluate(z.column, values) > 0.5),
+        groups={name: read_group(columns, values) for name, columns in program.groups.items()},
+        step_s=step_s,
+        memory_bytes=tuple(round(evaluate(m, values)) for m in program.memory),
+        host_bytes=round(evaluate(program.host, values)),
+    )
+
+
+def read_group(columns: GroupColumns, values: tuple[float, ...]) -> GroupFlow:
+    """One group's flows: fractions in [0, 1], by step."""
+    return GroupFlow(
+        cpu_part=_fraction(columns.cpu_part, values),
+        grad_out=_steps([columns.grad_out], values),
+        lead_out=_steps([columns.lead_out], values),
+        cpu_update=_steps([columns.cpu_update], values),
+        cpu_back=_steps([columns.cpu_back], values),
+        out=_steps([columns.out_drop, columns.out_keep], values),
+        drop=_steps([columns.out_drop], values),
+        back=_steps([columns.back], values),
+        gaps=tuple(_gap(away, values) for away in columns.away),
+        state_out=_steps([columns.state_out], values),
+        state_in=_steps([columns.state_in], values),
+    )
+
+
+def _activations(block: Choices, values: tuple[float, ...]) -> ActivationFlow:
+    total = evaluate(block.out.total, values) if block.out else 0.0
+    if total < SMALLEST:
+        return ActivationFlow()
+    out, back = (_steps([one], values) for one in (block.out, block.back))
+    return ActivationFlow(*({step: part / total for step, part in moved.items()} for moved in (out, back)))
+
+
+def _gap(away: Away, values: tuple[float, ...]) -> Gap:
+    stay = away.stay
+    return Gap(stay.after, stay.before, _fraction(away.part, values), _steps([away.back], values), stay.shifts)
+
+
+def _steps(flows: Iterable[Flow | None], values: tuple[float, ...]) -> dict[int, float]:
+    """The sum of the flows by step, in cyclic order."""
+    moved: dict[int, Terms] = {}
+    order: tuple[int, ...] = ()
+    for one in flows:
+        if one is not None:
+            order = one.span
+            for step, part in one.each():
+                moved[step] = add((1.0, moved.get(step, {})), (1.0, part))
+    fractions = {step: _fraction(moved[step], values) for step in order if step in moved}
+    return {step: fraction for step, fraction in fractions.items() if fraction > 0}
+
+
+def _fraction(terms: Terms, values: tuple[float, ...]) -> float:
+    value = min(max(evaluate(terms, values), 0.0), 1.0)
+    return value if value >= SMALLEST else 0.0

@@ -1,0 +1,132 @@
+"""The plan of last resort: every parameter comes in for each use and leaves after it, every update is on the host.
+
+Where a group has to be updated on the device its states come in for that alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from ..problem import Block, Group, Problem
+from ..solution import ActivationFlow, Gap, GroupFlow, Solution, Status
+from .blocks import away_window
+from .groups import Span, Stay, around, span_of
+
+
+def streaming_solution(problem: Problem) -> Solution:
+    """A solution that needs no search and about the least device memory there is; its budgets are not checked.
+
+    Returns: whole parts only. Its seconds take nothing to overlap.
+    """
+    options = tuple(_least(block, i <= problem.n_blocks - 2) for i, block in enumerate(problem.blocks))
+    groups = {group.name: _streamed(problem, group) for group in problem.groups}
+    values = frozenset(v.name for v in problem.values if away_window(problem, v) is not None)
+    step_s = _seconds(problem, options, groups, values)
+    return Solution(
+        status=Status.STREAMED,
+        objective_s=sum(seconds * problem.times(step) for step, seconds in enumerate(step_s)),
+        lower_bound_s=0.0,
+        gap=1.0,
+        solve_s=0.0,
+        options=options,
+        activations=tuple(_streamed_activations(problem, i, o) for i, o in enumerate(options)),
+        offloaded_values=values,
+        groups=groups,
+        step_s=tuple(step_s),
+    )
+
+
+def _least(block: Block, may_offload: bool) -> int:
+    """The option that keeps least between forward and backward; of several the one that moves least."""
+    allowed = [o for o, option in enumerate(block.options) if may_offload or not option.offloaded_bytes]
+
+    def bytes_of(o: int) -> tuple[int, int, float]:
+        option = block.options[o]
+        return option.saved_bytes, option.offloaded_bytes, option.backward_s
+
+    return min(allowed, key=bytes_of)
+
+
+def _streamed_activations(problem: Problem, i: int, option: int) -> ActivationFlow:
+    if not problem.blocks[i].options[option].offloaded_bytes:
+        return ActivationFlow()
+    return ActivationFlow({i: 1.0}, {problem.backward_step(i): 1.0})
+
+
+def _streamed(problem: Problem, group: Group) -> GroupFlow:
+    span, total = span_of(problem, group), problem.n_steps
+    if not group.trainable:
+        return GroupFlow(gaps=tuple(_gap(stay, total) for stay in [*span.between, Stay(span.end, span.first)]))
+    gaps = tuple(_gap(stay, total) for stay in span.between)
+    last = span.idle[-1]
+    if problem.update == "external":
+        return GroupFlow(cpu_part=1.0, grad_out={span.end: 1.0}, cpu_back={last: 1.0}, gaps=gaps)
+    if group.side == "device":
+        return replace(_on_device(problem, group, span), gaps=gaps)
+    update = {problem.first_update(group): 1.0}
+    led = {span.points[-1]: 1.0} if problem.n_passes > 1 else {}
+    flows = {"grad_out": {span.end: 1.0}, "lead_out": led, "cpu_update": update, "cpu_back": {last: 1.0}}
+    return GroupFlow(cpu_part=1.0, gaps=gaps, **flows)
+
+
+def _on_device(problem: Problem, group: Group, span: Span) -> GroupFlow:
+    """New values and states leave right after the update, and return right before they are needed."""
+    updated = problem.device_update(group)
+    after = around(updated, span.first - 1, problem.n_steps)
+    away: dict[str, Any] = {"drop": {updated: 1.0}, "back": {after[-1]: 1.0}} if len(after) > 2 else {}
+    may = [step for step in around(updated, updated - 1, problem.n_steps) if not problem.in_middle(step)]
+    states: dict[str, Any] = {"state_out": {may[0]: 1.0}, "state_in": {may[-1]: 1.0}} if group.state_bytes else {}
+    return GroupFlow(out={updated: 1.0}, **away, **states)
+
+
+def _gap(stay: Stay, total: int) -> Gap:
+    between = around(stay.after, (stay.before - 1) % total, total)[1:]
+    if len(between) < 2:
+        return Gap(stay.after, stay.before, 0.0, shifts=stay.shifts)
+    return Gap(stay.after, stay.before, 1.0, {between[-1]: 1.0}, stay.shifts)
+
+
+def _seconds(
+    problem: Problem, options: tuple[int, ...], groups: dict[str, GroupFlow], values: Iterable[str]
+) -> list[float]:
+    rates = problem.rates
+    seconds = [rates.manage_s] * problem.n_steps
+    seconds[problem.first_turn_around] += problem.gate_s
+    for start in problem.passes:
+        seconds[start] += problem.start_s
+        for i, (block, o) in enumerate(zip(problem.blocks, options)):
+            option = block.options[o]
+            seconds[start + i] += option.forward_s + option.offloaded_bytes / rates.out_bytes_per_s
+            back = start + problem.backward_step(i)
+            seconds[back] += option.backward_s + option.offloaded_bytes / rates.in_bytes_per_s
+    for group in problem.groups:
+        _add_group(problem, group, groups[group.name], seconds)
+    gone = set(values)
+    for value in problem.values:
+        for start in problem.passes if value.name in gone else ():
+            seconds[start + value.made] += value.bytes / rates.out_bytes_per_s
+            seconds[start + value.uses[-1]] += value.bytes / rates.in_bytes_per_s
+    return seconds
+
+
+def _add_group(problem: Problem, group: Group, flow: GroupFlow, seconds: list[float]) -> None:
+    rates = problem.rates
+    added_s = group.cpu_add_s if flow.lead_out else 0.0
+    for step in (*flow.grad_out, *(step + start for step in flow.lead_out for start in problem.passes[:-1])):
+        seconds[step] += group.grad_bytes / rates.out_bytes_per_s + added_s
+    for step in flow.cpu_update:
+        seconds[step] += group.cpu_update_s
+    if group.trainable and not flow.cpu_part:
+        seconds[problem.device_update(group)] += group.device_update_s
+        for start in problem.passes[1:]:
+            seconds[start + group.grad_steps[-1]] += group.device_add_s
+    for moved, size in ((flow.out, group.param_bytes), (flow.state_out, group.state_bytes)):
+        for step in moved:
+            seconds[step] += size / rates.out_bytes_per_s
+    for step in flow.state_in:
+        seconds[step] += group.state_bytes / rates.in_bytes_per_s
+    back = [step + shift for gap in flow.gaps for step in gap.back for shift in gap.shifts]
+    for step in [*flow.cpu_back, *flow.back, *back]:
+        seconds[step] += group.param_bytes / rates.in_bytes_per_s

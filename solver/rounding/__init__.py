@@ -1,0 +1,1 @@
+"""Rounding: fractions become whole tensors."""

@@ -1,0 +1,280 @@
+"""Whole tensors near the fractions, with everything else solved again for them.
+
+Rounding alone takes to the host at least what the fractions say, group by group: no step then needs more memory, but
+the host and the links get more to do than the program counted. Here the groups' excesses even out, and the program
+says what else must follow. A group that takes a large part of an iteration is tried both ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import ceil, floor, inf
+
+from ..backends import default, get
+from ..linear import LinearModel, fixed
+from ..problem import Group, Problem
+from ..program.model import Program, state_program
+from ..program.readback import read_solution
+from ..schedule import state_item
+from ..solution import Solution, Status
+from .knapsack import select
+from .walk import NOISE
+from .whole import counts, in_whole_tensors
+
+_LARGE = 0.1  # a group is large if its states or its update take this part of an iteration on a link or on the host
+_SMALL = 0.02  # a piece is small if its copy takes less of one
+_COUNTED = 350  # columns of whole tensors with which the program is solved in seconds
+_LONG = 0.2  # part of an iteration that a whole tensor's way to the host and back may take beside everything else
+_NEAR = 0.03  # gap of the program in whole tensors
+_TRIED = 3  # large groups that are tried both ways
+
+
+@dataclass(frozen=True)
+class Parts:
+    """By trainable group the fraction updated on the host, and the fraction whose states leave the device."""
+
+    host: Mapping[str, float] = field(default_factory=dict)
+    states: Mapping[str, float] = field(default_factory=dict)
+
+
+def settle(
+    problem: Problem, solution: Solution, *, time_limit_s: float = 60.0, gap: float = 0.01, backend: str | None = None
+) -> Iterator[Solution]:
+    """The best flows for the solution's choices with whole tensors where it has fractions of groups.
+
+    Parameters
+    ----------
+    solution: an answer to the problem, with a plan. time_limit_s, gap, backend: as in `solve`.
+
+    Returns: first a solution in which every host part is made of whole tensors, then one in which what leaves of the
+    states is, too; each one only if it fits.
+    Raises: BackendError if the backend is not installed.
+    """
+    solver = Resolver(problem, solution, time_limit_s=time_limit_s, gap=gap, backend=backend)
+    large, near = _settle_large(problem, solver)
+    parts = Parts(whole_parts(problem, near, large.host), large.states)
+    settled = solver.solve(parts)
+    if settled is None:  # more of the host takes less of the device
+        parts = Parts(whole_parts(problem, near, large.host, at_least=True), large.states)
+        settled = solver.solve(parts)
+    if settled is None:
+        return
+    yield settled
+    again = solver.solve(Parts(parts.host, whole_states(problem, settled) | dict(large.states)))
+    if again is not None:
+        yield again
+
+
+def settle_whole(
+    problem: Problem, solution: Solution, *, time_limit_s: float = 60.0, backend: str | None = None
+) -> Solution | None:
+    """The best flows for the solution's choices in which everything that moves is made of whole tensors.
+
+    Parameters
+    ----------
+    solution, time_limit_s, backend: as for `settle`.
+
+    Returns: a solution nearly as good as any; None if there is none, or where so many tensors would take too long.
+    Raises: BackendError if the backend is not installed.
+    """
+    if problem.update == "external" or counts(problem) > _COUNTED:
+        return None
+    return Resolver(problem, solution, time_limit_s=time_limit_s, gap=_NEAR, backend=backend).solve_whole()
+
+
+class Resolver:
+    """Solves a problem again with a solution's choices and given parts; the program is stated once.
+
+    Parameters
+    ----------
+    solution: an answer to the problem, with a plan. time_limit_s, gap, backend: as in `solve`.
+
+    Raises: BackendError if the backend is not installed.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        solution: Solution,
+        *,
+        time_limit_s: float = 60.0,
+        gap: float = 0.01,
+        backend: str | None = None,
+    ) -> None:
+        self.problem, self.solution = problem, solution
+        self._program = state_program(problem)
+        self._backend = get(backend) if backend else default()
+        self._limits = (time_limit_s, gap)
+
+    def solve(self, parts: Parts) -> Solution | None:
+        """The best flows for these parts, as the program decides where they say nothing.
+
+        Returns: a solution with the first one's bound; None if there is no plan with these parts.
+        """
+        program = self._program
+        held = _choices(program, self.solution)
+        for name, part in parts.host.items():
+            held |= dict.fromkeys(program.groups[name].cpu_part, part)
+        for name, part in parts.states.items():
+            leaving = program.groups[name].state_out
+            held |= dict.fromkeys(leaving.total, part) if leaving is not None else {}
+        return self._solved(program.model, held)
+
+    def solve_whole(self) -> Solution | None:
+        """The best flows at the root of the search in which whole tensors make up all that moves.
+
+        Returns: as `solve`.
+        """
+        model = in_whole_tensors(self.problem, self._program, _LONG * self.solution.objective_s)
+        held = _choices(self._program, self.solution)
+        left, kept = fixed(model, held)
+        answer = self._backend.solve(left, *self._limits, nodes=1)
+        if not answer.values:
+            return None
+        # Whole to a solver is whole but for a millionth.
+        held |= {c: float(round(v)) for c, v in zip(kept, answer.values) if model.integer[c]}
+        return self._solved(model, held)
+
+    def _solved(self, model: LinearModel, held: dict[int, float]) -> Solution | None:
+        """The solution with some columns held, of a model whose first columns are the program's."""
+        left, kept = fixed(model, held)
+        answer = self._backend.solve(left, *self._limits)
+        if not answer.values:
+            return None
+        found = held | dict(zip(kept, answer.values))
+        values = tuple(found[c] for c in range(len(self._program.model.upper)))
+        settled = read_solution(self._program, replace(answer, values=values, status=Status.OPTIMAL))
+        bound_s = min(self.solution.lower_bound_s, settled.objective_s)
+        gap = (settled.objective_s - bound_s) / settled.objective_s if settled.objective_s > 0 else 0.0
+        return replace(settled, status=self.solution.status, lower_bound_s=bound_s, gap=gap)
+
+
+def _settle_large(problem: Problem, solver: Resolver) -> tuple[Parts, Solution]:
+    """Whole parts of the large groups that the solution splits, one after the other the best of those near it."""
+    near, parts = solver.solution, Parts()
+    large = [group for group in _in_order(problem) if _weight(problem, group, near) > _LARGE]
+    for group in sorted(large, key=lambda g: (-_weight(problem, g, near), g.name))[:_TRIED]:
+        best: tuple[Parts, Solution] | None = None
+        for host, states in _around(problem, group, near):
+            tried = Parts({**parts.host, group.name: host}, {**parts.states, **states})
+            found = solver.solve(tried)
+            if found is not None and found.objective_s < (best[1].objective_s if best else inf):
+                best = tried, found
+        parts, near = best or (parts, near)
+    return parts, near
+
+
+def _weight(problem: Problem, group: Group, solution: Solution) -> float:
+    """Part of an iteration that a group's states take on a link, or its update on the host."""
+    copy_s = _copy_s(problem, group.state_bytes)
+    return max(copy_s, group.cpu_update_s) / max(solution.objective_s, NOISE)
+
+
+def _copy_s(problem: Problem, size_bytes: int) -> float:
+    return size_bytes / min(problem.rates.in_bytes_per_s, problem.rates.out_bytes_per_s)
+
+
+def _around(problem: Problem, group: Group, near: Solution) -> Iterator[tuple[float, dict[str, float]]]:
+    """Whole host parts next to a flow's below and above and, for each, by name whole parts whose states leave.
+
+    Nothing is said of states that leave in small pieces.
+    """
+    flow = near.groups[group.name]
+    for host_bytes in sorted({*_neighbours(_sizes(group), flow.cpu_part * group.param_bytes)}):
+        host, rest = host_bytes / group.param_bytes, _device_states(group, host_bytes)
+        if _copy_s(problem, max(rest.values(), default=0)) < _SMALL * near.objective_s:
+            yield host, {}
+            continue
+        wanted = min(sum(flow.state_out.values()) * group.state_bytes, sum(rest.values()))
+        for states in sorted({*_neighbours(rest, wanted), 0}):
+            yield host, {group.name: states / max(group.state_bytes, 1)}
+
+
+def whole_parts(
+    problem: Problem, solution: Solution, settled: Mapping[str, float] | None = None, *, at_least: bool = False
+) -> dict[str, float]:
+    """By trainable group the fraction that whole tensors updated on the host make up.
+
+    In the order of their last gradients each group takes the tensors with which the bytes updated on the host of all
+    groups so far are nearest to the fractions'.
+
+    Parameters
+    ----------
+    settled: parts that are whole already. at_least: the groups so far together never have less than the fractions.
+    """
+    parts = dict(settled or {})
+    ahead = 0.0
+    for group in _in_order(problem):
+        if group.name in parts:
+            continue
+        if group.side != "any":
+            parts[group.name] = float(group.side == "host")
+            continue
+        wanted = solution.groups[group.name].cpu_part * group.param_bytes
+        below, above = _neighbours(_sizes(group), wanted - ahead)
+        nearer = above - (wanted - ahead) <= wanted - ahead - below
+        chosen = above if nearer or at_least else below
+        ahead += chosen - wanted
+        parts[group.name] = chosen / group.param_bytes
+    return parts
+
+
+def whole_states(problem: Problem, settled: Solution) -> dict[str, float]:
+    """By trainable group the fraction that pieces of states leaving the device make up.
+
+    In the order of their last gradients each group takes the least with which all groups so far reach the fractions'
+    bytes: what stays needs room all the time.
+
+    Parameters
+    ----------
+    settled: a solution with whole host parts.
+    """
+    gone: dict[str, float] = {}
+    ahead = 0.0
+    for group in _in_order(problem):
+        flow = settled.groups[group.name]
+        rest = _device_states(group, round(flow.cpu_part * group.param_bytes))
+        total = sum(rest.values())
+        wanted = min(sum(flow.state_out.values()) * group.state_bytes, total)
+        least = min(max(0, ceil(wanted - ahead - NOISE * total)), total)
+        chosen = sum(rest[piece] for piece in select(rest, least))
+        ahead += chosen - wanted
+        gone[group.name] = chosen / max(group.state_bytes, 1)
+    return gone
+
+
+def _in_order(problem: Problem) -> list[Group]:
+    trainable = (group for group in problem.groups if group.trainable and group.param_bytes)
+    return sorted(trainable, key=lambda g: (g.grad_steps[-1], g.name))
+
+
+def _sizes(group: Group) -> dict[str, int]:
+    return {tensor.name: tensor.param_bytes for tensor in group.tensors}
+
+
+def _device_states(group: Group, host_bytes: int) -> dict[str, int]:
+    """Bytes by piece of the device part's states, when that many bytes of parameters are updated on the host."""
+    on_host = select(_sizes(group), host_bytes)
+    rest = (t for t in group.tensors if t.name not in on_host)
+    return {state_item(t.name, rows): t.piece_bytes(rows) for t in rest for rows in t.pieces}
+
+
+def _neighbours(sizes: Mapping[str, int], target_bytes: float) -> tuple[int, int]:
+    """The bytes of the subsets that are nearest to a target, below and above."""
+    total = sum(sizes.values())
+    least = min(max(0, ceil(target_bytes - NOISE * total)), total)
+    most = min(max(0, floor(target_bytes + NOISE * total)), total)
+    above = sum(sizes[name] for name in select(sizes, least))
+    return total - sum(sizes[name] for name in select(sizes, total - most)), above
+
+
+def _choices(program: Program, solution: Solution) -> dict[int, float]:
+    """The integer columns as the solution has them."""
+    held: dict[int, float] = {}
+    for block, option in zip(program.choices, solution.options):
+        for o, terms in block.columns.items():
+            held |= dict.fromkeys(terms, float(o == option))
+    for value in program.leaving:
+        held |= dict.fromkeys(value.column, float(value.name in solution.offloaded_values))
+    return held

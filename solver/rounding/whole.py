@@ -1,0 +1,149 @@
+"""The program in whole tensors: what a group's flows move in all is the sum of some of its tensors.
+
+When these move stays free, by fractions; so the program is only a little larger, and its answer loses nothing when it
+is rounded but time. Tensors of a group that are alike are counted, not told apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from ..linear import ONE, Builder, LinearModel, Terms, add
+from ..problem import Group, Problem, TensorSize
+from ..program.groups import GroupColumns, around
+from ..program.model import Program
+
+
+class Alike(NamedTuple):
+    """What tensors that are alike have in common: bytes of compute copy, gradient and state, and the state's pieces."""
+
+    param_bytes: int
+    grad_bytes: int
+    state_bytes: int
+    pieces: int
+
+
+class _Wait(NamedTuple):
+    """Seconds that the steps from the first to the last of `steps` take if all of a kind of tensors do something.
+
+    If only some of them do, the wait is counted in part.
+    """
+
+    label: str
+    steps: tuple[int, int]
+    seconds: float
+    number: Terms
+
+
+def in_whole_tensors(problem: Problem, program: Program, long_s: float) -> LinearModel:
+    """The program's model with an integer column for what each part of a group takes of each kind of its tensors.
+
+    Parameters
+    ----------
+    problem: with planned updates. program: of the problem, with time as its goal.
+    long_s: a tensor that takes longer to leave, be updated and return is known to do so one after the other.
+
+    Returns: the model; its first columns are the program's.
+    """
+    model = program.model
+    builder = Builder(list(model.names), list(model.upper), list(model.integer), list(model.rows))
+    for group in problem.groups:
+        columns = program.groups[group.name]
+        if not group.trainable:
+            for away in columns.away:
+                _counted(builder, f"d[{group.name},{away.stay.after}]", group, away.part, _PARAM)
+            continue
+        host, states = _trainable(builder, group, columns)
+        for wait in (*_host_waits(problem, group, host), *_state_waits(problem, group, states)):
+            if wait.seconds > long_s:
+                _lasts(builder, problem, program, wait)
+    return builder.freeze(dict(enumerate(model.costs)))
+
+
+def _lasts(builder: Builder, problem: Problem, program: Program, wait: _Wait) -> None:
+    most = builder.upper[next(iter(wait.number))]
+    spent = [(-float(problem.times(t)), program.time[t]) for t in around(*wait.steps, problem.n_steps)]
+    unit = wait.seconds / program.time_unit_s / most
+    builder.at_most_zero(f"whole {wait.label} lasts", add((unit, wait.number), *spent))
+
+
+def counts(problem: Problem) -> int:
+    """How many columns `in_whole_tensors` adds at most."""
+    return sum(len(_kinds(group)) * (4 + len(group.uses)) for group in problem.groups)
+
+
+_PARAM, _STATE = 0, 2
+_FINE = 4  # pieces from which on how many of them move need not be whole
+
+
+def _trainable(
+    builder: Builder, group: Group, columns: GroupColumns
+) -> tuple[Mapping[Alike, Terms], Mapping[Alike, Terms]]:
+    """Whole tensors for all flows of a group; returns how many are updated on the host, and whose states leave."""
+    name = group.name
+    host = _counted(builder, f"x[{name}]", group, columns.cpu_part, _PARAM)
+    states = columns.state_out and _counted(builder, f"S[{name}]", group, columns.state_out.total, _STATE)
+    dropped = columns.out_drop and _counted(builder, f"D[{name}]", group, columns.out_drop.total, _PARAM)
+    kept = columns.out_keep and _counted(builder, f"K[{name}]", group, columns.out_keep.total, _PARAM)
+    away = [_counted(builder, f"d[{name},{a.stay.after}]", group, a.part, _PARAM) for a in columns.away]
+    for kind, number in _kinds(group).items():
+        on_host, sent = host[kind], [one[kind] for one in (dropped, kept) if one]
+        whole: Terms = {ONE: float(number)}
+        if states:
+            leaving = add((1.0 / kind.pieces, states[kind]), (1.0, on_host), (-1.0, whole))
+            builder.at_most_zero(f"whole states[{name}]", leaving)
+        if sent:
+            builder.at_most_zero(
+                f"whole copies[{name}]", add((1.0, on_host), *((1.0, one) for one in sent), (-1.0, whole))
+            )
+        for part in away:
+            hosted = add((1.0, on_host), *((1.0, one) for one in sent))
+            builder.at_most_zero(f"whole gap[{name}]", add((1.0, part[kind]), (-1.0, hosted)))
+    return host, states or {}
+
+
+def _host_waits(problem: Problem, group: Group, host: Mapping[Alike, Terms]) -> Iterator[_Wait]:
+    """A whole tensor's gradient goes out, is used, and its values come in, all between two uses."""
+    steps = (problem.first_update(group), group.uses[0] - 1)
+    for (param, grad, *_), count in host.items():
+        seconds = group.cpu_update_s * grad / max(group.grad_bytes, 1) + param / problem.rates.in_bytes_per_s
+        if not problem.gate:
+            seconds += grad / problem.rates.out_bytes_per_s
+        yield _Wait(f"host[{group.name}]", steps, seconds, count)
+
+
+def _state_waits(problem: Problem, group: Group, states: Mapping[Alike, Terms]) -> Iterator[_Wait]:
+    """A piece of a state goes out after its update and comes in before the next one."""
+    updated = problem.device_update(group)
+    for (_, _, state, pieces), count in states.items():
+        piece = state / pieces
+        seconds = piece / problem.rates.in_bytes_per_s + piece / problem.rates.out_bytes_per_s
+        yield _Wait(f"states[{group.name}]", (updated, updated - 1), seconds, count)
+
+
+def _counted(builder: Builder, label: str, group: Group, part: Terms, what: int) -> Mapping[Alike, Terms]:
+    """State that a fraction of a group is made of whole tensors, or of pieces of states; how many, by kind."""
+    found: dict[Alike, Terms] = {}
+    total = sum(kind[what] * number for kind, number in _kinds(group).items())
+    for i, (kind, number) in enumerate(_kinds(group).items()):
+        found[kind] = builder.column(
+            f"whole {label}[{i}]", float(number * _cut(kind, what)), integer=_cut(kind, what) < _FINE
+        )
+    made = ((-kind[what] / _cut(kind, what) / max(total, 1), column) for kind, column in found.items())
+    builder.at_most_zero(f"whole {label}", add((1.0, part), *made), equal=True)
+    return found
+
+
+def _cut(kind: Alike, what: int) -> int:
+    """In how many pieces a tensor moves."""
+    return kind.pieces if what == _STATE else 1
+
+
+def _kinds(group: Group) -> Counter[Alike]:
+    return Counter(_alike(tensor) for tensor in group.tensors)
+
+
+def _alike(tensor: TensorSize) -> Alike:
+    return Alike(tensor.param_bytes, tensor.grad_bytes, tensor.state_bytes, len(tensor.pieces))

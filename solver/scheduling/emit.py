@@ -1,0 +1,251 @@
+"""Decisions become a schedule: actions in the order in which the executor takes them."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+from ..decisions import Decisions, TensorGap, TensorPlan, state_parts
+from ..problem import Group, Problem, TensorSize
+from ..schedule import Action, Kind, Pass, Schedule
+from .computes import compute_specs, item_sizes, resident_items, value_uses
+
+
+class _Slot(IntEnum):
+    """The order of actions within a step."""
+
+    FIRST = 0  # the user's code and the gate run before their part may bring anything in
+    PREFETCH = 1
+    OFFLOAD_EARLIER = 2  # what exists when the step starts goes out while it computes
+    UPDATE_CPU = 3
+    COMPUTE = 4
+    UPDATE_DEVICE = 5
+    OFFLOAD_MADE = 6
+    FREE = 7
+
+
+class _Entry(NamedTuple):
+    """One action with what sorts it: step, slot, urgency (0 first), and the order of emission."""
+
+    step: int
+    slot: _Slot
+    urgency: int
+    order: int
+    action: Action
+
+
+class _Emitter:
+    """Collects entries; the only mutable thing here."""
+
+    def __init__(self, problem: Problem, sizes: dict[str, int]) -> None:
+        self.problem = problem
+        self.sizes = sizes
+        self.entries: list[_Entry] = []
+
+    def add(self, step: int, slot: _Slot, kind: Kind, name: str, urgency: int = 0) -> None:
+        self.entries.append(_Entry(step, slot, urgency, len(self.entries), Action(step, kind, name)))
+
+    def offload(self, step: int, item: str, made: int) -> None:
+        """Send `item`, made in step `made`, out in `step` and release it at the step's end."""
+        if item in self.sizes:
+            self.copy_out(step, item, made)
+            self.add(step, _Slot.FREE, Kind.FREE, item)
+
+    def copy_out(self, step: int, item: str, made: int) -> None:
+        if item in self.sizes:
+            self.add(step, _leaves(step, made), Kind.OFFLOAD, item)
+
+    def prefetch(self, step: int, item: str, needed: int) -> None:
+        """Bring `item` in in `step`; what is needed sooner comes first."""
+        if item in self.sizes:
+            urgency = (needed - step) % self.problem.n_steps
+            self.add(step, _Slot.PREFETCH, Kind.PREFETCH, item, urgency)
+
+    def free(self, step: int, item: str) -> None:
+        if item in self.sizes:
+            self.add(step, _Slot.FREE, Kind.FREE, item)
+
+
+def _leaves(step: int, made: int) -> _Slot:
+    return _Slot.OFFLOAD_MADE if step == made else _Slot.OFFLOAD_EARLIER
+
+
+def build_schedule(problem: Problem, decisions: Decisions) -> Schedule:
+    """The schedule that carries out decisions; the caller validates it against the budgets.
+
+    Parameters
+    ----------
+    problem: blocks, sizes and budgets. decisions: one plan per tensor and an option per block.
+
+    Returns: the schedule. With an external update it starts after the user's update, otherwise with the forward.
+    Source: design of the schedule; OffMate, section 4 (the operations of a step).
+    """
+    sizes = item_sizes(problem, decisions)
+    emitter = _Emitter(problem, sizes)
+    _emit_computes(emitter)
+    _emit_activations(emitter, decisions)
+    plans = {plan.name: plan for plan in decisions.tensors}
+    for group in problem.groups:
+        for tensor in group.tensors:
+            _emit_tensor(emitter, group, tensor, plans[tensor.name])
+    passes, turn_around = _parts(problem, sorted(emitter.entries))
+    computes = compute_specs(problem, decisions, sizes)
+    actions = [*(action for one in passes for action in one.forward + one.backward), *turn_around]
+    several = problem.micro_batches > 1
+    return Schedule(
+        options=decisions.options,
+        item_bytes=sizes,
+        resident=resident_items(actions, computes, sizes),
+        computes=computes,
+        update_cpu_s=_shares(problem, plans, "cpu_update_s", cpu=True),
+        update_device_s=_shares(problem, plans, "device_update_s", cpu=False),
+        rates=problem.rates,
+        device_budget_bytes=problem.device_budget_bytes,
+        host_budget_bytes=problem.host_budget_bytes,
+        host_bytes=_host_bytes(problem, decisions, plans),
+        forward=passes[-1].forward,
+        backward=passes[-1].backward,
+        turn_around=turn_around,
+        gate=problem.gate,
+        micro_batches=problem.micro_batches,
+        lead=passes[:-1],
+        add_cpu_s=_shares(problem, plans, "cpu_add_s", cpu=True) if several else {},
+        add_device_s=_shares(problem, plans, "device_add_s", cpu=False) if several else {},
+    )
+
+
+def _emit_computes(emitter: _Emitter) -> None:
+    problem = emitter.problem
+    n = problem.n_blocks
+    for start in problem.passes:
+        emitter.add(start, _Slot.COMPUTE, Kind.COMPUTE, "start")
+        for i in range(n):
+            emitter.add(start + i, _Slot.COMPUTE, Kind.COMPUTE, f"F{i}")
+            emitter.add(start + problem.backward_step(i), _Slot.COMPUTE, Kind.COMPUTE, f"B{i}")
+        emitter.add(start + n, _Slot.FIRST, Kind.COMPUTE, "user")
+        for shared in problem.shared:
+            last = shared.last_step if start == problem.passes[-1] else min(shared.last_step, problem.pass_steps - 1)
+            emitter.free(start + last, f"x:{shared.name}")
+        for output in problem.outputs:
+            emitter.free(start + n - 1, f"old:{output.name}")
+    if problem.gate:
+        emitter.add(problem.first_turn_around, _Slot.FIRST, Kind.COMPUTE, "gate")
+
+
+def _emit_activations(emitter: _Emitter, decisions: Decisions) -> None:
+    """Copies of what the options offload, and interface values, which are released after their last use."""
+    problem = emitter.problem
+    for start in problem.passes:
+        for i, stay in enumerate(decisions.activations):
+            if stay is not None:
+                emitter.offload(start + stay.out, f"a:{i}", start + i)
+                emitter.prefetch(start + stay.back, f"a:{i}", start + problem.backward_step(i))
+        for value in problem.values:
+            item = f"v:{value.name}"
+            if value.name in decisions.offloaded_values:
+                last_forward, first_backward = value_uses(problem, value)
+                emitter.offload(start + last_forward, item, start + value.made)
+                emitter.prefetch(start + first_backward - 1, item, start + first_backward)
+            emitter.free(start + value.uses[-1], item)
+
+
+def _emit_tensor(emitter: _Emitter, group: Group, tensor: TensorSize, plan: TensorPlan) -> None:
+    param = f"p:{plan.name}"
+    for gap in plan.gaps:
+        if gap.back is not None:
+            emitter.free(gap.after, param)
+            if not _ends_away(emitter.problem, group, plan, gap):
+                emitter.prefetch(gap.back, param, gap.before)
+    if not group.trainable:
+        return
+    if plan.back is not None:
+        emitter.prefetch(plan.back, param, group.uses[0])
+    if plan.cpu:
+        _emit_host_update(emitter, group, plan)
+    elif emitter.problem.update == "planned":
+        _emit_device_update(emitter, group, tensor, plan)
+
+
+def _ends_away(problem: Problem, group: Group, plan: TensorPlan, gap: TensorGap) -> bool:
+    """Whether nothing reads a tensor at a gap's end, the last gradient, after which the host updates it anyway."""
+    return plan.cpu and problem.n_passes == 1 and gap.before not in group.uses
+
+
+def _emit_host_update(emitter: _Emitter, group: Group, plan: TensorPlan) -> None:
+    problem = emitter.problem
+    last = problem.last_gradient(group)
+    if not any(gap.back is not None and _ends_away(problem, group, plan, gap) for gap in plan.gaps):
+        emitter.free(last, f"p:{plan.name}")
+    if plan.lead_out is not None:
+        for start in problem.passes[:-1]:
+            _emit_gradient(emitter, plan, start + plan.lead_out, start + group.grad_steps[-1])
+    if plan.grad_out is not None:
+        _emit_gradient(emitter, plan, plan.grad_out, last)
+    if plan.cpu_update is not None:
+        assert plan.back is not None
+        urgency = (plan.back - plan.cpu_update) % emitter.problem.n_steps
+        emitter.add(plan.cpu_update, _Slot.UPDATE_CPU, Kind.UPDATE_CPU, plan.name, urgency)
+
+
+def _emit_gradient(emitter: _Emitter, plan: TensorPlan, step: int, made: int) -> None:
+    """A gradient goes out, and with several micro-batches is added up before the next but one may follow it."""
+    emitter.offload(step, f"g:{plan.name}", made)
+    if emitter.problem.micro_batches > 1:
+        emitter.add(step, _leaves(step, made), Kind.ACCUMULATE_CPU, plan.name)
+
+
+def _emit_device_update(emitter: _Emitter, group: Group, tensor: TensorSize, plan: TensorPlan) -> None:
+    last, problem = plan.device_update, emitter.problem
+    assert last is not None
+    several = problem.micro_batches > 1
+    for start in problem.passes if several else ():
+        emitter.add(start + group.grad_steps[-1], _Slot.UPDATE_DEVICE, Kind.ACCUMULATE, plan.name)
+    emitter.add(last, _Slot.UPDATE_DEVICE, Kind.UPDATE_DEVICE, plan.name)
+    emitter.add(last, _Slot.UPDATE_DEVICE, Kind.FREE, f"{'t' if several else 'g'}:{plan.name}")
+    if plan.out is not None:
+        emitter.copy_out(plan.out, f"p:{plan.name}", last)
+    if plan.drop is not None:
+        emitter.free(plan.drop, f"p:{plan.name}")
+    for part in state_parts(tensor, plan):
+        if part.stay is not None:
+            emitter.offload(part.stay.out, part.item, last)
+            emitter.prefetch(part.stay.back, part.item, last)
+
+
+def _parts(problem: Problem, entries: list[_Entry]) -> tuple[tuple[Pass, ...], tuple[Action, ...]]:
+    n, last = problem.n_blocks, problem.first_turn_around
+    barrier = problem.n_steps if problem.update == "planned" else last + 1
+
+    def steps(first: int, end: int) -> tuple[Action, ...]:
+        return tuple(entry.action for entry in entries if first <= entry.step < end)
+
+    passes = [Pass(steps(start, start + n), steps(start + n, start + 2 * n)) for start in problem.passes]
+    passes[0] = Pass(steps(barrier, problem.n_steps) + passes[0].forward, passes[0].backward)
+    return tuple(passes), steps(last, barrier)
+
+
+def _shares(problem: Problem, plans: dict[str, TensorPlan], seconds: str, *, cpu: bool) -> dict[str, float]:
+    """A group's seconds by tensor, in proportion to its gradient, for the host's tensors or for the device's."""
+    if problem.update == "external":
+        return {}
+    return {
+        tensor.name: getattr(group, seconds) * tensor.grad_bytes / max(group.grad_bytes, 1)
+        for group in problem.groups
+        if group.trainable
+        for tensor in group.tensors
+        if plans[tensor.name].cpu == cpu
+    }
+
+
+def _host_bytes(problem: Problem, decisions: Decisions, plans: dict[str, TensorPlan]) -> int:
+    total = sum(_host_bytes_of(tensor, plans[tensor.name]) for group in problem.groups for tensor in group.tensors)
+    total += sum(block.options[o].offloaded_bytes for block, o in zip(problem.blocks, decisions.options))
+    total += sum(v.bytes for v in problem.values if v.name in decisions.offloaded_values)
+    return total + problem.arrival_bytes
+
+
+def _host_bytes_of(tensor: TensorSize, plan: TensorPlan) -> int:
+    if plan.cpu:
+        return tensor.param_bytes + tensor.grad_bytes + tensor.state_bytes
+    # Pieces leave to their place in the whole state.
+    return tensor.param_bytes * plan.hosted + tensor.state_bytes * bool(plan.states)

@@ -1,0 +1,68 @@
+"""A schedule's decisions for another batch of the same model: the same actions over items of other sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..decisions import Decisions, TensorPlan
+from ..problem import Problem
+from ..schedule import Kind, Schedule
+from .computes import compute_specs, item_sizes
+from .validate import ScheduleError, validate
+
+_SIZED_BY_BATCH = ("v", "d", "k", "a", "x", "o", "old")
+
+
+def follow(schedule: Schedule, problem: Problem) -> Schedule | None:
+    """The schedule that takes the same actions for a problem with the same blocks and tensors.
+
+    Parameters
+    ----------
+    schedule: valid for a problem that differs in sizes and seconds only.
+    problem: its options are those that the schedule's option indices mean.
+
+    Returns: the schedule, valid for the problem's budgets; None if it would name other items or exceed a budget.
+    """
+    sizes = _sizes(schedule, problem)
+    if sizes.keys() != schedule.item_bytes.keys():
+        return None
+    specs = compute_specs(problem, _decisions(schedule, problem), sizes)
+    leaving = {a.name for a in schedule.actions if a.kind is Kind.OFFLOAD and _by_batch(a.name)}
+    followed = replace(
+        schedule,
+        item_bytes=sizes,
+        computes={name: specs.get(name, spec) for name, spec in schedule.computes.items()},
+        device_budget_bytes=problem.device_budget_bytes,
+        host_budget_bytes=problem.host_budget_bytes,
+        host_bytes=schedule.host_bytes + sum(sizes[item] - schedule.item_bytes[item] for item in leaving),
+    )
+    try:
+        validate(followed)
+    except ScheduleError:
+        return None
+    return followed
+
+
+def _by_batch(item: str) -> bool:
+    return item.split(":", 1)[0] in _SIZED_BY_BATCH
+
+
+def _sizes(schedule: Schedule, problem: Problem) -> dict[str, int]:
+    """What belongs to parameters is as it was, what belongs to the batch is as the problem says."""
+    own = {item: size for item, size in schedule.item_bytes.items() if not _by_batch(item)}
+    found = item_sizes(problem, _decisions(schedule, problem))
+    return own | {item: size for item, size in found.items() if _by_batch(item)}
+
+
+def _decisions(schedule: Schedule, problem: Problem) -> Decisions:
+    """As much of the decisions as sizes and specifications depend on."""
+    return Decisions(
+        tensors=tuple(
+            TensorPlan(tensor.name, group.name, cpu=tensor.name in schedule.update_cpu_s)
+            for group in problem.groups
+            for tensor in group.tensors
+        ),
+        options=schedule.options,
+        activations=(None,) * problem.n_blocks,
+        offloaded_values=frozenset(),
+    )

@@ -1,0 +1,135 @@
+"""What makes a schedule valid: everything read is there, nothing leaves too early, the cycle closes, budgets hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..schedule import Action, Kind, Schedule
+from ..simulate import memory_highs
+from .state import ScheduleError as ScheduleError
+from .state import State, require
+
+_UPDATES = (Kind.UPDATE_CPU, Kind.UPDATE_DEVICE)
+_NAMED = (Kind.COMPUTE, *_UPDATES, Kind.ACCUMULATE, Kind.ACCUMULATE_CPU)  # kinds whose objects are no items
+
+
+def validate(schedule: Schedule) -> None:
+    """Raise ScheduleError, naming the first action that cannot be carried out and why.
+
+    Checked are names, residency of what computes and updates read, host copies of what is brought in, gradients and
+    updates (each tensor once per iteration, every compute with values of the last update), that what is where at the
+    end is what the next iteration starts with, and the device and host budgets at every action.
+
+    Parameters
+    ----------
+    schedule: one iteration.
+
+    Raises: ScheduleError.
+    """
+    _check_names(schedule)
+    _check_gate(schedule)
+    _check_passes(schedule)
+    state = State(schedule)
+    # What the host holds when an iteration starts is what the one before left there: the first walk finds it out.
+    for known in (False, True):
+        state.begin(known)
+        for m in range(state.walked):
+            one = schedule.passes[-1] if m + 1 == state.walked else schedule.passes[min(m, 1)]
+            for action in one.forward + one.backward:
+                state.take(action)
+            if m + 1 < state.walked:
+                state.close_pass(schedule.resident_at(1))
+        for action in schedule.turn_around:
+            state.take(action)
+        state.close()
+    _check_budgets(schedule)
+
+
+def is_valid(schedule: Schedule) -> bool:
+    """Whether a variant of a schedule keeps every rule: moves may bring together what was apart."""
+    try:
+        validate(schedule)
+    except ScheduleError:
+        return False
+    return True
+
+
+def _check_names(schedule: Schedule) -> None:
+    resident = schedule.resident
+    require(list(resident) == sorted(set(resident)), "resident", "items must ascend without repeats")
+    for item in resident:
+        require(item in schedule.item_bytes, f"resident {item}", "no such item")
+    for item, size in schedule.item_bytes.items():
+        require(size > 0, f"item {item}", f"has {size} bytes; only items that occupy bytes are named")
+    for name, spec in schedule.computes.items():
+        for item in spec.needs + spec.makes + spec.drops:
+            require(item in schedule.item_bytes, f"compute {name}", f"names {item}, which is no item")
+        change = sum(schedule.item_bytes[i] for i in spec.makes) - sum(schedule.item_bytes[i] for i in spec.drops)
+        least = max(0, change)
+        require(spec.rise_bytes >= least, f"compute {name}", f"rises by {spec.rise_bytes}, needs {least} bytes")
+
+
+def _check_passes(schedule: Schedule) -> None:
+    """How many passes there are, and how often each compute, update and addition happens."""
+    many, expected = schedule.micro_batches, min(schedule.micro_batches, 3) - 1
+    require(many >= 1, "micro_batches", f"is {many}, must be at least 1")
+    found = len(schedule.lead)
+    require(found == expected, "lead", f"has {found} passes, {many} micro-batches need {expected}")
+    require(many == 1 or schedule.gate, "micro_batches", f"is {many}; more than one needs a gate")
+    for one in schedule.passes:
+        computes = [a for a in one.forward + one.backward if a.kind is Kind.COMPUTE]
+        _check_counts(computes, Kind.COMPUTE, [name for name in schedule.computes if name != "gate"], 1)
+    gate = [a for a in schedule.turn_around if a.kind is Kind.COMPUTE]
+    _check_counts(gate, Kind.COMPUTE, ["gate"] if schedule.gate else [], 1)
+    for kind, names, times in (
+        (Kind.UPDATE_CPU, schedule.update_cpu_s, 1),
+        (Kind.UPDATE_DEVICE, schedule.update_device_s, 1),
+        (Kind.ACCUMULATE_CPU, schedule.add_cpu_s, expected + 1),
+        (Kind.ACCUMULATE, schedule.add_device_s, expected + 1),
+    ):
+        _check_counts([a for a in schedule.actions if a.kind is kind], kind, names, times)
+    sides = (schedule.update_cpu_s, schedule.update_device_s)
+    for adds, updates in zip((schedule.add_cpu_s, schedule.add_device_s), sides) if many > 1 else ():
+        for name in sorted(adds.keys() ^ updates.keys()):
+            require(False, f"tensor {name}", "is not added up where it is updated")
+    for action in schedule.actions:
+        known = action.kind in _NAMED or action.name in schedule.item_bytes
+        require(known, action, "no such name")
+
+
+def _check_counts(actions: Iterable[Action], kind: Kind, names: Iterable[str], times: int) -> None:
+    """Each of `names` is the object of `times` of the actions, and nothing else is."""
+    left = dict.fromkeys(names, times)
+    for action in actions:
+        require(action.name in left, action, "no such name")
+        left[action.name] -= 1
+        often = {1: "twice in an iteration"}.get(times, f"more than {times} times in an iteration")
+        require(left[action.name] >= 0, action, f"done {often}")
+    for name, count in left.items():
+        require(
+            count == 0, f"{kind.value} {name}", "announced, but no action does it" + f" {times} times" * (times > 1)
+        )
+
+
+def _check_gate(schedule: Schedule) -> None:
+    """Updates come behind the compute "gate", which is in the turn-around part, or in the first forward part."""
+    if not schedule.gate:
+        return
+    before = [*schedule.backward, *(a for p in schedule.passes[:-1] for a in p.backward)]
+    before += [a for p in schedule.passes[1:] for a in p.forward]
+    for action in schedule.turn_around:
+        if action.kind is Kind.COMPUTE and action.name == "gate":
+            break
+        before.append(action)
+    for action in before:
+        require(action.kind not in _UPDATES, action, "updates before the last backward has ended and the gate is open")
+    for action in schedule.passes[0].forward:
+        require(action.kind is not Kind.UPDATE_DEVICE, action, "updates on the device outside the turn-around")
+
+
+def _check_budgets(schedule: Schedule) -> None:
+    budget = schedule.device_budget_bytes
+    for action, high in zip(schedule.actions, memory_highs(schedule)):
+        require(high <= budget, action, f"{high} bytes on the device, the budget is {budget}")
+    host, limit = schedule.host_bytes, schedule.host_budget_bytes
+    require(host <= limit, "host", f"{host} bytes reserved, the budget is {limit}")

@@ -1,0 +1,438 @@
+"""Models and loops for which a graph would give other numbers without a word: each is right, or named."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import random
+import types
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import offmate
+from offmate import CaptureError, ProtocolError
+
+from ..loops import CPU_BUDGET
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.b(torch.relu(self.a(x))).pow(2).mean()
+
+
+def made(kind: type[torch.nn.Module], compiles: bool, planned: bool = True) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = kind()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    if compiles:
+        offmate.compile(
+            model, 1 << 30, optimizer=optimizer if planned else None, device="emulated", cpu_budget=CPU_BUDGET,
+            config=offmate.Config(cache_dir=None, options_per_block=3),
+        )  # fmt: skip
+    torch.manual_seed(1)
+    return model, optimizer
+
+
+def train(kind: type[torch.nn.Module], compiles: bool, change: Any = None, steps: int = 4) -> list[torch.Tensor]:
+    model, optimizer = made(kind, compiles)
+    losses = []
+    for step in range(steps):
+        if change is not None and step == 3:
+            change(model)
+        loss = model(torch.randn(3, 8))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [*losses, *(value.clone() for value in model.state_dict().values())]
+
+
+def alike(kind: type[torch.nn.Module], change: Any = None) -> None:
+    assert all(map(torch.equal, train(kind, True, change), train(kind, False, change)))
+
+
+def holding(make: Any, read: Any) -> type[torch.nn.Module]:
+    """A model that holds what `make` gives, and scales by what `read` finds in it."""
+
+    class Holding(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = make()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * read(self.held)
+
+    return Holding
+
+
+class Scaled:
+    f = 1.0
+
+    def __call__(self) -> float:
+        return self.f
+
+
+class Slotted:
+    __slots__ = ("f",)
+
+    def __init__(self) -> None:
+        self.f = 1.0
+
+
+def settings_class() -> type:
+    return type("Settings", (), {"f": 1.0, "__module__": __name__})
+
+
+@pytest.mark.parametrize(
+    ("make", "read", "change"),
+    [
+        (lambda: types.SimpleNamespace(f=1.0), lambda q: q.f, lambda q: setattr(q, "f", 3.0)),
+        (Scaled, lambda q: q(), lambda q: setattr(q, "f", 3.0)),
+        (Slotted, lambda q: q.f, lambda q: setattr(q, "f", 3.0)),
+        (settings_class, lambda q: q.f, lambda q: setattr(q, "f", 3.0)),
+        (lambda: collections.deque([1.0]), lambda q: q[0], lambda q: q.append(q.popleft() + 2)),
+        (lambda: functools.partial(dict, f=1.0), lambda q: q()["f"], lambda q: q.keywords.update(f=3.0)),
+        (lambda: {"f": 1.0, "g": 2.0}, lambda q: next(iter(q.values())), lambda q: q.update(f=q.pop("f"))),
+        (lambda: {"add": 2.0}, lambda q: 3.0 if "mul" in q else 1.0, lambda q: q.update(mul=q.pop("add"))),
+    ],
+    ids=["namespace", "callable", "slots", "class", "deque", "partial", "order", "keys"],
+)
+def test_settings_in_any_holder_are_seen(make, read, change):
+    alike(holding(make, read), lambda model: change(model.held))
+
+
+def test_what_a_class_holds_is_seen():
+    class Block(torch.nn.Module):
+        k = 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.k
+
+    class Model(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(self.block(x))
+
+    for compiles in (True, False):
+        Block.k = 1.0
+        runs = [train(Model, compiles, lambda _: setattr(Block, "k", 3.0))]
+        Block.forward = lambda self, x: x + self.k
+        runs.append(train(Model, compiles))
+        Block.forward = lambda self, x: x * self.k
+        if compiles:
+            ours = runs
+    assert all(torch.equal(a, b) for one, other in zip(ours, runs) for a, b in zip(one, other))
+
+
+@pytest.mark.parametrize(
+    ("make", "read", "words"),
+    [
+        (lambda: random.Random(0), lambda q: 1 + q.random(), "draws from held"),
+        (lambda: numpy.random.default_rng(0), lambda q: 1 + float(q.random()), "draws from held"),
+        (lambda: itertools.count(1), next, "draws from held"),
+        (lambda: 0, lambda q: torch.manual_seed(3) and 1.0, r"calls torch.manual_seed\(\)"),
+        (lambda: [torch.nn.Parameter(torch.ones(()))], lambda q: q[0], "requires a gradient.*no parameter"),
+        (lambda: torch.ones((), requires_grad=True), lambda q: q, "requires a gradient.*no parameter"),
+    ],
+    ids=["random", "numpy", "iterator", "seed", "list of parameters", "tensor"],
+)
+def test_what_one_graph_cannot_hold_is_named(make, read, words):
+    with pytest.raises(CaptureError, match=words):
+        train(holding(make, read), True)
+
+
+def test_buffers_that_share_memory_are_refused_if_one_is_written():
+    class Shared(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            whole = torch.zeros(8)
+            self.register_buffer("p", whole)
+            self.b.register_buffer("q", whole[:4])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.p.add_(x.mean(0))
+            return super().forward(x) * (1 + self.b.q.sum())
+
+    with pytest.raises(CaptureError, match=r"writes into .* shares"):
+        train(Shared, True)
+
+
+def test_a_plan_for_a_machine_that_is_not_here_has_buffers_that_the_forward_writes():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+    batch = (torch.zeros(4, 8),)
+    plan = offmate.plan(model, "1GiB", example_inputs=batch, hardware="rtx3060", config=offmate.Config(cache_dir=None))
+    assert plan.fixed_bytes >= 2 * 8 * 4 + 8  # running mean, variance, count
+
+
+def test_layers_that_change_places_keep_their_states():
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[1](torch.relu(self.layers[0](x))).pow(2).mean()
+
+    def swap(model: Any) -> None:
+        if hasattr(model, "offmate"):
+            model.offmate.sync()
+        model.layers[0], model.layers[1] = model.layers[1], model.layers[0]
+
+    ours, plain = train(Two, True, swap, 6), train(Two, False, swap, 6)
+    assert all(map(torch.equal, ours, plain))
+
+
+class Heads(Net):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.a(x), self.b(x)
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_an_output_that_the_loss_leaves_out_gives_no_zeros(planned):
+    model, _ = made(Heads, True, planned)
+    with pytest.raises(ProtocolError, match=r"no gradient into the output '1'.*none to b\..*gradients_into=\('0',\)"):
+        model(torch.randn(3, 8))[0].pow(2).mean().backward()
+
+
+def test_an_output_that_shares_all_its_parameters_may_be_left_out():
+    class Same(Net):
+        def forward(self, x: torch.Tensor) -> Any:
+            hidden = self.a(x)
+            return self.b(hidden), hidden
+
+    runs = []
+    for compiles in (True, False):
+        model, optimizer = made(Same, compiles)
+        for _ in range(3):
+            model(torch.randn(3, 8))[0].pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append([value.clone() for value in model.state_dict().values()])
+    assert all(map(torch.equal, *runs))
+
+
+def test_gradients_left_at_zero_are_named_where_they_count():
+    class Branches(Net):
+        def forward(self, x: torch.Tensor, first: bool) -> torch.Tensor:
+            return (self.a if first else self.b)(x).pow(2).mean()
+
+    model, optimizer = made(Branches, True)
+    model(torch.randn(3, 8), True).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    model(torch.randn(3, 8), True).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    with pytest.raises(ProtocolError, match=r"set_to_none=False.*a\.bias"):
+        model(torch.randn(3, 8), False).backward()
+
+
+def test_an_input_that_requires_a_gradient_is_named_when_nothing_is_trained():
+    model, _ = made(Net, True, planned=False)
+    model.requires_grad_(False)
+    with pytest.raises(ProtocolError, match="requires a gradient"):
+        model(torch.randn(3, 8, requires_grad=True))
+
+
+def test_batches_of_other_strides_are_other_batches():
+    class Asks(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (2.0 if x.is_contiguous() else 1.0)
+
+    runs = []
+    for compiles in (True, False):
+        model, _ = made(Asks, compiles)
+        with torch.no_grad():
+            runs.append([model(x) for x in (torch.ones(8, 8), torch.ones(8, 8).t(), torch.ones(8, 8)[:, ::1])])
+    assert all(map(torch.equal, *runs))
+
+
+def test_arguments_that_cannot_be_compared_are_named():
+    model, _ = made(Net, True)
+    with pytest.raises(CaptureError, match="argument is a ndarray"):
+        model(numpy.zeros((3, 8), dtype=numpy.float32))
+
+
+def test_the_fused_path_of_evaluation_is_named():
+    class Encoder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)
+
+    model, _ = made(Encoder, True)
+    model.eval()
+    with torch.no_grad(), pytest.raises(CaptureError, match="set_fastpath_enabled"):
+        model(torch.randn(3, 7, 16))
+
+
+def test_anomaly_detection_around_a_call():
+    with torch.autograd.detect_anomaly(check_nan=True):
+        alike(Net)
+
+
+def add_one(model: Any, x: torch.Tensor) -> Any:
+    model.held.add_(1)
+    return model.a(x).sum(), model.held
+
+
+@pytest.mark.parametrize(
+    ("forward", "words"),
+    [
+        (
+            lambda m, x: (m.a(x).sum(), m.a.weight),
+            r"output '1' is the parameter a\.weight itself.*a\.weight\.clone\(\)",
+        ),
+        (lambda m, x: {"loss": m.b(x).sum(), "w": m.a.bias}, r"output 'w' is the parameter a\.bias itself"),
+        (lambda m, x: (m.a(x).sum(), m.held), r"output '1' is the buffer held itself.*held\.clone\(\)"),
+        (add_one, r"output '1' is the buffer held itself"),
+    ],
+)
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_the_model_holds_is_no_output(forward, words, trains):
+    class Returning(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("held", torch.ones(8))
+            self.a.bias.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return forward(self, x)
+
+    model, _ = made(Returning, True, planned=False)
+    with torch.set_grad_enabled(trains), pytest.raises(CaptureError, match=words):
+        model(torch.randn(3, 8))
+
+
+def picks(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.a(x)[x[:, 0] > -9]
+
+
+def picks_kept(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.a(x).masked_select(x > 0).sum()
+
+
+def slices(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.a(x)[: (x > 0).sum()]
+
+
+def counts(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.a(x) * x.nonzero().shape[0]
+
+
+def lists(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.a(x) * x.tolist()[0][0]
+
+
+def repeats(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.a(x).repeat_interleave((x[:, 0] > 0).long(), 0)
+
+
+def bins(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.a(x).sum() + torch.bincount((x[0] > 0).long()).sum()
+
+
+def uniques(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.a(x).sum() + x.unique().sum()
+
+
+def compares(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.a(x) if torch.equal(x, x + 1) else model.a(x) * 2
+
+
+SHAPE, NUMBER = "shape depends on values.*torch.where", r"takes a Python number.*or pass the number"
+
+
+@pytest.mark.parametrize(
+    ("forward", "words"),
+    [
+        (picks, rf"index.*{SHAPE}"), (picks_kept, rf"masked_select.*{SHAPE}"), (slices, rf"item.*{NUMBER}"),
+        (counts, rf"nonzero.*{SHAPE}"), (lists, rf"item.*{NUMBER}"), (repeats, rf"repeat_interleave.*{SHAPE}"),
+        (bins, rf"bincount.*{SHAPE}"), (uniques, rf"_unique2.*{SHAPE}"), (compares, rf"equal.*{NUMBER}"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("trains", [True, False])
+def test_sizes_and_numbers_made_from_values_are_named(forward, words, trains):
+    class Values(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return forward(self, x)
+
+    model, _ = made(Values, True)
+    with torch.set_grad_enabled(trains), pytest.raises(CaptureError, match=rf"^aten\.{words}") as caught:
+        model(torch.randn(3, 8))
+    assert "(`return " in str(caught.value) and "test_refused_by_name.py, line " in str(caught.value)
+
+
+def test_sizes_made_from_values_in_a_model_of_transformers_are_named():
+    transformers = pytest.importorskip("transformers")
+
+    class Picking(transformers.PreTrainedModel):
+        config_class = transformers.PretrainedConfig
+        __module__ = "transformers.models"
+
+        def __init__(self) -> None:
+            super().__init__(transformers.PretrainedConfig())
+            self.a = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.a(x)
+            return hidden[hidden[:, 0] > -9]
+
+    model, _ = made(Picking, True)
+    with pytest.raises(CaptureError, match=rf"^aten\.nonzero.*return hidden\[.*test_refused_by_name.*{SHAPE}"):
+        model(torch.randn(3, 8))
+
+
+def test_sizes_made_from_values_that_nobody_needs_are_left_out():
+    class Unneeded(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch._check((x > 0).sum().item() < 100)
+            x.nonzero()
+            hidden = self.a(x).clone()
+            hidden[x > 0] = 0.0
+            return self.b(hidden).sum()
+
+    alike(Unneeded)
+
+
+def overwrites(model: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = model.a(x).exp()
+    hidden.add_(1)
+    return hidden.sum()
+
+
+def overwrites_later(model: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = model.a(x).exp()
+    result = model.b(hidden)
+    hidden.mul_(2)
+    return (result + hidden).sum()
+
+
+@pytest.mark.parametrize("forward", [overwrites, overwrites_later])
+def test_what_a_backward_needs_and_the_forward_overwrites_is_named(forward):
+    class Overwriting(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return forward(self, x)
+
+    x = torch.randn(3, 8)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        made(Overwriting, False)[0](x).backward()
+    model, _ = made(Overwriting, True)
+    words = r"with plain PyTorch its backward fails likewise: one of the variables.*version 0 instead\. Let the forward"
+    with pytest.raises(CaptureError, match=words):
+        model(x)
+    with torch.no_grad():
+        assert torch.equal(model(x), made(Overwriting, False)[0](x))

@@ -1,0 +1,105 @@
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from offmate import __version__, cli
+from offmate.cli.arguments import output_file
+from offmate.errors import DeviceError
+
+
+def refused(capsys, *argv: str) -> str:
+    """What a command line that cannot start says."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(argv)
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+def parsed(*argv: str):
+    return cli._parser().parse_args(argv)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"offmate {__version__}\n"
+
+
+@pytest.mark.parametrize("verb", ["plan", "show", "profile", "doctor", "demo", "finetune"])
+def test_help_has_examples_and_fits_eighty_columns(verb, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as caught:
+        cli.main([verb, "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert f"\n  offmate {verb}" in text[text.index("examples:") :]
+    assert "--quiet" in text and "--json" in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_demo_arguments(tmp_path):
+    arguments = parsed("demo", "--gpu-budget", "1.5MiB", "--steps", "3", "--json", str(tmp_path / "out.json"))
+    assert arguments.gpu_budget == 3 << 19
+    assert arguments.steps == 3
+    assert arguments.device == "emulated"
+    assert arguments.json == tmp_path / "out.json"
+
+
+def test_demo_defaults():
+    arguments = parsed("demo")
+    assert (arguments.gpu_budget, arguments.device, arguments.json) == (None, "emulated", None)
+
+
+def test_a_verb_is_needed(capsys):
+    assert "VERB" in refused(capsys)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("--gpu-budget", "12Gb"), "'12Gb' is a size in bits"),
+        (("--gpu-budget", "a lot"), "'a lot' is not a size"),
+        (("--gpu-budget", "0"), "less than one byte"),
+        (("--steps", "0"), "'0' is not a whole number of at least 1"),
+        (("--steps", "2.5"), "'2.5' is not a whole number"),
+        (("--device", "a card"), "'a card' is not a device"),
+        (("--json", "/no/such/folder/out.json"), "'/no/such/folder/out.json' cannot be written: No such file"),
+        (("--json", "/"), "'/' cannot be written: Is a directory"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_runs(capsys, argv, said):
+    assert said in refused(capsys, "demo", *argv)
+
+
+def test_a_missing_extra_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["demo"]) == 2
+    assert 'pip install "offmate[hf]"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "status"), [(DeviceError("no device"), 1), (KeyboardInterrupt(), 130)])
+def test_errors_become_one_line_and_a_status(monkeypatch, capsys, error, status):
+    def fail(arguments):
+        raise error
+
+    monkeypatch.setattr(cli, "_demo", fail)
+    assert cli.main(["demo"]) == status
+    captured = capsys.readouterr().err
+    assert captured.startswith("offmate: ")
+    assert len(captured.splitlines()) == 1
+
+
+def test_arguments_are_read_without_loading_torch():
+    code = "import sys, offmate.cli; offmate.cli._parser().parse_args(['demo']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_run_that_fails_leaves_no_empty_file(tmp_path):
+    new, old = tmp_path / "new.json", tmp_path / "old.json"
+    old.write_text("kept")
+    assert (output_file(str(new)), output_file(str(old))) == (new, old)
+    assert not new.exists()
+    assert old.read_text() == "kept"

@@ -1,0 +1,220 @@
+"""`offmate plan` as a user meets it: shapes without weights, screens of any width, and what is refused."""
+
+import json
+import logging
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from offmate import cli
+from offmate.cli.shapes import batch_for, build, names, optimizer_for
+from offmate.errors import OffmateError
+from offmate.plans import sweep as budgets
+from offmate.plans.plan import load_plan
+from offmate.sizes import parse_bytes
+
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-xl": 1_557_611_200,
+    "bloom-3b": 3_002_557_440,
+    "phi-2": 2_779_683_840,
+    "phi-3-mini": 3_821_079_552,
+    "tinyllama-1.1b": 1_100_048_384,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "gemma2-2b": 2_614_341_888,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+}  # as their makers' checkpoints hold them
+
+
+@pytest.fixture(autouse=True)
+def quiet_logs():
+    logging.getLogger("offmate").setLevel(logging.ERROR)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """One cache for the module: what was worked out for the tiny model serves every test."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def run(monkeypatch, cache, *argv: str, columns: int = 80) -> int:
+    monkeypatch.setenv("OFFMATE_CACHE_DIR", str(cache))
+    monkeypatch.setenv("COLUMNS", str(columns))
+    return cli.main(["plan", *argv])
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_shapes_have_the_published_number_of_parameters(name):
+    model = build(name, "bf16")
+    assert sum(p.numel() for p in model.parameters()) == PUBLISHED[name]
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def test_every_shape_is_checked():
+    assert set(names()) == PUBLISHED.keys() | {"tiny-llama", "tiny-gpt2"}
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_the_screen_holds_its_width_and_says_what_matters(monkeypatch, cache, capsys, columns):
+    assert run(monkeypatch, cache, "tiny-llama", "--gpu-budget", "12MiB", columns=columns) == 0
+    text = capsys.readouterr().out
+    assert all(len(line) <= columns for line in text.splitlines())
+    assert "…" not in text
+    words = " ".join(text.split())
+    for said in ("125 K parameters", "RTX 3060", "fits yes", "against an endless card", "no plan is faster", "limits"):
+        assert said in words, said
+    assert "class B" in words or "B" in words.split()
+    assert "model.layers.*.mlp" in text.replace("\n", "")
+
+
+def test_what_it_writes_can_be_shown(monkeypatch, cache, capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    assert run(monkeypatch, cache, "tiny-llama", "--gpu-budget", "12MiB", "--quiet", "--json", str(path)) == 0
+    assert capsys.readouterr().out == ""
+    plan = load_plan(path)
+    assert plan.budget_bytes == parse_bytes("12MiB") and plan.predicted_peak_bytes <= plan.budget_bytes
+    assert cli.main(["show", str(path), "--what-if"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "would buy" in words and "a link twice as fast" in words
+    assert cli.main(["show", str(path), "--blocks"]) == 0
+
+
+def test_a_plan_explains_what_limits_it_and_what_would_help(monkeypatch, cache, tmp_path):
+    path = tmp_path / "plan.json"
+    run(monkeypatch, cache, "tiny-llama", "--gpu-budget", "12MiB", "--quiet", "--json", str(path))
+    plan = load_plan(path)
+    assert "The backward takes" in plan.explain() and "would" not in plan.explain()
+    assert "one more GiB on the device" in plan.explain(offers=True).replace("One", "one")
+    assert plan.endless_s == pytest.approx(plan.predicted_step_s, rel=0.2)
+
+
+def test_a_budget_that_does_not_fit(monkeypatch, cache, capsys):
+    assert run(monkeypatch, cache, "tiny-llama", "--gpu-budget", "1MiB") == 1
+    words = " ".join(capsys.readouterr().out.split())
+    assert "fits no: a budget of 1 MiB cannot work; the least that does is" in words
+
+
+def test_a_sweep_shows_the_curve(monkeypatch, cache, capsys, tmp_path):
+    path = tmp_path / "curve.json"
+    for columns in (40, 80):
+        code = run(monkeypatch, cache, "tiny-llama", "--sweep", "4MiB:20MiB:8MiB", "--json", str(path), columns=columns)
+        assert code == 0
+        text = capsys.readouterr().out
+        assert "too small" in text and "█" in text and "…" not in text
+        assert all(len(line) <= columns for line in text.splitlines())
+    points = json.loads(path.read_text())["points"]
+    assert [point["budget_bytes"] >> 20 for point in points] == [4, 12, 20]
+    assert points[0]["predicted_step_s"] is None
+    assert points[1]["predicted_step_s"] >= points[2]["predicted_step_s"]
+    assert all(point["predicted_peak_bytes"] <= point["budget_bytes"] for point in points[1:])
+
+
+def test_a_sweep_agrees_with_plans(monkeypatch, cache, tmp_path):
+    path = tmp_path / "plan.json"
+    run(monkeypatch, cache, "tiny-llama", "--gpu-budget", "12MiB", "--quiet", "--json", str(path))
+    plan = load_plan(path)
+    (point,) = budgets.sweep(plan, [plan.budget_bytes])
+    assert point.fits and point.predicted_step_s == pytest.approx(plan.predicted_step_s, rel=0.02)
+    assert point.least_budget_bytes == plan.least_budget_bytes
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("llama-7b",), "Did you mean llama2-7b"),
+        (("tiny-llama", "--hardware", "rtx3060ti"), "Did you mean rtx3060"),
+        (("./nowhere",), "no such file or folder"),
+        (("a/b/c",), "no such file or folder"),
+        (("tiny-llama", "--seq-len", "100000"), "longer than the model's 512 positions"),
+    ],
+)
+def test_names_and_sizes_that_make_no_sense(monkeypatch, cache, capsys, argv, said):
+    assert run(monkeypatch, cache, *argv) == 1
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("--gpu-budget", "12Gb"), "size in bits"),
+        (("--batch", "0"), "at least 1"),
+        (("--sweep", "6GiB"), "LOW:HIGH:STEP"),
+        (("--sweep", "8GiB:6GiB:1GiB"), "starts above its end"),
+        (("--sweep", "1GiB:2GiB:1MiB"), "more than 64 budgets"),
+        (("--dtype", "int8"), "invalid choice"),
+        (("--sweep", "1GiB:2GiB:1GiB", "--gpu-budget", "1GiB"), "not allowed with"),
+    ],
+)
+def test_arguments_that_make_no_sense(capsys, argv, said):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["plan", "tiny-llama", *argv])
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_configurations_on_disk(tmp_path):
+    model = build("tiny-gpt2", "fp32")
+    model.config.save_pretrained(tmp_path)
+    for path in (tmp_path, tmp_path / "config.json"):
+        found = build(str(path), "fp32")
+        assert type(found) is type(model)
+        assert found.num_parameters() == model.num_parameters()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(OffmateError, match=r"no config\.json"):
+        build(str(empty), "bf16")
+    (empty / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(OffmateError, match="not a language model"):
+        build(str(empty), "bf16")
+    (empty / "config.json").write_text("{")
+    with pytest.raises(OffmateError, match="empty"):
+        build(str(empty), "bf16")
+
+
+def test_the_kind_of_language_model_follows_from_the_configuration(tmp_path):
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
+    t5 = {
+        "vocab_size": 32,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 16,
+        "num_layers": 1,
+        "num_heads": 2,
+        "decoder_start_token_id": 0,
+    }
+    expected = {
+        "BertForMaskedLM": {"model_type": "bert", **sizes},
+        "BertLMHeadModel": {"model_type": "bert", "is_decoder": True, **sizes},
+        "T5ForConditionalGeneration": {"model_type": "t5", **t5},
+        "LlamaForCausalLM": {"model_type": "llama", **sizes},
+    }
+    for name, config in expected.items():
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert type(build(str(tmp_path), "fp32")).__name__ == name
+
+
+def test_optimizers_and_batches():
+    model = build("tiny-llama", "fp32")
+    assert optimizer_for(model, "none") is None
+    assert {type(optimizer_for(model, name)).__name__ for name in ("adamw", "adam", "sgd", "adafactor")} == {
+        "AdamW", "Adam", "SGD", "Adafactor"
+    }  # fmt: skip
+    assert batch_for(model, 3, 5)["labels"].shape == (3, 5)

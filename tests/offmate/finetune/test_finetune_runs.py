@@ -1,0 +1,285 @@
+"""`offmate finetune` from end to end: plain PyTorch's numbers, kills and resumes, adapters, results that load."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from offmate import cli
+from offmate.errors import OffmateError
+from offmate.finetune import checkpoint, loop
+from offmate.optim.updater import Updater
+
+from .finetune_kit import TEXT, arguments, finetune, losses, make_models, plain_run, refused, same, weights
+
+STEPS = 6
+GATED = {"max_grad_norm": 0.5, "accumulation": 2}
+
+# A process that kills itself at a given call of a function of the tool; nothing is cleaned up, as by kill -9.
+KILLED = """
+import os, signal, sys
+from offmate import cli
+from offmate.finetune import checkpoint, loop
+module, name, before = {"step": (loop, "_step", 1), "writing": (checkpoint, "_write_manifest", 1),
+                        "pruning": (checkpoint, "_remove", 0), "saved": (loop, "_save", 0)}[sys.argv[1]]
+own, left = getattr(module, name), [int(sys.argv[2])]
+def call(*args):
+    left[0] -= 1
+    if before and left[0] == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    result = own(*args)
+    if left[0] == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+setattr(module, name, call)
+sys.exit(cli.main(sys.argv[3:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two models and a text."""
+    folder = tmp_path_factory.mktemp("finetune")
+    make_models(folder)
+    (folder / "text.txt").write_text(TEXT[:30_000])
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _one_cache(monkeypatch: pytest.MonkeyPatch, cache_dir: str) -> None:
+    monkeypatch.setenv("OFFMATE_CACHE_DIR", cache_dir)
+
+
+def usual(base: Path, output: Path, model: str = "llama", **more: object) -> list[str]:
+    settings = {"steps": STEPS, "learning_rate": 1e-2, "warmup_steps": 2, "checkpoint_every": 2, "eval_fraction": 0}
+    # How fast a tiny model seems depends on what else the machine does.
+    settings["yes"] = True
+    return arguments(base / model, base / "text.txt", output, **(settings | more))
+
+
+@pytest.mark.parametrize(("model", "more"), [("llama", {}), ("gpt2", GATED)])
+def test_equals_plain_pytorch_bit_for_bit(base, tmp_path, model, more):
+    output = tmp_path / "out"
+    events = finetune(usual(base, output, model, eval_fraction=0.04, **more))
+    state, expected, held_out = plain_run(output, tmp_path)
+    assert losses(events) == expected
+    assert losses(events, "evaluation")[-1] == held_out
+    assert losses(events, "evaluation")[-1] < losses(events, "evaluation")[0]
+    assert same(weights(output), state)
+    norms = [event["gradient_norm"] for event in events if event["event"] == "step"]
+    assert all(norms) if more else norms == [None] * STEPS
+    assert not (output / "tokens").exists()
+    assert len(list((output / "checkpoints").iterdir())) == 2
+    assert '"OffmateL' not in (output / "config.json").read_text()
+    assert finetune(usual(base, output, model, eval_fraction=0.04, **more, resume=True)) == [{"event": "finished"}]
+
+
+def kill(moment: str, count: int, argv: list[str]) -> None:
+    """Run the tool in a process of its own that dies at the count-th such moment."""
+    done = subprocess.run([sys.executable, "-c", KILLED, moment, str(count), *argv], capture_output=True, timeout=120)
+    assert done.returncode == -9, done.stderr.decode()
+
+
+def test_killed_anywhere_it_resumes_bit_for_bit(base, tmp_path):
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    events = finetune(usual(base, unbroken, keep_checkpoints=1))
+    first = random.randint(1, 4)
+    kill("step", first, usual(base, broken, keep_checkpoints=1))
+    resume = usual(base, broken, resume=True)
+    kill("writing", 1, resume)
+    kill("pruning", 1, resume)
+    rest = finetune(resume)
+    assert losses(rest) == losses(events)[STEPS - len(losses(rest)) :]
+    assert same(weights(broken), weights(unbroken))
+
+
+def test_dropout_and_float32_copies_resume_bit_for_bit(base, tmp_path, monkeypatch):
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    finetune(usual(base, unbroken, "gpt2", precision="bf16-master", **GATED))
+    stop_after(monkeypatch, random.randint(2, STEPS - 1))
+    with pytest.raises(OffmateError, match="stopped by the test"):
+        finetune_raising(usual(base, broken, "gpt2", precision="bf16-master", **GATED))
+    monkeypatch.undo()
+    finetune(usual(base, broken, "gpt2", resume=True))
+    assert same(weights(broken), weights(unbroken))
+    assert weights(broken)["transformer.wte.weight"].dtype == torch.bfloat16
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, n_steps: int) -> None:
+    own, done = loop._step, []
+
+    def step(*args):
+        if len(done) == n_steps:
+            raise OffmateError("stopped by the test")
+        done.append(1)
+        return own(*args)
+
+    monkeypatch.setattr(loop, "_step", step)
+
+
+def finetune_raising(argv: list[str]) -> None:
+    """Run a command line whose error is to be seen."""
+    parsed = cli._parser().parse_args(argv)
+    parsed.run(parsed)
+
+
+def test_an_adapter_resumes_and_loads_with_plain_peft(base, tmp_path, monkeypatch):
+    more = {"lora": "r=4,dropout=0.1", "learning_rate": 1e-2}
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    finetune(usual(base, unbroken, **more))
+    stop_after(monkeypatch, 3)
+    with pytest.raises(OffmateError, match="stopped by the test"):
+        finetune_raising(usual(base, broken, **more))
+    monkeypatch.undo()
+    finetune(usual(base, broken, resume=True))
+    ids = torch.arange(12)[None]
+    logits = [adapted(base, output)(input_ids=ids).logits for output in (unbroken, broken)]
+    assert torch.equal(*logits)
+    assert not torch.equal(logits[0], AutoModelForCausalLM.from_pretrained(base / "llama")(input_ids=ids).logits)
+    assert not (unbroken / "model.safetensors").exists()
+    assert peft.PeftConfig.from_pretrained(unbroken).base_model_name_or_path == str(base / "llama")
+
+
+def adapted(base: Path, output: Path) -> torch.nn.Module:
+    """The base model with a result's adapter, by plain peft."""
+    return peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base / "llama"), output).eval()
+
+
+def test_nan_stops_and_keeps_the_last_good_checkpoint(base, tmp_path, capsys):
+    argv = usual(base, tmp_path / "out", learning_rate=1e30, optimizer="sgd", warmup_steps=0, checkpoint_every=1)
+    said = refused(argv, capsys)
+    assert "NaN" in said or "nan" in said
+    assert "step" in said and "learning_rate" in said
+
+
+def test_told_to_stop_it_finishes_the_step_and_its_checkpoint(base, tmp_path, monkeypatch, capsys):
+    own, output = loop._step, tmp_path / "out"
+
+    def step(run, number, *args):
+        if number == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return own(run, number, *args)
+
+    monkeypatch.setattr(loop, "_step", step)
+    assert cli.main(usual(base, output, quiet=True)) == 130
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"]
+    assert capsys.readouterr().out == ""
+
+
+def test_a_full_disk_keeps_the_last_good_checkpoint(base, tmp_path, capsys, monkeypatch):
+    output = tmp_path / "out"
+    own, calls = torch.save, []
+
+    def full(*args, **kwargs):
+        calls.append(1)
+        if len(calls) > 2:
+            raise OSError(28, "No space left on device")
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "save", full)
+    said = refused(usual(base, output), capsys)
+    assert "the checkpoint of step 4 could not be written" in said and "No space left" in said and "--resume" in said
+    assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000002"]
+    monkeypatch.undo()
+
+
+def test_dry_run_shows_five_lines_and_leaves_nothing(base, tmp_path):
+    (event,) = finetune(usual(base, tmp_path / "out", dry_run=True))
+    assert event["event"] == "plan" and len(event["lines"]) == 5
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_budget_that_does_not_work_is_refused_and_leaves_nothing(base, tmp_path, capsys):
+    assert "least" in refused(usual(base, tmp_path / "out", gpu_budget="20KiB"), capsys)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_looks_wrong_is_asked(base, tmp_path, capsys):
+    argv = [a for a in usual(base, tmp_path / "out", warmup_steps=99) if a != "--yes"]
+    assert "it never ends" in refused(argv, capsys)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_resume_with_another_configuration_shows_the_differences(base, tmp_path, capsys, monkeypatch):
+    output = tmp_path / "out"
+    stop_after(monkeypatch, 2)
+    assert "stopped" in refused(usual(base, output), capsys)
+    said = refused(usual(base, output, resume=True, learning_rate=5e-3, seed=1), capsys)
+    assert "learning_rate: 0.01 in the run, 0.005 now" in said and "seed: 0 in the run, 1 now" in said
+    assert "exists already; go on with it by --resume" in refused(usual(base, output), capsys)
+
+
+def split_of(output: Path) -> dict[str, list[str]]:
+    """Who updates what, as the newest checkpoint says."""
+    newest = max((output / "checkpoints").iterdir())
+    return json.loads((newest / "moment.json").read_text())["split"]
+
+
+def updates_seem_to_take(cpu_update_s: float, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who updates what is then certain, whatever else the machine does."""
+    cost = Updater.cost
+    monkeypatch.setattr(Updater, "cost", lambda *given: replace(cost(*given), cpu_update_s=cpu_update_s))
+    monkeypatch.setattr("offmate.profile.store._kept", {})
+    monkeypatch.setenv("OFFMATE_CACHE_DIR", str(folder / "cache"))
+
+
+@pytest.mark.parametrize(("begun", "resumed", "kept"), [("500KiB", "16MiB", True), ("16MiB", "352KiB", False)])
+def test_on_resume_the_budget_may_change_and_the_split_stays(base, tmp_path, monkeypatch, begun, resumed, kept):
+    """Where it does not fit another one is taken: on the emulated device that changes no bits."""
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    events = finetune(usual(base, unbroken))
+    updates_seem_to_take(0.0 if kept else 1.0, tmp_path, monkeypatch)
+    stop_after(monkeypatch, 2)
+    with pytest.raises(OffmateError, match="stopped by the test"):
+        finetune_raising(usual(base, broken, gpu_budget=begun))
+    monkeypatch.undo()
+    before = split_of(broken)
+    assert bool(before["host"]) == kept and any(before.values())
+    rest = finetune(usual(base, broken, gpu_budget=resumed, resume=True))
+    assert (split_of(broken) == before) == kept
+    assert losses(rest) == losses(events)[2:]
+    assert same(weights(broken), weights(unbroken))
+
+
+def test_a_checkpoint_without_a_split_resumes(base, tmp_path, monkeypatch):
+    """As older versions wrote them."""
+    output = tmp_path / "out"
+    stop_after(monkeypatch, 2)
+    with pytest.raises(OffmateError, match="stopped by the test"):
+        finetune_raising(usual(base, output))
+    monkeypatch.undo()
+    path = max((output / "checkpoints").iterdir())
+    moment = json.loads((path / "moment.json").read_text())
+    del moment["split"]
+    (path / "moment.json").write_text(json.dumps(moment))
+    checkpoint._write_manifest(without_manifest(path))
+    assert len(losses(finetune(usual(base, output, resume=True)))) == STEPS - 2
+
+
+def without_manifest(path: Path) -> Path:
+    (path / "manifest.json").unlink()
+    return path
+
+
+def test_on_an_accelerator_dropout_resumes_bit_for_bit(sim, base, tmp_path, monkeypatch):
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    settings = {"device": "sim", "gpu_budget": "64MiB", "steps": 3}
+    events = finetune(usual(base, unbroken, "gpt2", **settings))
+    stop_after(monkeypatch, 2)
+    with pytest.raises(OffmateError, match="stopped by the test"):
+        finetune_raising(usual(base, broken, "gpt2", **settings))
+    monkeypatch.undo()
+    rest = finetune(usual(base, broken, "gpt2", resume=True, **settings))
+    assert losses(rest) == losses(events)[2:]
+    assert same(weights(broken), weights(unbroken))

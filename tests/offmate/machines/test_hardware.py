@@ -1,0 +1,45 @@
+"""Hardware files load, name their sources, and bad ones are refused."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from offmate.errors import OffmateError
+from offmate.machines.hardware import load, names
+
+FOLDER = resources.files("offmate") / "machines"
+
+
+@pytest.mark.parametrize("name", names())
+def test_rates_are_sensible(name: str) -> None:
+    machine = load(name)
+    assert machine.device_memory_bytes > 0
+    # Where host and device are one memory, two copies at once are no faster than one.
+    least = 0.8 if machine.shared_cores else 1.0
+    assert machine.both_bytes_per_s >= least * max(machine.in_bytes_per_s, machine.out_bytes_per_s)
+    assert machine.flops_per_s("letters") == machine.flops_per_s("float32")
+
+
+def test_the_machines_that_are_promised() -> None:
+    promised = {"emulated", "rtx3060", "rtx3090", "rtx4090", "a100-40", "h100", "h200"}
+    assert promised | {"offmate-rtx3060", "offmate-rtx3090"} <= set(names())
+
+
+def test_unknown_and_damaged(tmp_path: Path) -> None:
+    with pytest.raises(OffmateError, match="rtx3060"):
+        load("rtx3060ti")
+    data = json.loads((FOLDER / "h100.json").read_text())
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(data))
+    assert load(str(path)).in_bytes_per_s == load("h100").in_bytes_per_s
+    for change in ({"format": 9}, {"in_bytes_per_s": 3}, {"in_bytes_per_s": {"value": -1, "source": "x"}}):
+        path.write_text(json.dumps(data | change))
+        with pytest.raises(OffmateError):
+            load(str(path))
+    path.write_text("{")
+    with pytest.raises(OffmateError, match="not JSON"):
+        load(str(path))

@@ -1,0 +1,140 @@
+"""What was recorded on an accelerator: when its streams did what, not when that was launched."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from itertools import pairwise
+
+import pytest
+import torch
+from offmate.runtime.clocks import StreamClock
+from offmate.runtime.trace import Job
+from offmate.solver.machine import Resource
+
+from ...accelerator.loops import on_sim
+from ..loops import batch, plain
+
+pytestmark = pytest.mark.timeout(120)
+SLOW_S = 0.2
+COPIES = (Resource.IN, Resource.OUT)
+
+
+@pytest.fixture
+def loop(sim, cache_dir):
+    """A loop in the least budget after a step; kernels and copies run beside the host, at random moments."""
+    with on_sim(100, cache_dir=cache_dir, inputs=batch(0)) as loop:
+        sim.set_delays(0, 20)
+        loop.steps(0, 1)
+        yield loop
+        sim.set_delays(0, 0)
+
+
+@pytest.mark.parametrize("resource", COPIES)
+def test_a_slow_copy_is_long_in_the_trace_and_its_launch_is_not(sim, loop, monkeypatch, resource):
+    slow = []
+
+    def begins(job, stream, own=Job.begins):
+        own(job, stream)
+        if job.resource is resource and not slow:
+            slow.append(job)
+            stack = contextlib.ExitStack()
+            stack.enter_context(sim.held(stream))
+            threading.Timer(2 * SLOW_S, stack.close).start()
+
+    monkeypatch.setattr(Job, "begins", begins)
+    with loop.model.offmate.record():
+        loop.steps(1, 2)
+    trace = loop.model.offmate.trace
+    action = slow[0].action
+    (launch,) = [one for walk in trace.recording.walks for one in walk if one.action is action]
+    assert launch.launch_end_s - launch.launch_start_s < SLOW_S
+    spans = [job for job in trace.recording.jobs if job.action is action]
+    assert max(job.end_s - job.start_s for job in spans) >= SLOW_S
+    bar = max((b for b in trace.measured.bars if b.row is resource), key=lambda b: b.end_s - b.start_s)
+    assert bar.name == action.name
+    longest = max(trace.measured.waits, key=lambda wait: wait.end_s - wait.start_s)
+    assert longest.cause is resource
+    assert SLOW_S < longest.end_s - longest.start_s <= trace.stall_s[resource.value] <= trace.step_s
+
+
+def test_every_action_and_byte_of_the_schedule_is_in_it(loop):
+    with loop.model.offmate.record():
+        losses = loop.steps(1, 3)
+    plan, recording = loop.model.offmate.plan, loop.model.offmate.trace.recording
+    taken = [one for walk in recording.walks for one in walk]
+    assert tuple(one.action for one in taken) == plan.schedule.actions
+    for resource, moved_bytes in zip(COPIES, plan.moved_bytes):
+        assert sum(job.bytes for job in recording.jobs if job.resource is resource) == moved_bytes
+    assert {j.action.name for j in recording.jobs if j.resource is Resource.CPU} == plan.schedule.update_cpu_s.keys()
+    assert losses == plain().steps(0, 3)[1:]
+
+
+def test_what_one_stream_does_does_not_overlap(loop):
+    with loop.model.offmate.record():
+        loop.steps(1, 3)
+    trace = loop.model.offmate.trace
+    taken = [one for walk in trace.recording.walks for one in walk]
+    assert all(one.start_s <= one.end_s and one.launch_start_s <= one.launch_end_s for one in taken)
+    assert all(a.end_s <= b.start_s for a, b in pairwise(taken))
+    for resource in Resource:
+        spans = sorted((j.start_s, j.end_s) for j in trace.recording.jobs if j.resource is resource)
+        assert all(a[1] <= b[0] for a, b in pairwise(spans))
+        bars = sorted((bar.start_s, bar.end_s) for bar in trace.measured.wrapped() if bar.row is resource)
+        assert all(a[1] <= b[0] for a, b in pairwise(bars))
+    assert all(a.end_s == b.start_s for a, b in pairwise(trace.measured.memory))
+
+
+def test_workers_and_streams_share_one_axis(loop):
+    """An update on the host lies between the copy of its gradient and that of the new parameter."""
+    with loop.model.offmate.record():
+        loop.steps(1, 4)
+    recording = loop.model.offmate.trace.recording
+    by_item = {(job.resource, job.action.name): job for job in recording.jobs}
+    updates = {name: job for (resource, name), job in by_item.items() if resource is Resource.CPU}
+    assert updates
+    for name, update in updates.items():
+        leaves = by_item[Resource.OUT, f"g:{name}"]
+        # An update in the forward is of the gradient before.
+        assert leaves.action.step > update.action.step or leaves.end_s < update.start_s
+    for tail in recording.tails:
+        brought = by_item.get((Resource.IN, f"p:{tail.action.name}"))
+        assert tail.resource is not Resource.CPU or brought is None or tail.end_s < brought.start_s
+
+
+def test_predicted_and_measured_are_drawn_on_one_axis(loop, tmp_path):
+    with loop.model.offmate.record():
+        loop.steps(1, 2)
+    trace = loop.model.offmate.trace
+    assert trace.measured.kinds() == trace.predicted.kinds()
+    assert trace.peak_bytes == trace.measured.peak.total_bytes == trace.predicted.peak.total_bytes
+    assert trace.launch_s > 0
+    trace.save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["predicted", "measured"]
+    assert all(e["ts"] >= 0 and e.get("dur", 0) >= 0 for e in events if "ts" in e)
+    assert "<h3>measured</h3>" in trace._repr_html_()
+
+
+def test_nothing_is_timed_unless_it_is_recorded(loop, monkeypatch):
+    marks, timed = [], []
+    mark, event = StreamClock.mark, torch.Event
+
+    def new_event(*given, **named):
+        timed.append(named.get("enable_timing", False))
+        return event(*given, **named)
+
+    monkeypatch.setattr(torch, "Event", new_event)
+    monkeypatch.setattr(StreamClock, "mark", lambda *given: marks.append(None) or mark(*given))
+    loop.steps(1, 2)
+    assert not marks and not any(timed)
+    with loop.model.offmate.record():
+        loop.steps(2, 3)
+    recording = loop.model.offmate.trace.recording
+    n_copies = sum(job.resource in COPIES for job in recording.jobs)
+    n_actions = sum(map(len, recording.walks))
+    assert 2 * (n_actions + n_copies) <= len(marks) <= 2 * (n_actions + n_copies) + 3
+    recorded = len(marks)
+    loop.steps(3, 4)
+    assert len(marks) == recorded

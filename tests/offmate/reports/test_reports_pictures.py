@@ -1,0 +1,125 @@
+"""Pictures: the HTML page in a real browser without a network, and matplotlib's axes."""
+
+import re
+import sys
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+
+from offmate.reports.colours import KIND_COLOURS, block_colour, text_on
+from offmate.reports.extra import viz
+from offmate.reports.html import plan_document
+from offmate.reports.items import KINDS
+from offmate.reports.timeline import plan_timeline
+
+from ...solver.tiny_schedule import tiny_schedule
+from .report_plans import plan_of, resident_plan, tiny_plan
+
+
+def test_the_page_holds_every_bar_and_needs_nothing_else():
+    plan = tiny_plan()
+    page = plan_document(plan)
+    assert page.count("<rect") == sum(bar.end_s > bar.start_s for bar in plan_timeline(plan).wrapped())
+    assert "gradient of w" in page and "waiting for" in page
+    assert not re.search(r"(src|href)=\"(?!data:)|url\(|@import|https?://", page)
+    assert plan._repr_html_() in page
+
+
+def test_the_curve_reaches_the_peak():
+    plan = tiny_plan()
+    page = plan_document(plan)
+    top = int(re.search(r'data-top="(\d+)"', page).group(1))
+    paths = re.findall(r'<path fill="[^"]+" d="M([^"]+)L', page)
+    heights = [1000 - int(point.split()[1]) for path in paths for point in re.findall(r"\d+ \d+", path)]
+    assert max(heights) == round(1000 * plan.predicted_peak_bytes / top)
+    svg = re.search(r"<svg viewBox=\"0 0 8000.*?</svg>", page).group(0)
+    ElementTree.fromstring(svg)
+
+
+def test_names_are_escaped():
+    schedule = tiny_schedule()
+    bad = "<script>alert(1)</script>"
+    renamed = replace(
+        schedule,
+        item_bytes={("p:" + bad if item == "p:w" else item): size for item, size in schedule.item_bytes.items()},
+        forward=tuple(replace(a, name="p:" + bad) if a.name == "p:w" else a for a in schedule.forward),
+        backward=tuple(replace(a, name="p:" + bad) if a.name == "p:w" else a for a in schedule.backward),
+    )
+    page = plan_document(plan_of(renamed))
+    assert bad not in page and "&lt;script&gt;alert" in page
+
+
+def test_a_budget_far_above_the_peak_does_not_flatten_the_curve():
+    plan = replace(tiny_plan(), budget_bytes=2**40)
+    assert 'class="om-budget"' not in plan_document(plan)
+    assert "of 1 TiB" in plan_document(plan)
+
+
+def test_plots_draw_what_the_plan_says(monkeypatch):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    import offmate
+
+    plan = tiny_plan()
+    rows = [label.get_text().split("\n")[0] for label in plan.plot_timeline().get_yticklabels()]
+    assert rows == ["compute", "copies in", "copies out", "CPU updates"]
+    memory = plan.plot_memory()
+    curve = memory.collections[-1].get_paths()[0].vertices
+    assert max(y for _, y in curve) == plan.predicted_peak_bytes
+    assert {text.get_text() for text in memory.get_legend().get_texts()} <= set(KINDS)
+    kinds = [label.get_text().split("\n")[0] for label in plan.plot_tensors().get_yticklabels()]
+    assert kinds == ["parameters", "optimizer states", "activations"]
+    sweep = offmate.plot_sweep({"one card": [plan], "another": [resident_plan(), plan]})
+    assert {"one card", "another"} < {text.get_text() for text in sweep.get_legend().get_texts()}
+    fits = offmate.SweepPoint(100, 50, 1.0, 90, 10, 0.9)
+    points = [offmate.SweepPoint(20, 50), fits, offmate.SweepPoint(60, 50, 2.0, 60, 30, 1.5)]
+    curve = offmate.plot_sweep(points).lines[0]
+    assert list(curve.get_xdata()) == [60, 100] and list(curve.get_ydata()) == [2.0, 1.0]
+    for nothing in ([], points[:1]):
+        with pytest.raises(ValueError, match="at least one plan"):
+            offmate.plot_sweep(nothing)
+    for figure in map(plt.figure, plt.get_fignums()):
+        figure.canvas.draw()
+    plt.close("all")
+
+
+def test_the_frame_has_a_row_per_action():
+    pytest.importorskip("pandas")
+    plan = tiny_plan()
+    frame = plan.to_dataframe()
+    assert len(frame) == len(plan.schedule.actions)
+    assert frame.device_bytes.max() == plan.predicted_peak_bytes
+    copies = frame[frame.resource.isin(["copy in", "copy out"])]
+    assert copies.bytes.sum() == sum(plan.moved_bytes)
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "pandas"])
+def test_what_is_missing_says_how_to_get_it(monkeypatch, package):
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [_Hider(package), *sys.meta_path])
+    with pytest.raises(ImportError, match=r'pip install "offmate\[viz\]"'):
+        viz(f"{package}.pyplot")
+
+
+class _Hider:
+    """A finder that finds one package to be absent."""
+
+    def __init__(self, package):
+        self.package = package
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == self.package:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=self.package)
+        return None
+
+
+def test_colours_are_told_apart():
+    assert set(KIND_COLOURS) == set(KINDS)
+    colours = [block_colour(block, 70) for block in range(70)]
+    assert len(set(colours)) == 70
+    assert block_colour(0, 1).startswith("#") and block_colour(None, 3) not in colours
+    assert text_on("#000000") == "#fff" and text_on("#ffffff") == "#000"

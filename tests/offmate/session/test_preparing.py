@@ -1,0 +1,99 @@
+"""Which plan a call needs, asked without a loop around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import offmate
+from offmate.capture.plain import Plainness
+from offmate.config import Config
+from offmate.guards.watch import Watch
+from offmate.machines.devices import make_device
+from offmate.optim.updater import Updater, parameter_names
+from offmate.planning.request import Request
+from offmate.progress import planning_progress
+from offmate.session.host_state import Truth
+from offmate.session.preparer import Preparer
+from offmate.session.variants import Variant
+
+from ..loops import AMPLE, CPU_BUDGET, adamw, batch, tiny
+
+
+class Sliced(torch.nn.Module):
+    """Reads a number that a graph cannot hold as a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        return self.layer(x)[list(range(rows))].sum()
+
+
+class Asking:
+    """A preparer of a model's variants; `rooms`: how often it has had the device cleared."""
+
+    def __init__(self, model: torch.nn.Module, given: offmate.Plan | None = None) -> None:
+        self.model, self.rooms = model, 0
+        request = Request(AMPLE, CPU_BUDGET, "emulated", Config(cache_dir=None))
+        optimizer = adamw(model)
+        updater = Updater(optimizer, parameter_names(model, optimizer))
+        watch = Watch(model)
+        self.preparer = Preparer(
+            request,
+            Plainness(type(model), None),
+            watch,
+            Truth(model, updater, watch),
+            make_device(request.device, request.budget_bytes),
+            updater,
+            None,
+            given,
+            planning_progress,
+        )
+
+    def __call__(self, trains: bool = True, **kwargs: Any) -> tuple[Variant, list[torch.Tensor | None]]:
+        call = self.preparer.call_of(self.model, (), kwargs, trains)
+        return self.preparer.variant_for(self.model, call, self._make_room)
+
+    def _make_room(self) -> None:
+        self.rooms += 1
+
+
+def test_room_is_made_for_new_plans_only():
+    ask = Asking(tiny())
+    given = batch(0)
+    first, tensors = ask(**given)
+    assert [a is b for a, b in zip(tensors, given.values(), strict=True)] == [True, True]
+    assert (ask(**batch(1))[0], ask.rooms) == (first, 1)
+    forward, _ = ask(trains=False, **batch(2))
+    assert forward is not first and ask.rooms == 2
+    assert ask.preparer.training is first and ask.preparer.plans == (first.prepared.plan,)
+
+
+def test_plans_from_elsewhere_are_not_searched_for(monkeypatch):
+    ask = Asking(tiny())
+    plan = ask(**batch(0))[0].prepared.plan
+    monkeypatch.setattr("offmate.planning.planner.solve_problem", lambda *_, **__: pytest.fail("solved anew"))
+    given, earlier = Asking(tiny(), plan), Asking(tiny())
+    earlier.preparer.use_earlier(plan)
+    assert given.preparer.plan is plan and earlier.preparer.plan is None
+    for other in (given, earlier):
+        assert other(**batch(0))[0].prepared.plan.schedule.actions == plan.schedule.actions
+
+
+def test_a_call_without_weights_leaves_the_device_alone():
+    with torch.device("meta"):
+        ask = Asking(tiny())
+    with pytest.raises(offmate.OffmateError, match="16 parameters are on the meta device"):
+        ask(**batch(0))
+    assert ask.rooms == 0 and ask.preparer.training is None
+
+
+def test_whole_numbers_stay_numbers_and_each_value_is_captured_once():
+    ask, x = Asking(Sliced()), torch.zeros(4, 4)
+    found = [ask(x=x, rows=rows) for rows in (3, 2, 3)]
+    assert [tensors for _, tensors in found] == [[x, None]] * 3
+    assert found[2][0] is found[0][0] and found[1][0] is not found[0][0]
