@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil, inf
 from typing import Literal
 
@@ -17,6 +18,7 @@ from .solution import Solution, Status
 
 ALIGN_BYTES = 256
 MARGIN = 1e-6  # relative; covers the solvers' tolerance on a row
+_REMEMBERED = 32  # problems of a process
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,12 @@ def least_budget(
     Returns: bytes with which the problem is feasible, rounded up; the host's need if that alone is what binds.
     Raises: NoAnswer if the time limit was too short.
     """
+    # Plans of one problem for several device budgets share the answer, so it is found once.
+    return _least_budget(replace(problem, device_budget_bytes=0), time_limit_s, gap, backend)
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _least_budget(problem: Problem, time_limit_s: float, gap: float, backend: str | None) -> LeastBudget:
     program, answer = _minimise(problem, "device", time_limit_s, gap, backend)
     if answer.status is Status.INFEASIBLE:
         needed = least_host(problem, time_limit_s=time_limit_s, gap=gap, backend=backend)

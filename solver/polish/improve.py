@@ -283,4 +283,6 @@ def _goals(schedule: Schedule, actions: list[Action]) -> dict[int, int]:
 def _seconds(schedule: Schedule, action: Action) -> float:
     if action.kind is Kind.COMPUTE:
         return schedule.computes[action.name].seconds
-    return schedule.update_device_s[action.name] if action.kind is Kind.UPDATE_DEVICE else 0.0
+    if action.kind is Kind.UPDATE_DEVICE:
+        return schedule.update_device_s[action.name]
+    return schedule.add_device_s[action.name] if action.kind is Kind.ACCUMULATE else 0.0

@@ -245,6 +245,15 @@ def test_the_host_is_named_when_no_device_budget_would_do(backend: str) -> None:
     assert solve(replace(problem, host_budget_bytes=least.bytes), backend=backend).status is Status.OPTIMAL
 
 
+def test_the_least_budget_is_found_once_for_all_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = random_problem(random.Random(4711))
+    found = least_budget(problem)
+    monkeypatch.setattr("offmate.solver.solve.search", None)
+    assert least_budget(replace(problem, device_budget_bytes=found.bytes)) == found
+    with pytest.raises(TypeError):  # another problem
+        least_budget(replace(problem, host_budget_bytes=problem.host_budget_bytes // 2))
+
+
 def test_a_last_block_that_can_only_offload_is_refused() -> None:
     with pytest.raises(ProblemError, match="b1"):
         solve(problem_of(2, options=[option("offload", 0, 100)]))
