@@ -24,7 +24,7 @@ from offmate.cli import shapes
 from offmate.errors import InfeasibleBudget
 from offmate.files import write_whole
 from offmate.machines import devices
-from offmate.profile.operators import measure_link
+from offmate.machines.links import measure_link
 
 from .gpu_cases import MODELS, WARM_UP_STEPS, WAYS, Batch, Case, Training, batches
 from .overhead import machine

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .version import VERSION
+
 if TYPE_CHECKING:
     from .api import compile, plan
     from .config import Config
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from .reports.plots import plot_sweep
     from .split import Split
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _HOME = {
     "compile": "api",

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from ..errors import CaptureError
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in \S+\n(?P<code>[^\n]*)')
-_PACKAGES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/")
+_PACKAGES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent}/")
 _STANDARD = (f"{sysconfig.get_path('stdlib')}/", "<frozen")
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

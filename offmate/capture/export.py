@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from ..errors import CaptureError
 from ..guards.python_state import python_restored
 from ..machines.devices import rng_untouched
-from ..runtime.replay.program import as_layout
+from ..runtime.layouts import as_layout
 from . import batch_decisions
 from .byproducts import ByProduct, Look
 from .data_dependent import check_sizes, line_of, named

@@ -23,8 +23,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
+from ..runtime.layouts import as_layout
 from ..runtime.operators.recurrent import recorded_rnn_layer, rnn_layer_backward
-from ..runtime.replay.program import as_layout
 from . import draws
 from .as_in_eager import LayoutsKept, copied, no_autocast, run_openly
 from .casts import added

@@ -84,13 +84,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _files(arguments: argparse.Namespace, plan: Plan) -> dict[Path, Callable[[Path], None]]:
     """What is to be written where."""
-    from ..reports.html import plan_document
     from .summary import figures
 
     return {
         path: write
         for path, write in (
-            (arguments.html, lambda path: write_whole(path, plan_document(plan))),
+            (arguments.html, lambda path: write_whole(path, plan.to_html())),
             (arguments.trace, plan.save_trace),
             (arguments.json, lambda path: write_whole(path, json.dumps(figures(plan), indent=2) + "\n")),
         )

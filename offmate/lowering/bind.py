@@ -5,10 +5,12 @@ from __future__ import annotations
 from ..capture.blocks import TracedBlock
 from ..capture.export import Captured
 from ..capture.joint import External
+from ..programs.prelude import Prelude
 from ..programs.programs import ClassGraph
 from ..runtime.replay.binding import Binding, BlockBinding, Port, StartBinding
 from ..runtime.replay.program import Program
-from .problem import BlockClass, ClassOption, Lowered, Prelude
+from .options import BlockClass, ClassOption
+from .problem import Lowered
 
 
 def bind(captured: Captured, lowered: Lowered, options: tuple[int, ...]) -> Binding:

@@ -22,8 +22,9 @@ from ..machines.devices import accelerator, rng_untouched
 from ..programs.outline import Outline, Unfit, as_function, left_like, likes, mismatch, outline, samples
 from ..programs.programs import ClassGraph, Programs
 from ..progress import Progress
+from ..runtime.layouts import as_layout
 from ..runtime.ledger import Ledger
-from ..runtime.replay.program import Fused, Program, as_layout, run
+from ..runtime.replay.program import Fused, Program, run
 from ..sizes import format_bytes
 from ..solver.schedule import Schedule
 from ..solver.simulate import room_bytes

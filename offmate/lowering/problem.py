@@ -3,58 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
-import torch
 from torch import fx
 
 from ..capture.blocks import TracedBlock
 from ..capture.chain import Chain
 from ..capture.export import Captured
-from ..capture.joint import BlockSpec, External, Joint, trace
+from ..machines.links import LinkRates
 from ..optim.rows import grid_of
-from ..programs.programs import ClassGraph, NodeCost, Programs
-from ..runtime.replay.program import Program
-from ..solver.options.choices import BlockGraph, Op, Storage, choices
+from ..programs.prelude import Prelude, _dense_bytes
 from ..solver.options.pieces import Grid, in_pieces
-from ..solver.problem import Block, Group, Option, Output, Problem, Rates, Shared, Side, TensorSize, Value
-
-# What is smaller never leaves: no budget gains by it. And fused attention keeps the few bytes of its seed in the host's
-# own memory and has to find them there.
-_TINY_BYTES = 512
-
-
-@dataclass(frozen=True)
-class LinkRates:
-    """Copy rates between host and device in bytes per second; `both` is the sum of both directions at once."""
-
-    in_bytes_per_s: float
-    out_bytes_per_s: float
-    both_bytes_per_s: float
-
-
-@dataclass(frozen=True)
-class ClassOption:
-    """One option of a class: its programs, and which of the saved storages stay or leave."""
-
-    name: str
-    programs: Programs
-    kept: frozenset[int]
-    offloaded: frozenset[int]
-
-
-@dataclass(frozen=True)
-class BlockClass:
-    """A class with its costs and options."""
-
-    graph: ClassGraph
-    options: tuple[ClassOption, ...]
-
-    @cached_property
-    def backward_reads(self) -> frozenset[int]:
-        """Registers that the backward of any option reads."""
-        return frozenset().union(*(self.graph.read_registers(o.programs.backward) for o in self.options))
+from ..solver.problem import Block, Group, Output, Problem, Rates, Shared, Side, TensorSize, Value
+from .options import BlockClass, option_numbers
 
 
 @dataclass(frozen=True)
@@ -78,33 +39,6 @@ class Trainable:
 
 
 @dataclass(frozen=True)
-class Prelude:
-    """What runs before the first block.
-
-    Parameters
-    ----------
-    joint: its graph, None if nothing depends on no parameter.
-    nodes: nodes of the flat graph that are there afterwards: batch tensors, buffers, constants and what it makes.
-    item: node -> name of the shared item that holds its storage; absent for buffers and constants.
-    item_bytes: bytes of each item.
-    batch_bytes: bytes of each batch tensor that anybody reads, by placeholder name.
-    program: its program, None without a graph.
-    """
-
-    spec: BlockSpec
-    graph: ClassGraph | None
-    program: Program | None
-    item: dict[fx.Node, str]
-    item_bytes: dict[str, int]
-    batch_bytes: dict[str, int]
-
-    @property
-    def peak_bytes(self) -> int:
-        """The batch and the most that the prelude holds on top."""
-        return sum(self.batch_bytes.values()) + (self.program.rise_bytes if self.program else 0)
-
-
-@dataclass(frozen=True)
 class Lowered:
     """The model as the solver's problem, and what is needed to bind its answer back to tensors.
 
@@ -118,110 +52,6 @@ class Lowered:
     blocks: tuple[TracedBlock, ...]
     prelude: Prelude
     value_item: dict[str, str]
-
-
-def class_options(
-    joint: Joint, costs: dict[str, NodeCost], link_bytes_per_s: float, max_options: int, last: bool
-) -> BlockClass:
-    """Solve the options of a class and build the programs of each.
-
-    Parameters
-    ----------
-    costs: per node. link_bytes_per_s: at which offloaded values travel. max_options: how many to keep.
-    last: whether the class's blocks have no time to offload anything (the chain's last block).
-    """
-    graph = ClassGraph(joint, costs)
-    if not graph.wanted:
-        return BlockClass(graph, (ClassOption("keep", graph.programs(frozenset()), frozenset(), frozenset()),))
-    own = frozenset(graph.number.values()) - graph.resting
-    forward_own = frozenset(s for n in joint.forward for s in graph.made_by(n)) & own
-    found = []
-    for choice in choices(_block_graph(graph), link_bytes_per_s, max_options):
-        if last and choice.offload:
-            continue
-        programs = graph.programs(forward_own - choice.keep - choice.offload)
-        worth = frozenset(s for s in programs.saved if graph.bytes[s] > _TINY_BYTES)
-        offloaded = worth & choice.offload - choice.keep
-        found.append(ClassOption(choice.name, programs, frozenset(programs.saved) - offloaded, offloaded))
-    return BlockClass(graph, tuple(found))
-
-
-def _block_graph(graph: ClassGraph) -> BlockGraph:
-    ops = []
-    for node in graph.joint.forward:
-        makes = tuple(s for s in graph.made_by(node) if s not in graph.resting)
-        if not graph.made_by(node):
-            continue
-        reads = tuple(sorted({s for a in node.all_input_nodes for s in graph.storages(a)} - set(makes)))
-        seconds = graph.costs.get(node.name, NodeCost()).seconds
-        ops.append(Op(node.name, seconds, reads, makes, node in graph.recomputable))
-    own = {s for op in ops for s in op.makes}
-    storages = tuple(Storage(graph.bytes[s], s not in own) for s in range(len(graph.number)))
-    return BlockGraph(tuple(ops), storages, graph.wanted & own)
-
-
-def option_numbers(option: ClassOption, incoming_bytes: int) -> Option:
-    """The solver's view of an option.
-
-    Parameters
-    ----------
-    incoming_bytes: gradients that the backward is handed and lets go.
-    """
-    programs = option.programs
-    saved = sum(programs.saved_bytes[s] for s in option.kept)
-    offloaded = sum(programs.saved_bytes[s] for s in option.offloaded)
-    return Option(
-        name=option.name,
-        saved_bytes=saved,
-        offloaded_bytes=offloaded,
-        forward_s=programs.forward.seconds,
-        backward_s=programs.backward.seconds,
-        forward_peak_bytes=programs.forward.rise_bytes,
-        backward_peak_bytes=programs.backward.rise_bytes + saved + offloaded + incoming_bytes,
-    )
-
-
-def lower_prelude(
-    captured: Captured,
-    chain: Chain,
-    blocks: tuple[TracedBlock, ...],
-    costs: dict[str, NodeCost] | None = None,
-) -> Prelude:
-    """Trace what depends on no parameter, and find which storages outlive it."""
-    outputs = {o for o in captured.outputs if isinstance(o, str)}
-    wanted = {e.node for b in blocks for e in b.spec.externals if e.kind == "shared"}
-    wanted |= {n for n in captured.graph.nodes if n.name in outputs and n not in chain.made_in}
-    own = set(chain.prelude)
-    outside = list(dict.fromkeys(a for n in chain.prelude for a in n.all_input_nodes if a not in own))
-    externals = tuple(External(node=n, kind="buffer" if n.name in captured.buffers else "shared") for n in outside)
-    results = tuple(n for n in chain.prelude if n in wanted)
-    spec = BlockSpec(chain.prelude, externals, results, ())
-    inputs = {name for name in captured.inputs if name is not None}
-    read = {n for n in captured.graph.nodes if n.name in inputs and (n in wanted or n in set(outside))}
-    # A batch keeps its strides, which may leave gaps or repeat elements.
-    batch_bytes = {n.name: n.meta["fake"].untyped_storage().nbytes() for n in captured.graph.nodes if n in read}
-    item: dict[fx.Node, str] = {n: n.name for n in captured.graph.nodes if n in wanted and n.name in inputs}
-    item_bytes = {name: batch_bytes[name] for name in item.values()}
-    if not chain.prelude:
-        return Prelude(spec, None, None, item, item_bytes, batch_bytes)
-    joint = trace(spec, own_results=False)
-    graph = ClassGraph(joint, costs)
-    roots = {s: e.node for e, leaves in zip(externals, joint.leaves) for s in graph.storages(leaves[0])}
-    owner: dict[int, str] = {}
-    for node, result in zip(results, joint.results):
-        storage = graph.storages(result)[0]
-        root = roots.get(storage)
-        if root is not None and root.name not in inputs:
-            continue
-        name = root.name if root is not None else owner.setdefault(storage, node.name)
-        item[node] = name
-        item_bytes[name] = batch_bytes[name] if root is not None else graph.bytes[storage]
-    let_go = frozenset(s for s, n in roots.items() if n.name in inputs and n.name not in item_bytes)
-    return Prelude(spec, graph, graph.start_program(let_go), item, item_bytes, batch_bytes)
-
-
-def _dense_bytes(fake: torch.Tensor) -> int:
-    return fake.numel() * fake.element_size()
 
 
 class Lowering:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ..config import default_cache_dir
-from ..profile.operators import measure_link
 from .benchmark import processor
 from .devices import EMULATED, make_device, words
 from .host_memory import available_host_bytes, default_host_budget_bytes
+from .links import measure_link
 
 _NEEDED = ("torch", "pulp", "highspy", "ortools", "networkx", "rich")
 _EXTRAS = (

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from .. import __version__
 from ..capture.export import Captured
 from ..capture.model import Traced, structure
 from ..config import Config
@@ -19,6 +18,7 @@ from ..optim.updater import Updater
 from ..plans.plan import Plan
 from ..sizes import format_bytes
 from ..split import Split
+from ..version import VERSION
 from .request import Request
 
 
@@ -39,7 +39,7 @@ def fingerprint_of(
         hyper = {n: sorted((k, str(v)) for k, v in g.items() if k not in kept) for n, g in updater.groups.items()}
         optimizer = (updater.base.__qualname__, updater.by_element, hyper)
     parts: tuple[Any, ...] = (
-        __version__, torch.__version__, platform.processor(), torch.get_num_threads(), _device_words(request, machine),
+        VERSION, torch.__version__, platform.processor(), torch.get_num_threads(), _device_words(request, machine),
         wiring, structure(traced), [node.format_node() for node in traced.chain.prelude], _batch(captured),
         sorted(captured.params.items()), sorted(traced.differentiated), captured.outputs, optimizer,
         request.config.options_per_block, machine,

@@ -11,10 +11,13 @@ from ..capture.model import trace_model
 from ..errors import InfeasibleBudget
 from ..lowering.bind import bind
 from ..lowering.inductor import compiled
-from ..lowering.problem import BlockClass, ClassOption, LinkRates, Lowering, lower_prelude
+from ..lowering.options import BlockClass, ClassOption
+from ..lowering.problem import Lowering
 from ..machines.devices import EMULATED, accelerator
+from ..machines.links import LinkRates
 from ..plans.plan import Plan
 from ..profile.figures import measure
+from ..programs.prelude import lower_prelude
 from ..programs.programs import ClassGraph
 from ..progress import Progress
 from ..sizes import format_bytes, format_least_bytes

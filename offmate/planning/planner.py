@@ -19,13 +19,17 @@ from ..capture.model import Traced, structure, trace_model
 from ..errors import InfeasibleBudget, PlanFileError
 from ..lowering.bind import bind
 from ..lowering.inductor import compiled
-from ..lowering.problem import BlockClass, LinkRates, Lowered, Lowering, Trainable, lower_prelude
+from ..lowering.options import BlockClass, stored_options
+from ..lowering.problem import Lowered, Lowering, Trainable
+from ..lowering.stored import StoredClass
 from ..machines.devices import accelerator
 from ..machines.hardware import Hardware
+from ..machines.links import LinkRates
 from ..optim.updater import UpdateCost, Updater
-from ..plans.plan import Plan, StoredClass
+from ..plans.plan import Plan
 from ..profile.figures import measure, measure_all, work_out
 from ..profile.store import Measured, recall, remember
+from ..programs.prelude import lower_prelude
 from ..programs.programs import NodeCost
 from ..progress import Progress
 from ..sizes import format_bytes
@@ -263,16 +267,19 @@ def _measured(subject: _Subject) -> Measured:
     model, traced, request, updater, say = (
         subject.model, subject.traced, subject.request, subject.updater, subject.say,
     )  # fmt: skip
-    many, folder = request.config.options_per_block, request.config.cache_dir
+    folder = request.config.cache_dir
     own = fingerprint_of(model, traced, request, updater, subject.machine, budgets=False)
     measured = recall(own, folder)
     if measured is not None:
         return measured
     if subject.machine is None:
         args, kwargs = subject.args, subject.kwargs
-        measured = measure_all(model, args, kwargs, traced, many, updater, say, request.device)
+        figures = measure_all(model, args, kwargs, traced, updater, say, request.device)
     else:
-        measured = work_out(model, traced, subject.machine, many, updater, say)
+        figures = work_out(model, traced, subject.machine, updater)
+    most, out_bytes_per_s = request.config.options_per_block, figures.rates.out_bytes_per_s
+    options = stored_options(traced, figures.costs, out_bytes_per_s, most, say)
+    measured = Measured(figures.rates, figures.costs, figures.updates, options)
     remember(own, folder, measured)
     return measured
 

@@ -8,7 +8,7 @@ from typing import Any
 from ..config import Config
 from ..errors import InfeasibleBudget
 from ..lowering.problem import Lowered
-from ..plans.plan import BlockRow
+from ..plans.table import BlockRow
 from ..sizes import format_bytes, format_least_bytes
 from ..solver.problem import Problem
 from ..solver.schedule import Kind, Schedule

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from ..capture.blocks import TracedBlock
 from ..errors import PlanFileError
-from ..lowering.problem import BlockClass, ClassOption
-from ..plans.plan import Plan, StoredOption, load_plan
+from ..lowering.options import BlockClass, ClassOption
+from ..lowering.stored import StoredOption
+from ..plans.plan import Plan, load_plan
 from ..programs.programs import ClassGraph, NodeCost
 from ..sizes import format_bytes
 from .request import Request

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..solver.explain import Explanation, explain
 from ..solver.plan import Planned
 from ..solver.problem import Problem
+from ..solver.schedule import Schedule
+from ..solver.simulate import Simulation
 from ..solver.solution import Solution, Status
-
-if TYPE_CHECKING:
-    from .plan import Plan
 
 
 def endless_s(problem: Problem) -> float:
@@ -20,15 +17,16 @@ def endless_s(problem: Problem) -> float:
     return passes_s + sum(group.device_update_s for group in problem.groups)
 
 
-def limits(plan: Plan, offers: bool) -> Explanation:
+def limits(
+    problem: Problem, schedule: Schedule, simulation: Simulation, lower_bound_s: float, gap: float, offers: bool
+) -> Explanation:
     """What limits a plan in each phase, and if asked what some changes would buy.
 
     Parameters
     ----------
-    plan: one with its problem.
+    schedule, simulation: of the plan. lower_bound_s, gap: what the solver has proved of it.
     """
-    assert plan.problem is not None
     # Where the solver has proved nothing, the gap is 1 and says nothing of what it found.
-    objective_s = plan.lower_bound_s / (1 - plan.gap) if plan.gap < 1 else plan.predicted_step_s
-    solution = Solution(Status.OPTIMAL, objective_s, plan.lower_bound_s, plan.gap, 0.0)
-    return explain(plan.problem, Planned(solution, plan.schedule, plan.simulation, 0.0), offers=offers)
+    objective_s = lower_bound_s / (1 - gap) if gap < 1 else simulation.step_s
+    solution = Solution(Status.OPTIMAL, objective_s, lower_bound_s, gap, 0.0)
+    return explain(problem, Planned(solution, schedule, simulation, 0.0), offers=offers)

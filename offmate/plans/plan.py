@@ -13,6 +13,12 @@ from rich.table import Table
 
 from ..errors import PlanFileError
 from ..files import write_whole
+from ..lowering.stored import StoredClass, StoredOption
+from ..reports.frame import schedule_frame
+from ..reports.html import document, figure
+from ..reports.plots import draw_memory, draw_tensors, draw_timeline
+from ..reports.timeline import Timeline, build_timeline
+from ..reports.trace import save_trace
 from ..sizes import format_bytes, format_least_bytes
 from ..solver.files import problem_from_dict
 from ..solver.files import to_dict as problem_to_dict
@@ -21,61 +27,17 @@ from ..solver.schedule import Action, Kind, Schedule
 from ..solver.simulate import Simulation, simulate
 from ..solver.text import from_dict, to_dict
 from ..split import Split
+from .diff import Compared, PlanDiff, diff
 from .limits import endless_s, limits
-from .table import plan_table
+from .table import BlockRow, plan_table
 
 if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
 
-    from ..reports.diff import PlanDiff
-
 FORMAT = 3
 _WORTH_SAYING_BYTES = 1024
 _WORTH_SAYING_PART = 0.01  # of a step
-
-
-@dataclass(frozen=True)
-class BlockRow:
-    """One block of a plan's table: what its option keeps, moves and recomputes, and where its parameters live.
-
-    Parameters
-    ----------
-    kept_bytes, offloaded_bytes: of what its forward makes for its backward.
-    recomputed: how many operators its backward runs again.
-    params_bytes: of the parameters first used here. params_resident_bytes: those that never leave the device.
-    cpu_update_bytes: those that the host updates.
-    """
-
-    name: str
-    class_id: str
-    option: str
-    kept_bytes: int
-    offloaded_bytes: int
-    recomputed: int
-    params_bytes: int
-    params_resident_bytes: int
-    cpu_update_bytes: int
-
-
-@dataclass(frozen=True)
-class StoredOption:
-    """A class's option as it is saved: which storages stay and which leave; programs follow from it."""
-
-    name: str
-    kept: tuple[int, ...]
-    offloaded: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class StoredClass:
-    """A class's options, and by node name its kernel's workspace, followed by what its results reserve if that is more.
-
-    All in bytes; nodes without either are left out.
-    """
-
-    options: tuple[StoredOption, ...]
-    kernel_bytes: dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -211,7 +173,8 @@ class Plan:
         if self.user_bytes >= _WORTH_SAYING_BYTES:
             lines.append(f"{format_bytes(self.user_bytes)} are reserved for your code between forward and backward")
         if self.problem is not None:
-            lines += limits(self, offers).text().splitlines()
+            proved = self.lower_bound_s, self.gap
+            lines += limits(self.problem, self.schedule, self.simulation, *proved, offers).text().splitlines()
         return "\n".join(lines)
 
     def table(self) -> Table:
@@ -229,47 +192,44 @@ class Plan:
         """Write the plan as JSON, whole or not at all."""
         write_whole(Path(path), json.dumps(_to_json(self)))
 
+    def timeline(self, name: str = "predicted") -> Timeline:
+        """The predicted iteration as plain data, what no decision changes included; its peak is the predicted one."""
+        return build_timeline(self.schedule, self.simulation, name, self.fixed_bytes, self.budget_bytes)
+
     def diff(self, other: Plan) -> PlanDiff:
         """What is different in another plan: prints as words, `.table()` is for rich."""
-        from ..reports.diff import diff_plans
-
-        return diff_plans(self, other)
+        return diff(_compared(self), _compared(other))
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the predicted iteration for Perfetto or chrome://tracing."""
-        from ..reports.timeline import plan_timeline
-        from ..reports.trace import save_trace
-
-        save_trace([plan_timeline(self)], path)
+        save_trace([self.timeline()], path)
 
     def plot_timeline(self, ax: Axes | None = None) -> Axes:
         """Draw what every resource does when, with matplotlib; on new axes if none are given."""
-        from ..reports.plots import plot_timeline
-
-        return plot_timeline(self, ax)
+        return draw_timeline(self.timeline(), ax)
 
     def plot_memory(self, ax: Axes | None = None) -> Axes:
         """Draw what is on the device over an iteration, by kind, with matplotlib."""
-        from ..reports.plots import plot_memory
-
-        return plot_memory(self, ax)
+        return draw_memory(self.timeline(), ax)
 
     def plot_tensors(self, ax: Axes | None = None) -> Axes:
         """Draw where every tensor is at each step, with matplotlib."""
-        from ..reports.plots import plot_tensors
-
-        return plot_tensors(self, ax)
+        return draw_tensors(self.schedule, ax)
 
     def to_dataframe(self) -> pandas.DataFrame:
         """The plan's actions as a pandas frame, one row each."""
-        from ..reports.frame import plan_frame
+        return schedule_frame(self.schedule, self.simulation, self.fixed_bytes)
 
-        return plan_frame(self)
+    def to_html(self) -> str:
+        """The picture of an iteration as a page of its own, with the plan in words above it."""
+        return document([self.timeline()], self._title, self.explain().splitlines())
+
+    @property
+    def _title(self) -> str:
+        return f"One step in {format_bytes(self.budget_bytes)}"
 
     def _repr_html_(self) -> str:
-        from ..reports.html import plan_figure
-
-        return plan_figure(self)
+        return figure([self.timeline()], self._title, self.explain().splitlines())
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
@@ -290,6 +250,27 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         return _from_json(data)
     except (KeyError, TypeError, ValueError) as error:
         raise PlanFileError(f"{path}: a damaged plan file: {error!r}. Plan again") from error
+
+
+def _compared(plan: Plan) -> Compared:
+    """What of a plan is compared with another."""
+    schedule, blocks, (moved_in, moved_out) = plan.schedule, plan.blocks, plan.moved_bytes
+    figures: dict[tuple[str, str], float] = {
+        ("one step", "s"): plan.predicted_step_s,
+        ("of it waiting", "s"): sum(plan.simulation.stall_s.values()),
+        ("of it compute", "s"): sum(spec.seconds for spec in schedule.computes.values()),
+        ("device budget", "B"): plan.budget_bytes,
+        ("predicted peak", "B"): plan.predicted_peak_bytes,
+        ("least budget", "B"): plan.least_budget_bytes,
+        ("host memory", "B"): plan.host_bytes,
+        ("copied in per step", "B"): moved_in,
+        ("copied out per step", "B"): moved_out,
+        ("activations kept", "B"): sum(row.kept_bytes for row in blocks),
+        ("activations offloaded", "B"): sum(row.offloaded_bytes for row in blocks),
+        ("parameters updated on the CPU", "B"): sum(row.cpu_update_bytes for row in blocks),
+        ("parameters that never leave", "B"): sum(row.params_resident_bytes for row in blocks),
+    }
+    return Compared(figures, schedule, blocks)
 
 
 def _to_json(plan: Plan) -> dict[str, Any]:

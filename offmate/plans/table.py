@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from rich import box
 from rich.table import Table
 
 from ..sizes import format_bytes
-
-if TYPE_CHECKING:
-    from .plan import BlockRow
 
 _SIZES = ("kept", "offloaded", "parameters", "never\nleave", "updated\non CPU")
 _MANY_UNITS = 1000  # above it decimals only widen the table
@@ -135,3 +133,26 @@ def _spans(indices: Sequence[int]) -> str:
             parts.append(str(run[0]))
         start += len(run)
     return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class BlockRow:
+    """One block of a plan's table: what its option keeps, moves and recomputes, and where its parameters live.
+
+    Parameters
+    ----------
+    kept_bytes, offloaded_bytes: of what its forward makes for its backward.
+    recomputed: how many operators its backward runs again.
+    params_bytes: of the parameters first used here. params_resident_bytes: those that never leave the device.
+    cpu_update_bytes: those that the host updates.
+    """
+
+    name: str
+    class_id: str
+    option: str
+    kept_bytes: int
+    offloaded_bytes: int
+    recomputed: int
+    params_bytes: int
+    params_resident_bytes: int
+    cpu_update_bytes: int

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from ..capture.model import Traced
-from ..lowering.problem import LinkRates, class_options, lower_prelude
 from ..machines.devices import accelerator, make_device, rng_untouched
 from ..machines.hardware import Hardware
+from ..machines.links import LinkRates, measure_link
 from ..optim.state_bytes import state_bytes
 from ..optim.updater import UpdateCost, Updater
-from ..plans.plan import StoredOption
+from ..programs.prelude import lower_prelude
 from ..programs.programs import NodeCost
 from ..progress import Progress
 from .analytic import node_costs
-from .operators import measure_link, profile_classes, profile_prelude
-from .store import Measured
+from .operators import profile_classes, profile_prelude
 
 _UNLIMITED_BYTES = 2**62
 _CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Seconds and bytes that a plan rests on.
+
+    Parameters
+    ----------
+    costs: per class key and node name; under "" those of what runs before the first block.
+    updates: per canonical parameter name.
+    """
+
+    rates: LinkRates
+    costs: dict[str, dict[str, NodeCost]]
+    updates: dict[str, UpdateCost]
 
 
 def measure_all(
@@ -29,37 +44,32 @@ def measure_all(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     traced: Traced,
-    max_options: int,
     updater: Updater | None,
     say: Progress,
     device: str,
-) -> Measured:
-    """Time classes, links and updates, and solve the options of every class.
+) -> Figures:
+    """Time classes, links and updates.
 
     Parameters
     ----------
-    model: plain, with its weights. args, kwargs: one real batch.
-    max_options: per class. device: its kind.
+    model: plain, with its weights. args, kwargs: one real batch. device: its kind.
     """
     say("profile", 0.0)
     rates, costs = measure(model, args, kwargs, traced, say, device)
-    options = _options(traced, costs, rates, max_options, say)
-    return Measured(rates, costs, _update_costs(model, updater, accelerator(device) or _CPU), options)
+    return Figures(rates, costs, _update_costs(model, updater, accelerator(device) or _CPU))
 
 
 def work_out(
     model: torch.nn.Module,
     traced: Traced,
     machine: Hardware,
-    max_options: int,
     updater: Updater | None,
-    say: Progress,
-) -> Measured:
+) -> Figures:
     """The same figures for a machine that is not here, from its rates; nothing is run.
 
     Parameters
     ----------
-    model: parameters may be without data. machine: its rates. max_options: per class.
+    model: parameters may be without data. machine: its rates.
     """
     costs = {b.key: node_costs(b.joint, machine) for b in traced.blocks}
     prelude = lower_prelude(traced.captured, traced.chain, traced.blocks)
@@ -75,22 +85,7 @@ def work_out(
             # Adding reads two tensors and writes one where AdamW reads four and writes three; a norm reads one.
             adds = (3 / 7 * seconds[0], 3 / 7 * seconds[1])
             updates[name] = UpdateCost(bulk, scalars, *seconds, *adds, norm_s=seconds[1] / 7)
-    return Measured(rates, costs, updates, _options(traced, costs, rates, max_options, say))
-
-
-def _options(
-    traced: Traced, costs: dict[str, dict[str, NodeCost]], rates: LinkRates, max_options: int, say: Progress
-) -> dict[str, tuple[StoredOption, ...]]:
-    joints = {b.key: b.joint for b in traced.blocks}
-    last = traced.blocks[-1].key
-    options = {}
-    for done, (key, joint) in enumerate(joints.items()):
-        say("options", done / len(joints))
-        found = class_options(joint, costs[key], rates.out_bytes_per_s, max_options, key == last)
-        options[key] = tuple(
-            StoredOption(o.name, tuple(sorted(o.kept)), tuple(sorted(o.offloaded))) for o in found.options
-        )
-    return options
+    return Figures(rates, costs, updates)
 
 
 def measure(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,15 +13,15 @@ from torch import fx
 from ..capture.blocks import TracedBlock
 from ..capture.joint import Joint
 from ..errors import CaptureError
-from ..lowering.problem import LinkRates, Prelude
 from ..machines.allocations import allocation_log
 from ..machines.stopwatch import clock_of
+from ..programs.prelude import Prelude
 from ..programs.programs import ClassGraph, NodeCost
+from ..runtime.layouts import as_layout
 from ..runtime.ledger import Ledger
-from ..runtime.replay.program import as_layout, run
+from ..runtime.replay.program import run
 
 _REPEATS = 3
-_COPY_BYTES = 16 * 2**20
 _UNLIMITED = 2**62
 
 
@@ -190,35 +189,3 @@ def _storage_bytes(node: fx.Node, real: Any) -> tuple[int, ...]:
 def _steps(tensor: torch.Tensor) -> list[int]:
     """Strides of the dimensions in which anything steps; a kernel may give the others any."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape) if size != 1]
-
-
-def measure_link(device: Any) -> LinkRates:
-    """Time copies in, out and both at once.
-
-    Parameters
-    ----------
-    device: a runtime device.
-
-    Returns: rates in bytes per second.
-    """
-    # Ones: pages that were never written are all the same one, which stays in the processor's cache.
-    host = device.pinned(torch.ones(_COPY_BYTES, dtype=torch.uint8))
-    inside, back = device.empty_like(host), device.empty_host_like(host)
-
-    def timed(*starts: Callable[[], Any]) -> float:
-        taken = []
-        for _ in range(_REPEATS + 1):
-            start = time.perf_counter()
-            for event in [s() for s in starts]:
-                event.synchronize()
-            taken.append(time.perf_counter() - start)
-        return statistics.median(taken[1:])
-
-    def bring() -> Any:
-        return device.copy_in(inside, host, ())
-
-    def send() -> Any:
-        return device.copy_out(back, inside, ())
-
-    alone_in, alone_out, both = timed(bring), timed(send), timed(bring, send)
-    return LinkRates(_COPY_BYTES / alone_in, _COPY_BYTES / alone_out, 2 * _COPY_BYTES / both)

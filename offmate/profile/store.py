@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..lowering.problem import LinkRates
+from ..files import write_whole
+from ..lowering.stored import StoredOption
+from ..machines.links import LinkRates
 from ..optim.updater import UpdateCost
-from ..plans.plan import StoredOption
 from ..programs.programs import NodeCost
 
 log = logging.getLogger("offmate")
@@ -57,15 +56,7 @@ def remember(fingerprint: str, cache_dir: str | None, measured: Measured) -> Non
     """Keep what was measured, on disk where there is a folder for it."""
     _kept[fingerprint] = measured
     if cache_dir is not None:
-        write_whole(_path(fingerprint, cache_dir), {"format": FORMAT, **_to_json(measured)})
-
-
-def write_whole(path: Path, data: dict[str, Any]) -> None:
-    """Write JSON so that a reader finds all of it or the file that was there before."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        json.dump(data, file)
-    os.replace(file.name, path)
+        write_whole(_path(fingerprint, cache_dir), json.dumps({"format": FORMAT, **_to_json(measured)}))
 
 
 def _path(fingerprint: str, cache_dir: str) -> Path:

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ..runtime.replay.contents import on_storage
-from ..runtime.replay.program import Made, Program, Slot, View, as_layout
+from ..runtime.layouts import as_layout, on_storage
+from ..runtime.replay.program import Made, Program, Slot, View
 from .programs import ClassGraph
 
 

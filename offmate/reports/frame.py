@@ -1,20 +1,24 @@
-"""A plan's actions as a pandas frame."""
+"""A schedule's actions as a pandas frame."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..solver.schedule import Schedule
+from ..solver.simulate import Simulation
 from .extra import viz
 from .items import block_of_items, item_of, kind_of, parts_of
 
 if TYPE_CHECKING:
     import pandas
 
-    from ..plans.plan import Plan
 
-
-def plan_frame(plan: Plan) -> pandas.DataFrame:
+def schedule_frame(schedule: Schedule, simulation: Simulation, fixed_bytes: int = 0) -> pandas.DataFrame:
     """The actions of one iteration in the order in which the executor takes them, one row each.
+
+    Parameters
+    ----------
+    simulation: the schedule's dry run. fixed_bytes: on the device whatever the schedule does.
 
     Returns: a frame with the columns step, part (forward, backward, turn-around), action, name (of the item, tensor or
     compute), kind (of its bytes), block, resource, bytes (copied or freed), start_s and end_s (on the resource; of a
@@ -23,7 +27,6 @@ def plan_frame(plan: Plan) -> pandas.DataFrame:
     Raises: ImportError if pandas is not installed.
     """
     pandas = viz("pandas")
-    schedule, simulation = plan.schedule, plan.simulation
     blocks = block_of_items(schedule)
     events = {event.action: event for event in simulation.timeline}
     names = [part for part, actions in parts_of(schedule) for _ in actions]
@@ -41,6 +44,6 @@ def plan_frame(plan: Plan) -> pandas.DataFrame:
             "bytes": schedule.item_bytes.get(action.name, 0),
             "start_s": event.start_s if event else taken[0],
             "end_s": event.end_s if event else taken[1],
-            "device_bytes": high + plan.fixed_bytes,
+            "device_bytes": high + fixed_bytes,
         })  # fmt: skip
     return pandas.DataFrame(rows).astype({"block": "Int64"})

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..files import write_whole
 from ..sizes import format_bytes
@@ -15,11 +14,8 @@ from ..solver.machine import Resource
 from .colours import KIND_COLOURS, NO_BLOCK_COLOUR, block_colour, text_on
 from .items import KINDS, describe_action, describe_item
 from .style import SCRIPT, STYLE
-from .timeline import ROWS, THIN, Bar, Sample, Timeline, Wait, plan_timeline
+from .timeline import ROWS, THIN, Bar, Sample, Timeline, Wait
 from .units import byte_ticks, format_seconds, second_ticks, ticks
-
-if TYPE_CHECKING:
-    from ..plans.plan import Plan
 
 _X = 8000  # the memory curve's resolution: moments that fall together are shown by the highest of them
 _Y = 1000
@@ -28,20 +24,6 @@ _LABEL_PARTS = 640  # a bar narrower than this part of the iteration never shows
 _FINE = 80  # marks of the time axis when it is zoomed
 _ROOM = 1.06  # above the curve
 _FAR = 1.8  # a budget above so many peaks is named instead of drawn: it would flatten the curve
-
-
-def plan_figure(plan: Plan) -> str:
-    """A plan's picture for a notebook, with the plan in words above it."""
-    return figure([plan_timeline(plan)], _title(plan), plan.explain().splitlines())
-
-
-def plan_document(plan: Plan) -> str:
-    """A plan's picture as a page of its own."""
-    return document([plan_timeline(plan)], _title(plan), plan.explain().splitlines())
-
-
-def _title(plan: Plan) -> str:
-    return f"One step in {format_bytes(plan.budget_bytes)}"
 
 
 def save_document(

@@ -3,45 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..sizes import format_bytes
+from ..solver.schedule import Schedule
 from .colours import KIND_COLOURS, STALL_COLOUR, block_colour
 from .extra import viz
 from .items import KINDS, parts_of
 from .places import Place, Track, step_order, tracks
-from .timeline import ROWS, THIN, Timeline, plan_timeline
+from .timeline import ROWS, THIN, Timeline
 from .units import byte_ticks, format_seconds, second_ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from ..plans.plan import Plan
-    from ..plans.sweep import SweepPoint
-
-    Point: TypeAlias = Plan | SweepPoint
 
 _TENSOR_KINDS = ("parameters", "optimizer states", "activations")
 _LEAST_PART = 0.12
 _FAR = 1.8  # a budget above so many peaks is not drawn: it would flatten the curve
 
 
-def plot_timeline(plan: Plan, ax: Axes | None = None) -> Axes:
-    """What compute, the links and the CPU do when, coloured by block, and where the executor waits.
+class Point(Protocol):
+    """A budget and what a step takes in it: a plan, or a point of `offmate.sweep`; None where no plan fits."""
+
+    @property
+    def budget_bytes(self) -> int: ...
+
+    @property
+    def least_budget_bytes(self) -> int: ...
+
+    @property
+    def predicted_step_s(self) -> float | None: ...
+
+    @property
+    def lower_bound_s(self) -> float | None: ...
+
+
+def draw_timeline(timeline: Timeline, ax: Axes | None = None) -> Axes:
+    """Draw what compute, the links and the CPU do when, coloured by block, and where the executor waits.
 
     Parameters
     ----------
-    ax: axes to draw on; new ones if None.
+    timeline: predicted or measured. ax: axes to draw on; new ones if None.
 
     Returns: the axes.
 
     Raises: ImportError if matplotlib is not installed.
     """
-    return draw_timeline(plan_timeline(plan), ax)
-
-
-def draw_timeline(timeline: Timeline, ax: Axes | None = None) -> Axes:
-    """The picture of `plot_timeline` for any timeline, predicted or measured."""
     ax = ax or _axes(10, 2.8)
     for place, row in enumerate(ROWS):
         for thin in (False, True):
@@ -62,13 +69,13 @@ def draw_timeline(timeline: Timeline, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def plot_memory(plan: Plan, ax: Axes | None = None) -> Axes:
-    """What is on the device over one iteration, stacked by kind, and the budget; parameters as for `plot_timeline`."""
-    return draw_memory(plan_timeline(plan), ax)
-
-
 def draw_memory(timeline: Timeline, ax: Axes | None = None, beside: Timeline | None = None) -> Axes:
-    """The picture of `plot_memory` for any timeline, with the total of another one as a line over it."""
+    """Draw what is on the device over one iteration, stacked by kind, and the budget.
+
+    Parameters
+    ----------
+    beside: another timeline, whose total is drawn as a line over it. The others: as for `draw_timeline`.
+    """
     ax = ax or _axes(10, 3.6)
     # Two points per sample make the steps, and keep the spikes of samples that take no time.
     times = [seconds for sample in timeline.memory for seconds in (sample.start_s, sample.end_s)]
@@ -95,12 +102,11 @@ def draw_memory(timeline: Timeline, ax: Axes | None = None, beside: Timeline | N
     return ax
 
 
-def plot_tensors(plan: Plan, ax: Axes | None = None) -> Axes:
-    """Where parameters, optimizer states and activations are at each step; parameters as for `plot_timeline`.
+def draw_tensors(schedule: Schedule, ax: Axes | None = None) -> Axes:
+    """Draw where parameters, optimizer states and activations are at each step; `ax` as for `draw_timeline`.
 
     Within a kind the height of a row is the tensor's size: the coloured area is bytes times steps on the device.
     """
-    schedule = plan.schedule
     ax = ax or _axes(10, 6)
     order = {kind: number for number, kind in enumerate(_TENSOR_KINDS)}
     shown = sorted((t for t in tracks(schedule) if t.kind in order), key=lambda track: order[track.kind])
@@ -113,7 +119,7 @@ def plot_tensors(plan: Plan, ax: Axes | None = None) -> Axes:
     ax.set_yticks(middles, [_kind_label(kind, shown) for kind in borders])
     for start, _ in list(borders.values())[1:]:
         ax.axhline(start, color="0.5", linewidth=1)
-    _step_axis(ax, steps, plan)
+    _step_axis(ax, steps, schedule)
     _frameless(ax)
     _place_legend(ax)
     ax.set_title("Where tensors are at each step (height: bytes)", loc="left", pad=18)
@@ -219,9 +225,9 @@ def _kind_label(kind: str, shown: list[Track]) -> str:
     return f"{kind}\n{format_bytes(total)}"
 
 
-def _step_axis(ax: Axes, steps: tuple[int, ...], plan: Plan) -> None:
+def _step_axis(ax: Axes, steps: tuple[int, ...], schedule: Schedule) -> None:
     columns = {step: column for column, step in enumerate(steps)}
-    for name, actions in parts_of(plan.schedule):
+    for name, actions in parts_of(schedule):
         if actions:
             ax.axvline(columns[actions[0].step], color="0.5", linewidth=0.8)
             _above(ax, columns[actions[0].step], name)

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from ..solver.machine import Resource
 from ..solver.schedule import Action, Kind, Schedule
 from ..solver.simulate import Event, Simulation
 from .items import KINDS, block_of_items, item_of, parts_of
 from .levels import Levels
-
-if TYPE_CHECKING:
-    from ..plans.plan import Plan
 
 ROWS = {
     Resource.COMPUTE: "compute",
@@ -135,14 +131,6 @@ class Timeline:
                 yield replace(bar, end_s=min(bar.end_s, self.step_s))
             if self.cyclic and bar.end_s > self.step_s > 0:
                 yield replace(bar, start_s=max(bar.start_s - self.step_s, 0.0), end_s=bar.end_s - self.step_s)
-
-
-def plan_timeline(plan: Plan, name: str = "predicted") -> Timeline:
-    """The predicted iteration of a plan, what no decision changes included.
-
-    Returns: a timeline whose peak is the plan's predicted peak.
-    """
-    return build_timeline(plan.schedule, plan.simulation, name, plan.fixed_bytes, plan.budget_bytes)
 
 
 def build_timeline(

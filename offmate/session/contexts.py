@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import torch
 
 from ..errors import ProtocolError
-from ..runtime.replay.contents import on_storage
+from ..runtime.layouts import on_storage
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

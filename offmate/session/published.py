@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from ..optim.updater import Updater
+from ..runtime.layouts import on_storage
 from ..runtime.replay.binding import HostState
-from ..runtime.replay.contents import is_bulk, on_storage
+from ..runtime.replay.contents import is_bulk
 
 _State = dict[str, Any]
 

@@ -24,7 +24,7 @@ from ..planning.request import Request
 from ..plans.plan import Plan
 from ..progress import Progress
 from ..runtime import interrupts
-from ..runtime.replay.contents import on_storage
+from ..runtime.layouts import on_storage
 from . import ending
 from .aside import aside
 from .assigned import Assigned

@@ -7,34 +7,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from ..events import Event
 from ..ledger import Ledger
 from ..trace import Recorder
 
 if TYPE_CHECKING:
     from ..memory.arena import Arena
-
-
-class Event(Protocol):
-    """The completion of one copy or update. A buffer and its event travel together."""
-
-    def wait(self, stream: torch.Stream | None = None) -> None:
-        """Let what is launched on a stream from now on, the computing one by default, come after it.
-
-        The calling thread waits only for what no stream can wait for. Raises what made it fail, if that is known.
-        """
-        ...
-
-    def ready(self) -> bool:
-        """Whether `wait` would return at once."""
-        ...
-
-    def synchronize(self) -> None:
-        """Return when it has happened; raise what made it fail."""
-        ...
-
-    def done(self) -> bool:
-        """Whether it has happened."""
-        ...
 
 
 class Device(Protocol):

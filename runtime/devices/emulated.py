@@ -13,10 +13,10 @@ from collections.abc import Callable
 import torch
 
 from ...solver.machine import Resource
+from ..events import Event
+from ..layouts import as_layout
 from ..ledger import Ledger
-from ..replay.program import as_layout
 from ..trace import Recorder
-from .device import Event
 from .lanes import Lane, close_all
 
 

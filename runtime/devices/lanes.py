@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from .device import Event
+from ..events import Event
 
 
 class LaneEvent:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ...solver.machine import Resource
+from ..events import Event
+from ..layouts import without_repeats
 from ..ledger import Ledger
 from ..memory.arena import Arena
-from ..replay.program import without_repeats
 from ..trace import Job, Recorder
-from .device import Event
 from .lanes import Lane, LaneEvent, close_all
 from .pinned import PinnedMemory, flat_bytes
 

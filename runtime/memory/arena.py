@@ -11,7 +11,7 @@ from itertools import chain
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..devices.device import Event
+from ..events import Event
 from .compaction import LEAST_CUT_BYTES, Extent, Run, cheapest_run, first_without_place, gaps_between
 from .pools import SMALL_SEGMENT_BYTES, large_sizes, rounded
 

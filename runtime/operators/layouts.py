@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..replay.program import as_layout
+from ..layouts import as_layout
 
 _LIBRARY = torch.library.Library("offmate", "FRAGMENT")
 _LIBRARY.define("lay_out(Tensor tensor, SymInt[] size, SymInt[] stride) -> Tensor")

@@ -2,59 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
 import torch
 
-from ..devices.device import Event
-
-
-class ActionFailed(RuntimeError):
-    """A copy or an update could not be done; says which, and why."""
-
-
-@dataclass(frozen=True)
-class UnderWay:
-    """The copies of one item, or its update, as one event that says what it was when it fails.
-
-    Parameters
-    ----------
-    what: in words, for the error. parts: all must happen; the failure of any one is the failure of the whole.
-    """
-
-    what: str
-    parts: tuple[Event, ...]
-
-    def wait(self, stream: torch.Stream | None = None) -> None:
-        """As `Event.wait`, for all parts; raise ActionFailed if one could not happen."""
-        for part in self.parts:
-            with self._named():
-                part.wait(stream)
-
-    def ready(self) -> bool:
-        """Whether `wait` would return at once."""
-        return all(part.ready() for part in self.parts)
-
-    def synchronize(self) -> None:
-        """Return when all parts have happened; raise ActionFailed if one could not."""
-        for part in self.parts:
-            with self._named():
-                part.synchronize()
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except ActionFailed:
-            raise
-        except Exception as error:
-            raise ActionFailed(f"{self.what} failed: {type(error).__name__}: {error}") from error
-
-    def done(self) -> bool:
-        """Whether all parts have happened."""
-        return all(part.done() for part in self.parts)
+from ..events import Event
 
 
 @dataclass
@@ -144,20 +96,3 @@ class Contents:
 def is_bulk(value: object) -> bool:
     """Whether a part of an optimizer's state is a tensor worth moving; scalars stay where they are."""
     return isinstance(value, torch.Tensor) and value.dim() > 0
-
-
-def storage_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage behind a tensor as one flat tensor of bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
-def on_storage(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The tensor that views `flat`'s storage as `like` views its own."""
-    view = torch.empty(0, dtype=like.dtype, device=flat.device)
-    return view.set_(flat.untyped_storage(), like.storage_offset(), like.shape, like.stride())
-
-
-def meta_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory that remembers shape, strides, offset and dtype."""
-    whole = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device="meta")
-    return on_storage(whole, tensor)

@@ -8,9 +8,11 @@ from typing import NamedTuple
 import torch
 
 from ...solver.schedule import Schedule
-from ..devices.device import Device, Event
+from ..devices.device import Device
+from ..events import Event, UnderWay
+from ..layouts import on_storage
 from .binding import HostState
-from .contents import Buffer, Contents, UnderWay, on_storage
+from .contents import Buffer, Contents
 
 
 class Gradient(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,36 +11,6 @@ import torch
 
 from ..ledger import Ledger
 from ..memory.arena import Arena
-
-
-def as_layout(
-    tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], device: torch.device | None = None
-) -> torch.Tensor:
-    """A copy of `tensor` in storage of its own with the given strides.
-
-    Parameters
-    ----------
-    device: of the copy, None for the tensor's own.
-    """
-    own = torch.empty_strided(size, stride, dtype=tensor.dtype, device=device or tensor.device)
-    target, source = without_repeats(own, tensor)
-    target.copy_(source)
-    return own
-
-
-def without_repeats(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What to copy into a tensor: along dimensions of stride 0, which repeat one element, only the first.
-
-    Parameters
-    ----------
-    target: of any strides. source: of the same size; it repeats what the target repeats.
-
-    Returns: views of both.
-    """
-    for dim, stride in enumerate(target.stride()):
-        if stride == 0 and target.shape[dim] > 1:
-            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
-    return target, source
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from ...solver.schedule import Schedule
-from ..devices.device import Device, Event
+from ..devices.device import Device
+from ..events import Event, UnderWay
+from ..layouts import meta_of, on_storage, storage_view
 from .binding import Binding, HostState
-from .contents import Buffer, Contents, UnderWay, meta_of, on_storage, storage_view
+from .contents import Buffer, Contents
 from .gradients import Gradients
 from .states import States
 

@@ -8,9 +8,10 @@ from collections.abc import Collection, Mapping
 import torch
 
 from ..devices.device import Device
+from ..events import UnderWay
 from ..memory.updated import Updated
 from .binding import HostState, Update
-from .contents import Buffer, Contents, UnderWay, is_bulk
+from .contents import Buffer, Contents, is_bulk
 from .gate import Gate
 from .gradients import Gradients
 from .states import States, in_rows

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from . import BackendError
 
 if TYPE_CHECKING:
-    from ..options.choices import BlockGraph
+    from ..block_graph import BlockGraph
 
 RESOLUTION = 10**6  # the dearest plan in integer units of cost
 CHILD = Path(__file__).with_name("cpsat_child.py")

@@ -18,8 +18,8 @@ from offmate.solver.backends.cpsat import CpSat
 from offmate.solver.options import choices as options
 
 from offmate.capture.joint import Joint
-from offmate.lowering.problem import LinkRates
 from offmate.machines.hardware import Hardware, load
+from offmate.machines.links import LinkRates
 from offmate.optim.state_bytes import state_bytes
 from offmate.optim.updater import UpdateCost, Updater
 from offmate.profile import analytic, figures

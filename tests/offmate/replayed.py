@@ -11,8 +11,8 @@ from torch import fx, nn
 from offmate.capture.blocks import TracedBlock
 from offmate.capture.model import Traced, trace_model
 from offmate.config import Config
-from offmate.lowering.problem import lower_prelude
 from offmate.profile.operators import profile_prelude
+from offmate.programs.prelude import lower_prelude
 
 Numbers = dict[str, torch.Tensor]
 

@@ -20,7 +20,7 @@ from offmate.capture.export import Captured, capture
 from offmate.capture.model import Traced, trace_model
 from offmate.config import Config
 from offmate.errors import CaptureError
-from offmate.lowering.problem import class_options
+from offmate.lowering.options import class_options
 from offmate.programs.programs import ClassGraph, NodeCost
 
 from ..parity import AMPLE, AMPLE_BYTES, HOST_BYTES, Case, adamw, check

@@ -3,8 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from offmate.plans.plan import BlockRow
-from offmate.plans.table import _spans, class_lines, class_table, plan_table
+from offmate.plans.table import BlockRow, _spans, class_lines, class_table, plan_table
 
 MIB = 1 << 20
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from offmate.solver.schedule import Schedule
 from offmate.solver.simulate import simulate
 
-from offmate.plans.plan import BlockRow, Plan
+from offmate.plans.plan import Plan
+from offmate.plans.table import BlockRow
 
 from ...solver.tiny_schedule import BACKWARD, tiny_schedule
 

@@ -21,7 +21,7 @@ from offmate.cli import main
 from offmate.plans.plan import load_plan
 from offmate.reports.items import KINDS, block_of_items, describe_action, describe_item
 from offmate.reports.places import Place, step_order, tracks
-from offmate.reports.timeline import build_timeline, plan_timeline
+from offmate.reports.timeline import build_timeline
 from offmate.reports.trace import trace
 from offmate.reports.units import byte_ticks, format_seconds, second_ticks, ticks
 
@@ -65,7 +65,7 @@ def check_against_simulation(schedule):
 
 
 def test_the_tiny_memory_curve_by_kind():
-    timeline = plan_timeline(tiny_plan())
+    timeline = tiny_plan().timeline()
     assert by_kind(sample_of(timeline, "0 prefetch p:w")) == {"parameters": 30, "outputs": 4, "fixed": 7}
     start = {"parameters": 30, "outputs": 4, "fixed": 7, "workspace": 2}
     assert by_kind(sample_of(timeline, "0 compute start")) == start
@@ -78,7 +78,7 @@ def test_the_tiny_memory_curve_by_kind():
 
 def test_the_tiny_waits_and_phases():
     plan = tiny_plan()
-    timeline = plan_timeline(plan)
+    timeline = plan.timeline()
     assert {wait.cause.value for wait in timeline.waits} == {"copy in", "copy out", "cpu"}
     assert timeline.stall_s == pytest.approx(15)
     assert [name for name, _, _ in timeline.phases] == ["forward", "backward", "turn-around"]
@@ -151,7 +151,7 @@ def test_where_tensors_are():
 
 def test_the_trace_holds_what_the_timeline_holds():
     plan = tiny_plan()
-    timelines = [plan_timeline(plan), plan_timeline(plan, "measured")]
+    timelines = [plan.timeline(), plan.timeline("measured")]
     events = trace(timelines)["traceEvents"]
     assert json.loads(json.dumps(events)) == events
     for process, timeline in enumerate(timelines, 1):
@@ -250,7 +250,7 @@ def test_marks_of_bytes():
 
 
 def test_the_formulation_names_what_the_code_has():
-    root = Path(__file__).parent.parent.parent
+    root = Path(__file__).parents[3]
     code = "\n".join(path.read_text() for path in (root / "solver").rglob("*.py"))
     names = re.findall(r"`([A-Za-z_.]+)`", (root / "docs" / "formulation.md").read_text())
     assert len(names) > 40

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from offmate.reports.html import plan_document, save_document
+from offmate.reports.html import save_document
 from offmate.reports.items import KINDS
-from offmate.reports.timeline import plan_timeline
 from offmate.reports.trace import save_trace
 
 from ...browser import CHROMIUM, WHY_SKIPPED, browser
@@ -36,7 +35,7 @@ def forget(request):
 
 
 def both():
-    return [plan_timeline(tiny_plan()), plan_timeline(resident_plan(), "measured")]
+    return [tiny_plan().timeline(), resident_plan().timeline("measured")]
 
 
 def test_a_page_asks_for_nothing_and_complains_about_nothing(page, tmp_path):
@@ -63,7 +62,7 @@ def test_what_was_recorded_can_be_looked_at(page, tmp_path):
 
 def test_pointing_shows_what_is_there(page, tmp_path):
     path = tmp_path / "plan.html"
-    path.write_text(plan_document(tiny_plan()))
+    path.write_text(tiny_plan().to_html())
     page.open(path.as_uri())
     point = "(e => e.dispatchEvent(new MouseEvent('mousemove', {bubbles: true, clientX: 300, clientY: 300})))"
     page.run(f"{point}(document.querySelector('rect[data-tip*=gradient]'))")
@@ -81,7 +80,7 @@ def test_pointing_shows_what_is_there(page, tmp_path):
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_page_fits_its_window_in_light_and_dark(page, tmp_path, width, dark):
     path = tmp_path / "plan.html"
-    path.write_text(plan_document(tiny_plan()))
+    path.write_text(tiny_plan().to_html())
     page.open(path.as_uri(), width=width, dark=dark)
     assert page.run("document.documentElement.scrollWidth") <= width
     paper, ink = page.run("(s => [s.backgroundColor, s.color])(getComputedStyle(document.querySelector('.om')))")

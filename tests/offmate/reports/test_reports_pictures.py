@@ -9,9 +9,7 @@ import pytest
 
 from offmate.reports.colours import KIND_COLOURS, block_colour, text_on
 from offmate.reports.extra import viz
-from offmate.reports.html import plan_document
 from offmate.reports.items import KINDS
-from offmate.reports.timeline import plan_timeline
 
 from ...solver.tiny_schedule import tiny_schedule
 from .report_plans import plan_of, resident_plan, tiny_plan
@@ -19,8 +17,8 @@ from .report_plans import plan_of, resident_plan, tiny_plan
 
 def test_the_page_holds_every_bar_and_needs_nothing_else():
     plan = tiny_plan()
-    page = plan_document(plan)
-    assert page.count("<rect") == sum(bar.end_s > bar.start_s for bar in plan_timeline(plan).wrapped())
+    page = plan.to_html()
+    assert page.count("<rect") == sum(bar.end_s > bar.start_s for bar in plan.timeline().wrapped())
     assert "gradient of w" in page and "waiting for" in page
     assert not re.search(r"(src|href)=\"(?!data:)|url\(|@import|https?://", page)
     assert plan._repr_html_() in page
@@ -28,7 +26,7 @@ def test_the_page_holds_every_bar_and_needs_nothing_else():
 
 def test_the_curve_reaches_the_peak():
     plan = tiny_plan()
-    page = plan_document(plan)
+    page = plan.to_html()
     top = int(re.search(r'data-top="(\d+)"', page).group(1))
     paths = re.findall(r'<path fill="[^"]+" d="M([^"]+)L', page)
     heights = [1000 - int(point.split()[1]) for path in paths for point in re.findall(r"\d+ \d+", path)]
@@ -46,14 +44,14 @@ def test_names_are_escaped():
         forward=tuple(replace(a, name="p:" + bad) if a.name == "p:w" else a for a in schedule.forward),
         backward=tuple(replace(a, name="p:" + bad) if a.name == "p:w" else a for a in schedule.backward),
     )
-    page = plan_document(plan_of(renamed))
+    page = plan_of(renamed).to_html()
     assert bad not in page and "&lt;script&gt;alert" in page
 
 
 def test_a_budget_far_above_the_peak_does_not_flatten_the_curve():
     plan = replace(tiny_plan(), budget_bytes=2**40)
-    assert 'class="om-budget"' not in plan_document(plan)
-    assert "of 1 TiB" in plan_document(plan)
+    assert 'class="om-budget"' not in plan.to_html()
+    assert "of 1 TiB" in plan.to_html()
 
 
 def test_plots_draw_what_the_plan_says(monkeypatch):

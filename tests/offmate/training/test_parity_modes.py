@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import offmate
-from offmate.lowering.problem import BlockClass
+from offmate.lowering.options import BlockClass
 from offmate.profile import figures
 from offmate.profile import store as measured
 

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 from offmate.runtime.devices.emulated import EmulatedDevice
-from offmate.runtime.replay.contents import ActionFailed, UnderWay
+from offmate.runtime.events import ActionFailed, UnderWay
 
 pytestmark = pytest.mark.timeout(60)
 

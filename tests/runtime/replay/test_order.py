@@ -14,7 +14,8 @@ from unittest import mock
 import pytest
 import torch
 from offmate.runtime.devices.streams import StreamDevice, _Direction
-from offmate.runtime.replay.contents import Buffer, UnderWay
+from offmate.runtime.events import UnderWay
+from offmate.runtime.replay.contents import Buffer
 from offmate.runtime.replay.transfers import Transfers
 from offmate.solver.schedule import Action, Kind, Schedule
 

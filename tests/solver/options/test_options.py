@@ -7,7 +7,8 @@ import time
 from itertools import product
 
 import pytest
-from offmate.solver.options.choices import BlockGraph, Choice, GraphError, Op, Storage, choices
+from offmate.solver.block_graph import BlockGraph, GraphError, Op, Storage
+from offmate.solver.options.choices import Choice, choices
 
 LINK = 100.0  # bytes per second: a byte out and back takes 0.02 s
 

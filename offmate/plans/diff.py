@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.table import Table
 
+from ..reports.units import format_seconds
 from ..sizes import format_bytes
 from ..solver.schedule import Kind, Schedule
-from .units import format_seconds
-
-if TYPE_CHECKING:
-    from ..plans.plan import Plan
+from .table import BlockRow
 
 _MANY = 10  # above so many times a factor says more than a percentage
 _RATIO_FROM = 0.0005  # a smaller change is "the same" when it is printed as a percentage
@@ -26,14 +23,23 @@ class Figure:
     """One number of both plans: bytes or seconds."""
 
     name: str
+    unit: str
     first: float
     second: float
-    unit: str
 
     def texts(self) -> tuple[str, str, str]:
         """Both numbers and the change from the first to the second, as people read them."""
         write: Callable[[float], str] = format_seconds if self.unit == "s" else lambda size: format_bytes(int(size))
         return write(self.first), write(self.second), _change(self.first, self.second)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What of a plan is compared with another: numbers by (name, unit), its schedule, and its table's rows."""
+
+    figures: dict[tuple[str, str], float]
+    schedule: Schedule
+    blocks: tuple[BlockRow, ...]
 
 
 @dataclass(frozen=True)
@@ -82,43 +88,24 @@ class PlanDiff:
         return table
 
 
-def diff_plans(first: Plan, second: Plan) -> PlanDiff:
+def diff(first: Compared, second: Compared) -> PlanDiff:
     """Compare two plans, as a rule of one model with different budgets.
 
     Returns: the differences from the first to the second.
     """
     same = _sizes(first.schedule) == _sizes(second.schedule) and len(first.blocks) == len(second.blocks)
     return PlanDiff(
-        figures=_figures(first, second),
-        options=_options(first, second) if same else None,
+        figures=tuple(Figure(*key, value, second.figures[key]) for key, value in first.figures.items()),
+        options=_options(first.blocks, second.blocks) if same else None,
         places=_places(first.schedule, second.schedule) if same else (),
         same_model=same,
     )
 
 
-def _figures(first: Plan, second: Plan) -> tuple[Figure, ...]:
-    numbers: tuple[tuple[str, str, Callable[[Plan], float]], ...] = (
-        ("one step", "s", lambda plan: plan.predicted_step_s),
-        ("of it waiting", "s", lambda plan: sum(plan.simulation.stall_s.values())),
-        ("of it compute", "s", lambda plan: sum(spec.seconds for spec in plan.schedule.computes.values())),
-        ("device budget", "B", lambda plan: plan.budget_bytes),
-        ("predicted peak", "B", lambda plan: plan.predicted_peak_bytes),
-        ("least budget", "B", lambda plan: plan.least_budget_bytes),
-        ("host memory", "B", lambda plan: plan.host_bytes),
-        ("copied in per step", "B", lambda plan: plan.moved_bytes[0]),
-        ("copied out per step", "B", lambda plan: plan.moved_bytes[1]),
-        ("activations kept", "B", lambda plan: sum(row.kept_bytes for row in plan.blocks)),
-        ("activations offloaded", "B", lambda plan: sum(row.offloaded_bytes for row in plan.blocks)),
-        ("parameters updated on the CPU", "B", lambda plan: sum(row.cpu_update_bytes for row in plan.blocks)),
-        ("parameters that never leave", "B", lambda plan: sum(row.params_resident_bytes for row in plan.blocks)),
-    )
-    return tuple(Figure(name, read(first), read(second), unit) for name, unit, read in numbers)
-
-
-def _options(first: Plan, second: Plan) -> dict[tuple[str, str], tuple[str, ...]]:
+def _options(first: tuple[BlockRow, ...], second: tuple[BlockRow, ...]) -> dict[tuple[str, str], tuple[str, ...]]:
     """Blocks whose option changed; options of one name that keep other bytes count as changed."""
     changed: dict[tuple[str, str], list[str]] = {}
-    for old, new in zip(first.blocks, second.blocks):
+    for old, new in zip(first, second):
         before = (old.option, old.kept_bytes, old.offloaded_bytes, old.recomputed)
         if before != (new.option, new.kept_bytes, new.offloaded_bytes, new.recomputed):
             names = (old.option, new.option if new.option != old.option else f"another {new.option}")

@@ -1,0 +1,54 @@
+"""Tensors and the storages behind them: copies in another layout, and views of whole storages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def as_layout(
+    tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], device: torch.device | None = None
+) -> torch.Tensor:
+    """A copy of `tensor` in storage of its own with the given strides.
+
+    Parameters
+    ----------
+    device: of the copy, None for the tensor's own.
+    """
+    own = torch.empty_strided(size, stride, dtype=tensor.dtype, device=device or tensor.device)
+    target, source = without_repeats(own, tensor)
+    target.copy_(source)
+    return own
+
+
+def without_repeats(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What to copy into a tensor: along dimensions of stride 0, which repeat one element, only the first.
+
+    Parameters
+    ----------
+    target: of any strides. source: of the same size; it repeats what the target repeats.
+
+    Returns: views of both.
+    """
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0 and target.shape[dim] > 1:
+            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    return target, source
+
+
+def storage_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage behind a tensor as one flat tensor of bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def on_storage(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The tensor that views `flat`'s storage as `like` views its own."""
+    view = torch.empty(0, dtype=like.dtype, device=flat.device)
+    return view.set_(flat.untyped_storage(), like.storage_offset(), like.shape, like.stride())
+
+
+def meta_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory that remembers shape, strides, offset and dtype."""
+    whole = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device="meta")
+    return on_storage(whole, tensor)

@@ -1,0 +1,126 @@
+"""The house from the ground up: which room may import which, and what a census of it finds."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import networkx
+
+from .imports import ROOT, arrows, folder_of, modules
+
+# Data and entry points stand at a package's root, mechanisms in its folders. A room imports itself and rooms above.
+ROOMS = (
+    # solver: plain numbers, no torch
+    "offmate.solver",
+    "offmate.solver.problem",
+    "offmate.solver.block_graph",
+    "offmate.solver.solution",
+    "offmate.solver.linear",
+    "offmate.solver.schedule",
+    "offmate.solver.decisions",
+    "offmate.solver.machine",
+    "offmate.solver.simulate",
+    "offmate.solver.backends",
+    "offmate.solver.options",
+    "offmate.solver.program",
+    "offmate.solver.scheduling",
+    "offmate.solver.rounding",
+    "offmate.solver.polish",
+    "offmate.solver.solve",
+    "offmate.solver.plan",
+    "offmate.solver.batch_size",
+    "offmate.solver.explain",
+    "offmate.solver.files",
+    "offmate.solver.text",
+    "offmate.solver.instances",
+    # runtime: replays a schedule on a device
+    "offmate.runtime",
+    "offmate.runtime.events",
+    "offmate.runtime.layouts",
+    "offmate.runtime.ledger",
+    "offmate.runtime.clocks",
+    "offmate.runtime.trace",
+    "offmate.runtime.interrupts",
+    "offmate.runtime.memory",
+    "offmate.runtime.devices",
+    "offmate.runtime.replay",
+    "offmate.runtime.operators",
+    # offmate: from a model and a batch to a plan, and a session that trains by it
+    "offmate.errors",
+    "offmate.sizes",
+    "offmate.files",
+    "offmate.split",
+    "offmate.version",
+    "offmate.config",
+    "offmate.progress",
+    "offmate.machines",
+    "offmate.reports",
+    "offmate.guards",
+    "offmate.capture",
+    "offmate.optim",
+    "offmate.programs",
+    "offmate.lowering",
+    "offmate.profile",
+    "offmate.plans",
+    "offmate.planning",
+    "offmate.session",
+    "offmate.api",
+    "offmate",
+    "offmate.integrations",
+    "offmate.finetune",
+    "offmate.cli",
+)
+_FLOOR = {room: floor for floor, room in enumerate(ROOMS)}
+
+# What a new tier, link, kind of item or order of micro-batches has to be told to, as it is spelt in a source.
+CONCEPTS = {
+    "host or device as a tier": r"\b(host|device)_budget_bytes\b|\bhost_bytes\b",
+    "in or out as a link": r"\b(in|out|both)_bytes_per_s\b|\blink_(in|out)\b",
+    "prefixes of items": r"[\"'](?:p|g|t|s|v|d|k|a|x|o|old):|\bf\"[pgtsvdkaxo]:\{",
+    "arithmetic of passes": r"\bmicro_batches\b|\.lead\b|\bbackward_step\(",
+}
+
+
+def room_of(module: str) -> str:
+    """The room that a module stands in: its own, or that of the nearest folder."""
+    parts = module.split(".")
+    if len(parts) == 1:
+        return module
+    for end in range(len(parts), 1, -1):
+        if (room := ".".join(parts[:end])) in _FLOOR:
+            return room
+    raise KeyError(f"{module} has no place in the house; give it one in tests/house/order.py")
+
+
+def upward() -> list[tuple[str, str]]:
+    """Imports that run up."""
+    return sorted((a, b) for a, b in arrows() if _FLOOR[room_of(b)] > _FLOOR[room_of(a)])
+
+
+def circles() -> list[list[str]]:
+    """Modules that import each other, round about or at once."""
+    graph: networkx.DiGraph[str] = networkx.DiGraph(list(arrows()))
+    return [sorted(part) for part in networkx.strongly_connected_components(graph) if len(part) > 1]
+
+
+def mentions(pattern: str) -> list[Path]:
+    """Sources in which a pattern occurs."""
+    return [path for path in modules().values() if re.search(pattern, path.read_text())]
+
+
+def census() -> list[str]:
+    """Lines that say how the house stands."""
+    per_folder = Counter(map(folder_of, modules()))
+    lines = [f"{len(modules())} modules, {len(arrows())} arrows"]
+    lines += [f"{count:5} modules in {folder}" for folder, count in sorted(per_folder.items())]
+    lines += [f"{len(circles()):5} circles", f"{len(upward()):5} arrows that run up"]
+    lines += [f"{a} imports {b}, which stands higher" for a, b in upward()]
+    lines += [f"a circle: {', '.join(circle)}" for circle in circles()]
+    for concept, pattern in CONCEPTS.items():
+        found = mentions(pattern)
+        folders = Counter(path.relative_to(ROOT).parts[0] for path in found)
+        where = ", ".join(f"{count} in {folder}" for folder, count in folders.items())
+        lines.append(f"{len(found):5} files mention {concept} ({where})")
+    return lines
