@@ -147,7 +147,7 @@ def trained(percent: int) -> Row:
         optimizer.step()
         optimizer.zero_grad()
     plan, reserved = model.offmate.plan, sim.max_memory_reserved()
-    model._offmate_session.bring_home()
+    model._offmate_session.residence.bring_home()
     model._offmate_session.device.close()
     found = {
         "budget_bytes": budget,

@@ -11,7 +11,7 @@ import pytest
 import offmate
 
 from .house.imports import imported, modules
-from .house.order import ROOMS, room_of, upward
+from .house.order import ROOMS, circles, room_of, upward
 
 SOLVERS = {"pulp", "highspy", "ortools"}
 
@@ -31,6 +31,10 @@ def roots(module: str) -> set[str]:
 
 def test_every_import_runs_down() -> None:
     assert not upward()
+
+
+def test_there_are_no_circles() -> None:
+    assert not circles()
 
 
 def test_the_order_names_no_room_that_is_not_there() -> None:

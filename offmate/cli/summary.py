@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..plans.limits import limits
 from ..plans.plan import Plan
 from ..plans.sweep import SweepPoint
 from ..plans.table import class_lines, class_table, plan_table
@@ -38,7 +37,7 @@ def print_plan(
     """
     rows = list(summary(plan, tokens))
     if plan.problem is not None:
-        rows += _limit_rows(limits(plan, offers))
+        rows += _limit_rows(plan.limits(offers))
     console.print(pairs(rows))
     console.print()
     print_blocks(console, plan, every_block=every_block)

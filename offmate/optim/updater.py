@@ -283,7 +283,7 @@ class PlannedOptimizer:
             )
         self._opt_called = True
         if self._offmate.assigned.params:
-            self._offmate.assigned.step(self)
+            self._offmate.step_assigned(self)
             return
         for hook in self._optimizer_step_pre_hooks.values():
             hook(self, (), {})

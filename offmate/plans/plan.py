@@ -20,6 +20,7 @@ from ..reports.plots import draw_memory, draw_tensors, draw_timeline
 from ..reports.timeline import Timeline, build_timeline
 from ..reports.trace import save_trace
 from ..sizes import format_bytes, format_least_bytes
+from ..solver.explain import Explanation
 from ..solver.files import problem_from_dict
 from ..solver.files import to_dict as problem_to_dict
 from ..solver.problem import Problem
@@ -173,9 +174,13 @@ class Plan:
         if self.user_bytes >= _WORTH_SAYING_BYTES:
             lines.append(f"{format_bytes(self.user_bytes)} are reserved for your code between forward and backward")
         if self.problem is not None:
-            proved = self.lower_bound_s, self.gap
-            lines += limits(self.problem, self.schedule, self.simulation, *proved, offers).text().splitlines()
+            lines += self.limits(offers).text().splitlines()
         return "\n".join(lines)
+
+    def limits(self, offers: bool = False) -> Explanation:
+        """What limits the plan in each phase, and if asked what some changes would buy; not of a forward only."""
+        assert self.problem is not None
+        return limits(self.problem, self.schedule, self.simulation, self.lower_bound_s, self.gap, offers)
 
     def table(self) -> Table:
         """What happens to every block's values and parameters, blocks that are alike in one row, and the totals."""

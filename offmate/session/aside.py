@@ -3,65 +3,69 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import InfeasibleBudget, ProtocolError
 from ..sizes import format_bytes
+from .autograd import Iteration
+from .residence import Residence
+from .variants import Call, Variant
 
-if TYPE_CHECKING:
-    from .session import Session
-    from .variants import Call, Variant
 
-
-def aside(session: Session, call: Call) -> tuple[Variant, dict[str, torch.Tensor]]:
+def aside(
+    residence: Residence, model: torch.nn.Module, iteration: Iteration, call: Call
+) -> tuple[Variant, dict[str, torch.Tensor]]:
     """Run a forward while what a training forward left on the device waits on the host.
+
+    Parameters
+    ----------
+    iteration: the one that waits for its backward.
 
     Returns: the variant that ran, and its outputs. Raises: ProtocolError on a device with an allocator of its own, and
     where the budget less what stays on the device is too little; the training forward still waits for its backward
     then.
     """
-    training, iteration = session.active, session.iteration
-    assert training is not None and iteration is not None
-    if session.device.arena is not None:
+    training = residence.active
+    assert training is not None
+    if residence.device.arena is not None:
         raise ProtocolError(
-            f"a forward without gradients between a training forward and its backward(), on {session.request.device}: "
-            "the plan has laid out the device's memory for that forward. Call it before the training forward, or "
-            "after optimizer.step()"
+            "a forward without gradients between a training forward and its backward(), on "
+            f"{residence.request.device}: the plan has laid out the device's memory for that forward. Call it before "
+            "the training forward, or after optimizer.step()"
         )
-    session.preparer.user_code.stops()
-    with session.whole():
+    residence.preparer.user_code.stops()
+    with residence.whole():
         parked = training.executor.park(iteration.outputs)
-        session.truth.came_home()
+        residence.truth.came_home()
         stays = iteration.output_bytes + training.prepared.plan.user_bytes
-        recorder, session.device.recorder = session.device.recorder, None
+        recorder, residence.device.recorder = residence.device.recorder, None
     try:
-        variant, tensors = session.preparer.variant_for(
-            session.model, replace(call, reserved_bytes=stays), make_room=lambda: None
+        variant, tensors = residence.preparer.variant_for(
+            model, replace(call, reserved_bytes=stays), make_room=lambda: None
         )
     except BaseException as error:
         training.executor.unpark(parked)
-        session.device.recorder = recorder
+        residence.device.recorder = recorder
         if isinstance(error, InfeasibleBudget) and error.least_budget_bytes is not None:
             raise ProtocolError(
                 "a forward without gradients between a training forward and its backward() needs "
                 f"{format_bytes(error.least_budget_bytes)}, but of the budget of "
-                f"{format_bytes(session.request.budget_bytes)} the outputs of the training forward and what is "
+                f"{format_bytes(residence.request.budget_bytes)} the outputs of the training forward and what is "
                 f"reserved for your code take {format_bytes(stays)}: "
                 f"{format_bytes(error.least_budget_bytes - error.budget_bytes)} are missing. Raise gpu_budget by that, "
                 "or call it before the training forward"
             ) from error
         raise
-    with session.whole():
+    with residence.whole():
         try:
-            session.device.ledger.add("o", stays)
+            residence.device.ledger.add("o", stays)
             outputs = variant.executor.forward(tensors)
             variant.executor.unload()
         except BaseException:
             variant.executor.abandon()
             raise
         finally:
-            session.device.recorder = recorder
+            residence.device.recorder = recorder
         training.executor.unpark(parked)
     return variant, outputs

@@ -1,18 +1,15 @@
-"""Gradients that the user assigns to planned parameters between iterations, and the plain step with them.
+"""Gradients that the user assigns to planned parameters between iterations.
 
 `torch.distributed.checkpoint` does that: it steps once with zero gradients so that the optimizer's states exist.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..errors import ProtocolError
-
-if TYPE_CHECKING:
-    from .session import Session
 
 _GRAD: Any = torch.Tensor.grad
 
@@ -23,27 +20,13 @@ class Assigned:
     State: `params`. Changed on the training thread only.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self) -> None:
         self.params: list[torch.nn.Parameter] = []
 
     def take(self, param: torch.nn.Parameter, value: torch.Tensor) -> None:
-        """Give a parameter a gradient. Raises: ProtocolError in the middle of an iteration."""
-        if self._session.in_iteration:
-            raise ProtocolError(
-                "a gradient was assigned to a parameter whose updates are planned, in the middle of an iteration; the "
-                "plan would not see it. Compile without optimizer= to work on .grad"
-            )
-        self._session.bring_home()
+        """Give a parameter a gradient."""
         _GRAD.__set__(param, value)
         self.params.append(param)
-
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update on the host as plain PyTorch does, by the optimizer's own step."""
-        session = self._session
-        assert session.updater is not None
-        session.updater.base.step(optimizer)
-        session.truth.adopt_states()
 
     def clear(self) -> None:
         """Take the gradients away."""

@@ -2,54 +2,52 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from ..errors import ProtocolError
-from .outside import add_up
+from .outside import Outside, add_up
+from .residence import Residence
 from .turns import Turn
 
-if TYPE_CHECKING:
-    from .session import Session
 
-
-def plan_ends_it(session: Session) -> bool:
+def plan_ends_it(residence: Residence) -> bool:
     """Whether the active plan ends the iteration: it has all micro-batches, and updates all that has a gradient."""
-    active = session.active
-    if session.turn is not Turn.STEP or active is None or not active.kind.trains:
+    active = residence.active
+    if residence.turns.turn is not Turn.STEP or active is None or not active.kind.trains:
         return False
-    return session.truth.host.totals <= active.updates
+    return residence.truth.host.totals <= active.updates
 
 
-def take_outside(session: Session) -> list[dict[str, torch.Tensor]]:
+def take_outside(residence: Residence, outside: Outside) -> list[dict[str, torch.Tensor]]:
     """The gradients that the plan has not made and this step adds.
 
     Raises: ProtocolError if they cannot be added; the iteration has ended then.
     """
-    if not session.outside.any:
+    if not outside.any:
         return []
     try:
-        return session.outside.take()
+        return outside.take()
     except ProtocolError:
-        if session.request.gate:
-            session.give_up()
+        if residence.request.gate:
+            residence.give_up()
         else:
-            session.bring_home()
-            session.turn, session.micro_batches = Turn.FORWARD, 0
+            residence.bring_home()
+            residence.turns.step_done()
         raise
 
 
-def finish_on_host(session: Session, outside: list[dict[str, torch.Tensor]]) -> None:
+def finish_on_host(residence: Residence, outside: list[dict[str, torch.Tensor]]) -> None:
     """End an iteration on the host, with gradients from outside the plan added to its own."""
-    assert session.training is not None
-    session.bring_home()
-    session.truth.adopt_tensors()
-    add_up(session.truth.host, outside, session.device.empty_host_like)
-    session.active = session.training
-    with session.whole():
-        session.truth.current = False
-        session.training.executor.finish()
-    session.active, session.micro_batches, session.turn = None, 0, Turn.FORWARD
-    session.truth.accept()
-    session.truth.came_home()
+    truth, training = residence.truth, residence.preparer.training
+    assert training is not None
+    residence.bring_home()
+    truth.adopt_tensors()
+    add_up(truth.host, outside, residence.device.empty_host_like)
+    residence.active = training
+    with residence.whole():
+        truth.current = False
+        training.executor.finish()
+    residence.active = None
+    residence.turns.step_done()
+    truth.accept()
+    truth.came_home()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ProtocolError
+from ..errors import OffmateError, ProtocolError
 from ..guards.watch import Watch
 from ..optim.updater import Updater
 from ..runtime.devices.device import Device
@@ -275,6 +275,15 @@ class Truth:
         if not self._not_reloaded:
             self.torn, self.lost = (), False
             self.host.updates.clear()
+
+    def check_whole(self) -> None:
+        """Raise OffmateError if a failure has left tensors at different updates, so that training cannot go on."""
+        if self.torn:
+            raise OffmateError(
+                f"after an earlier failure {self.torn_words()}. Load a checkpoint into the model and the "
+                "optimizer before training goes on; to go on from here all the same, load their own: "
+                "model.load_state_dict(model.state_dict()), optimizer.load_state_dict(optimizer.state_dict())"
+            )
 
     def torn_words(self) -> str:
         """What is torn, for a message."""

@@ -121,7 +121,7 @@ class Handle:
 
     def sync(self) -> None:
         """Wait for updates and copies under way; afterwards parameters and optimizer states read current."""
-        self._session.sync()
+        self._session.residence.sync()
         self._session.end_measuring()
 
     def __repr__(self) -> str:

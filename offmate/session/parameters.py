@@ -106,7 +106,7 @@ class PlannedParameter(_Copied, torch.nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         session = self.__dict__["_offmate"]
-        if session.uncleared:
+        if session.turns.uncleared:
             clipping = (
                 "max_grad_norm= clips in optimizer.step(), so leave out clip_grad_norm_; model.offmate.grad_norm is "
                 "the norm of the last step"
@@ -122,7 +122,7 @@ class PlannedParameter(_Copied, torch.nn.Parameter):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if value is not None:
-            self.__dict__["_offmate"].assigned.take(self, value)
+            self.__dict__["_offmate"].assign(self, value)
             return
         self.__dict__["_offmate"].zero_grad()
 
@@ -157,17 +157,21 @@ class WrittenBuffer(torch.Tensor):
         return self.detach().__reduce_ex__(protocol)
 
 
-def give_buffer_classes(session: Any, names: frozenset[str]) -> bool:
-    """Have a session's model notice who reads buffers that are newer on the device; on a CPU they are the host's own.
+def give_buffer_classes(model: torch.nn.Module, residence: Any, names: frozenset[str]) -> bool:
+    """Have a model notice who reads buffers that are newer on the device; on a CPU they are the host's own.
+
+    Parameters
+    ----------
+    residence: what brings them home. names: of the buffers.
 
     Returns: whether any buffer has another class than before.
     """
-    if session.device.torch_device.type == "cpu" or not names:
+    if residence.device.torch_device.type == "cpu" or not names:
         return False
     changed = False
-    for name, buffer in session.model.named_buffers(remove_duplicate=False):
+    for name, buffer in model.named_buffers(remove_duplicate=False):
         if name in names and type(buffer) is torch.Tensor:
-            buffer.__dict__["_offmate"] = session
+            buffer.__dict__["_offmate"] = residence
             buffer.__class__ = WrittenBuffer
             changed = True
     return changed

@@ -67,7 +67,7 @@ class Preparer:
         given: Plan | None,
         progress: Callable[[], contextlib.AbstractContextManager[Progress]],
     ) -> None:
-        self._request, self._plainness, self._watch = request, plainness, watch
+        self.request, self._plainness, self._watch = request, plainness, watch
         self._truth, self._device, self._updater = truth, device, updater
         self._max_grad_norm, self._given, self._progress = max_grad_norm, given, progress
         self._variants = Variants(request.config.shape_buckets, request.config.max_plans)
@@ -97,7 +97,7 @@ class Preparer:
         """What is known of who updates what before any plan is there."""
         if self._updater is None:
             return Split()
-        held, updates = tuple(self._updater.names.values()), self._request.config.updates
+        held, updates = tuple(self._updater.names.values()), self.request.config.updates
         if updates in ("host", "device"):
             return Split(**{updates: held})
         pinned = self._kept.joined(updates) if isinstance(updates, Split) else self._kept
@@ -176,7 +176,7 @@ class Preparer:
         with (
             self._plainness.of(model),
             self._progress() as say,
-            rng_untouched(accelerator(self._request.device)),
+            rng_untouched(accelerator(self.request.device)),
             torch.autograd.set_detect_anomaly(False),
         ):
             make = (self._iteration_maker if call.trains else self._forward_maker)(model, call, say)
@@ -184,14 +184,14 @@ class Preparer:
         if call.trains:
             log.info("plan ready:\n%s", prepared.plan.explain())
             self._split = self._split.joined(prepared.plan.split)
-            if accelerator(self._request.device) is not None:
+            if accelerator(self.request.device) is not None:
                 # A CPU rounds otherwise: what is updated here once stays here.
                 self._kept = self._kept.joined(prepared.plan.split)
         return self._bound(prepared, model, call, place)
 
     def _forward_maker(self, model: torch.nn.Module, call: Call, say: Progress) -> Callable[[int], Prepared]:
         """Makes plans of a forward, given the bytes that they leave to the device's allocator."""
-        request = replace(self._request, budget_bytes=max(1, self._request.budget_bytes - call.reserved_bytes))
+        request = replace(self.request, budget_bytes=max(1, self.request.budget_bytes - call.reserved_bytes))
         return lambda margin_bytes: make_stream(
             model, call.args, call.kwargs, replace(request, margin_bytes=margin_bytes), say
         )
@@ -206,7 +206,7 @@ class Preparer:
             )
             log.info("planning for batches with %s%s", shapes, changes)
         request = replace(
-            self._request, user_bytes=self.user_code.held_bytes.get(kind), user_factor=self.user_code.factor
+            self.request, user_bytes=self.user_code.held_bytes.get(kind), user_factor=self.user_code.factor
         )
         given = self._given if self.training is None else None
         near = self._variants.near(kind)
@@ -231,7 +231,7 @@ class Preparer:
 
     def _config(self) -> Config:
         """As asked for, with what earlier plans say of who updates what."""
-        config, kept = self._request.config, self._kept
+        config, kept = self.request.config, self._kept
         if self._updater is None or config.updates in ("host", "device") or kept == Split():
             return config
         return replace(config, updates=kept.joined(config.updates) if isinstance(config.updates, Split) else kept)
@@ -240,12 +240,12 @@ class Preparer:
         self, make: Callable[[int], Prepared], model: torch.nn.Module, batch: Any
     ) -> tuple[Prepared, Place | None]:
         """A plan that fits the device's allocator too, and its place, given what makes one that leaves it so much."""
-        where = accelerator(self._request.device)
+        where = accelerator(self.request.device)
         if where is None:
             return make(0), None
-        budget_bytes = self._request.budget_bytes
+        budget_bytes = self.request.budget_bytes
         # Other processes may have come since the model was compiled.
-        check_budget(self._request.device, budget_bytes)
+        check_budget(self.request.device, budget_bytes)
         try:
             self._pockets = self._pockets or pockets(where, model, batch)
             return fitted(make, model, self._updater, where, budget_bytes)

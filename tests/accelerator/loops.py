@@ -80,6 +80,6 @@ def on_sim(
         try:
             yield loop
         finally:
-            loop.session.bring_home()
+            loop.session.residence.bring_home()
             loop.session.device.close()
             gc.collect()

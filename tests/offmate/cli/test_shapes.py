@@ -51,7 +51,7 @@ def test_alternating_shapes(planned):
     assert run(ours) == run(reference)
     assert_same(ours, reference)
     assert ours.model.offmate.peak_bytes <= ours.model.offmate.plan.budget_bytes
-    ours.session.bring_home()
+    ours.session.residence.bring_home()
     assert ours.session.device.ledger.level_bytes == 0
 
 

@@ -151,8 +151,8 @@ def test_a_plan_serves_every_backend() -> None:
     reference = plain(2).model.eval()
     with torch.no_grad():
         assert torch.equal(model.eval()(**batch(5))["scores"], reference(**batch(5))["scores"])
-    assert model._offmate_session.active is not model._offmate_session.training
-    assert fused(model._offmate_session.active.prepared.binding)
+    assert model._offmate_session.residence.active is not model._offmate_session.training
+    assert fused(model._offmate_session.residence.active.prepared.binding)
 
 
 @pytest.mark.usefixtures("compiler", "uncompiled")

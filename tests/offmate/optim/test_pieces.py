@@ -244,7 +244,7 @@ def test_on_an_accelerator(sim, in_pieces):
         sim.set_delays(0, 0)
         assert losses == reference.steps(0, STEPS)
         check(loop, reference)
-        loop.session.bring_home()
+        loop.session.residence.bring_home()
         loop.session.device.close()
 
 

@@ -246,13 +246,13 @@ def test_gradients_are_not_copied() -> None:
     made: list[int] = []
     loss = ours(TOKENS)
     session = ours._offmate_session
-    take = session.active.executor.take_host_grads
+    take = session.residence.active.executor.take_host_grads
 
     def noted() -> dict[str, torch.Tensor]:
         grads = take()
         made.extend(grad.data_ptr() for grad in grads.values())
         return grads
 
-    session.active.executor.take_host_grads = noted
+    session.residence.active.executor.take_host_grads = noted
     loss.backward()
     assert sorted(made) == sorted(p.grad.data_ptr() for p in ours.parameters() if p.grad is not None)

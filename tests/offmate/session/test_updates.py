@@ -195,7 +195,7 @@ def test_on_an_accelerator_the_first_plans_split_is_kept(sim: Any, monkeypatch: 
         loop = first_on_the_host_then_costly_there("sim", monkeypatch)
         assert len(loop.model.offmate.plans) == 2
         assert not loop.model.offmate.plan.split.device
-        loop.session.bring_home()
+        loop.session.residence.bring_home()
         loop.session.device.close()
 
 

@@ -170,7 +170,7 @@ def compiled(name: str, budget_bytes: int, **settings: Any) -> Any:
     try:
         yield model, optimizer
     finally:
-        model._offmate_session.bring_home()
+        model._offmate_session.residence.bring_home()
         model._offmate_session.device.close()
         gc.collect()
 
@@ -296,7 +296,7 @@ def test_a_refusal_names_a_budget_that_works(sim, tmp_path):
         optimizer.zero_grad()
     plan = model.offmate.plan
     assert sim.max_memory_reserved() <= plan.predicted_peak_bytes <= least
-    model._offmate_session.bring_home()
+    model._offmate_session.residence.bring_home()
     model._offmate_session.device.close()
 
 
@@ -374,7 +374,7 @@ def test_out_of_memory_in_a_step(sim):
         optimizer.zero_grad()
         model.offmate.sync()
         before = {k: v.clone() for k, v in model.state_dict().items()}
-        model._offmate_session.bring_home()
+        model._offmate_session.residence.bring_home()
         held = torch.empty(model.offmate.plan.budget_bytes * 3 // 4, dtype=torch.uint8, device="sim")
         with pytest.raises(offmate.OffmateError, match=r"ran out of memory: budget .*; planned .* reserved"):
             model(**text(1))["loss"].backward()
@@ -444,7 +444,7 @@ def test_buffers_that_forwards_write_read_current(sim, when, planned):
     found = buffers_seen(model, optimizer, when)
     sim.set_delays(0, 0)
     assert all(map(torch.equal, found, expected))
-    model._offmate_session.bring_home()
+    model._offmate_session.residence.bring_home()
     model._offmate_session.device.close()
 
 
@@ -473,5 +473,5 @@ def test_batches_with_gaps_and_repeats(sim, where):
     theirs.sum().backward()
     assert torch.equal(model.layer.weight.grad.cpu(), expected.layer.weight.grad.cpu())
     assert model.offmate.peak_bytes == model.offmate.plan.predicted_peak_bytes
-    model._offmate_session.bring_home()
+    model._offmate_session.residence.bring_home()
     model._offmate_session.device.close()

@@ -102,7 +102,7 @@ def reference(dtype: torch.dtype, on_host: set[str], n_steps: int) -> tuple[list
 
 
 def close(model: Any) -> None:
-    model._offmate_session.bring_home()
+    model._offmate_session.residence.bring_home()
     model._offmate_session.device.close()
 
 

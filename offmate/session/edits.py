@@ -1,0 +1,103 @@
+"""What the user edits in the middle of an iteration, where a plan could not follow; each refused by name."""
+
+from __future__ import annotations
+
+import torch
+
+from ..capture.checks import late_hooks
+from ..errors import ProtocolError
+from ..optim.updater import Updater
+from .autograd import Iteration
+from .host_state import Truth
+
+
+def check_unchanged(
+    iteration: Iteration, truth: Truth, parameters: tuple[tuple[str, torch.nn.Parameter], ...] | None
+) -> None:
+    """Raise if something that the backward reads was edited since the forward, which has to be given up then.
+
+    Parameters
+    ----------
+    parameters: of the model, by name, where a planned optimizer takes their gradients; else None.
+    """
+    changed = iteration.changed_outputs()
+    if changed:
+        raise ProtocolError(
+            f"the output {changed[0]!r} was changed in place between the forward and backward(), which may read it; "
+            "the forward was given up, and no update was made. Make a new tensor instead: out = out * 2, not "
+            "out.mul_(2)"
+        )
+    written = iteration.edited_buffers()
+    if written:
+        raise ProtocolError(
+            f"the buffer {written[0]} was edited in place between the forward and backward(), which may read it; the "
+            "forward was given up, and no update was made. Edit buffers after optimizer.step(), or put a new tensor "
+            "in its place: module.buffer = module.buffer + 1"
+        )
+    asked = iteration.asked_gradients()
+    if asked:
+        raise ProtocolError(
+            f"the output {asked[0]!r} has retain_grad() or a hook on its gradient, and the model itself goes on from "
+            "it; backward() would give the loss's part of the gradient without the model's own. The forward was given "
+            "up, and no update was made. Leave it out; copy.deepcopy(model) is a plain model that gives the whole"
+        )
+    edited = truth.edited()
+    if edited:
+        raise ProtocolError(
+            f"{edited[0]} was edited between the forward and backward(); the forward was given up, the edit is "
+            "used from the next forward on. Edit parameters after optimizer.step()"
+        )
+    if truth.has_other_parameters(trains=True):
+        raise ProtocolError(
+            "requires_grad of parameters changed between the forward and backward(); the forward was given up. Freeze "
+            "and unfreeze parameters before the forward"
+        )
+    hooked = late_hooks(parameters, iteration.fed) if parameters is not None else []
+    if hooked:
+        raise ProtocolError(
+            f"{hooked[0]} got a hook on its gradient between the forward and backward(); the forward was given up, and "
+            "no gradient was made. Register hooks before the forward"
+        )
+    states = truth.take_states()
+    if states:
+        raise ProtocolError(
+            f"the optimizer's state of {states[0]} was changed between the forward and backward(); the forward was "
+            "given up, the change is used from the next forward on. Change states after optimizer.step()"
+        )
+
+
+def late_edit(name: str) -> ProtocolError:
+    """What is said where a parameter or its state was edited after its update, before optimizer.step()."""
+    return ProtocolError(
+        f"{name} or its optimizer state was edited between backward() and optimizer.step(), after its update had "
+        "been made instead of before it; the step is done and the edit stays. Edit after optimizer.step(), or compile "
+        "with a gate, which has updates wait for it: max_grad_norm=float('inf')"
+    )
+
+
+def check_groups(updater: Updater) -> None:
+    """Raise if the optimizer no longer holds the parameters that it was compiled with."""
+    held = {id(param) for group in updater.optimizer.param_groups for param in group["params"]}
+    missing = [name for param, name in updater.names.items() if id(param) not in held]
+    if missing or len(held) != len(updater.names):
+        what = f"{missing[0]} ({len(missing)} in all) was removed from" if missing else "a parameter was added to"
+        raise ProtocolError(
+            f"{what} optimizer.param_groups after offmate.compile; the plan updates the parameters that were there "
+            "then. Put the groups back as they were. To leave a parameter as it is give its group lr=0 and "
+            "weight_decay=0, or freeze it and compile a new model and optimizer"
+        )
+
+
+def check_inputs(wanted: frozenset[str] | None, updated: set[str]) -> None:
+    """Raise if backward(inputs=...) leaves out parameters that the plan updates.
+
+    Parameters
+    ----------
+    wanted: names of the parameters that it names; None if it names none.
+    """
+    missing = sorted(updated - wanted) if wanted is not None else []
+    if missing:
+        raise ProtocolError(
+            f"backward(inputs=...) leaves out {missing[0]} ({len(missing)} parameters in all), which the plan updates. "
+            "Name all trained parameters, freeze the others before compiling, or compile without optimizer="
+        )

@@ -1,0 +1,147 @@
+"""What is on the device for a compiled model, and how the host comes to hold the truth again."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from ..errors import OffmateError
+from ..optim.updater import Updater
+from ..runtime import interrupts
+from ..runtime.devices.device import Device
+from .contexts import Process, alone, outside_inference
+from .failures import described
+from .host_state import Truth
+from .pace import Pace
+from .parameters import give_buffer_classes
+from .preparer import Preparer
+from .turns import Turns
+from .variants import Variant
+
+log = logging.getLogger("offmate")
+
+_LASTS = 8  # iterations that a layout of the device's memory lasts at least
+
+
+class Residence:
+    """A compiled model's tensors on the device, and their way home.
+
+    State: `active`, the variant whose tensors are on the device; `_replays`, iterations since the device's memory was
+    laid out; `lock`, held by the thread that runs a method; and what `turns`, `truth`, `preparer` and `pace` hold.
+    Changed by one thread at a time.
+
+    Parameters
+    ----------
+    updater: None if the user's code updates. turns: which a failure or a give-up sets back.
+    """
+
+    def __init__(
+        self, device: Device, updater: Updater | None, turns: Turns, truth: Truth, preparer: Preparer, pace: Pace
+    ) -> None:
+        self.device, self.updater, self.turns, self.truth = device, updater, turns, truth
+        self.preparer, self.pace = preparer, pace
+        self.request = preparer.request
+        self.active: Variant | None = None
+        self._replays = 0
+        self.process, self.lock = Process(), threading.RLock()
+
+    def activate(self, model: torch.nn.Module, variant: Variant, edited: tuple[str, ...]) -> None:
+        """Make the device hold this variant's tensors, as they are now."""
+        stale = edited if self.updater is not None else self.truth.frozen(edited)
+        if stale and self.active is variant:
+            log.info("%d parameters were edited (%s, ...); all are sent to the device again", len(stale), stale[0])
+        if stale or self.active is not variant or self._is_worn(variant):
+            self.bring_home()
+            if variant.place is not None and self.device.arena is not None:
+                self.device.arena.take(variant.place.segment_bytes)
+            self.active, self._replays = variant, 0
+        if give_buffer_classes(model, self, variant.prepared.binding.written_buffers):
+            self.truth.adopt_buffers()
+        self._replays += not self.turns.micro_batches
+        self.truth.accept()
+
+    def _is_worn(self, variant: Variant) -> bool:
+        """Whether the device's memory has to be laid out anew before the next iteration."""
+        if variant.place is None or self._replays < _LASTS or self.turns.micro_batches:
+            return False
+        return torch.accelerator.memory_reserved(self.device.torch_device) > variant.place.reserved_bytes
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Run a part of the schedule; if it fails, bring everything to a state that can be read, and say which."""
+        try:
+            with interrupts.held(), self.pace.working():
+                yield
+        except BaseException as error:
+            with interrupts.held():
+                self.give_up()
+            if isinstance(error, OffmateError) or not isinstance(error, Exception):
+                if self.truth.torn:
+                    log.warning("the iteration was interrupted: %s", self.truth.torn_words())
+                raise
+            where, budget_bytes = self.device.torch_device, self.request.budget_bytes
+            raise described(error, where, budget_bytes, self.preparer.plan, self.truth) from error
+
+    @alone
+    @outside_inference
+    def give_up(self) -> None:
+        """End the iteration where it is; what was updated stays, and the host holds the truth."""
+        self.turns.given_up()
+        self.truth.host.totals.clear()
+        variant, self.active = self.active, None
+        if variant is None:
+            return
+        lost = variant.executor.abandon()
+        self.truth.came_home()
+        if lost:
+            self.truth.note_lost(lost)
+        elif self.updater is not None:
+            self.truth.note_torn(variant.updates)
+
+    @alone
+    @outside_inference
+    def sync(self) -> None:
+        """Wait for what is under way; afterwards parameters and optimizer states read current."""
+        if self.truth.current:
+            return
+        self.process.check_reading()
+        try:
+            self.truth.check_edits()
+            self.truth.take_states()
+        finally:
+            self.bring_buffers()
+            if self.active is not None:
+                with self.whole():
+                    self.active.executor.sync()
+            self.truth.came_home()
+
+    @alone
+    def bring_buffers(self) -> None:
+        """Have the host's buffers hold what the forwards so far have left."""
+        if self.active is not None and self.active.executor.newer_buffers:
+            self.process.check_reading()
+            with self.whole():
+                self.active.executor.bring_buffers()
+            if self.turns.iteration is not None:
+                self.turns.iteration.reads()
+
+    def renew_states(self) -> None:
+        """See that the device has the optimizer's states as the user may have written them."""
+        if self.truth.take_reads() and self.active is not None:
+            with self.whole():
+                self.active.executor.renew_states()
+
+    @alone
+    @outside_inference
+    def bring_home(self) -> None:
+        """Take everything off the device; the host holds the truth."""
+        self.process.check()
+        if self.active is not None:
+            with self.whole():
+                self.active.executor.unload()
+            self.active = None
+        self.truth.came_home()
