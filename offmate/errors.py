@@ -8,7 +8,10 @@ class OffmateError(RuntimeError):
 
 
 class InfeasibleBudget(OffmateError):
-    """No plan keeps the budgets; raised before training, never during it.
+    """No plan keeps the budgets.
+
+    Raised before training, or before the second iteration of a kind where the first one has shown that the user's own
+    code holds more on the device between forward and backward() than the budget leaves; never inside an iteration.
 
     Parameters
     ----------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch.nn.modules import module as torch_module
 
@@ -94,19 +96,10 @@ def check_hooks(parameters: tuple[tuple[str, torch.nn.Parameter], ...], planned:
                 )
 
 
-def late_hooks(parameters: tuple[tuple[str, torch.nn.Parameter], ...], fed: frozenset[str]) -> list[str]:
-    """Parameters with hooks on their gradients that came after the forward; a planned optimizer accepts none.
-
-    Parameters
-    ----------
-    parameters: of the model, by name. fed: those that autograd was given in the forward, which had no hooks.
-    """
+def hooked(params: Mapping[str, torch.nn.Parameter]) -> list[str]:
+    """Names of the parameters with hooks on their gradients."""
     with torch._C.DisableTorchFunctionSubclass():
-        return [
-            name
-            for name, p in parameters
-            if name in fed and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
-        ]
+        return [n for n, p in params.items() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
 
 
 def _check_overlaps(model: torch.nn.Module) -> None:
@@ -146,6 +139,11 @@ def _check_tensors(model: torch.nn.Module) -> None:
             raise OffmateError(
                 f"{name} is on {param.device}; offmate starts from host memory: call model.cpu() first, and leave out "
                 "model.to(device) after it"
+            )
+        if "_offmate" in vars(param) or hasattr(type(param), "_of_a_compiled_model"):
+            raise OffmateError(
+                f"{name} belongs to another model that is compiled already, and one plan moves and updates a "
+                "parameter. Give the two models parameters of their own, or compile one model that holds both"
             )
         if type(param) not in (torch.nn.Parameter, torch.Tensor):
             kind = type(param).__name__

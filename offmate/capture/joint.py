@@ -28,6 +28,7 @@ from ..runtime.operators.recurrent import recorded_rnn_layer, rnn_layer_backward
 from . import draws
 from .as_in_eager import LayoutsKept, copied, no_autocast, run_openly
 from .casts import added
+from .edges import edges_into
 from .effects import is_random
 
 _COPY = torch.ops.aten.copy.default
@@ -90,6 +91,7 @@ class Joint:
     leaves: per external the placeholders it enters as.
     tangents: placeholder per tangent. accumulators: per external its accumulator's placeholder or None.
     results: node per result of the block. grads: per external the node of its gradient or None.
+    gradient_parts: per external, of how many gradients autograd makes the sum in this block.
     writes: external index of a buffer -> node with its new value. changing: externals that some block writes.
     forward: nodes that the forward runs, in order. backward: the rest.
     """
@@ -100,6 +102,7 @@ class Joint:
     accumulators: tuple[fx.Node | None, ...]
     results: tuple[fx.Node, ...]
     grads: tuple[fx.Node | None, ...]
+    gradient_parts: tuple[int, ...]
     writes: dict[int, fx.Node]
     changing: frozenset[int]
     forward: tuple[fx.Node, ...]
@@ -179,6 +182,7 @@ class _Run:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.n_leaves = sum(e.leaves for e in spec.externals)
         self.grads_of: list[int] = []
+        self.parts: list[int] = []
         self.written: list[int] = []
 
     def example(self) -> list[torch.Tensor]:
@@ -246,6 +250,7 @@ class _Run:
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         given: list[torch.Tensor | None] = [None] * len(wanted)
         outputs = [results[i] for i, _ in spec.tangents]
+        self.parts = edges_into(outputs, leaves)
         if outputs and wanted:
             # Eager's backward runs outside the user's autocast region.
             with no_autocast(), _overwriting_named():
@@ -340,6 +345,7 @@ def _split(graph: fx.Graph, run: _Run, own_results: bool) -> Joint:
         accumulators=accumulators,
         results=tuple(results),
         grads=tuple(grads),
+        gradient_parts=tuple(sum(run.parts[at] for at in owner if owner[at] == i) for i in range(len(spec.externals))),
         writes=writes,
         changing=frozenset(i for i, external in enumerate(spec.externals) if external.changes),
         forward=tuple(n for n in computing if n in needed),

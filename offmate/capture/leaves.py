@@ -31,6 +31,17 @@ def check_leaves(model: torch.nn.Module, captured: Captured) -> None:
             )
 
 
+def check_elements(model: torch.nn.Module, captured: Captured) -> None:
+    """Raise CaptureError if the forward reads a parameter without elements, of which nothing can be moved."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+    for name in captured.params.values():
+        if name in params and not params[name].numel():
+            raise CaptureError(
+                f"the forward reads {name}, a parameter of shape {tuple(params[name].shape)} without elements, which "
+                "no plan can hold. Make it a buffer, or leave it out where it has none"
+            )
+
+
 def check_outputs(captured: Captured) -> None:
     """Raise CaptureError if the model returns a parameter or a buffer itself, which a replay holds only in copies."""
     held = {node: f"parameter {name}" for node, name in captured.params.items()}

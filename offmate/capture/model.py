@@ -18,7 +18,7 @@ from .blocks import TracedBlock, trace_blocks
 from .chain import Chain, partition
 from .export import Captured, capture, check_dense
 from .joint import Joint, storages_of
-from .leaves import check_fast_path, check_leaves, check_outputs, check_shared_buffers
+from .leaves import check_elements, check_fast_path, check_leaves, check_outputs, check_shared_buffers
 
 log = logging.getLogger("offmate")
 
@@ -55,6 +55,7 @@ def trace_model(
     with torch.set_grad_enabled(gradients):
         captured = select_outputs(capture(model, args, kwargs, real, device), config)
     check_outputs(captured)
+    check_elements(model, captured)
     if gradients:
         check_leaves(model, captured)
     params = dict(model.named_parameters(remove_duplicate=False))

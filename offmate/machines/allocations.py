@@ -71,6 +71,11 @@ class _OneAtATime(abc.ABC):
             before.cut_short = True
             before._stop()
         elif before is not None and before.is_alive:
+            if before.is_here:
+                raise ProtocolError(
+                    "a compiled model is called inside the backward() of the first iteration of its kind, which is "
+                    "being measured; call it there from the second iteration on, or after backward()"
+                )
             raise ProtocolError(
                 f"the first iteration of a model in thread {before._thread.name!r} is being measured, and a process "
                 "measures one at a time. Finish it there first, with optimizer.step() or model.offmate.sync(), before "

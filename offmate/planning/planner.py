@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..capture.arrivals import arrivals
 from ..capture.export import Captured
 from ..capture.fake import fake_batch, faked, stand_in
 from ..capture.joint import dense_stride
@@ -123,7 +124,8 @@ def make_plan(
         lowered = compiled(lowered, plan.schedule, request.device, say)
     binding = bind(traced.captured, lowered, plan.schedule.options)
     keys = tuple(b.key for b in traced.blocks)
-    return Prepared(traced.captured, plan, binding, _gradient_like(traced), keys, structure(traced))
+    arrive = arrivals(traced.blocks, traced.captured.params)
+    return Prepared(traced.captured, plan, binding, _gradient_like(traced), arrive, keys, structure(traced))
 
 
 def _path(request: Request, fingerprint: str) -> Path | None:

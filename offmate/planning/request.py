@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from ..capture.arrivals import Arrivals
 from ..capture.export import Captured
 from ..config import Config
 from ..plans.plan import Plan
@@ -50,12 +51,14 @@ class Prepared:
     Parameters
     ----------
     gradient_like: per output into which the user hands a gradient, a meta tensor laid out as that gradient.
-    keys: class of every block. structure: of the traced model, sizes left out; "" if nobody may follow.
+    arrivals: of the gradients in plain PyTorch. keys: class of every block. structure: of the traced model, sizes left
+        out; "" if nobody may follow.
     """
 
     captured: Captured
     plan: Plan
     binding: Binding
     gradient_like: dict[str, torch.Tensor]
+    arrivals: Arrivals = field(default_factory=Arrivals)
     keys: tuple[str, ...] = ()
     structure: str = ""

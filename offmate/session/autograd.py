@@ -27,11 +27,12 @@ class Iteration:
 
     Parameters
     ----------
-    fed: names of the parameters that autograd knows of.
+    params: the parameters that autograd knows of, by name. ordered: whether it hands their gradients out in plain
+        PyTorch's order, which only hooks can tell.
     """
 
-    def __init__(self, fed: frozenset[str]) -> None:
-        self.fed = fed
+    def __init__(self, params: dict[str, torch.nn.Parameter], ordered: bool) -> None:
+        self.params, self.ordered = params, ordered
         self.graph: weakref.ref[Any] | None = None
         self.dropped = False
         self._outputs: dict[str, tuple[torch.Tensor, int]] = {}
@@ -96,6 +97,31 @@ class Iteration:
         self._outputs = {}
 
 
+class _Passed(torch.autograd.Function):
+    """A parameter, and its gradient, as they are: a node of its own gives the gradient a turn in autograd's order."""
+
+    @staticmethod
+    def forward(ctx: Any, param: torch.Tensor) -> torch.Tensor:
+        return param.view_as(param)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+def in_order(params: dict[str, torch.nn.Parameter], order: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Stand-ins of parameters whose gradients autograd hands out one after the other.
+
+    It takes the node first that was made last.
+
+    Parameters
+    ----------
+    order: of the parameters' names, in which plain PyTorch hands them out.
+    """
+    made = {name: _Passed.apply(params[name]) for name in reversed(order) if name in params}
+    return {name: made.get(name, param) for name, param in params.items()}
+
+
 class Replay(torch.autograd.Function):
     """One node from all trainable parameters to the outputs."""
 
@@ -129,8 +155,8 @@ class Replay(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise ProtocolError("backward(create_graph=True) cannot be planned: the backward's own graph is not kept")
         gradients = ctx.session.backward(ctx.variant, ctx.iteration, grads, wanted)
-        for name in ctx.variant.summed & gradients.keys():
-            alone_first(name, leaves[name].variable, gradients[name].data_ptr())
+        for name in ctx.variant.prepared.arrivals.summed & gradients.keys():
+            alone_first(name, ctx.iteration.params[name], gradients[name].data_ptr())
         return (*(None,) * 6, *map(gradients.get, ctx.names))
 
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import torch
-
-from ..capture.checks import late_hooks
+from ..capture.checks import hooked
 from ..errors import ProtocolError
 from ..optim.updater import Updater
 from .autograd import Iteration
 from .host_state import Truth
 
 
-def check_unchanged(
-    iteration: Iteration, truth: Truth, parameters: tuple[tuple[str, torch.nn.Parameter], ...] | None
-) -> None:
+def check_unchanged(iteration: Iteration, truth: Truth, planned: bool) -> None:
     """Raise if something that the backward reads was edited since the forward, which has to be given up then.
 
     Parameters
     ----------
-    parameters: of the model, by name, where a planned optimizer takes their gradients; else None.
+    planned: whether a planned optimizer takes the gradients.
     """
     changed = iteration.changed_outputs()
     if changed:
@@ -52,10 +48,10 @@ def check_unchanged(
             "requires_grad of parameters changed between the forward and backward(); the forward was given up. Freeze "
             "and unfreeze parameters before the forward"
         )
-    hooked = late_hooks(parameters, iteration.fed) if parameters is not None else []
-    if hooked:
+    late = hooked(iteration.params)
+    if late and (planned or (len(late) > 1 and not iteration.ordered)):
         raise ProtocolError(
-            f"{hooked[0]} got a hook on its gradient between the forward and backward(); the forward was given up, and "
+            f"{late[-1]} got a hook on its gradient between the forward and backward(); the forward was given up, and "
             "no gradient was made. Register hooks before the forward"
         )
     states = truth.take_states()

@@ -73,6 +73,8 @@ class _Copied:
 class WatchedParameter(_Copied, torch.nn.Parameter):
     """A parameter that no plan updates: edits through `.data` are noticed, as those in place are."""
 
+    _of_a_compiled_model = True
+
     @property
     def data(self) -> torch.Tensor:
         """Its values; unlike `data` of other tensors they share its version counter."""

@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..capture.byproducts import deliver
-from ..capture.checks import check_hooks
+from ..capture.checks import check_hooks, hooked
 from ..capture.kv_caches import has_cache, without_cache
 from ..capture.plain import Plainness
 from ..errors import ProtocolError
@@ -26,7 +26,7 @@ from ..runtime.layouts import on_storage
 from . import ending
 from .aside import aside
 from .assigned import Assigned
-from .autograd import Iteration, Replay
+from .autograd import Iteration, Replay, in_order
 from .contexts import alone, ordinary, outside_inference
 from .edits import check_groups, check_inputs, check_unchanged, late_edit
 from .gradients import fed, take_in
@@ -178,11 +178,16 @@ class Session:
             log.info(words)
 
     def _train(self, variant: Variant, tensors: list[torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        params = fed(self.watch.parameters, variant.graded if self.updater is None else None)
-        iteration = Iteration(frozenset(params))
+        planned = self.updater is not None
+        params = fed(self.watch.parameters, None if planned else variant.graded)
+        ordered = not planned and len(hooked(params)) > 1
+        iteration = Iteration(params, ordered)
+        known: dict[str, torch.Tensor] = {**params}
+        if ordered:
+            known = in_order(params, variant.prepared.arrivals.order)
         anchor = torch.zeros((), requires_grad=True)
         with self.residence.whole():
-            flat = Replay.apply(self, variant, iteration, tensors, tuple(params), anchor, *params.values())
+            flat = Replay.apply(self, variant, iteration, tensors, tuple(known), anchor, *known.values())
             self.turns.forward_done(iteration)
         self.preparer.user_code.begins(variant)
         outputs = dict(zip(variant.output_nodes, flat))
@@ -224,7 +229,7 @@ class Session:
         self.preparer.user_code.ends()
         self.turns.check_backward(iteration)
         try:
-            check_unchanged(iteration, self.truth, None if self.updater is None else self.watch.parameters)
+            check_unchanged(iteration, self.truth, planned=self.updater is not None)
         except ProtocolError:
             self.residence.give_up()
             raise

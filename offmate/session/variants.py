@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -169,18 +168,6 @@ class Variant:
         """Names of the parameters that its backward makes gradients for."""
         items = self.prepared.plan.schedule.item_bytes
         return frozenset(item[2:] for item in items if item.startswith("g:"))
-
-    @functools.cached_property
-    def summed(self) -> frozenset[str]:
-        """Names of the parameters that several operators read, so that their gradients are sums."""
-        captured = self.prepared.captured
-        reads = Counter(
-            captured.params[source.name]
-            for node in captured.graph.nodes
-            for source in pytree.tree_leaves((node.args, node.kwargs))
-            if isinstance(source, torch.fx.Node) and source.name in captured.params
-        )
-        return frozenset(name for name, times in reads.items() if times > 1)
 
     def returned(self, outputs: dict[str, torch.Tensor]) -> tuple[Any, list[tuple[ByProduct, list[torch.Tensor]]]]:
         """What the model returns, from its output values by name, and its by-products with their tensors."""

@@ -168,6 +168,28 @@ def test_buffers_that_share_memory_are_refused_if_one_is_written():
         train(Shared, True)
 
 
+@pytest.mark.parametrize("planned", [True, False])
+def test_parameters_without_elements_are_refused_if_they_are_read(planned: bool):
+    class Gappy(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.none = torch.nn.Parameter(torch.randn(0, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + self.none.sum()
+
+    with pytest.raises(CaptureError, match=r"reads none, a parameter of shape \(0, 8\) without elements"):
+        made(Gappy, True, planned)[0](torch.randn(3, 8))
+
+
+def test_two_compiled_models_share_no_parameter():
+    first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    second.weight = first.weight
+    offmate.compile(first, "1GiB", device="emulated", cpu_budget=CPU_BUDGET)
+    with pytest.raises(offmate.OffmateError, match="weight belongs to another model that is compiled already"):
+        offmate.compile(second, "1GiB", device="emulated", cpu_budget=CPU_BUDGET)
+
+
 def test_a_plan_for_a_machine_that_is_not_here_has_buffers_that_the_forward_writes():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
     batch = (torch.zeros(4, 8),)

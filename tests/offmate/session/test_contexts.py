@@ -327,6 +327,6 @@ def forks(case: str, way: str) -> None:
 @pytest.mark.parametrize("way", ["fork", "multiprocessing"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_forked_child_never_hangs(case: str, way: str) -> None:
-    code = f"from tests.offmate.test_contexts import forks; forks({case!r}, {way!r})"
+    code = f"from tests.offmate.session.test_contexts import forks; forks({case!r}, {way!r})"
     done = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -218,12 +218,81 @@ def twice(param: torch.nn.Parameter) -> None:
 
 
 def test_hooks_may_come_between_forward_and_backward_without_an_optimizer() -> None:
+    """Those of one parameter: in which order those of several are called has to be known before."""
     ours, reference = twins(Tied)
     for model in (ours, reference):
         loss = model(TOKENS)
         model.embed.weight.register_hook(lambda grad: grad * 3)
-        model.inner.weight.register_post_accumulate_grad_hook(twice)
+        model.embed.weight.register_post_accumulate_grad_hook(twice)
         loss.backward()
+    same_gradients(ours, reference)
+    ours, _ = twins(Tied)
+    loss = ours(TOKENS)
+    for param in ours.parameters():
+        param.register_hook(lambda grad: grad * 3)
+    with refused("got a hook on its gradient between the forward and backward.*Register hooks before the forward"):
+        loss.backward()
+
+
+class Recurrent(torch.nn.Module):
+    """Its weights are read once per token by an operator that is one node of the graph."""
+
+    def __init__(self, kind: type[torch.nn.Module]) -> None:
+        super().__init__()
+        self.layer = kind(6, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[0].square().mean()
+
+
+class Likeness(torch.nn.Module):
+    """`cosine_similarity` reads its argument several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(5, 5))
+        self.inner = torch.nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cosine_similarity(self.weight, self.inner(x[0, :5]), dim=-1).square().mean()
+
+
+@pytest.mark.parametrize(
+    "build",
+    [lambda: Recurrent(torch.nn.GRU), lambda: Recurrent(torch.nn.RNN), Likeness],
+    ids=["GRU", "RNN", "cosine similarity"],
+)
+def test_operators_that_read_a_weight_several_times_are_seen(build: Callable[[], torch.nn.Module]) -> None:
+    ours, _ = twins(build)
+    with refused("several places.*another order"):
+        (ours(torch.randn(4, 7, 6)) + 0.1 * sum(p.pow(3).sum() for p in ours.parameters())).backward()
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_hooks_of_several_parameters_are_called_in_plain_pytorchs_order(after: bool) -> None:
+    def build() -> torch.nn.Module:
+        return torch.nn.Sequential(
+            torch.nn.Conv1d(6, 8, 3), torch.nn.BatchNorm1d(8), torch.nn.GELU(), torch.nn.Flatten(),
+            torch.nn.Linear(40, 8), torch.nn.LayerNorm(8), torch.nn.Tanh(), torch.nn.Linear(8, 4, bias=False),
+        )  # fmt: skip
+
+    ours, reference = twins(build)
+    order: dict[torch.nn.Module, list[str]] = {ours: [], reference: []}
+    for model in (ours, reference):
+        for name, param in model.named_parameters():
+
+            def noise(grad: torch.Tensor, model: torch.nn.Module = model, name: str = name) -> torch.Tensor:
+                order[model].append(name)
+                return grad + 0.1 * torch.randn_like(grad)
+
+            def noted(param: torch.Tensor, model: torch.nn.Module = model, name: str = name) -> None:
+                order[model].append(name)
+
+            param.register_post_accumulate_grad_hook(noted) if after else param.register_hook(noise)
+        torch.manual_seed(8)
+        for _ in range(2):
+            model(torch.randn(4, 6, 7)).square().mean().backward()
+    assert order[ours] == order[reference] and len(order[ours]) == 2 * len(list(ours.parameters()))
     same_gradients(ours, reference)
 
 
