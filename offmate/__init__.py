@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .plans.sweep import SweepPoint, sweep
     from .plans.trace import Trace
     from .reports.plots import plot_sweep
+    from .session.module import Handle
     from .split import Split
 
 __version__ = VERSION
@@ -38,6 +39,7 @@ _HOME = {
     "plot_sweep": "reports.plots",
     "SweepPoint": "plans.sweep",
     "Split": "split",
+    "Handle": "session.module",
     "sweep": "plans.sweep",
     "Trace": "plans.trace",
     **dict.fromkeys(
@@ -60,6 +62,7 @@ __all__ = [
     "CaptureError",
     "Config",
     "DeviceError",
+    "Handle",
     "InfeasibleBudget",
     "OffmateError",
     "Plan",
