@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import offmate
+from offmate.lowering import options
 from offmate.lowering.options import BlockClass
-from offmate.profile import figures
 from offmate.profile import store as measured
 
 from ..parity import AMPLE, AMPLE_BYTES, HOST_BYTES, LEAST, Batch, Case, adamw, built, check, reference, same_bits
@@ -82,7 +82,7 @@ def offmate_least(case: Case, cache_dir: str) -> int:
 @pytest.mark.parametrize("nth", range(4))
 def test_dropout_at_every_option(nth: int, cache_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mask is drawn once, whatever is kept, recomputed or offloaded around it."""
-    original = figures.class_options
+    original = options.class_options
     chosen: list[str] = []
 
     def only_nth(*args: Any, **kwargs: Any) -> BlockClass:
@@ -93,7 +93,7 @@ def test_dropout_at_every_option(nth: int, cache_dir: str, monkeypatch: pytest.M
         assert not [i for i in draws if "backward" not in str(i.target)]
         return BlockClass(found.graph, (option,))
 
-    monkeypatch.setattr(figures, "class_options", only_nth)
+    monkeypatch.setattr(options, "class_options", only_nth)
     monkeypatch.setattr(measured, "_kept", {})
     case = token_case(f"dropout-{nth}", lambda: Decoder(dropout=0.2))
     check(case, AMPLE_BYTES, None)
@@ -173,7 +173,7 @@ def test_planning_leaves_everything_untouched(cache_dir: str) -> None:
 _THREADS = """
 import threading
 import torch
-from offmate.runtime.emulated import EmulatedDevice
+from offmate.runtime.devices.emulated import EmulatedDevice
 EmulatedDevice(1 << 20).close()
 seen = [torch.get_num_threads()]
 other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
