@@ -4,6 +4,7 @@
 #              against plain PyTorch; when stopped it goes on where it was (SEQUENCES="--sequences 50" and such)
 # make lint    style and format; make types: type check of the installed package
 # make docs    the documentation as HTML in docs/_build; a warning is an error
+# make release wheel and sdist in dist/, each tried in an environment of its own: the solver without torch, then all of it
 #
 # Each makes the virtual environment that it needs, and renews it when what it is made from has changed.
 # PYTHON=python3.12 names the interpreter that a new environment is made with.
@@ -17,7 +18,7 @@ VENV := .venv$(if $(TORCH),-$(TORCH))
 TYPES_VENV := .venv-types
 PIP_INSTALL = -m pip --disable-pip-version-check install -qq
 
-.PHONY: help demo test fuzz lint types docs
+.PHONY: help demo test fuzz lint types docs release
 .DELETE_ON_ERROR:
 
 help:
@@ -48,6 +49,20 @@ types: $(TYPES_VENV)/installed
 	@$(TYPES_VENV)/bin/python $(PIP_INSTALL) --no-deps --force-reinstall .
 	@rm -rf build
 	@cd $(TYPES_VENV) && bin/python -m mypy --config-file ../pyproject.toml -p offmate
+
+# The solver needs no torch, so the wheel is tried with nothing but the solver's own libraries; the sdist with everything.
+release:
+	$(call make_venv,.venv-wheel)
+	$(call make_venv,.venv-sdist)
+	@rm -rf build dist
+	@.venv-wheel/bin/python $(PIP_INSTALL) build
+	@.venv-wheel/bin/python -m build --outdir dist . >/dev/null
+	@rm -rf build
+	@.venv-wheel/bin/python $(PIP_INSTALL) -c .venv-wheel/constraints.txt pulp highspy networkx ortools
+	@.venv-wheel/bin/python $(PIP_INSTALL) --no-deps --force-reinstall dist/*.whl
+	@cd .venv-wheel && bin/python ../tests/released.py solver
+	@.venv-sdist/bin/python $(PIP_INSTALL) -c .venv-sdist/constraints.txt --force-reinstall dist/*.tar.gz
+	@cd .venv-sdist && bin/offmate --version && bin/python ../tests/released.py training
 
 # $(call make_venv,FOLDER): a new, empty environment, unless FOLDER is one whose interpreter still works.
 define make_venv

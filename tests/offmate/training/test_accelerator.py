@@ -230,7 +230,7 @@ def test_memory_is_laid_out_anew(sim, monkeypatch):
 
     taken, take = [], Arena.take
     monkeypatch.setattr("offmate.session.preparer.fitted", drifting)
-    monkeypatch.setattr("offmate.session.session._LASTS", 1)
+    monkeypatch.setattr("offmate.session.residence._LASTS", 1)
     monkeypatch.setattr(Arena, "take", lambda arena, size: (taken.append(size), take(arena, size)))
     losses, state = plain("gpt2")
     with compiled("gpt2", budget_of("gpt2", "tight")) as (model, optimizer):
