@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -70,3 +71,14 @@ def updates_stats(node: fx.Node) -> bool:
         return False
     given = dict(zip(("input", "weight", "bias", "mean", "var", "own"), node.args)) | dict(node.kwargs)
     return all(given.get(name) is not False for name in ("own", "training", "use_input_stats"))
+
+
+def base_of(node: Any) -> Any:
+    """The node whose memory a node's value lies in, as far as schemas say."""
+    while isinstance(node, fx.Node) and node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+        schema = getattr(node.target, "_schema", None)
+        views = schema is not None and schema.arguments[0].alias_info is not None
+        if not views and node.target is not operator.getitem:
+            return node
+        node = node.args[0]
+    return node

@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import itertools
 import logging
-import operator
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from unittest import mock
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
@@ -24,14 +23,16 @@ from ..guards.python_state import python_restored
 from ..machines.devices import rng_untouched
 from ..runtime.layouts import as_layout
 from . import batch_decisions
-from .byproducts import ByProduct, Look
-from .data_dependent import check_sizes, line_of, named
-from .effects import has_effect, updates_stats, writes, written_into
+from .byproducts import ByProduct
+from .data_dependent import line_of, named
+from .effects import updates_stats, writes
 from .fake import fake_batch, faked
 from .functions import functions_kept
 from .hooks import only_packages_hooks
 from .kv_caches import caches_dropped
 from .observe import Observer, check_kept, check_settled
+from .outputs import as_kept, output_names, outputs_of
+from .tidy import tidy
 
 log = logging.getLogger("offmate")
 
@@ -144,7 +145,7 @@ def capture(
             program, observed = _observed_export(model, batch, taken)
     graph = fx.Graph()
     _inline(program.graph_module, graph)
-    _tidy(graph)
+    tidy(graph)
     signature = program.graph_signature
     kinds: dict[InputKind, dict[str, Any]] = {kind: {} for kind in InputKind}
     inputs: list[str | None] = []
@@ -159,7 +160,7 @@ def capture(
             "the model holds script objects (a random generator of its own is one) or effect tokens, which cannot be "
             "replayed; draw from torch's default generator"
         )
-    outputs = _as_kept(graph, _outputs(program, graph), observed)
+    outputs = as_kept(graph, outputs_of(program, graph), observed)
     check_kept(observed, graph, outputs, _fixed(kinds, graph, program, observed))
     return Captured(
         graph=graph,
@@ -168,7 +169,7 @@ def capture(
         constants={name: program.constants[target] for name, target in kinds[InputKind.CONSTANT_TENSOR].items()},
         inputs=tuple(inputs),
         outputs=outputs,
-        output_names=_output_names(program, observed),
+        output_names=output_names(program, observed),
         out_spec=program.call_spec.out_spec,
         taken=taken,
         by_products=tuple(by_product for by_product, _ in observed.by_products),
@@ -347,114 +348,3 @@ def _unfolded() -> Iterator[None]:
             module = importlib.import_module(f"torch._export.passes.{name}")
             stack.enter_context(mock.patch.object(module, name, lambda graph, signature: (graph, signature)))
         yield
-
-
-def _tidy(graph: fx.Graph) -> None:
-    """Drop assertions, operators that return their argument, and dead code (random and writing operators stay).
-
-    What returns the buffer that it writes is read as the buffer.
-
-    Raises: CaptureError if a size, or a number that is needed, depends on values.
-    """
-    for node in list(graph.nodes):
-        if str(node.target).startswith(("aten._assert", "aten.sym_constrain")):
-            graph.erase_node(node)
-    graph.eliminate_dead_code(is_impure_node=has_effect)
-    check_sizes(graph)
-    for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        name = str(node.target)
-        if _is_noop_cast(node) if name.startswith("aten.to.") else _returns_its_argument(node):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-        elif (target := written_into(node)) is not None and _base(target).op == "placeholder":
-            # Who reads what the write returns reads the buffer, which is there for every block.
-            node.replace_all_uses_with(target)
-    graph.eliminate_dead_code(is_impure_node=has_effect)
-
-
-def _is_noop_cast(node: fx.Node) -> bool:
-    """`to` returns its very argument when nothing changes, in eager as here."""
-    source, value = node.args[0], node.meta.get("val")
-    before = source.meta.get("val") if isinstance(source, fx.Node) else None
-    copies = node.kwargs.get("copy", False) or any(a is True for a in node.args[2:])
-    return (
-        isinstance(before, torch.Tensor)
-        and isinstance(value, torch.Tensor)
-        and not copies
-        and (before.dtype, before.device, before.layout) == (value.dtype, value.device, value.layout)
-    )
-
-
-def _returns_its_argument(node: fx.Node) -> bool:
-    """Whether eager goes on with the argument itself, as `flatten(1)` of a matrix does, so that it is the one used."""
-    source = node.args[0] if node.args else None
-    before, value = (n.meta.get("val") if isinstance(n, fx.Node) else None for n in (source, node))
-    if not (isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor) and node.all_input_nodes == [source]):
-        return False
-    target: Any = node.target
-    composite = isinstance(target, torch._ops.OpOverload) and target._can_decompose()
-    alike = (before.shape, before.stride(), before.dtype) == (value.shape, value.stride(), value.dtype)
-    if not composite or not alike or writes(node) or updates_stats(node):
-        return False
-    like = torch.empty_strided(before.shape, before.stride(), dtype=before.dtype, device="meta")
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: like)
-    try:
-        return target(*args, **kwargs) is like
-    except (RuntimeError, NotImplementedError):
-        return False  # It asks for values or for its device, so it computes.
-
-
-def _outputs(program: Any, graph: fx.Graph) -> tuple[str | tuple[Any], ...]:
-    """Per leaf of the model's output the node that makes it; export lists written buffers first."""
-    returned = next(n for n in graph.nodes if n.op == "output").args[0]
-    leaves: list[str | tuple[Any]] = []
-    for spec, value in zip(program.graph_signature.output_specs, returned):
-        if spec.kind == OutputKind.USER_OUTPUT:
-            leaves.append(value.name if isinstance(value, fx.Node) else (value,))
-        elif spec.kind != OutputKind.BUFFER_MUTATION:
-            raise CaptureError(f"the model has an output of kind {spec.kind.name}, which cannot be replayed")
-    return tuple(leaves)
-
-
-def _as_kept(graph: fx.Graph, outputs: tuple[Any, ...], observed: Observer) -> tuple[Any, ...]:
-    """The outputs, with what hooks and attributes keep as the very tensors that the model goes on with.
-
-    A copy's gradient would be added to such a tensor's in another order. What the forward writes into later stays one.
-    """
-    written = {_base(node.args[0]) for node in graph.nodes if writes(node) and node.args}
-    nodes = {node.name: node for node in graph.nodes}
-    copies = [1 + isinstance(b.use, Look) for b, tensors in observed.by_products for _ in tensors]
-    first = len(outputs) - len(copies)
-    kept: list[Any] = list(outputs[:first])
-    for output, count in zip(outputs[first:], copies, strict=True):
-        node = nodes[output] if isinstance(output, str) else None
-        for _ in range(count):
-            copied = node is not None and node.target is torch.ops.aten.clone.default
-            node = node.args[0] if copied and node is not None and isinstance(node.args[0], fx.Node) else None
-        shared = node is not None and node.op == "call_function" and _base(node) not in written
-        kept.append(node.name if shared and node is not None else output)
-    return tuple(kept)
-
-
-def _base(node: Any) -> Any:
-    """The node whose memory a node's value lies in, as far as schemas say."""
-    while isinstance(node, fx.Node) and node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
-        schema = getattr(node.target, "_schema", None)
-        views = schema is not None and schema.arguments[0].alias_info is not None
-        if not views and node.target is not operator.getitem:
-            return node
-        node = node.args[0]
-    return node
-
-
-def _output_names(program: Any, observed: Observer) -> tuple[str, ...]:
-    spec = program.call_spec.out_spec
-    result, _ = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
-    paths = [path for path, _ in pytree.tree_flatten_with_path(result)[0]]
-    names = [
-        ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path) or "output"
-        for path in paths
-    ]
-    return (*names, *(by_product.name for by_product, tensors in observed.by_products for _ in tensors))

@@ -1,0 +1,58 @@
+"""A flat graph's outputs: which nodes make them, what they are called, and which are kept as the very tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export.graph_signature import OutputKind
+from torch.utils import _pytree as pytree
+
+from ..errors import CaptureError
+from .byproducts import Look
+from .effects import base_of, writes
+from .observe import Observer
+
+
+def outputs_of(program: Any, graph: fx.Graph) -> tuple[str | tuple[Any], ...]:
+    """Per leaf of the model's output the node that makes it; export lists written buffers first."""
+    returned = next(n for n in graph.nodes if n.op == "output").args[0]
+    leaves: list[str | tuple[Any]] = []
+    for spec, value in zip(program.graph_signature.output_specs, returned):
+        if spec.kind == OutputKind.USER_OUTPUT:
+            leaves.append(value.name if isinstance(value, fx.Node) else (value,))
+        elif spec.kind != OutputKind.BUFFER_MUTATION:
+            raise CaptureError(f"the model has an output of kind {spec.kind.name}, which cannot be replayed")
+    return tuple(leaves)
+
+
+def as_kept(graph: fx.Graph, outputs: tuple[Any, ...], observed: Observer) -> tuple[Any, ...]:
+    """The outputs, with what hooks and attributes keep as the very tensors that the model goes on with.
+
+    A copy's gradient would be added to such a tensor's in another order. What the forward writes into later stays one.
+    """
+    written = {base_of(node.args[0]) for node in graph.nodes if writes(node) and node.args}
+    nodes = {node.name: node for node in graph.nodes}
+    copies = [1 + isinstance(b.use, Look) for b, tensors in observed.by_products for _ in tensors]
+    first = len(outputs) - len(copies)
+    kept: list[Any] = list(outputs[:first])
+    for output, count in zip(outputs[first:], copies, strict=True):
+        node = nodes[output] if isinstance(output, str) else None
+        for _ in range(count):
+            copied = node is not None and node.target is torch.ops.aten.clone.default
+            node = node.args[0] if copied and node is not None and isinstance(node.args[0], fx.Node) else None
+        shared = node is not None and node.op == "call_function" and base_of(node) not in written
+        kept.append(node.name if shared and node is not None else output)
+    return tuple(kept)
+
+
+def output_names(program: Any, observed: Observer) -> tuple[str, ...]:
+    spec = program.call_spec.out_spec
+    result, _ = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    paths = [path for path, _ in pytree.tree_flatten_with_path(result)[0]]
+    names = [
+        ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path) or "output"
+        for path in paths
+    ]
+    return (*names, *(by_product.name for by_product, tensors in observed.by_products for _ in tensors))

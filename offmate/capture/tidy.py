@@ -1,0 +1,68 @@
+"""A flat graph without what does nothing: assertions, casts to the same dtype, operators that return their argument."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from .data_dependent import check_sizes
+from .effects import base_of, has_effect, updates_stats, writes, written_into
+
+
+def tidy(graph: fx.Graph) -> None:
+    """Drop assertions, operators that return their argument, and dead code (random and writing operators stay).
+
+    What returns the buffer that it writes is read as the buffer.
+
+    Raises: CaptureError if a size, or a number that is needed, depends on values.
+    """
+    for node in list(graph.nodes):
+        if str(node.target).startswith(("aten._assert", "aten.sym_constrain")):
+            graph.erase_node(node)
+    graph.eliminate_dead_code(is_impure_node=has_effect)
+    check_sizes(graph)
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        name = str(node.target)
+        if _is_noop_cast(node) if name.startswith("aten.to.") else _returns_its_argument(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif (target := written_into(node)) is not None and base_of(target).op == "placeholder":
+            # Who reads what the write returns reads the buffer, which is there for every block.
+            node.replace_all_uses_with(target)
+    graph.eliminate_dead_code(is_impure_node=has_effect)
+
+
+def _is_noop_cast(node: fx.Node) -> bool:
+    """`to` returns its very argument when nothing changes, in eager as here."""
+    source, value = node.args[0], node.meta.get("val")
+    before = source.meta.get("val") if isinstance(source, fx.Node) else None
+    copies = node.kwargs.get("copy", False) or any(a is True for a in node.args[2:])
+    return (
+        isinstance(before, torch.Tensor)
+        and isinstance(value, torch.Tensor)
+        and not copies
+        and (before.dtype, before.device, before.layout) == (value.dtype, value.device, value.layout)
+    )
+
+
+def _returns_its_argument(node: fx.Node) -> bool:
+    """Whether eager goes on with the argument itself, as `flatten(1)` of a matrix does, so that it is the one used."""
+    source = node.args[0] if node.args else None
+    before, value = (n.meta.get("val") if isinstance(n, fx.Node) else None for n in (source, node))
+    if not (isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor) and node.all_input_nodes == [source]):
+        return False
+    target: Any = node.target
+    composite = isinstance(target, torch._ops.OpOverload) and target._can_decompose()
+    alike = (before.shape, before.stride(), before.dtype) == (value.shape, value.stride(), value.dtype)
+    if not composite or not alike or writes(node) or updates_stats(node):
+        return False
+    like = torch.empty_strided(before.shape, before.stride(), dtype=before.dtype, device="meta")
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: like)
+    try:
+        return target(*args, **kwargs) is like
+    except (RuntimeError, NotImplementedError):
+        return False  # It asks for values or for its device, so it computes.
