@@ -157,6 +157,14 @@ class Schedule:
         items = self.states.get(state_rows(item, self.item_bytes)[0], ())
         return size_bytes * self.item_bytes[item] // sum(self.item_bytes[one] for one in items) if items else size_bytes
 
+    def device_s(self, action: Action) -> float:
+        """Seconds that an action keeps the device computing, the first of several sums included."""
+        if action.kind is Kind.COMPUTE:
+            return self.computes[action.name].seconds
+        if action.kind is Kind.UPDATE_DEVICE:
+            return self.update_device_s[action.name]
+        return self.add_device_s[action.name] if action.kind is Kind.ACCUMULATE else 0.0
+
     @property
     def passes(self) -> tuple[Pass, ...]:
         """The distinct passes in order; a middle one stands for all between the first and the last."""

@@ -261,7 +261,7 @@ def _floors(actions: list[Action]) -> dict[int, int]:
 
 def _goals(schedule: Schedule, actions: list[Action]) -> dict[int, int]:
     """By prefetch, the index at which it should start, by the clock of computes alone."""
-    clock = [0.0, *accumulate(_seconds(schedule, action) for action in actions)]
+    clock = [0.0, *accumulate(schedule.device_s(action) for action in actions)]
     computes = [i for i, action in enumerate(actions) if action.kind is Kind.COMPUTE]
     needed: dict[str, int] = {}
     goals: dict[int, int] = {}
@@ -278,11 +278,3 @@ def _goals(schedule: Schedule, actions: list[Action]) -> dict[int, int]:
             running = bisect_right(computes, bisect_right(clock, start_s) - 1) - 1
             goals[i] = computes[running - _AHEAD] if running >= _AHEAD else 0
     return goals
-
-
-def _seconds(schedule: Schedule, action: Action) -> float:
-    if action.kind is Kind.COMPUTE:
-        return schedule.computes[action.name].seconds
-    if action.kind is Kind.UPDATE_DEVICE:
-        return schedule.update_device_s[action.name]
-    return schedule.add_device_s[action.name] if action.kind is Kind.ACCUMULATE else 0.0

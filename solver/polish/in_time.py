@@ -159,7 +159,7 @@ class _Walk:
 
     def _pass_by(self, entry: Entry, action: Action) -> None:
         """Carry out what blocks the executor; while it waits lanes are filled again whenever a job ends."""
-        seconds = _seconds(self._schedule, action)
+        seconds = self._schedule.device_s(action)
         if action.kind is Kind.COMPUTE:
             made = set(self._schedule.computes[action.name].makes)
             for task in [one for one in self._open[Kind.FREE] if one.action.name in made and one.place <= self._here]:
@@ -294,11 +294,3 @@ def _by_entry(row: Unrolled, of: Callable[[Task], int]) -> dict[int, list[Task]]
     for task in row.tasks:
         found.setdefault(of(task), []).append(task)
     return found
-
-
-def _seconds(schedule: Schedule, action: Action) -> float:
-    if action.kind is Kind.COMPUTE:
-        return schedule.computes[action.name].seconds
-    if action.kind is Kind.UPDATE_DEVICE:
-        return schedule.update_device_s[action.name]
-    return schedule.add_device_s[action.name] if action.kind is Kind.ACCUMULATE else 0.0
