@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -18,6 +19,16 @@ settings.load_profile("same")
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder that all tests of a session plan with: one cache of plans and profiles."""
     return str(tmp_path_factory.mktemp("plans"))
+
+
+@pytest.fixture(autouse=True)
+def level_of_the_log() -> Iterator[None]:
+    """What a test sets of the log's level ends with the test, so that later tests see the messages they ask for."""
+    logger = logging.getLogger("offmate")
+    before = logger.level, logging.root.manager.disable
+    yield
+    logger.setLevel(before[0])
+    logging.disable(before[1])
 
 
 @pytest.fixture
