@@ -172,14 +172,14 @@ class Recorder:
         elif self._walks:
             self._walks.append([])
 
-    def take(self, action: Action, handler: Callable[[str], None]) -> None:
+    def take(self, action: Action, handler: Callable[[Action], None]) -> None:
         """Carry out an action and note it; outside a walk (when an iteration is loaded) only the jobs it starts."""
         ledger, self._action = self._ledger, action
         start_bytes, peak_bytes = ledger.level_bytes, ledger.peak_bytes
         ledger.peak_bytes = start_bytes
         launch_start_s, start = time.perf_counter(), self._clock.mark()
         try:
-            handler(action.name)
+            handler(action)
         finally:
             high_bytes = ledger.peak_bytes
             ledger.peak_bytes = max(peak_bytes, high_bytes)

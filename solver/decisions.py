@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from . import items
+from .items import Item
 from .problem import Group, Problem, Rows, TensorSize
-from .schedule import state_item
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Decisions:
 class StatePart:
     """An item of an optimizer state on the device, and how it moves; what never does is as few items as possible."""
 
-    item: str
+    item: Item
     bytes: int
     stay: StateStay | None
 
@@ -113,7 +114,7 @@ def state_parts(tensor: TensorSize, plan: TensorPlan) -> tuple[StatePart, ...]:
         for rows, moves in (((row, first), None), ((first, end), stay)):
             if rows[0] < rows[1]:
                 cut = rows if rows != (0, tensor.rows) else None
-                parts.append(StatePart(state_item(tensor.name, cut), tensor.piece_bytes(rows), moves))
+                parts.append(StatePart(items.state(tensor.name, cut), tensor.piece_bytes(rows), moves))
         row = end
     return tuple(parts)
 

@@ -1,34 +1,14 @@
-"""What the runtime replays: whole tensors and actions, small, frozen, printed as they parse.
-
-An item is something that occupies device bytes. Its name says what it is:
-
-| item | what |
-| --- | --- |
-| `p:NAME` | compute copy of parameter tensor NAME |
-| `g:NAME` | its gradient, of one micro-batch |
-| `t:NAME` | the total of its gradients, where there are several micro-batches and the device updates it |
-| `s:NAME` | its optimizer state |
-| `s:NAME[A:B]` | rows A to B - 1 of it, where it is several items: pieces that move, and what stays between them |
-| `v:NAME` | interface value |
-| `d:NAME` | gradient of an interface value or of an output |
-| `k:I` | what block I keeps on the device for its backward |
-| `a:I` | what block I offloads after its forward and needs back for its backward |
-| `x:NAME` | shared value |
-| `o:NAME` | output of this iteration |
-| `old:NAME` | output of the last forward, until this one's have ended; what `o:NAME` becomes at the end of every pass |
-"""
+"""What the runtime replays: whole tensors and actions, small, frozen, printed as they parse."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from typing import Any
 
-from .problem import Rates, Rows
-
-_PIECE = re.compile(r"s:(.+)\[(\d+):(\d+)\]")
+from .items import Item, ItemKind
+from .problem import Rates
 
 
 class Kind(Enum):
@@ -40,15 +20,24 @@ class Kind(Enum):
     FREE = "free"  # releases the item, after its offload if one is under way
     UPDATE_CPU = "update-cpu"  # starts the update of tensor NAME on the host
     UPDATE_DEVICE = "update-device"  # updates tensor NAME on the device
-    ACCUMULATE = "accumulate"  # device: the first gradient becomes the total, later ones are added; `g:` is gone
+    BEGIN_TOTAL = "begin-total"  # device: the first micro-batch's gradient of tensor NAME becomes its total
+    ACCUMULATE = "accumulate"  # device: adds the gradient of tensor NAME to its total, and releases it
     ACCUMULATE_CPU = "accumulate-cpu"  # host: starts adding the gradient that was sent out; the first is the total
 
     __hash__ = object.__hash__  # members are keys of what the simulator touches most
 
 
+ABOUT_ITEMS = (Kind.PREFETCH, Kind.OFFLOAD, Kind.FREE)
+
+
 @dataclass(frozen=True)
 class Action:
-    """One action of a schedule: what, on what, in which step. Prints as `STEP KIND NAME`."""
+    """One action of a schedule: what, on what, in which step. Prints as `STEP KIND NAME`.
+
+    Parameters
+    ----------
+    name: the item that is moved or released; the compute; the tensor that is updated or whose gradients are summed.
+    """
 
     step: int
     kind: Kind
@@ -57,14 +46,22 @@ class Action:
     def __str__(self) -> str:
         return f"{self.step} {self.kind.value} {self.name}"
 
+    @property
+    def item(self) -> Item:
+        """The item that is moved or released; raises TypeError for actions that are about something else."""
+        if not isinstance(self.name, Item):
+            raise TypeError(f"{self} is not about an item")
+        return self.name
+
     @staticmethod
     def parse(line: str) -> Action:
         """The action that prints as `line`; raises ValueError naming the line otherwise."""
         parts = line.split(maxsplit=2)
         try:
-            return Action(int(parts[0]), Kind(parts[1]), parts[2].strip())
+            step, kind, name = int(parts[0]), Kind(parts[1]), parts[2].strip()
         except (ValueError, IndexError):
             raise ValueError(f"not an action: {line!r}; expected 'STEP KIND NAME'") from None
+        return Action(step, kind, Item.parse(name) if kind in ABOUT_ITEMS else name)
 
 
 @dataclass(frozen=True)
@@ -81,9 +78,9 @@ class ComputeSpec:
     """
 
     seconds: float
-    needs: tuple[str, ...] = ()
-    makes: tuple[str, ...] = ()
-    drops: tuple[str, ...] = ()
+    needs: tuple[Item, ...] = ()
+    makes: tuple[Item, ...] = ()
+    drops: tuple[Item, ...] = ()
     rise_bytes: int = 0
 
 
@@ -123,14 +120,14 @@ class Schedule:
         update lies the compute "gate", in which an executor that clips takes the norm: every gradient (or total) is
         then on the device, on the host, or on its way there, and "gate" waits for what is on its way.
     micro_batches: M, forwards and backwards per update; more than one needs a gate. Every pass then ends a gradient
-        that the device will use with `accumulate`, and one that the host will use with `offload`, `free` and
-        `accumulate-cpu`. Gradients arrive on the host in two buffers used in turn: a copy waits for the addition of
-        the last but one.
+        that the device will use with `begin-total`, or with `accumulate` in later passes, and one that the host will
+        use with `offload`, `free` and `accumulate-cpu`. Gradients arrive on the host in two buffers used in turn: a
+        copy waits for the addition of the last but one.
     """
 
     options: tuple[int, ...]
-    item_bytes: dict[str, int]
-    resident: tuple[str, ...]
+    item_bytes: dict[Item, int]
+    resident: tuple[Item, ...]
     computes: dict[str, ComputeSpec]
     update_cpu_s: dict[str, float]
     update_device_s: dict[str, float]
@@ -148,22 +145,23 @@ class Schedule:
     add_device_s: dict[str, float] = field(default_factory=dict)
 
     @cached_property
-    def states(self) -> dict[str, tuple[str, ...]]:
+    def states(self) -> dict[str, tuple[Item, ...]]:
         """By tensor the items of its optimizer state on the device, first rows first."""
-        return state_items(self.item_bytes)
+        found: dict[str, list[Item]] = {}
+        for item in self.item_bytes:
+            if item.kind is ItemKind.STATE:
+                found.setdefault(item.name, []).append(item)
+        return {tensor: tuple(sorted(items, key=lambda item: item.rows or (0, 0))) for tensor, items in found.items()}
 
-    def share_of_state(self, item: str, size_bytes: int) -> int:
+    def share_of_state(self, item: Item, size_bytes: int) -> int:
         """An item's part of bytes that all of its tensor's state takes; all of them if the state has no bytes."""
-        items = self.states.get(state_rows(item, self.item_bytes)[0], ())
+        items = self.states.get(item.name, ())
         return size_bytes * self.item_bytes[item] // sum(self.item_bytes[one] for one in items) if items else size_bytes
 
-    def device_s(self, action: Action) -> float:
-        """Seconds that an action keeps the device computing, the first of several sums included."""
-        if action.kind is Kind.COMPUTE:
-            return self.computes[action.name].seconds
-        if action.kind is Kind.UPDATE_DEVICE:
-            return self.update_device_s[action.name]
-        return self.add_device_s[action.name] if action.kind is Kind.ACCUMULATE else 0.0
+    @cached_property
+    def known_effects(self) -> dict[tuple[Kind, str], Any]:
+        """By kind and name of an action what it does, as far as it has been asked: the memory of `effects.effect`."""
+        return {}
 
     @property
     def passes(self) -> tuple[Pass, ...]:
@@ -181,70 +179,3 @@ class Schedule:
         """All actions of an iteration, in order, with one middle pass at most."""
         led = tuple(action for one in self.passes for action in one.forward + one.backward)
         return led + self.turn_around
-
-    def resident_at(self, m: int) -> tuple[str, ...]:
-        """The items on the device when micro-batch `m` starts, ascending by name; raises IndexError beyond the last."""
-        self.pass_of(m)
-        there = set(self.resident)
-        if m > 0:  # the passes after the first all start with what it leaves
-            first = self.passes[0]
-            for action in first.forward + first.backward:
-                self._carry_out(there, action)
-            there = {made_old(item) for item in there}
-        return tuple(sorted(there))
-
-    def _carry_out(self, there: set[str], action: Action) -> None:
-        if action.kind is Kind.COMPUTE:
-            spec = self.computes[action.name]
-            there.difference_update(spec.drops)
-            there.update(spec.makes)
-        elif action.kind is Kind.PREFETCH:
-            there.add(action.name)
-        elif action.kind is Kind.FREE:
-            there.discard(action.name)
-        elif action.kind is Kind.ACCUMULATE:
-            there.discard(f"g:{action.name}")
-            there.add(f"t:{action.name}")
-
-
-def state_item(tensor: str, rows: Rows | None) -> str:
-    """The item of some rows of a tensor's optimizer state; of all of it with None."""
-    return f"s:{tensor}" if rows is None else f"s:{tensor}[{rows[0]}:{rows[1]}]"
-
-
-def state_rows(item: str, sizes: Mapping[str, int]) -> tuple[str, Rows | None]:
-    """The tensor, and which rows of its optimizer state, an item is; None for all of it.
-
-    Parameters
-    ----------
-    sizes: bytes of every item: a tensor whose own name looks like a piece is known by its compute copy.
-    """
-    piece = _PIECE.fullmatch(item)
-    if piece is None or f"p:{item[2:]}" in sizes:
-        return item[2:], None
-    return piece[1], (int(piece[2]), int(piece[3]))
-
-
-def state_items(sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
-    """By tensor the items of its optimizer state, first rows first.
-
-    Parameters
-    ----------
-    sizes: bytes of every item.
-    """
-    found: dict[str, list[tuple[int, str]]] = {}
-    for item in sizes:
-        if item.startswith("s:"):
-            tensor, rows = state_rows(item, sizes)
-            found.setdefault(tensor, []).append((rows[0] if rows else 0, item))
-    return {tensor: tuple(item for _, item in sorted(items)) for tensor, items in found.items()}
-
-
-def update_items(tensor: str, states: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """The items that an update on the device may read: compute copy, gradient, total and all of the state."""
-    return (f"p:{tensor}", f"g:{tensor}", f"t:{tensor}", *states.get(tensor, ()))
-
-
-def made_old(item: str) -> str:
-    """What an item is called when a pass has ended: outputs become old ones."""
-    return f"old:{item[2:]}" if item.startswith("o:") else item

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from .effects import Effect, effect
+from .items import Item, ItemKind
 from .machine import Job, Machine, Resource, Stall
-from .schedule import Action, Kind, Pass, Schedule, update_items
+from .schedule import Action, Kind, Pass, Schedule
 
 _ITERATIONS = 3  # by the third what one iteration leaves to the next has settled
 
@@ -53,27 +55,13 @@ class Simulation:
 
 
 def memory_highs(schedule: Schedule) -> list[int]:
-    """The most bytes on the device during each action: its level, and for a compute its rise on top."""
-    sizes = schedule.item_bytes
-    level = sum(sizes[item] for item in schedule.resident)
-    totals: set[str] = set()
+    """The most bytes on the device during each action: its level, and what the action rises by on top."""
+    level = sum(schedule.item_bytes[item] for item in schedule.resident)
     highs = []
     for action in schedule.actions:
-        high = level
-        if action.kind is Kind.PREFETCH:
-            high = level = level + sizes[action.name]
-        elif action.kind is Kind.FREE:
-            level -= sizes[action.name]
-            totals.discard(action.name)
-        elif action.kind is Kind.ACCUMULATE:
-            total, gradient = f"t:{action.name}", f"g:{action.name}"
-            level -= sizes[gradient] if total in totals else 0  # the first gradient becomes the total
-            totals.add(total)
-        elif action.kind is Kind.COMPUTE:
-            spec = schedule.computes[action.name]
-            high = level + spec.rise_bytes
-            level += sum(sizes[item] for item in spec.makes) - sum(sizes[item] for item in spec.drops)
-        highs.append(high)
+        does = effect(action, schedule)
+        highs.append(level + does.rise_bytes)
+        level += does.growth_bytes
     return highs
 
 
@@ -127,19 +115,19 @@ def simulate(schedule: Schedule) -> Simulation:
 
 
 class Executor:
-    """Takes actions in order; what it changes is the machine's queues and the last copies of every item."""
+    """Takes actions in order.
+
+    State: the machine's queues. `arriving`, `leaving`: by item the latest copy of it to the device, and to the host.
+    `on_host`: by item the latest job that makes or changes its copy on the host. `jobs` and `taken`: of this iteration.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.machine = Machine(schedule.rates)
-        self.copy_in: dict[str, Job] = {}
-        self.copy_out: dict[str, Job] = {}
-        self.update: dict[str, Job] = {}  # the latest host update of a tensor
-        self.totals: set[str] = set()  # tensors whose total on the device has begun
-        self.sent = 0  # gradients that went out so far: two buffers take them in turn
-        self.arriving: dict[str, int] = {}  # by tensor the number of its gradient, until its addition is queued
-        self.adding: dict[str, Job] = {}  # by tensor its latest addition
-        self.additions: dict[int, Job] = {}  # by number of a gradient its addition, until its buffer is used again
+        self.arriving: dict[Item, Job] = {}
+        self.leaving: dict[Item, Job] = {}
+        self.on_host: dict[Item, Job] = {}
+        self.buffers = _Buffers()
         self.jobs: list[tuple[Action, Job]] = []
         self.taken: list[tuple[float, float]] = []
         self._step: int | None = None
@@ -185,79 +173,62 @@ class Executor:
             self.taken.append((began, self.machine.now))
 
     def waits(self, action: Action) -> list[Job]:
-        """The jobs under way that the executor waits for before, or while, it carries out an action."""
-        name = action.name
-        if action.kind is Kind.COMPUTE:
-            waits = _those(self.copy_in, self.schedule.computes[name].needs)
-            if name == "gate":
-                waits += [job for item, job in self.copy_out.items() if item.startswith("g:") and not job.done]
-                waits += [job for job in self.additions.values() if not job.done]
-            return waits
-        if action.kind is Kind.UPDATE_DEVICE:
-            # It writes over what an earlier copy to the host may still read.
-            items = update_items(name, self.schedule.states)
-            return _those(self.copy_in, items) + _those(self.copy_out, items)
-        if action.kind is Kind.FREE:
-            return _those(self.copy_in, (name,)) + _those(self.copy_out, (name,))
-        return []
+        """The jobs under way that the executor waits for before it carries out an action."""
+        does = effect(action, self.schedule)
+        if not does.blocks:
+            return []
+        waits = _undone(self.arriving, does.awaits_arrival) + _undone(self.leaving, does.awaits_departure)
+        return waits + self.sources(does)
+
+    def sources(self, does: Effect) -> list[Job]:
+        """What the copies on the host that an action reads still wait for."""
+        return _undone(self.on_host, does.host_reads)
 
     def take(self, action: Action) -> None:
         """Carry out one action."""
-        name, schedule = action.name, self.schedule
-        self.machine.wait(self.waits(action))
-        if action.kind is Kind.COMPUTE:
-            self._run(action, schedule.computes[name].seconds)
-        elif action.kind is Kind.UPDATE_DEVICE:
-            self.totals.discard(name)
-            self._run(action, schedule.update_device_s[name])
-        elif action.kind is Kind.ACCUMULATE:
-            self._run(action, schedule.add_device_s[name] if name in self.totals else 0.0)
-            self.totals.add(name)
-        elif action.kind is Kind.UPDATE_CPU:
-            self.update[name] = self._queue(action, Resource.CPU, schedule.update_cpu_s[name], 0, self.gradient(name))
-        elif action.kind is Kind.ACCUMULATE_CPU:
-            addition = self._queue(action, Resource.CPU, schedule.add_cpu_s[name], 0, self.gradient(name))
-            self.adding[name] = self.additions[self.arriving.pop(name)] = addition
-        elif action.kind is not Kind.FREE:
-            self._copy(action)
-
-    def gradient(self, tensor: str) -> list[Job]:
-        """What a tensor's gradient on the host still waits for."""
-        return _those(self.copy_out, (f"g:{tensor}",)) + _those(self.adding, (tensor,))
-
-    def _run(self, action: Action, seconds: float) -> None:
-        self.jobs.append((action, self.machine.run(seconds)))
-
-    def _copy(self, action: Action) -> None:
-        item, rates = action.name, self.schedule.rates
-        size = self.schedule.item_bytes[item]
-        if action.kind is Kind.OFFLOAD:
-            waits = _those(self.copy_in, (item,))
-            if item.startswith("g:"):
-                waits += self._buffer(item[2:])
-            self.copy_out[item] = self._queue(action, Resource.OUT, size / rates.out_bytes_per_s, size, waits)
+        does = effect(action, self.schedule)
+        if does.blocks:
+            self.machine.wait(self.waits(action))
+            if does.resource is not None:
+                self.jobs.append((action, self.machine.run(does.seconds)))
             return
-        seconds = size / rates.in_bytes_per_s
-        self.copy_in[item] = self._queue(action, Resource.IN, seconds, size, self.sources(item))
+        waits = _undone(self.arriving, does.reads) + self.sources(does)
+        if action.kind is Kind.OFFLOAD and action.item.kind is ItemKind.GRADIENT:
+            waits += self.buffers.fill(action.item.name)
+        assert does.resource is not None
+        job = self.machine.submit(does.resource, does.seconds, does.moved_bytes, waits)
+        self.jobs.append((action, job))
+        if action.kind is Kind.ACCUMULATE_CPU:
+            self.buffers.empty(action.name, job)
+        self.arriving.update(dict.fromkeys(does.brings, job))
+        self.leaving.update(dict.fromkeys(does.reads, job))
+        self.on_host.update(dict.fromkeys(does.host_writes, job))
 
-    def sources(self, item: str) -> list[Job]:
-        """What an item's copy on the host still waits for."""
-        waits = _those(self.copy_out, (item,))
-        return waits + _those(self.update, (item[2:],)) if item.startswith("p:") else waits
 
-    def _buffer(self, tensor: str) -> list[Job]:
-        """The addition that empties the buffer in which a tensor's gradient is to arrive, if it is not done."""
-        self.arriving[tensor] = self.sent
-        emptied = self.additions.pop(self.sent - 2, None)
-        self.sent += 1
+class _Buffers:
+    """The two buffers on the host in which gradients arrive by turns, until they are added to their totals.
+
+    State: `filled`, how many gradients were sent; `holds`, by tensor the number of its gradient until its addition is
+    queued; `emptied`, by that number the addition, until the buffer is used again.
+    """
+
+    def __init__(self) -> None:
+        self.filled = 0
+        self.holds: dict[str, int] = {}
+        self.emptied: dict[int, Job] = {}
+
+    def fill(self, tensor: str) -> list[Job]:
+        """A tensor's gradient is sent; what its copy has to wait for."""
+        self.holds[tensor] = self.filled
+        emptied = self.emptied.pop(self.filled - 2, None)
+        self.filled += 1
         return [emptied] if emptied is not None and not emptied.done else []
 
-    def _queue(self, action: Action, resource: Resource, seconds: float, size: int, waits: list[Job]) -> Job:
-        job = self.machine.submit(resource, seconds, size, waits)
-        self.jobs.append((action, job))
-        return job
+    def empty(self, tensor: str, addition: Job) -> None:
+        """The addition of a tensor's gradient is queued."""
+        self.emptied[self.holds.pop(tensor)] = addition
 
 
-def _those(jobs: dict[str, Job], names: Iterable[str]) -> list[Job]:
-    """The jobs under `names` that are not done."""
-    return [jobs[name] for name in names if name in jobs and not jobs[name].done]
+def _undone(jobs: dict[Item, Job], items: Iterable[Item]) -> list[Job]:
+    """The latest jobs of items that are not done."""
+    return [jobs[item] for item in items if item in jobs and not jobs[item].done]

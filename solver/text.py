@@ -6,13 +6,15 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
+from .items import Item
+from .old_text import upgraded
 from .problem import Rates
-from .schedule import Action, ComputeSpec, Kind, Pass, Schedule
+from .schedule import ABOUT_ITEMS, Action, ComputeSpec, Pass, Schedule
 from .scheduling.validate import ScheduleError, validate
 from .simulate import memory_highs
 
 _FORMAT = "offmate-schedule"
-_VERSION = 1
+_VERSION = 2
 _PARTS = ("forward", "backward", "turn_around")
 _SUMS = ("add_cpu_s", "add_device_s")
 _PLAIN = ("item_bytes", "update_cpu_s", "update_device_s", "device_budget_bytes", "host_budget_bytes", "host_bytes")
@@ -38,20 +40,22 @@ def to_dict(schedule: Schedule) -> dict[str, Any]:
 
 
 def from_dict(data: dict[str, Any]) -> Schedule:
-    """The schedule that `to_dict` gave `data` for, validated.
+    """The schedule that `to_dict` gave `data` for, validated; text of earlier versions is read as well.
 
     Raises: ScheduleError if it is of another format or version, lacks something, or is not valid.
     """
-    if data.get("format") != _FORMAT or data.get("version") != _VERSION:
+    if data.get("format") != _FORMAT or data.get("version") not in range(1, _VERSION + 1):
         found = f"{data.get('format')!r}, version {data.get('version')!r}"
-        raise ScheduleError(f"not a schedule of format {_FORMAT!r}, version {_VERSION}: found {found}")
+        raise ScheduleError(f"not a schedule of format {_FORMAT!r}, version 1 to {_VERSION}: found {found}")
     try:
+        data = upgraded(data)
         fields: dict[str, Any] = {name: data[name] for name in _PLAIN}
+        fields["item_bytes"] = {Item.parse(item): size for item, size in data["item_bytes"].items()}
         fields |= {part: _actions(data[part]) for part in _PARTS}
         fields |= {name: dict(data[name]) for name in _SUMS if name in data}
         schedule = Schedule(
             options=tuple(data["options"]),
-            resident=tuple(data["resident"]),
+            resident=tuple(map(Item.parse, data["resident"])),
             computes={name: _spec(spec) for name, spec in data["computes"].items()},
             rates=Rates(**data["rates"]),
             gate=bool(data.get("gate", False)),
@@ -76,7 +80,7 @@ def _actions(lines: Iterable[str]) -> tuple[Action, ...]:
 
 
 def _spec(data: dict[str, Any]) -> ComputeSpec:
-    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+    fields: dict[str, Any] = {k: tuple(map(Item.parse, v)) if isinstance(v, list) else v for k, v in data.items()}
     return ComputeSpec(**fields)
 
 
@@ -91,7 +95,7 @@ def to_text(schedule: Schedule) -> str:
     for title, actions in _titled(schedule):
         lines.append(f"{title}:")
         for action in actions:
-            size = schedule.item_bytes[action.name] if _moves(action) else 0
+            size = schedule.item_bytes[action.item] if action.kind in ABOUT_ITEMS else 0
             moved = f"{size} B" if size else ""
             lines.append(f"  {action!s:<40} {moved:>16} {next(highs):>16} B")
     return "\n".join(lines) + "\n"
@@ -108,7 +112,3 @@ def _titled(schedule: Schedule) -> list[tuple[str, tuple[Action, ...]]]:
     ):
         titled += [(f"forward{of}", one.forward), (f"backward{of}", one.backward)]
     return [*titled, ("turn_around", schedule.turn_around)]
-
-
-def _moves(action: Action) -> bool:
-    return action.kind in (Kind.PREFETCH, Kind.OFFLOAD, Kind.FREE)

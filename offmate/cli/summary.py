@@ -18,6 +18,7 @@ from ..reports.items import block_of_items
 from ..reports.units import format_seconds
 from ..sizes import format_bytes, format_least_bytes
 from ..solver.explain import Explanation
+from ..solver.items import ItemKind
 from .screen import NARROW, pairs
 
 _WORDS = {"compute": "computes", "copy in": "copies in", "copy out": "copies out", "cpu": "host updates"}
@@ -70,8 +71,8 @@ def _classes(plan: Plan) -> Iterator[str]:
     largest: dict[int, tuple[int, str]] = {}
     blocks = block_of_items(plan.schedule)
     for item, size in plan.schedule.item_bytes.items():
-        if item.startswith("p:") and item in blocks:
-            largest[blocks[item]] = max(largest.get(blocks[item], (0, "")), (size, item[2:]))
+        if item.kind is ItemKind.PARAMETER and item in blocks:
+            largest[blocks[item]] = max(largest.get(blocks[item], (0, "")), (size, item.name))
     seen = set()
     for index, row in enumerate(plan.blocks):
         if index in largest and row.class_id not in seen:

@@ -9,6 +9,7 @@ from ..programs.prelude import Prelude
 from ..programs.programs import ClassGraph
 from ..runtime.replay.binding import Binding, BlockBinding, Port, StartBinding
 from ..runtime.replay.program import Program
+from ..solver import items
 from .options import BlockClass, ClassOption
 from .problem import Lowered
 
@@ -29,7 +30,7 @@ def bind(captured: Captured, lowered: Lowered, options: tuple[int, ...]) -> Bind
         start=_start(captured, lowered.prelude),
         blocks=blocks,
         value_item=lowered.value_item,
-        shared_item={node.name: f"x:{item}" for node, item in lowered.prelude.item.items()},
+        shared_item={node.name: items.shared(item) for node, item in lowered.prelude.item.items()},
         constants=dict(captured.constants),
         outputs=returned,
     )

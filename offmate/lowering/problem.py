@@ -13,6 +13,8 @@ from ..capture.export import Captured
 from ..machines.links import LinkRates
 from ..optim.rows import grid_of
 from ..programs.prelude import Prelude, _dense_bytes
+from ..solver import items
+from ..solver.items import Item
 from ..solver.options.pieces import Grid, in_pieces
 from ..solver.problem import Block, Group, Output, Problem, Rates, Shared, Side, TensorSize, Value
 from .options import BlockClass, option_numbers
@@ -51,7 +53,7 @@ class Lowered:
     classes: dict[str, BlockClass]
     blocks: tuple[TracedBlock, ...]
     prelude: Prelude
-    value_item: dict[str, str]
+    value_item: dict[str, Item]
 
 
 class Lowering:
@@ -126,18 +128,18 @@ class Lowering:
                     uses.add(self.backward_step(index))
         return tuple(sorted(uses)), tuple(sorted(grads))
 
-    def _values(self) -> tuple[tuple[Value, ...], tuple[Output, ...], dict[str, str]]:
+    def _values(self) -> tuple[tuple[Value, ...], tuple[Output, ...], dict[str, Item]]:
         values: list[Value] = []
         outputs: list[Output] = []
-        value_item: dict[str, str] = {}
+        value_item: dict[str, Item] = {}
         for index, (block, graph) in enumerate(zip(self.blocks, self.graphs)):
             together: dict[int, list[fx.Node]] = {}
             for node, result in zip(block.spec.results, block.joint.results):
                 together.setdefault(graph.storages(result)[0], []).append(node)
             for storage, nodes in together.items():
                 returned = [n for n in nodes if n.name in self.outputs]
-                kind = "o" if returned else "v"
-                value_item |= {n.name: f"{kind}:{(returned or nodes)[0].name}" for n in nodes}
+                item = items.output(returned[0].name) if returned else items.value(nodes[0].name)
+                value_item |= {n.name: item for n in nodes}
                 size = graph.bytes[storage]
                 if returned:
                     outputs += self._outputs_of(returned, index, size)

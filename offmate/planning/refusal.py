@@ -10,6 +10,7 @@ from ..errors import InfeasibleBudget
 from ..lowering.problem import Lowered
 from ..plans.table import BlockRow
 from ..sizes import format_bytes, format_least_bytes
+from ..solver.items import ItemKind, names_of
 from ..solver.problem import Problem
 from ..solver.schedule import Kind, Schedule
 from ..solver.solve import least_budget, least_host
@@ -82,7 +83,7 @@ def _sides(problem: Problem, fixed: int, config: Config) -> str:
 
 def block_rows(lowered: Lowered, schedule: Schedule) -> tuple[BlockRow, ...]:
     """The plan's table: parameters count where they are first used."""
-    moved = {a.name[2:] for a in schedule.actions if a.kind is Kind.PREFETCH and a.name.startswith("p:")}
+    moved = names_of((a.item for a in schedule.actions if a.kind is Kind.PREFETCH), ItemKind.PARAMETER)
     ids = {key: chr(ord("A") + i % 26) + (str(i // 26) if i >= 26 else "") for i, key in enumerate(lowered.classes)}
     first: dict[int, list[Any]] = {}
     for group in lowered.problem.groups:

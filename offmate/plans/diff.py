@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ..reports.units import format_seconds
 from ..sizes import format_bytes
+from ..solver.items import ItemKind, names_of
 from ..solver.schedule import Kind, Schedule
 from .table import BlockRow
 
@@ -117,7 +118,7 @@ def _options(first: tuple[BlockRow, ...], second: tuple[BlockRow, ...]) -> dict[
 def _places(first: Schedule, second: Schedule) -> tuple[tuple[str, int], ...]:
     """Bytes of parameters whose update or stay on the device changed."""
     changed: Counter[str] = Counter()
-    sizes = {item[2:]: size for item, size in first.item_bytes.items() if item.startswith("p:")}
+    sizes = {item.name: size for item, size in first.item_bytes.items() if item.kind is ItemKind.PARAMETER}
     old_moving, new_moving = _moving(first), _moving(second)
     for name, size in sizes.items():
         if _updater(first, name) != (updater := _updater(second, name)):
@@ -135,12 +136,14 @@ def _updater(schedule: Schedule, name: str) -> str:
 
 def _moving(schedule: Schedule) -> set[str]:
     """Parameters that are brought in at least once per iteration."""
-    prefetches = (action.name for action in schedule.actions if action.kind is Kind.PREFETCH)
-    return {name[2:] for name in prefetches if name.startswith("p:")}
+    brought = (action.item for action in schedule.actions if action.kind is Kind.PREFETCH)
+    return names_of(brought, ItemKind.PARAMETER)
 
 
 def _sizes(schedule: Schedule) -> dict[str, int]:
-    return {item: size for item, size in schedule.item_bytes.items() if item[:2] in ("p:", "v:")}
+    return {
+        item: size for item, size in schedule.item_bytes.items() if item.kind in (ItemKind.PARAMETER, ItemKind.VALUE)
+    }
 
 
 def _change(first: float, second: float) -> str:

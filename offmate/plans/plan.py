@@ -132,8 +132,8 @@ class Plan:
     def moved_bytes(self) -> tuple[int, int]:
         """Bytes per iteration that go to the device and to the host."""
         sizes = self.schedule.item_bytes
-        into = sum(sizes[a.name] for a in self._all_actions if a.kind is Kind.PREFETCH)
-        out = sum(sizes[a.name] for a in self._all_actions if a.kind is Kind.OFFLOAD)
+        into = sum(sizes[a.item] for a in self._all_actions if a.kind is Kind.PREFETCH)
+        out = sum(sizes[a.item] for a in self._all_actions if a.kind is Kind.OFFLOAD)
         return into, out
 
     @cached_property

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..solver.schedule import Schedule
+from ..solver.items import Item
+from ..solver.schedule import ABOUT_ITEMS, Schedule
 from ..solver.simulate import Simulation
 from .extra import viz
-from .items import block_of_items, item_of, kind_of, parts_of
+from .items import block_of_items, item_of, parts_of
 
 if TYPE_CHECKING:
     import pandas
@@ -38,10 +39,10 @@ def schedule_frame(schedule: Schedule, simulation: Simulation, fixed_bytes: int 
             "part": part,
             "action": action.kind.value,
             "name": action.name,
-            "kind": kind_of(item) if ":" in item else None,
+            "kind": item.traits.bytes_kind if isinstance(item, Item) else None,
             "block": blocks.get(item),
             "resource": event.resource.value if event else None,
-            "bytes": schedule.item_bytes.get(action.name, 0),
+            "bytes": schedule.item_bytes[action.item] if action.kind in ABOUT_ITEMS else 0,
             "start_s": event.start_s if event else taken[0],
             "end_s": event.end_s if event else taken[1],
             "device_bytes": high + fixed_bytes,

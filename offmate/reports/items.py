@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ..solver.schedule import Action, Kind, Schedule, update_items
+from ..solver import items
+from ..solver.items import Item, ItemKind
+from ..solver.schedule import Action, Kind, Schedule
 
 KINDS = (
     "parameters",
@@ -15,36 +17,13 @@ KINDS = (
     "workspace",
 )  # the order in which the memory curve stacks them: what changes most comes last
 
-_KIND_OF_PREFIX = {
-    "p": "parameters",
-    "s": "optimizer states",
-    "g": "gradients",
-    "t": "gradients",
-    "d": "gradients",
-    "v": "activations",
-    "k": "activations",
-    "a": "activations",
-    "o": "outputs",
-    "old": "outputs",
-    "x": "shared",
-}
-_WORD_OF_PREFIX = {
-    "p": "parameter",
-    "s": "optimizer state of",
-    "g": "gradient of",
-    "t": "total gradient of",
-    "d": "gradient of",
-    "v": "value",
-    "o": "output",
-    "old": "last output",
-    "x": "shared value",
-}
 _ACTION_WORDS = {
     Kind.PREFETCH: "bring in",
     Kind.OFFLOAD: "send out",
     Kind.FREE: "free",
     Kind.UPDATE_CPU: "update on the CPU",
     Kind.UPDATE_DEVICE: "update on the device",
+    Kind.BEGIN_TOTAL: "begin the total of",
     Kind.ACCUMULATE: "add to the total",
     Kind.ACCUMULATE_CPU: "add to the total on the CPU",
 }
@@ -53,17 +32,13 @@ _COMPUTE_WORDS = {
     "user": "your code between forward and backward",
     "gate": "the gate: all gradients are complete",
 }
-_ABOUT_PARAMETERS = (Kind.UPDATE_CPU, Kind.UPDATE_DEVICE, Kind.ACCUMULATE, Kind.ACCUMULATE_CPU)
-
-
-def kind_of(item: str) -> str:
-    """The kind of an item's bytes, one of `KINDS`."""
-    return _KIND_OF_PREFIX[item.split(":", 1)[0]]
 
 
 def item_of(action: Action) -> str:
     """The item that an action is about; a compute's own name, and the parameter of an update."""
-    return f"p:{action.name}" if action.kind in _ABOUT_PARAMETERS else action.name
+    if action.kind is Kind.COMPUTE or isinstance(action.name, Item):
+        return action.name
+    return items.parameter(action.name)
 
 
 def parts_of(schedule: Schedule) -> list[tuple[str, tuple[Action, ...]]]:
@@ -83,12 +58,10 @@ def _pass_words(schedule: Schedule, number: int) -> str:
 
 def describe_item(item: str) -> str:
     """An item in words, such as "gradient of lm_head.weight"; anything else as it is."""
-    prefix, colon, name = item.partition(":")
-    if not colon:
+    if not isinstance(item, Item):
         return item
-    if prefix in "ka":
-        return f"values that block {name} {'keeps' if prefix == 'k' else 'offloads'}"
-    return f"{_WORD_OF_PREFIX[prefix]} {name}"
+    rows = f"[{item.rows[0]}:{item.rows[1]}]" if item.rows else ""
+    return item.traits.words.format(f"{item.name}{rows}")
 
 
 def describe_action(action: Action) -> str:
@@ -110,11 +83,12 @@ def block_of_items(schedule: Schedule) -> dict[str, int]:
         spec = schedule.computes[f"F{i}"]
         blocks |= {f"F{i}": i, f"B{i}": i}
         for item in spec.needs:
-            if item.startswith("p:"):
-                for own in update_items(item[2:], schedule.states):
+            if item.kind is ItemKind.PARAMETER:
+                sums = (items.gradient(item.name), items.total(item.name))
+                for own in (item, *sums, *schedule.states.get(item.name, ())):
                     blocks.setdefault(own, i)
         for item in spec.makes:
             blocks[item] = i
-            if item[:2] in ("v:", "o:"):
-                blocks[f"d:{item[2:]}"] = i
+            if item.kind in (ItemKind.VALUE, ItemKind.OUTPUT):
+                blocks[items.value_gradient(item.name)] = i
     return blocks

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from ..solver.effects import effect
+from ..solver.items import Item
 from ..solver.schedule import Action, Kind, Schedule
-from .items import KINDS, kind_of
+from .items import KINDS
 
 
 class Levels:
@@ -12,31 +14,21 @@ class Levels:
     def __init__(self, schedule: Schedule, fixed_bytes: int) -> None:
         self._schedule = schedule
         self._bytes = dict.fromkeys(KINDS, 0) | {"fixed": fixed_bytes}
-        self._totals: set[str] = set()
         for item in schedule.resident:
             self._add(item)
 
     def begin(self, action: Action) -> None:
         """What is there as soon as an action starts."""
         if action.kind is Kind.PREFETCH:
-            self._add(action.name)
+            self._add(action.item)
 
     def end(self, action: Action) -> None:
         """What has come and gone when an action ends."""
-        if action.kind is Kind.FREE:
-            self._add(action.name, -1)
-            self._totals.discard(action.name.removeprefix("t:"))
-        elif action.kind is Kind.ACCUMULATE:
-            # The first gradient becomes the total: both are of one kind, and nothing comes or goes.
-            if action.name in self._totals:
-                self._add(f"g:{action.name}", -1)
-            self._totals.add(action.name)
-        elif action.kind is Kind.COMPUTE:
-            spec = self._schedule.computes[action.name]
-            for item in spec.makes:
-                self._add(item)
-            for item in spec.drops:
-                self._add(item, -1)
+        does = effect(action, self._schedule)
+        for item in does.brings if action.kind is not Kind.PREFETCH else ():
+            self._add(item)
+        for item in does.releases:
+            self._add(item, -1)
 
     def bytes(self, workspace_bytes: int = 0) -> tuple[int, ...]:
         """Bytes in the order of `KINDS`, with what a running compute holds on top."""
@@ -48,5 +40,5 @@ class Levels:
         kind = "workspace" if beyond >= 0 else "activations"
         return tuple((self._bytes | {kind: self._bytes[kind] + beyond}).values())
 
-    def _add(self, item: str, sign: int = 1) -> None:
-        self._bytes[kind_of(item)] += sign * self._schedule.item_bytes[item]
+    def _add(self, item: Item, sign: int = 1) -> None:
+        self._bytes[item.traits.bytes_kind] += sign * self._schedule.item_bytes[item]

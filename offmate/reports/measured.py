@@ -8,8 +8,10 @@ from dataclasses import replace
 from itertools import groupby, pairwise
 
 from ..runtime.trace import Recording, Taken
+from ..solver.effects import effect
+from ..solver.items import Item
 from ..solver.machine import Resource
-from ..solver.schedule import Action, Kind, Schedule, update_items
+from ..solver.schedule import Action, Kind
 from ..solver.simulate import Event
 from .items import block_of_items, item_of
 from .levels import Levels
@@ -32,7 +34,7 @@ def measured_timeline(recording: Recording, budget_bytes: int, name: str = "meas
     bars = [
         _bar(one.action, Resource.COMPUTE, ready_s, one.end_s, 0, blocks)
         for one, ready_s in taken
-        if one.action.kind in (Kind.COMPUTE, Kind.UPDATE_DEVICE, Kind.ACCUMULATE)
+        if effect(one.action, recording.schedule).resource is Resource.COMPUTE
     ]
     for job in _joined((*recording.tails, *recording.jobs)):
         bars.append(_bar(job.action, job.resource, max(job.start_s, 0.0), job.end_s, job.bytes, blocks))
@@ -80,13 +82,24 @@ def _phases(recording: Recording) -> tuple[tuple[str, float, float], ...]:
 
 
 class _Waiting:
-    """What the executor waited for: the copies of an action's items that ended while it was being taken."""
+    """What the executor waited for: the jobs for an action's items that ended while it was being taken."""
 
     def __init__(self, recording: Recording) -> None:
         self._schedule = recording.schedule
         self._jobs: dict[str, list[Event]] = defaultdict(list)
+        self._arriving: dict[Item, list[Event]] = defaultdict(list)
+        self._leaving: dict[Item, list[Event]] = defaultdict(list)
+        self._on_host: dict[Item, list[Event]] = defaultdict(list)
         for job in (*recording.tails, *recording.jobs):
             self._jobs[item_of(job.action)].append(job)
+            does = effect(job.action, self._schedule)
+            for jobs, concerned in (
+                (self._arriving, does.brings),
+                (self._leaving, does.reads),
+                (self._on_host, does.host_writes),
+            ):
+                for item in concerned:
+                    jobs[item].append(job)
 
     def until_s(self, one: Taken) -> float:
         """When an action could begin, at the earliest when it was taken."""
@@ -105,14 +118,16 @@ class _Waiting:
         yield Wait(last.resource, one.action, before.end_s, ready_s)
 
     def _awaited(self, one: Taken) -> list[Event]:
-        reads, both = _items(self._schedule, one.action)
-        return [
-            job
-            for item in (*reads, *both)
-            for job in self._jobs.get(item, ())
-            if one.start_s < job.end_s <= one.end_s
-            and (job.resource is Resource.IN or (item in both and job.resource is Resource.OUT))
-        ]
+        does = effect(one.action, self._schedule)
+        if not does.blocks:
+            return []
+        waits = (
+            (self._arriving, does.awaits_arrival),
+            (self._leaving, does.awaits_departure),
+            (self._on_host, does.host_reads),
+        )
+        found = (job for jobs, concerned in waits for item in concerned for job in jobs.get(item, ()))
+        return [job for job in found if one.start_s < job.end_s <= one.end_s]
 
     def _before(self, job: Event, since_s: float) -> Event | None:
         """What another resource had to do for a job first, if it was done with that only after the waiting began."""
@@ -122,15 +137,6 @@ class _Waiting:
             if j.resource is not job.resource and since_s < j.end_s <= job.start_s
         ]
         return max(earlier, key=lambda j: j.end_s, default=None)
-
-
-def _items(schedule: Schedule, action: Action) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Items whose copies to the device an action waits for, and those whose copies either way it waits for."""
-    if action.kind is Kind.COMPUTE:
-        return schedule.computes[action.name].needs, ()
-    if action.kind is Kind.UPDATE_DEVICE:
-        return (), update_items(action.name, schedule.states)
-    return (), (action.name,) if action.kind is Kind.FREE else ()
 
 
 def _memory(recording: Recording, taken: list[tuple[Taken, float]]) -> Iterator[Sample]:

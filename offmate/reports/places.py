@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from ..solver.schedule import Kind, Schedule, made_old
-from .items import kind_of
+from ..solver.effects import effect
+from ..solver.items import Item, after_pass
+from ..solver.schedule import Schedule
 
 
 class Place(IntEnum):
@@ -48,32 +49,23 @@ def tracks(schedule: Schedule) -> tuple[Track, ...]:
         column = columns[action.step]
         if id(action) in starts:
             _age_outputs(places, since, column)
-        comes: tuple[str, ...] = ()
-        goes: tuple[str, ...] = ()
-        if action.kind is Kind.COMPUTE:
-            spec = schedule.computes[action.name]
-            comes, goes = spec.makes, spec.drops
-        elif action.kind is Kind.PREFETCH:
-            comes = (action.name,)
-        elif action.kind is Kind.FREE:
-            goes = (action.name,)
-        elif action.kind is Kind.ACCUMULATE:
-            comes = (f"t:{action.name}",) if f"t:{action.name}" not in since else ()
-            goes = (f"g:{action.name}",)
-        for item in comes:
+        does = effect(action, schedule)
+        for item in does.brings:
             since[item] = column
-        for item in goes:
+        for item in does.releases:
             _stay(places[item], since.pop(item), column, Place.LEAVING)
     for item, column in since.items():
         _stay(places[item], column, len(columns) - 1, Place.DEVICE)
-    return tuple(Track(item, kind_of(item), schedule.item_bytes[item], tuple(where)) for item, where in places.items())
+    return tuple(
+        Track(item, item.traits.bytes_kind, schedule.item_bytes[item], tuple(where)) for item, where in places.items()
+    )
 
 
-def _age_outputs(places: dict[str, list[Place]], since: dict[str, int], column: int) -> None:
+def _age_outputs(places: dict[Item, list[Place]], since: dict[Item, int], column: int) -> None:
     """A new pass starts: the outputs of the one before are old ones from here on."""
-    for item in [item for item in since if made_old(item) != item]:
+    for item in [item for item in since if after_pass(item) != item]:
         _stay(places[item], since.pop(item), column - 1, Place.DEVICE)
-        since[made_old(item)] = column
+        since[after_pass(item)] = column
 
 
 def _stay(places: list[Place], first: int, last: int, at_end: Place) -> None:

@@ -23,12 +23,13 @@ _WORDS = {
     Kind.OFFLOAD: "copy out",
     Kind.UPDATE_CPU: "update on the CPU",
     Kind.UPDATE_DEVICE: "update on the device",
+    Kind.BEGIN_TOTAL: "begin the total",
     Kind.ACCUMULATE: "add to the total",
     Kind.ACCUMULATE_CPU: "add to the total on the CPU",
 }
 _MORE = " more"
 _COMPUTE_WORDS = {"start": "the batch comes in", "user": "your code", "gate": "the gate"}
-THIN = ("update on the device", "add to the total")  # computes beside the blocks' own
+THIN = ("update on the device", "begin the total", "add to the total")  # computes beside the blocks' own
 
 
 @dataclass(frozen=True)

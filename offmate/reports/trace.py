@@ -36,7 +36,7 @@ def trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
 def _events(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
     yield from _names(process, timeline)
     for bar in timeline.bars:
-        name = describe_item(bar.name) if ":" in bar.name else bar.name
+        name = describe_item(bar.name)
         arguments: dict[str, Any] = {"what": bar.word, "step": bar.step}
         if bar.block is not None:
             arguments["block"] = bar.block

@@ -24,7 +24,7 @@ def take_in(
 
     Returns: by output. Raises: ProtocolError if a gradient comes in for an output that was planned without one.
     """
-    planned = {item[2:] for item in prepared.plan.schedule.computes["user"].makes}
+    planned = {item.name for item in prepared.plan.schedule.computes["user"].makes}
     given = dict(zip(prepared.binding.outputs, grads))
     _check_planned(prepared, planned, given, into)
     _check_reached(prepared, planned, given)

@@ -29,6 +29,7 @@ from ..runtime.devices.device import Device
 from ..runtime.memory.reserve import Place
 from ..runtime.replay.executor import Executor
 from ..runtime.replay.gate import Clip
+from ..runtime.replay.world import World
 from ..split import Split
 from .failures import out_of_memory
 from .host_state import Truth
@@ -254,16 +255,15 @@ class Preparer:
 
     def _bound(self, prepared: Prepared, model: torch.nn.Module, call: Call, place: Place | None) -> Variant:
         plan = prepared.plan
-        executor = Executor(
+        world = World(
             plan.schedule,
             prepared.binding,
             self._truth.host,
             self._device,
             self._updater if call.trains else None,
-            plan.fixed_bytes,
-            self._clip(model) if call.trains else None,
-            place.updated if place is not None else None,
+            place.updated if place is not None else {},
         )
+        executor = Executor(world, plan.fixed_bytes, self._clip(model) if call.trains else None)
         return Variant(prepared, executor, call.kind, place)
 
     def _clip(self, model: torch.nn.Module) -> Clip | None:

@@ -18,6 +18,7 @@ from ..planning.request import Prepared
 from ..runtime.memory.reserve import Place
 from ..runtime.replay.executor import Executor
 from ..runtime.replay.program import Slot
+from ..solver.items import ItemKind, names_of
 
 _COUNT = "num_items_in_batch"
 
@@ -166,8 +167,7 @@ class Variant:
     @functools.cached_property
     def graded(self) -> frozenset[str]:
         """Names of the parameters that its backward makes gradients for."""
-        items = self.prepared.plan.schedule.item_bytes
-        return frozenset(item[2:] for item in items if item.startswith("g:"))
+        return frozenset(names_of(self.prepared.plan.schedule.item_bytes, ItemKind.GRADIENT))
 
     def returned(self, outputs: dict[str, torch.Tensor]) -> tuple[Any, list[tuple[ByProduct, list[torch.Tensor]]]]:
         """What the model returns, from its output values by name, and its by-products with their tensors."""

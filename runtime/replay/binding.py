@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from ...solver.items import Item
 from .program import Program
 
 
@@ -84,8 +85,8 @@ class Binding:
 
     start: StartBinding
     blocks: tuple[BlockBinding, ...]
-    value_item: dict[str, str]
-    shared_item: dict[str, str]
+    value_item: dict[str, Item]
+    shared_item: dict[str, Item]
     constants: dict[str, torch.Tensor]
     outputs: tuple[str, ...]
 

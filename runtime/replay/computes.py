@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from ...solver.schedule import Schedule
-from ..devices.device import Device
-from .binding import Binding, BlockBinding, HostState, Port
-from .contents import Buffer, Contents, Saved
+from ...solver import items
+from .binding import BlockBinding, Port
+from .contents import Buffer, Saved
 from .gate import Gate
 from .program import run
+from .world import World
 
 
 class Computes:
@@ -23,15 +23,13 @@ class Computes:
 
     Parameters
     ----------
-    contents: what is on the device; changed here. gate: opened by the compute of that name.
+    gate: opened by the compute of that name.
     """
 
-    def __init__(
-        self, schedule: Schedule, binding: Binding, host: HostState, device: Device, contents: Contents, gate: Gate
-    ) -> None:
-        self._schedule, self._binding, self._host, self._device = schedule, binding, host, device
-        self._contents, self._gate = contents, gate
-        self._on_host = device.torch_device.type == "cpu"
+    def __init__(self, world: World, gate: Gate) -> None:
+        self._schedule, self._binding, self._host = world.schedule, world.binding, world.host
+        self._device, self._contents, self._gate = world.device, world.contents, gate
+        self._on_host = world.device.torch_device.type == "cpu"
         self._seen_buffers: dict[str, tuple[int, int]] = {}
         self.batch: tuple[torch.Tensor | None, ...] = ()
         self.incoming: dict[str, torch.Tensor] = {}
@@ -57,7 +55,7 @@ class Computes:
             seen = (own.data_ptr(), own._version)
             if name not in here.model_buffers or self._seen_buffers.get(name) != seen:
                 here.model_buffers[name] = own if self._on_host else self._device.bring(own)
-                here.newer.discard(f"b:{name}")
+                here.newer_buffers.discard(name)
             self._seen_buffers[name] = seen
 
     def take_outputs(self) -> dict[str, torch.Tensor]:
@@ -110,7 +108,7 @@ class Computes:
         for port in block.writes:
             here.model_buffers[port.name].copy_(registers[port.register])
             if not self._on_host:
-                here.newer.add(f"b:{port.name}")
+                here.newer_buffers.add(port.name)
             self._device.ledger.freed(live.pop(port.storage))
         for port in block.results:
             here.values[port.name] = Buffer({"": registers[port.register]})
@@ -126,7 +124,7 @@ class Computes:
     def _backward_block(self, index: int) -> None:
         block, here = self._binding.blocks[index], self._contents
         saved = here.saved.pop(index)
-        copies = here.values.pop(f"a:{index}", None)
+        copies = here.values.pop(items.offloaded(index), None)
         if copies is not None:
             copies.settle()
         registers = self._registers(block, block.backward.n_registers)
@@ -177,6 +175,5 @@ class Computes:
             for gradient in self.incoming.values():
                 arena.fix(gradient)
         for item in spec.makes:
-            name = item[2:]
-            self._device.ledger.add("d", self._schedule.item_bytes[item])
-            self._contents.grads[f"value:{name}"] = self.incoming.pop(name)
+            self._device.ledger.add(item.traits.prefix, self._schedule.item_bytes[item])
+            self._contents.grads[f"value:{item.name}"] = self.incoming.pop(item.name)

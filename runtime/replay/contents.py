@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
+from ...solver.items import Item
 from ..events import Event
 
 
@@ -54,10 +55,11 @@ class Contents:
     params, values: buffers by tensor name. states: by item. model_buffers: the model's own buffers by name.
     shared, outputs: tensors by value name.
     grads: gradients by "param:NAME" or "value:NAME". saved: by block.
-    newer: items of parameters and states, and buffers ("b:NAME"), whose device copy is newer than the host's.
+    newer: items of parameters and states whose device copy is newer than the host's. newer_buffers: likewise, the
+        model's buffers by name.
     states_at_home: by parameter, its state as the host had it before the device updated it; scalars stay on the device.
     updated_rows: by parameter whose update on the device was cut short, so many of its first rows have had it.
-    written: by item, or by name for a parameter, the event after which its host copy may be read.
+    written: by item the event after which its host copy may be read.
     pending: parameters whose gradient is there and whose update has not been started.
     grad_leaving, grad_adding: by parameter, its gradient's way to the host, and its addition to the total there.
     grad_copied: likewise, the event after which the device's copy of it may be let go.
@@ -68,24 +70,25 @@ class Contents:
     """
 
     params: dict[str, Buffer] = field(default_factory=dict)
-    states: dict[str, Buffer] = field(default_factory=dict)
+    states: dict[Item, Buffer] = field(default_factory=dict)
     model_buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     values: dict[str, Buffer] = field(default_factory=dict)
     shared: dict[str, torch.Tensor] = field(default_factory=dict)
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
     grads: dict[str, torch.Tensor] = field(default_factory=dict)
     saved: dict[int, Saved] = field(default_factory=dict)
-    newer: set[str] = field(default_factory=set)
+    newer: set[Item] = field(default_factory=set)
+    newer_buffers: set[str] = field(default_factory=set)
     states_at_home: dict[str, dict[str, object]] = field(default_factory=dict)
     updated_rows: dict[str, int] = field(default_factory=dict)
-    written: dict[str, Event] = field(default_factory=dict)
+    written: dict[Item, Event] = field(default_factory=dict)
     pending: set[str] = field(default_factory=set)
     grad_leaving: dict[str, Event] = field(default_factory=dict)
     grad_adding: dict[str, Event] = field(default_factory=dict)
     grad_copied: dict[str, Event] = field(default_factory=dict)
     totals: dict[str, Buffer] = field(default_factory=dict)
-    views: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
-    returned: dict[str, torch.Tensor] = field(default_factory=dict)
+    views: dict[Item, dict[str, torch.Tensor]] = field(default_factory=dict)
+    returned: dict[Item, torch.Tensor] = field(default_factory=dict)
 
     def clear(self) -> None:
         """Nothing is on the device or under way any more."""

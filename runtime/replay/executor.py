@@ -2,97 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import torch
 
-from ...solver.schedule import Action, Kind, Schedule, made_old
+from ...solver import items
+from ...solver.effects import resident_at
+from ...solver.items import ItemKind
+from ...solver.schedule import Action, Kind, Schedule
 from .. import interrupts
-from ..devices.device import Device
-from ..memory.updated import Updated
-from .binding import Binding, HostState, Update
 from .computes import Computes
-from .contents import Buffer, Contents
 from .gate import Clip, Gate
 from .gradients import Gradients
+from .handlers import Handlers
 from .parking import Parked, park, unpark
 from .states import States
 from .transfers import Transfers
 from .updates import Updates
+from .world import World
 
 _MOVING = (Kind.PREFETCH, Kind.OFFLOAD, Kind.UPDATE_CPU)
+_OF_THE_LAST = (ItemKind.OLD_OUTPUT, ItemKind.GRADIENT, ItemKind.SHARED)  # what an iteration finds and cannot bring
 
 
 class Executor:
     """Replays one schedule on one device.
 
-    State: `contents`, what is on the device and under way; `loaded`, whether what a micro-batch starts from is there;
+    State: the world's contents; `loaded`, whether what a micro-batch starts from is there;
     `complete`, whether the last backward has ended, so that all its gradients are whole; `gate`. All of it is changed
     on the thread that calls `forward`, `backward` and `turn_around`, in the order of the schedule's actions; workers
     only fill tensors they were given.
 
     Parameters
     ----------
-    schedule, binding: what to do, and on which tensors.
-    host: parameters, buffers and optimizer states.
-    device: where; its ledger counts every byte.
-    update: the optimizer's update of one tensor; None if the user's code updates.
+    world: the schedule, the tensors that it is replayed on, and where.
     fixed_bytes: what lies on the device whatever the schedule does (buffers, scalar states).
     clip: how gradients are clipped when the schedule's gate opens.
-    updated: what the optimizer holds of parameters that are updated on an accelerator.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        binding: Binding,
-        host: HostState,
-        device: Device,
-        update: Update | None,
-        fixed_bytes: int = 0,
-        clip: Clip | None = None,
-        updated: Mapping[str, Updated] | None = None,
-    ) -> None:
-        self.schedule, self.binding, self.host, self.device, self.update = schedule, binding, host, device, update
+    def __init__(self, world: World, fixed_bytes: int = 0, clip: Clip | None = None) -> None:
+        self.schedule, self.binding, self.host, self.device = world.schedule, world.binding, world.host, world.device
         self.fixed_bytes = fixed_bytes
         self.loaded = False
         self.complete = True
         self.on_action: Callable[[Action], None] | None = None
-        self._contents = contents = Contents()
-        self._homeless = _never_moved(schedule) if device.torch_device.type == "cpu" else frozenset()
-        self._gradients = Gradients(schedule, host, device, contents)
-        self.gate = Gate(schedule.gate, clip, host, self._gradients)
-        states = States(schedule, host, device)
-        self._transfers = Transfers(schedule, binding, host, device, contents, states, self._gradients)
-        self._updates = Updates(
-            host, device, contents, states, self._gradients, self.gate, update, self._homeless, updated or {}
-        )
-        self._computes = Computes(schedule, binding, host, device, contents, self.gate)
+        self._contents = world.contents
+        unmoved = _never_moved(world.schedule) if world.device.torch_device.type == "cpu" else frozenset()
+        states, self._gradients = States(world), Gradients(world)
+        self.gate = Gate(world.schedule.gate, clip, world.host, self._gradients)
+        self._by_kind = Handlers(world, states, self._gradients, unmoved)
+        self._transfers = Transfers(world, self._by_kind.of)
+        self._updates = Updates(world, states, self._gradients, self.gate, unmoved)
+        self._computes = Computes(world, self.gate)
         self._updating = False
-        self._handlers: dict[Kind, Callable[[str], None]] = {
-            Kind.COMPUTE: self._computes.run,
-            Kind.PREFETCH: self._transfers.prefetch,
-            Kind.OFFLOAD: self._transfers.offload,
-            Kind.FREE: self._transfers.free,
-            Kind.ACCUMULATE: self._gradients.accumulate,
-            Kind.ACCUMULATE_CPU: self._gradients.accumulate_on_host,
-            Kind.UPDATE_CPU: self._updates.on_host,
-            Kind.UPDATE_DEVICE: self._updates.on_device,
+        self._handlers: dict[Kind, Callable[[Action], None]] = {
+            Kind.COMPUTE: lambda action: self._computes.run(action.name),
+            Kind.PREFETCH: lambda action: self._transfers.prefetch(action.item),
+            Kind.OFFLOAD: lambda action: self._transfers.offload(action.item),
+            Kind.FREE: lambda action: self._transfers.free(action.item),
+            Kind.BEGIN_TOTAL: lambda action: self._gradients.begin_total(action.name),
+            Kind.ACCUMULATE: lambda action: self._gradients.accumulate(action.name),
+            Kind.ACCUMULATE_CPU: lambda action: self._gradients.accumulate_on_host(action.name),
+            Kind.UPDATE_CPU: lambda action: self._updates.on_host(action.name),
+            Kind.UPDATE_DEVICE: lambda action: self._updates.on_device(action.name),
         }
 
     # -- an iteration -------------------------------------------------------------------------------------------------
 
     def load(self, micro_batch: int = 0) -> None:
         """Bring to the device what a micro-batch finds there when it starts."""
-        ledger = self.device.ledger
-        ledger.add("b", self.fixed_bytes)
-        for item in self.schedule.resident_at(micro_batch):
-            if item.startswith(("old:", "g:", "x:")):
-                # What the last iteration would have left; in the first one it is only counted.
-                ledger.add(item.split(":")[0], self.schedule.item_bytes[item])
-            elif item.startswith("p:") and item[2:] in self._homeless:
-                ledger.add("p", self.schedule.item_bytes[item])
-                self._contents.params[item[2:]] = Buffer({"": self.host.params[item[2:]]})
+        self.device.ledger.add("b", self.fixed_bytes)
+        for item in resident_at(self.schedule, micro_batch):
+            if item.kind in _OF_THE_LAST:
+                self._transfers.count(item)
             else:
                 self._take(Action(0, Kind.PREFETCH, item))
         self.loaded = True
@@ -128,7 +110,7 @@ class Executor:
         here = self._contents
         for name in self.binding.outputs:
             here.values.pop(name, None)
-        here.returned = {made_old(item): tensor for item, tensor in here.returned.items()}
+        here.returned = {items.after_pass(item): tensor for item, tensor in here.returned.items()}
 
     def turn_around(self) -> None:
         """Run what lies between the last backward and the next forward; a gate opens in it."""
@@ -158,7 +140,7 @@ class Executor:
     def _take(self, action: Action) -> None:
         handler, recorder = self._handlers[action.kind], self.device.recorder
         if recorder is None:
-            handler(action.name)
+            handler(action)
         else:
             recorder.take(action, handler)
 
@@ -178,16 +160,16 @@ class Executor:
 
     @property
     def newer_buffers(self) -> frozenset[str]:
-        """The model's buffers, as "b:NAME", of which only the device has the newest values."""
-        return frozenset(item for item in self._contents.newer if item.startswith("b:"))
+        """The names of the model's buffers of which only the device has the newest values."""
+        return frozenset(self._contents.newer_buffers)
 
     def bring_buffers(self) -> None:
         """Copy them to the host."""
-        self._updates.rescue_items(self.newer_buffers)
+        self._updates.rescue_buffers()
 
     def renew_states(self) -> None:
         """Send the optimizer states on the device anew; the host's are the newest, after `sync`."""
-        self._transfers.renew_states()
+        self._by_kind.states.renew()
 
     def unload(self) -> None:
         """Take everything off the device; afterwards the host holds the truth, sums of gradients included."""
@@ -197,7 +179,7 @@ class Executor:
         for buffer in [*self._contents.params.values(), *self._contents.states.values()]:
             buffer.synchronize()
         self.device.drain()
-        self._transfers.release_host()
+        self._by_kind.release_host()
         self._gradients.release_host()
         self._empty()
 
@@ -238,7 +220,7 @@ class Executor:
             self._updates.rescue()
         except torch.AcceleratorError:
             lost = self._updates.give_up_on_device()
-        self._transfers.release_host()
+        self._by_kind.release_host()
         self._gradients.forget()
         self._empty()
         self.complete, self._updating = True, False
@@ -255,6 +237,5 @@ class Executor:
 def _never_moved(schedule: Schedule) -> frozenset[str]:
     """Parameters that stay on the device all the time."""
     names = {a.name for a in schedule.actions if a.kind in _MOVING}
-    return frozenset(
-        item[2:] for item in schedule.resident if item[:2] == "p:" and item not in names and item[2:] not in names
-    )
+    resident = (item for item in schedule.resident if item.kind is ItemKind.PARAMETER)
+    return frozenset(item.name for item in resident if item not in names and item.name not in names)

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from ...solver.schedule import Schedule
-from ..devices.device import Device
+from ...solver import items
+from ...solver.items import ItemKind
 from ..events import Event, UnderWay
 from ..layouts import on_storage
-from .binding import HostState
-from .contents import Buffer, Contents
+from .contents import Buffer
+from .world import World
 
 
 class Gradient(NamedTuple):
@@ -48,9 +48,9 @@ class Gradients:
     those before this one ran by plans without that parameter. Everything else that changes is in `contents` and `host`.
     """
 
-    def __init__(self, schedule: Schedule, host: HostState, device: Device, contents: Contents) -> None:
-        self._sizes, self._host, self._device, self._contents = schedule.item_bytes, host, device, contents
-        self._adds_up = schedule.micro_batches > 1
+    def __init__(self, world: World) -> None:
+        self._host, self._device, self._contents = world.host, world.device, world.contents
+        self._sizes, self._adds_up = world.schedule.item_bytes, world.schedule.micro_batches > 1
         self._arrivals: list[_Arrival] = []
         self._unbegun: set[str] = set()
 
@@ -68,21 +68,23 @@ class Gradients:
             here.grad_copied.pop(name).wait()
         here.grads.pop(f"param:{name}", None)
 
+    def begin_total(self, name: str) -> None:
+        """Make the first micro-batch's gradient the total on the device."""
+        gradient, total = items.gradient(name), items.total(name)
+        self._contents.totals[name] = Buffer({"": self._contents.grads.pop(f"param:{name}")})
+        self._device.ledger.remove(gradient.traits.prefix, self._sizes[gradient])
+        self._device.ledger.add(total.traits.prefix, self._sizes[total])
+
     def accumulate(self, name: str) -> None:
-        """Add a gradient to its total on the device, or make it the total."""
-        here, ledger = self._contents, self._device.ledger
-        size, grad = self._sizes[f"g:{name}"], here.grads.pop(f"param:{name}")
+        """Add a gradient to its total on the device."""
+        here, gradient = self._contents, items.gradient(name)
+        grad, total = here.grads.pop(f"param:{name}"), here.totals[name].read()
         if name in self._unbegun:
-            here.totals[name].read().copy_(grad)
+            total.copy_(grad)
             self._unbegun.discard(name)
-            ledger.remove("g", size)
-        elif name in here.totals:
-            here.totals[name].read().add_(grad)
-            ledger.remove("g", size)
         else:
-            here.totals[name] = Buffer({"": grad})
-            ledger.remove("g", size)
-            ledger.add("t", self._sizes[f"t:{name}"])
+            total.add_(grad)
+        self._device.ledger.remove(gradient.traits.prefix, self._sizes[gradient])
 
     def accumulate_on_host(self, name: str) -> None:
         """Start the addition of a gradient that was sent to its total on the host; the first one is the total."""
@@ -189,7 +191,7 @@ class Gradients:
     def _next_arrival(self) -> _Arrival:
         """The buffer used longest ago; what it still holds is added first."""
         if not self._arrivals:
-            most = max(size for item, size in self._sizes.items() if item.startswith("g:"))
+            most = max(size for item, size in self._sizes.items() if item.kind is ItemKind.GRADIENT)
             like = torch.empty(most, dtype=torch.uint8, device="meta")
             self._arrivals = [_Arrival(self._device.empty_host_like(like)) for _ in range(2)]
         arrival = self._arrivals.pop(0)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
-from ...solver.schedule import Action, Kind, Schedule, made_old, state_rows
+from ...solver import items
+from ...solver.effects import effect
+from ...solver.items import Item, ItemKind
+from ...solver.schedule import Action, Kind, Schedule
 from ..memory.changes import Change, Rehearsal
 from ..memory.updated import Updated
 from .binding import Binding, Port
@@ -36,9 +39,9 @@ def rehearse(
     fresh: optimizer states do not exist before the first update makes them.
     """
     walker = _Walker(schedule, binding, updated)
-    walker.unborn = {item for item in schedule.item_bytes if fresh and item.startswith("s:")}
+    walker.unborn = {item for item in schedule.item_bytes if fresh and item.kind is ItemKind.STATE}
     for item in schedule.resident:
-        if item not in walker.unborn and not item.startswith(("g:", "old:")):
+        if item not in walker.unborn and item.kind not in (ItemKind.GRADIENT, ItemKind.OLD_OUTPUT):
             walker.bring(item)
     for size in buffer_bytes:
         walker.make(size)
@@ -46,7 +49,7 @@ def rehearse(
     for _ in range(_LEARNT):
         for one in schedule.passes:
             walker.walk((*one.forward, *one.backward))
-            walker.items = {made_old(item): numbers for item, numbers in walker.items.items()}
+            walker.items = {items.after_pass(item): numbers for item, numbers in walker.items.items()}
         walker.walk(schedule.turn_around)
         stretches.append(walker.take())
     return Rehearsal(tuple(stretches), sum(change.bytes > 0 for change in stretches[-1]))
@@ -58,8 +61,8 @@ class _Walker:
     def __init__(self, schedule: Schedule, binding: Binding, updated: Callable[[str], Updated]) -> None:
         self.schedule, self.binding, self.updated = schedule, binding, updated
         self.changes: list[Change] = []
-        self.items: dict[str, list[int]] = {}
-        self.unborn: set[str] = set()
+        self.items: dict[Item, list[int]] = {}
+        self.unborn: set[Item] = set()
         self._last = 0
 
     def take(self) -> list[Change]:
@@ -71,47 +74,43 @@ class _Walker:
         for action in actions:
             if action.kind is Kind.COMPUTE:
                 self._compute(action.name)
-            elif action.kind is Kind.PREFETCH:
-                if action.name not in self.unborn:
-                    self.bring(action.name)
             elif action.kind is Kind.UPDATE_DEVICE:
                 self._update(action.name)
-            elif action.kind is Kind.FREE:
-                self._end(self.items.pop(action.name, ()))
-            elif action.kind is Kind.ACCUMULATE:
-                gradient = self.items.pop(f"g:{action.name}", [])
-                if f"t:{action.name}" in self.items:
-                    self._end(gradient)
-                else:
-                    self.items[f"t:{action.name}"] = gradient
+            elif action.kind is Kind.BEGIN_TOTAL:
+                self.items[items.total(action.name)] = self.items.pop(items.gradient(action.name), [])
+            else:
+                does = effect(action, self.schedule)
+                for item in does.brings:
+                    if item not in self.unborn:
+                        self.bring(item)
+                for item in does.releases:
+                    self._end(self.items.pop(item, ()))
 
-    def bring(self, item: str) -> None:
+    def bring(self, item: Item) -> None:
         """Allocate an item as a prefetch does."""
-        kind, name = item.split(":", 1)
-        if kind == "s":
-            name, _ = state_rows(item, self.schedule.item_bytes)
-            sizes = [self.schedule.share_of_state(item, size) for size in self.updated(name).state_bytes]
-        elif kind in "ka":
-            block = self.binding.blocks[int(name)]
-            wanted = block.kept if kind == "k" else block.offloaded
+        if item.kind is ItemKind.STATE:
+            sizes = [self.schedule.share_of_state(item, size) for size in self.updated(item.name).state_bytes]
+        elif item.kind in (ItemKind.KEPT, ItemKind.OFFLOADED):
+            block = self.binding.blocks[item.block]
+            wanted = block.kept if item.kind is ItemKind.KEPT else block.offloaded
             made = {s: size for step in block.forward.instructions for _, s, size in step.makes}
             sizes = [made[storage] for storage in wanted]
         else:
             sizes = [self.schedule.item_bytes[item]]
         # Nobody else knows the address of anything but of the gradients that the user hands in.
-        self.items[item] = [self.make(size, fixed=kind == "d") for size in sizes]
+        self.items[item] = [self.make(size, fixed=item.kind is ItemKind.VALUE_GRADIENT) for size in sizes]
 
     def _update(self, name: str) -> None:
         updated, share = self.updated(name), self.schedule.share_of_state
-        items = self.schedule.states.get(name, ())
-        for item in items:
+        parts = self.schedule.states.get(name, ())
+        for item in parts:
             passing = share(item, updated.workspace_bytes)
             if item in self.unborn:
                 self.unborn.discard(item)
                 together = (*(share(item, size) for size in updated.state_bytes), passing)
                 self.items[item] = [self.make(size, together[i + 1 :]) for i, size in enumerate(together[:-1])]
             self._pass(passing)
-        if not items:
+        if not parts:
             self._pass(updated.workspace_bytes)
 
     def _compute(self, name: str) -> None:
@@ -151,15 +150,15 @@ class _Walker:
         for port in block.results:
             if port.storage in live and port.name in self.binding.value_item:
                 self.items.setdefault(self.binding.value_item[port.name], []).append(live.pop(port.storage))
-        for kind, storages in (("k", block.kept), ("a", block.offloaded)):
-            self.items[f"{kind}:{index}"] = [live.pop(storage) for storage in storages]
+        for item, storages in ((items.kept(index), block.kept), (items.offloaded(index), block.offloaded)):
+            self.items[item] = [live.pop(storage) for storage in storages]
         self._end(live.values())
 
     def _backward(self, index: int) -> None:
         block = self.binding.blocks[index]
         given: dict[int, int] = {}
-        for kind, storages in (("k", block.kept), ("a", block.offloaded)):
-            given |= dict(zip(storages, self.items.pop(f"{kind}:{index}", ())))
+        for item, storages in ((items.kept(index), block.kept), (items.offloaded(index), block.offloaded)):
+            given |= dict(zip(storages, self.items.pop(item, ())))
         for port in block.tangents:
             for number in self.items.pop(_gradient(port), ()):
                 given[port.storage] = number
@@ -200,6 +199,6 @@ class _Walker:
         self.changes += [Change(number, 0) for number in numbers]
 
 
-def _gradient(port: Port) -> str:
+def _gradient(port: Port) -> Item:
     kind, name = port.name.split(":", 1)
-    return f"{'g' if kind == 'param' else 'd'}:{name}"
+    return items.gradient(name) if kind == "param" else items.value_gradient(name)

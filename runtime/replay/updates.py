@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping
 
 import torch
 
-from ..devices.device import Device
+from ...solver import items
+from ...solver.items import Item, ItemKind
 from ..events import UnderWay
-from ..memory.updated import Updated
-from .binding import HostState, Update
-from .contents import Buffer, Contents, is_bulk
+from .binding import Update
+from .contents import Buffer, is_bulk
 from .gate import Gate
 from .gradients import Gradients
 from .states import States, in_rows
+from .world import World
 
 
 class Updates:
@@ -22,26 +22,13 @@ class Updates:
 
     Parameters
     ----------
-    contents: what is on the device; changed here. update: of one tensor; None if the user's code updates.
-    homeless: parameters that never leave the device and share their memory with the host's on an emulated one.
-    updated: what the optimizer holds of a parameter on an accelerator.
+    unmoved: parameters that never leave the device and share their memory with the host's on an emulated one.
     """
 
-    def __init__(
-        self,
-        host: HostState,
-        device: Device,
-        contents: Contents,
-        states: States,
-        gradients: Gradients,
-        gate: Gate,
-        update: Update | None,
-        homeless: frozenset[str],
-        updated: Mapping[str, Updated],
-    ) -> None:
-        self._host, self._device, self._contents, self._states = host, device, contents, states
+    def __init__(self, world: World, states: States, gradients: Gradients, gate: Gate, unmoved: frozenset[str]) -> None:
+        self._host, self._device, self._contents, self._states = world.host, world.device, world.contents, states
         self._gradients, self._gate = gradients, gate
-        self._update, self._homeless, self._updated = update, homeless, updated
+        self._update, self._unmoved, self._updated = world.update, unmoved, world.updated
 
     def on_host(self, name: str) -> None:
         """Start the update of a parameter on a worker, unless it has been started already."""
@@ -67,22 +54,22 @@ class Updates:
 
         arrived = (here.grad_leaving.pop(name, None), here.grad_adding.pop(name, None))
         under_way = self._device.update_on_host(work, tuple(event for event in arrived if event is not None))
-        here.written[name] = UnderWay(f"the update of {name} on the host", (under_way,))
+        here.written[items.parameter(name)] = UnderWay(f"the update of {name} on the host", (under_way,))
 
     def on_device(self, name: str) -> None:
         """Update a parameter on the device: item by item of its state, each with its rows."""
         here = self._contents
         param, grad = here.params[name], self._gradients.whole(name).tensor
-        items = self._states.items(name)
-        buffers = [here.states.setdefault(item, Buffer({})) for item in items]
+        parts = self._states.items(name)
+        buffers = [here.states.setdefault(item, Buffer({})) for item in parts]
         # A copy to the host may still read what is overwritten here.
         for buffer in (param, *buffers):
             buffer.settle()
         host = self._host.states.setdefault(name, {})
-        here.newer |= {f"p:{name}", *items}
+        here.newer |= {items.parameter(name), *parts}
         here.states_at_home.setdefault(name, dict(host))
-        if len(items) > 1:
-            self._on_device_in_rows(name, param.read(), grad, dict(zip(items, buffers)), host)
+        if len(parts) > 1:
+            self._on_device_in_rows(name, param.read(), grad, dict(zip(parts, buffers)), host)
         else:
             self._on_device_whole(name, param.read(), grad, buffers[0], host)
         self._host.updates[name] = self._host.updates.get(name, 0) + 1
@@ -99,7 +86,7 @@ class Updates:
             if not is_bulk(value) or not isinstance(host.get(key), torch.Tensor):
                 host[key] = value
 
-    def _make_room(self, name: str, item: str, buffer: Buffer) -> None:
+    def _make_room(self, name: str, item: Item, buffer: Buffer) -> None:
         """For what an update of an item's rows allocates, their state among it if there is none yet."""
         if self._device.arena is not None and name in self._updated:
             updated, share = self._updated[name], self._states.share
@@ -113,12 +100,12 @@ class Updates:
                 self._device.arena.note(tensor)
 
     def _on_device_in_rows(
-        self, name: str, param: torch.Tensor, grad: torch.Tensor, buffers: dict[str, Buffer], host: dict[str, object]
+        self, name: str, param: torch.Tensor, grad: torch.Tensor, buffers: dict[Item, Buffer], host: dict[str, object]
     ) -> None:
         """What all rows share advances once, with the last of them."""
         last = next(reversed(buffers))
         for item, buffer in buffers.items():
-            rows = self._states.rows(item)
+            rows = item.rows
             assert rows is not None, "a state of several items is cut by rows"
             shared = {k: v for k, v in host.items() if not is_bulk(v)}
             if item != last:
@@ -163,7 +150,7 @@ class Updates:
 
     def _start(self, name: str) -> None:
         self._gradients.bring_home(name)
-        for item in (f"p:{name}", *self._states.items(name)):
+        for item in (items.parameter(name), *self._states.items(name)):
             if item in self._contents.newer:
                 self._rescue(item)
                 self._contents.newer.discard(item)
@@ -172,17 +159,21 @@ class Updates:
     def rescue(self) -> None:
         """Copy to the host what only the device has; no copy may be under way."""
         here = self._contents
-        self.rescue_items(here.newer)
         with torch.no_grad():
-            self._rescue_scalars()
-        here.states_at_home.clear()
-
-    def rescue_items(self, items: Collection[str]) -> None:
-        """Copy to the host these of what only the device has."""
-        with torch.no_grad():
-            for item in sorted(items):
+            for item in sorted(here.newer):
                 self._rescue(item)
-        self._contents.newer -= set(items)
+            self._rescue_scalars()
+        here.newer.clear()
+        here.states_at_home.clear()
+        self.rescue_buffers()
+
+    def rescue_buffers(self) -> None:
+        """Copy to the host the model's buffers of which only the device has the newest values."""
+        here = self._contents
+        with torch.no_grad():
+            for name in sorted(here.newer_buffers):
+                self._host.buffers[name].copy_(here.model_buffers[name])
+        here.newer_buffers.clear()
 
     def give_up_on_device(self) -> frozenset[str]:
         """The device is lost: states that it shares with the host become what they were before it had them.
@@ -190,29 +181,27 @@ class Updates:
         Returns: the tensors of which only the device had the newest values.
         """
         here = self._contents
-        lost = {self._states.owner(item) for item in here.newer} | here.states_at_home.keys()
+        lost = {item.name for item in here.newer} | here.newer_buffers | here.states_at_home.keys()
         for name, known in here.states_at_home.items():
             state = self._host.states[name]
             away = [k for k, v in state.items() if isinstance(v, torch.Tensor) and v.device.type != "cpu"]
-            items = self._states.items(name)
-            partly = len(items) > 1 and state.keys() - known.keys() and not here.written.keys() >= {*items}
+            parts = self._states.items(name)
+            partly = len(parts) > 1 and state.keys() - known.keys() and not here.written.keys() >= {*parts}
             if partly or any(key not in known for key in away):
                 # Its first update was the device's, and half a state is none.
                 state.clear()
             else:
                 state.update({key: known[key] for key in away})
         here.newer.clear()
+        here.newer_buffers.clear()
         return frozenset(lost)
 
-    def _rescue(self, item: str) -> None:
-        here = self._contents
-        kind, name = item.split(":", 1)
-        if kind == "p" and name in here.params and name not in self._homeless:
+    def _rescue(self, item: Item) -> None:
+        here, name = self._contents, item.name
+        if item.kind is ItemKind.PARAMETER and name in here.params and name not in self._unmoved:
             self._host.params[name].copy_(here.params[name].tensors[""])
-        elif kind == "s" and item in here.states:
+        elif item.kind is ItemKind.STATE and item in here.states:
             self._rescue_state(item)
-        elif kind == "b":
-            self._host.buffers[name].copy_(here.model_buffers[name])
 
     def _rescue_scalars(self) -> None:
         """Scalars of states live where their parameter was updated last; they come home all at once."""
@@ -227,13 +216,13 @@ class Updates:
             for (state, key, _), value in zip(same, torch.stack([value for _, _, value in same]).cpu()):
                 state[key] = value.clone()
 
-    def _rescue_state(self, item: str) -> None:
+    def _rescue_state(self, item: Item) -> None:
         tensors = self._contents.states[item].tensors
-        if self._states.rows(item) is not None:
+        if item.rows is not None:
             for key, home in self._states.homes(item, tensors).items():
                 home.copy_(tensors[key])
             return
-        state = self._host.states[self._states.owner(item)]
+        state = self._host.states[item.name]
         for key, tensor in tensors.items():
             own = state.get(key)
             if not isinstance(own, torch.Tensor):

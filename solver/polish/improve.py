@@ -8,8 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from ..schedule import Action, Kind, Pass, Schedule, update_items
-from ..scheduling.computes import resident_items
+from .. import items
+from ..effects import computing_s, effect, with_actions
+from ..items import Item
+from ..machine import Resource
+from ..schedule import Action, Kind, Pass, Schedule
 from ..simulate import memory_highs, simulate
 from .unrolled import has_barrier
 
@@ -82,9 +85,7 @@ def _rebuilt(schedule: Schedule, placed: Iterable[_Placed]) -> Schedule:
     for entry in placed:
         parts[entry.part].append(entry.action)
     *passes, turn_around = (tuple(part) for part in parts)
-    *lead, last = (Pass(*pair) for pair in zip(passes[::2], passes[1::2]))
-    rebuilt = replace(schedule, lead=tuple(lead), forward=last.forward, backward=last.backward, turn_around=turn_around)
-    return replace(rebuilt, resident=resident_items(rebuilt.actions, schedule.computes, schedule.item_bytes))
+    return with_actions(schedule, tuple(Pass(*pair) for pair in zip(passes[::2], passes[1::2])), turn_around)
 
 
 def _beside(moved: _Placed, neighbour: _Placed) -> _Placed:
@@ -140,7 +141,7 @@ def _urgent_updates(schedule: Schedule) -> Schedule:
 
 def _next_prefetch(actions: list[Action], update: int) -> int:
     """The index at which the parameter of an update comes in."""
-    item = f"p:{actions[update].name}"
+    item = items.parameter(actions[update].name)
     later = range(update, len(actions))
     return next((i for i in later if actions[i].name == item and actions[i].kind is Kind.PREFETCH), len(actions))
 
@@ -161,9 +162,9 @@ def _ready_updates(schedule: Schedule, actions: list[_Placed]) -> dict[int, int]
         if entry.action.kind is Kind.OFFLOAD:
             sent[name] = i
         elif entry.action.kind is Kind.ACCUMULATE_CPU:
-            sent[f"g:{name}"] = i
+            sent[items.gradient(name)] = i
         elif entry.action.kind is Kind.UPDATE_CPU:
-            ready[i] = max(opens, sent.get(f"g:{name}", i - 1) + 1)
+            ready[i] = max(opens, sent.get(items.gradient(name), i - 1) + 1)
     return ready
 
 
@@ -183,32 +184,25 @@ def _hold_back(schedule: Schedule, held_before: Sequence[_Placed]) -> tuple[list
     budget, sizes = schedule.device_budget_bytes, schedule.item_bytes
     done: list[_Placed] = []
     held = deque(held_before)
-    extra = sum(sizes[late.action.name] for late in held)
-    leaving: set[str] = set()
+    extra = sum(sizes[late.action.item] for late in held)
+    leaving: set[Item] = set()
     for entry, high in zip(_placed(schedule), memory_highs(schedule)):
         action = entry.action
-        again = _brings(schedule, action)
+        again = effect(action, schedule).brings
         border = bool(done) and _crosses(done[-1], entry)
         while held and (border or high + extra > budget or any(late.action.name in again for late in held)):
             late = held.popleft()
-            extra -= sizes[late.action.name]
+            extra -= sizes[late.action.item]
             done.append(_beside(late, done[-1] if done else entry))
         if action.kind is Kind.OFFLOAD:
-            leaving.add(action.name)
-        if action.kind is Kind.FREE and action.name in leaving:
-            leaving.discard(action.name)
+            leaving.add(action.item)
+        if action.kind is Kind.FREE and action.item in leaving:
+            leaving.discard(action.item)
             held.append(entry)
-            extra += sizes[action.name]
+            extra += sizes[action.item]
         else:
             done.append(entry)
     return done, list(held)
-
-
-def _brings(schedule: Schedule, action: Action) -> tuple[str, ...]:
-    """The items that an action brings onto the device or makes there."""
-    if action.kind is Kind.COMPUTE:
-        return schedule.computes[action.name].makes
-    return (action.name,) if action.kind is Kind.PREFETCH else ()
 
 
 def _hoisted(schedule: Schedule) -> Schedule:
@@ -228,7 +222,7 @@ def _hoist(schedule: Schedule, *, rotated: bool) -> Schedule:
     actions, highs = actions[cut:] + actions[:cut], highs[cut:] + highs[:cut]
     plain = [entry.action for entry in actions]
     room = [schedule.device_budget_bytes - high for high in highs]
-    goals, floors = _goals(schedule, plain), _floors(plain)
+    goals, floors = _goals(schedule, plain), _floors(schedule, plain)
     places: dict[int, int] = {}
     earliest = int(rotated)  # behind the user's code, which comes first in the backward part
     for i, action in enumerate(plain):
@@ -236,7 +230,7 @@ def _hoist(schedule: Schedule, *, rotated: bool) -> Schedule:
             earliest = i
         if action.kind is not Kind.PREFETCH:
             continue
-        size = schedule.item_bytes[action.name]
+        size = effect(action, schedule).moved_bytes
         place, end = i, max(goals[i], floors[i], earliest)
         while place > end and room[place - 1] >= size:
             place -= 1
@@ -245,36 +239,34 @@ def _hoist(schedule: Schedule, *, rotated: bool) -> Schedule:
     return _rebuilt(schedule, _moved(actions, places))
 
 
-def _floors(actions: list[Action]) -> dict[int, int]:
+def _floors(schedule: Schedule, actions: list[Action]) -> dict[int, int]:
     """By prefetch, the first index at which its item is gone from the device and valid on the host."""
     floors: dict[int, int] = {}
-    touched: dict[str, int] = {}
+    touched: dict[Item, int] = {}
     for i, action in enumerate(actions):
         if action.kind is Kind.PREFETCH:
-            floors[i] = touched.get(action.name, -1) + 1
-        elif action.kind is Kind.UPDATE_CPU:
-            touched[f"p:{action.name}"] = i
-        elif action.kind is not Kind.COMPUTE:
-            touched[action.name] = i
+            floors[i] = touched.get(action.item, -1) + 1
+            continue
+        does = effect(action, schedule)
+        for item in (*does.host_writes, *does.releases):
+            touched[item] = i
     return floors
 
 
 def _goals(schedule: Schedule, actions: list[Action]) -> dict[int, int]:
     """By prefetch, the index at which it should start, by the clock of computes alone."""
-    clock = [0.0, *accumulate(schedule.device_s(action) for action in actions)]
+    clock = [0.0, *accumulate(computing_s(action, schedule) for action in actions)]
     computes = [i for i, action in enumerate(actions) if action.kind is Kind.COMPUTE]
-    needed: dict[str, int] = {}
+    needed: dict[Item, int] = {}
     goals: dict[int, int] = {}
     start_s = clock[-1]
     for i in range(len(actions) - 1, -1, -1):
-        action = actions[i]
-        if action.kind is Kind.COMPUTE:
-            needed.update(dict.fromkeys(schedule.computes[action.name].needs, i))
-        elif action.kind is Kind.UPDATE_DEVICE:
-            needed.update(dict.fromkeys(update_items(action.name, schedule.states), i))
+        action, does = actions[i], effect(actions[i], schedule)
+        if does.resource is Resource.COMPUTE:
+            needed.update(dict.fromkeys(does.reads, i))
         elif action.kind is Kind.PREFETCH:
-            due_s = clock[needed.pop(action.name, len(actions))]
-            start_s = min(due_s, start_s) - schedule.item_bytes[action.name] / schedule.rates.in_bytes_per_s
+            due_s = clock[needed.pop(action.item, len(actions))]
+            start_s = min(due_s, start_s) - does.seconds
             running = bisect_right(computes, bisect_right(clock, start_s) - 1) - 1
             goals[i] = computes[running - _AHEAD] if running >= _AHEAD else 0
     return goals

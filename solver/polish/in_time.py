@@ -12,11 +12,11 @@ from bisect import insort
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
+from ..effects import computing_s, effect, with_actions
 from ..machine import Job, Resource
 from ..schedule import Action, Kind, Pass, Schedule
-from ..scheduling.computes import resident_items
 from ..simulate import Executor
-from .unrolled import Entry, Task, Unrolled, growth
+from .unrolled import Entry, Task, Unrolled
 
 # How far a lane is filled, in spans; the iteration that is taken.
 _VARIANTS = ((1.0, 2), (0.5, 2), (5.0, 2), (1.0, 3), (0.25, 2), (2.0, 3), (0.0, 2), (5.0, 3))
@@ -86,7 +86,6 @@ class _Walk:
         self._budget = schedule.device_budget_bytes
         self._level = sum(schedule.item_bytes[item] for item in schedule.resident)
         self._highs = list(row.highs)
-        self._totals: set[str] = set()
         self._taken: list[tuple[Entry, Action, Task | None]] = []
         self._due = _by_entry(row, lambda task: task.place)
         self._opening = _by_entry(row, lambda task: task.floor)
@@ -113,11 +112,7 @@ class _Walk:
                 continue  # it was still to come in the iteration before; from now on it is done in time
             parts[at.part].append(replace(action, step=at.step))
         *passes, turn_around = (tuple(part) for part in parts)
-        *lead, last = (Pass(*pair) for pair in zip(passes[::2], passes[1::2]))
-        found = replace(
-            self._schedule, lead=tuple(lead), forward=last.forward, backward=last.backward, turn_around=turn_around
-        )
-        return replace(found, resident=resident_items(found.actions, found.computes, found.item_bytes))
+        return with_actions(self._schedule, tuple(Pass(*pair) for pair in zip(passes[::2], passes[1::2])), turn_around)
 
     # -- the order of what blocks -------------------------------------------------------------------------------------
 
@@ -159,12 +154,12 @@ class _Walk:
 
     def _pass_by(self, entry: Entry, action: Action) -> None:
         """Carry out what blocks the executor; while it waits lanes are filled again whenever a job ends."""
-        seconds = self._schedule.device_s(action)
-        if action.kind is Kind.COMPUTE:
-            made = set(self._schedule.computes[action.name].makes)
-            for task in [one for one in self._open[Kind.FREE] if one.action.name in made and one.place <= self._here]:
-                self._take(task)
-        rise, more = growth(self._schedule, action, self._totals)
+        seconds, does = computing_s(action, self._schedule), effect(action, self._schedule)
+        if does.brings:
+            for task in [one for one in self._open[Kind.FREE] if one.action.name in does.brings]:
+                if task.place <= self._here:
+                    self._take(task)
+        rise = does.rise_bytes
         self._fill(seconds, 0)
         self._make_room(rise)
         while any(not job.done for job in self._executor.waits(action)):
@@ -172,7 +167,7 @@ class _Walk:
             self._fill(seconds, rise)
         self._at = entry
         self._carry_out(action)
-        self._level += more
+        self._level += does.growth_bytes
 
     def _end_pass(self, *, forced: bool) -> None:
         """Where the border asks for it, take what is still to be taken before it."""
@@ -223,9 +218,7 @@ class _Walk:
 
     def _sources(self, task: Task) -> list[Job]:
         """What a task's job would wait for."""
-        if task.action.kind is Kind.PREFETCH:
-            return self._executor.sources(task.action.name)
-        return self._executor.gradient(task.action.name) if task.action.kind is Kind.UPDATE_CPU else []
+        return self._executor.sources(effect(task.action, self._schedule))
 
     def _may(self, task: Task) -> bool:
         """Whether a task may be taken here without blocking the executor."""
@@ -271,7 +264,7 @@ class _Walk:
         for one in task.after:
             self._take(one)
         kind = task.action.kind
-        change = {Kind.PREFETCH: task.size, Kind.FREE: -task.size}.get(kind, 0)
+        change = effect(task.action, self._schedule).growth_bytes
         if change > 0:
             self._make_room(change)
         task.done = True

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ..schedule import Action, Kind, Schedule, update_items
+from .. import items
+from ..effects import Effect, effect
+from ..items import Item, ItemKind
+from ..schedule import ABOUT_ITEMS, Action, Kind, Schedule
 
 NEVER = 1 << 60
 
@@ -79,10 +82,10 @@ class Unrolled:
         self.entries: list[Entry] = []
         self.tasks: list[Task] = []
         self._barrier = has_barrier(schedule)
-        self._written: dict[str, int] = {}  # by item the last entry that writes it
-        self._used: dict[str, int] = {}  # by item the last entry that reads or writes it
+        self._written: dict[Item, int] = {}  # by item the last entry that writes it
+        self._used: dict[Item, int] = {}  # by item the last entry that reads or writes it
         self._latest: dict[tuple[Kind, str], Task] = {}
-        self._coming: dict[str, Task] = {}  # copies to the device that nothing has needed yet
+        self._coming: dict[Item, Task] = {}  # copies to the device that nothing has needed yet
         self._opened = self._home = 0  # the entry behind the last gate; the pass, over all laps
         leaving, walks = _leaving(schedule), list(_walked(schedule))
         self.walks, self.repeated = len(walks), 1 if len(walks) > 3 else -1
@@ -90,7 +93,7 @@ class Unrolled:
             for walk, parts in enumerate(walks):
                 for part, actions in parts:
                     for i, action in enumerate(actions):
-                        if action.kind in _MOVING or (part, i) in leaving:
+                        if not effect(action, schedule).blocks or (part, i) in leaving:
                             self._add_task(action, (part, i))
                         else:
                             self._add_entry(action, lap, walk, part)
@@ -111,23 +114,25 @@ class Unrolled:
 
     def _add_task(self, action: Action, key: tuple[int, int]) -> None:
         kind, name, here = action.kind, action.name, len(self.entries)
+        before: list[tuple[Kind, str]] = []
         if kind is Kind.OFFLOAD:
-            floor, before = self._written.get(name, -1) + 1, []
+            floor = self._written.get(action.item, -1) + 1
         elif kind is Kind.FREE:
-            floor, before = self._used.get(name, -1) + 1, [(Kind.OFFLOAD, name)]
+            floor, before = self._used.get(action.item, -1) + 1, [(Kind.OFFLOAD, name)]
         elif kind is Kind.PREFETCH:
-            floor, before = self._used.get(name, -1) + 1, [(Kind.FREE, name)]
-            before += [(Kind.UPDATE_CPU, name[2:])] if name.startswith("p:") else []
+            floor, before = self._used.get(action.item, -1) + 1, [(Kind.FREE, name)]
+            before += [(Kind.UPDATE_CPU, action.item.name)] if action.item.kind is ItemKind.PARAMETER else []
         else:
-            floor, before = self._opened, [(Kind.OFFLOAD, f"g:{name}")]
+            floor, before = self._opened, [(Kind.OFFLOAD, items.gradient(name))]
         after = [self._latest[one] for one in before if one in self._latest]
-        floor, size = max([floor, *(one.floor for one in after)]), self.schedule.item_bytes.get(name, 0)
+        floor = max([floor, *(one.floor for one in after)])
+        size = self.schedule.item_bytes[action.item] if kind in ABOUT_ITEMS else 0
         number, shift = len(self.tasks), self._shifts.get(key, 0.0)
         task = Task(action, key, self._home, size, floor, here, number, shift, after)
         self._latest[kind, name] = task
         self.tasks.append(task)
         if kind is Kind.PREFETCH:
-            self._coming[name] = task
+            self._coming[action.item] = task
 
     def _add_entry(self, action: Action, lap: int, walk: int, part: int) -> None:
         here = len(self.entries)
@@ -157,52 +162,27 @@ class Unrolled:
     def _levels(self) -> list[int]:
         changes = [0] * (len(self.entries) + 1)
         for task in self.tasks:
-            if task.place < len(changes) and task.action.kind in (Kind.PREFETCH, Kind.FREE):
-                changes[task.place] += task.size if task.action.kind is Kind.PREFETCH else -task.size
+            if task.place < len(changes):
+                changes[task.place] += effect(task.action, self.schedule).growth_bytes
         level = sum(self.schedule.item_bytes[item] for item in self.schedule.resident)
-        totals: set[str] = set()
         highs = []
         for entry, change in zip(self.entries, changes):
             level += change
-            rise, more = growth(self.schedule, entry.action, totals)
-            highs.append(level + rise)
-            level += more
+            does = _NOTHING if entry.action is None else effect(entry.action, self.schedule)
+            highs.append(level + does.rise_bytes)
+            level += does.growth_bytes
         return highs
 
 
-_MOVING = (Kind.PREFETCH, Kind.OFFLOAD, Kind.UPDATE_CPU, Kind.ACCUMULATE_CPU)
+_NOTHING = Effect(None)
 
 
-def _touched(schedule: Schedule, action: Action) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _touched(schedule: Schedule, action: Action) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
     """The items that an entry reads (or releases), and those that it writes."""
-    name = action.name
-    if action.kind is Kind.COMPUTE:
-        spec = schedule.computes[name]
-        grads = [item for item in (*spec.needs, *spec.makes) if item.startswith("g:")]
-        # Values are current until the gradient is complete: what its update reads comes in before.
-        return (*spec.needs, *(f"p:{item[2:]}" for item in grads)), (*spec.makes, *grads)
-    if action.kind is Kind.UPDATE_DEVICE:
-        return update_items(name, schedule.states), (f"p:{name}", *schedule.states.get(name, ()))
-    if action.kind is Kind.ACCUMULATE:
-        return (f"g:{name}",), (f"t:{name}",)
-    return (name,), ()
-
-
-def growth(schedule: Schedule, action: Action | None, totals: set[str]) -> tuple[int, int]:
-    """Bytes by which an entry rises while it lasts, and by which it leaves more; `totals` are those begun so far."""
-    sizes = schedule.item_bytes
-    if action is None or action.kind is Kind.UPDATE_DEVICE:
-        return 0, 0
-    if action.kind is Kind.FREE:
-        totals.discard(action.name)
-        return 0, -sizes[action.name]
-    if action.kind is Kind.ACCUMULATE:
-        total = f"t:{action.name}"
-        begun = total in totals
-        totals.add(total)
-        return 0, -sizes[f"g:{action.name}"] * begun
-    spec = schedule.computes[action.name]
-    return spec.rise_bytes, sum(sizes[item] for item in spec.makes) - sum(sizes[item] for item in spec.drops)
+    does = effect(action, schedule)
+    gradients = [item for item in does.writes if item.kind is ItemKind.GRADIENT]
+    # Values are current until the gradient is complete: what its update reads comes in before.
+    return (*does.awaits_arrival, *(items.parameter(item.name) for item in gradients)), does.writes
 
 
 def _walked(schedule: Schedule) -> Iterator[list[tuple[int, tuple[Action, ...]]]]:
@@ -222,7 +202,7 @@ def _walked(schedule: Schedule) -> Iterator[list[tuple[int, tuple[Action, ...]]]
 def has_barrier(schedule: Schedule) -> bool:
     """Whether the user's own code updates between iterations, so that nothing may cross their border."""
     updated = schedule.update_cpu_s or schedule.update_device_s
-    return not updated and any(item.startswith("g:") for item in schedule.item_bytes)
+    return not updated and any(item.kind is ItemKind.GRADIENT for item in schedule.item_bytes)
 
 
 def _leaving(schedule: Schedule) -> set[tuple[int, int]]:

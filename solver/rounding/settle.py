@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil, floor, inf
 
+from .. import items
 from ..backends import default, get
 from ..linear import LinearModel, fixed
 from ..problem import Group, Problem
 from ..program.model import Program, state_program
 from ..program.readback import read_solution
-from ..schedule import state_item
 from ..solution import Solution, Status
 from .knapsack import select
 from .walk import NOISE
@@ -257,7 +257,7 @@ def _device_states(group: Group, host_bytes: int) -> dict[str, int]:
     """Bytes by piece of the device part's states, when that many bytes of parameters are updated on the host."""
     on_host = select(_sizes(group), host_bytes)
     rest = (t for t in group.tensors if t.name not in on_host)
-    return {state_item(t.name, rows): t.piece_bytes(rows) for t in rest for rows in t.pieces}
+    return {items.state(t.name, rows): t.piece_bytes(rows) for t in rest for rows in t.pieces}
 
 
 def _neighbours(sizes: Mapping[str, int], target_bytes: float) -> tuple[int, int]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
+from .. import items
 from ..decisions import Decisions, TensorGap, TensorPlan, state_parts
+from ..effects import with_actions
+from ..items import Item
 from ..problem import Group, Problem, TensorSize
 from ..schedule import Action, Kind, Pass, Schedule
-from .computes import compute_specs, item_sizes, resident_items, value_uses
+from .computes import compute_specs, item_sizes, value_uses
 
 
 class _Slot(IntEnum):
@@ -37,7 +40,7 @@ class _Entry(NamedTuple):
 class _Emitter:
     """Collects entries; the only mutable thing here."""
 
-    def __init__(self, problem: Problem, sizes: dict[str, int]) -> None:
+    def __init__(self, problem: Problem, sizes: dict[Item, int]) -> None:
         self.problem = problem
         self.sizes = sizes
         self.entries: list[_Entry] = []
@@ -45,23 +48,23 @@ class _Emitter:
     def add(self, step: int, slot: _Slot, kind: Kind, name: str, urgency: int = 0) -> None:
         self.entries.append(_Entry(step, slot, urgency, len(self.entries), Action(step, kind, name)))
 
-    def offload(self, step: int, item: str, made: int) -> None:
+    def offload(self, step: int, item: Item, made: int) -> None:
         """Send `item`, made in step `made`, out in `step` and release it at the step's end."""
         if item in self.sizes:
             self.copy_out(step, item, made)
             self.add(step, _Slot.FREE, Kind.FREE, item)
 
-    def copy_out(self, step: int, item: str, made: int) -> None:
+    def copy_out(self, step: int, item: Item, made: int) -> None:
         if item in self.sizes:
             self.add(step, _leaves(step, made), Kind.OFFLOAD, item)
 
-    def prefetch(self, step: int, item: str, needed: int) -> None:
+    def prefetch(self, step: int, item: Item, needed: int) -> None:
         """Bring `item` in in `step`; what is needed sooner comes first."""
         if item in self.sizes:
             urgency = (needed - step) % self.problem.n_steps
             self.add(step, _Slot.PREFETCH, Kind.PREFETCH, item, urgency)
 
-    def free(self, step: int, item: str) -> None:
+    def free(self, step: int, item: Item) -> None:
         if item in self.sizes:
             self.add(step, _Slot.FREE, Kind.FREE, item)
 
@@ -90,12 +93,11 @@ def build_schedule(problem: Problem, decisions: Decisions) -> Schedule:
             _emit_tensor(emitter, group, tensor, plans[tensor.name])
     passes, turn_around = _parts(problem, sorted(emitter.entries))
     computes = compute_specs(problem, decisions, sizes)
-    actions = [*(action for one in passes for action in one.forward + one.backward), *turn_around]
     several = problem.micro_batches > 1
-    return Schedule(
+    schedule = Schedule(
         options=decisions.options,
         item_bytes=sizes,
-        resident=resident_items(actions, computes, sizes),
+        resident=(),
         computes=computes,
         update_cpu_s=_shares(problem, plans, "cpu_update_s", cpu=True),
         update_device_s=_shares(problem, plans, "device_update_s", cpu=False),
@@ -103,15 +105,12 @@ def build_schedule(problem: Problem, decisions: Decisions) -> Schedule:
         device_budget_bytes=problem.device_budget_bytes,
         host_budget_bytes=problem.host_budget_bytes,
         host_bytes=_host_bytes(problem, decisions, plans),
-        forward=passes[-1].forward,
-        backward=passes[-1].backward,
-        turn_around=turn_around,
         gate=problem.gate,
         micro_batches=problem.micro_batches,
-        lead=passes[:-1],
         add_cpu_s=_shares(problem, plans, "cpu_add_s", cpu=True) if several else {},
         add_device_s=_shares(problem, plans, "device_add_s", cpu=False) if several else {},
     )
+    return with_actions(schedule, passes, turn_around)
 
 
 def _emit_computes(emitter: _Emitter) -> None:
@@ -125,9 +124,9 @@ def _emit_computes(emitter: _Emitter) -> None:
         emitter.add(start + n, _Slot.FIRST, Kind.COMPUTE, "user")
         for shared in problem.shared:
             last = shared.last_step if start == problem.passes[-1] else min(shared.last_step, problem.pass_steps - 1)
-            emitter.free(start + last, f"x:{shared.name}")
+            emitter.free(start + last, items.shared(shared.name))
         for output in problem.outputs:
-            emitter.free(start + n - 1, f"old:{output.name}")
+            emitter.free(start + n - 1, items.old_output(output.name))
     if problem.gate:
         emitter.add(problem.first_turn_around, _Slot.FIRST, Kind.COMPUTE, "gate")
 
@@ -138,10 +137,10 @@ def _emit_activations(emitter: _Emitter, decisions: Decisions) -> None:
     for start in problem.passes:
         for i, stay in enumerate(decisions.activations):
             if stay is not None:
-                emitter.offload(start + stay.out, f"a:{i}", start + i)
-                emitter.prefetch(start + stay.back, f"a:{i}", start + problem.backward_step(i))
+                emitter.offload(start + stay.out, items.offloaded(i), start + i)
+                emitter.prefetch(start + stay.back, items.offloaded(i), start + problem.backward_step(i))
         for value in problem.values:
-            item = f"v:{value.name}"
+            item = items.value(value.name)
             if value.name in decisions.offloaded_values:
                 last_forward, first_backward = value_uses(problem, value)
                 emitter.offload(start + last_forward, item, start + value.made)
@@ -150,7 +149,7 @@ def _emit_activations(emitter: _Emitter, decisions: Decisions) -> None:
 
 
 def _emit_tensor(emitter: _Emitter, group: Group, tensor: TensorSize, plan: TensorPlan) -> None:
-    param = f"p:{plan.name}"
+    param = items.parameter(plan.name)
     for gap in plan.gaps:
         if gap.back is not None:
             emitter.free(gap.after, param)
@@ -175,7 +174,7 @@ def _emit_host_update(emitter: _Emitter, group: Group, plan: TensorPlan) -> None
     problem = emitter.problem
     last = problem.last_gradient(group)
     if not any(gap.back is not None and _ends_away(problem, group, plan, gap) for gap in plan.gaps):
-        emitter.free(last, f"p:{plan.name}")
+        emitter.free(last, items.parameter(plan.name))
     if plan.lead_out is not None:
         for start in problem.passes[:-1]:
             _emit_gradient(emitter, plan, start + plan.lead_out, start + group.grad_steps[-1])
@@ -189,7 +188,7 @@ def _emit_host_update(emitter: _Emitter, group: Group, plan: TensorPlan) -> None
 
 def _emit_gradient(emitter: _Emitter, plan: TensorPlan, step: int, made: int) -> None:
     """A gradient goes out, and with several micro-batches is added up before the next but one may follow it."""
-    emitter.offload(step, f"g:{plan.name}", made)
+    emitter.offload(step, items.gradient(plan.name), made)
     if emitter.problem.micro_batches > 1:
         emitter.add(step, _leaves(step, made), Kind.ACCUMULATE_CPU, plan.name)
 
@@ -199,13 +198,15 @@ def _emit_device_update(emitter: _Emitter, group: Group, tensor: TensorSize, pla
     assert last is not None
     several = problem.micro_batches > 1
     for start in problem.passes if several else ():
-        emitter.add(start + group.grad_steps[-1], _Slot.UPDATE_DEVICE, Kind.ACCUMULATE, plan.name)
+        kind = Kind.BEGIN_TOTAL if start == problem.passes[0] else Kind.ACCUMULATE
+        emitter.add(start + group.grad_steps[-1], _Slot.UPDATE_DEVICE, kind, plan.name)
     emitter.add(last, _Slot.UPDATE_DEVICE, Kind.UPDATE_DEVICE, plan.name)
-    emitter.add(last, _Slot.UPDATE_DEVICE, Kind.FREE, f"{'t' if several else 'g'}:{plan.name}")
+    whole = items.total(plan.name) if several else items.gradient(plan.name)
+    emitter.add(last, _Slot.UPDATE_DEVICE, Kind.FREE, whole)
     if plan.out is not None:
-        emitter.copy_out(plan.out, f"p:{plan.name}", last)
+        emitter.copy_out(plan.out, items.parameter(plan.name), last)
     if plan.drop is not None:
-        emitter.free(plan.drop, f"p:{plan.name}")
+        emitter.free(plan.drop, items.parameter(plan.name))
     for part in state_parts(tensor, plan):
         if part.stay is not None:
             emitter.offload(part.stay.out, part.item, last)

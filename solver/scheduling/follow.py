@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..decisions import Decisions, TensorPlan
+from ..items import Item
 from ..problem import Problem
 from ..schedule import Kind, Schedule
 from .computes import compute_specs, item_sizes
 from .validate import ScheduleError, validate
-
-_SIZED_BY_BATCH = ("v", "d", "k", "a", "x", "o", "old")
 
 
 def follow(schedule: Schedule, problem: Problem) -> Schedule | None:
@@ -27,7 +26,7 @@ def follow(schedule: Schedule, problem: Problem) -> Schedule | None:
     if sizes.keys() != schedule.item_bytes.keys():
         return None
     specs = compute_specs(problem, _decisions(schedule, problem), sizes)
-    leaving = {a.name for a in schedule.actions if a.kind is Kind.OFFLOAD and _by_batch(a.name)}
+    leaving = {a.item for a in schedule.actions if a.kind is Kind.OFFLOAD and a.item.traits.by_batch}
     followed = replace(
         schedule,
         item_bytes=sizes,
@@ -43,15 +42,11 @@ def follow(schedule: Schedule, problem: Problem) -> Schedule | None:
     return followed
 
 
-def _by_batch(item: str) -> bool:
-    return item.split(":", 1)[0] in _SIZED_BY_BATCH
-
-
-def _sizes(schedule: Schedule, problem: Problem) -> dict[str, int]:
+def _sizes(schedule: Schedule, problem: Problem) -> dict[Item, int]:
     """What belongs to parameters is as it was, what belongs to the batch is as the problem says."""
-    own = {item: size for item, size in schedule.item_bytes.items() if not _by_batch(item)}
+    own = {item: size for item, size in schedule.item_bytes.items() if not item.traits.by_batch}
     found = item_sizes(problem, _decisions(schedule, problem))
-    return own | {item: size for item, size in found.items() if _by_batch(item)}
+    return own | {item: size for item, size in found.items() if item.traits.by_batch}
 
 
 def _decisions(schedule: Schedule, problem: Problem) -> Decisions:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .. import items
+from ..items import Item, ItemKind
 from ..problem import Problem
 from ..schedule import Action, ComputeSpec, Kind, Schedule
 from ..simulate import memory_highs
@@ -31,15 +33,16 @@ def stream_schedule(problem: Problem) -> tuple[Schedule | None, int]:
 def _stream(problem: Problem, ahead: int) -> Schedule:
     n = problem.n_blocks
     params = [
-        {f"p:{t.name}": t.param_bytes for g in problem.groups if i in g.uses for t in g.tensors} for i in range(n)
+        {items.parameter(t.name): t.param_bytes for g in problem.groups if i in g.uses for t in g.tensors}
+        for i in range(n)
     ]
     sizes = {item: size for block in params for item, size in block.items()}
-    sizes |= {f"v:{v.name}": v.bytes for v in problem.values if v.bytes}
-    sizes |= {f"x:{s.name}": s.bytes for s in problem.shared if s.bytes}
-    for output in problem.outputs:
-        sizes |= {f"{kind}:{output.name}": output.bytes for kind in ("o", "old") if output.bytes}
+    sizes |= {items.value(v.name): v.bytes for v in problem.values if v.bytes}
+    sizes |= {items.shared(s.name): s.bytes for s in problem.shared if s.bytes}
+    for kind in (items.output, items.old_output):
+        sizes |= {kind(o.name): o.bytes for o in problem.outputs if o.bytes}
     # What is returned without depending on a parameter is the user's until the next call.
-    kept = [f"x:{s.name}" for s in problem.shared if s.bytes and s.last_step >= n]
+    kept = [items.shared(s.name) for s in problem.shared if s.bytes and s.last_step >= n]
     actions: list[Action] = [Action(0, Kind.FREE, item) for item in kept]
     actions += [Action(0, Kind.PREFETCH, item) for item in params[0]]
     there = set(params[0])
@@ -50,11 +53,11 @@ def _stream(problem: Problem, ahead: int) -> Schedule:
             there |= set(soon)
         actions.append(Action(i, Kind.COMPUTE, f"F{i}"))
         done = [item for item in params[i] if i + 1 >= n or not any(item in p for p in params[i + 1 : i + 2])]
-        done += [f"v:{v.name}" for v in problem.values if v.uses[-1] == i and v.bytes]
-        done += [f"x:{s.name}" for s in problem.shared if s.bytes and s.last_step == i]
+        done += [items.value(v.name) for v in problem.values if v.uses[-1] == i and v.bytes]
+        done += [items.shared(s.name) for s in problem.shared if s.bytes and s.last_step == i]
         there -= set(done)
         actions += [Action(i, Kind.FREE, item) for item in done]
-    old = [f"old:{o.name}" for o in problem.outputs if o.bytes]
+    old = [items.old_output(o.name) for o in problem.outputs if o.bytes]
     actions += [Action(n - 1, Kind.FREE, item) for item in old]
     return Schedule(
         options=(0,) * n,
@@ -66,18 +69,18 @@ def _stream(problem: Problem, ahead: int) -> Schedule:
         rates=problem.rates,
         device_budget_bytes=problem.device_budget_bytes,
         host_budget_bytes=problem.host_budget_bytes,
-        host_bytes=sum(size for item, size in sizes.items() if item.startswith("p:")),
+        host_bytes=sum(size for item, size in sizes.items() if item.kind is ItemKind.PARAMETER),
         forward=tuple(actions),
     )
 
 
-def _computes(problem: Problem, params: list[dict[str, int]], sizes: dict[str, int]) -> dict[str, ComputeSpec]:
-    shared = [f"x:{s.name}" for s in problem.shared if f"x:{s.name}" in sizes]
+def _computes(problem: Problem, params: list[dict[Item, int]], sizes: dict[Item, int]) -> dict[str, ComputeSpec]:
+    shared = [items.shared(s.name) for s in problem.shared if items.shared(s.name) in sizes]
     specs = {"start": ComputeSpec(problem.start_s, makes=tuple(shared), rise_bytes=problem.start_peak_bytes)}
     for i, block in enumerate(problem.blocks):
         option = block.options[0]
-        needs = [*params[i], *(f"v:{v.name}" for v in problem.values if i in v.uses and v.bytes)]
-        makes = [f"v:{v.name}" for v in problem.values if v.made == i and v.bytes]
-        makes += [f"o:{o.name}" for o in problem.outputs if o.made == i and o.bytes]
+        needs = [*params[i], *(items.value(v.name) for v in problem.values if i in v.uses and v.bytes)]
+        makes = [items.value(v.name) for v in problem.values if v.made == i and v.bytes]
+        makes += [items.output(o.name) for o in problem.outputs if o.made == i and o.bytes]
         specs[f"F{i}"] = ComputeSpec(option.forward_s, tuple(needs), tuple(makes), rise_bytes=option.forward_peak_bytes)
     return specs

@@ -6,7 +6,10 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..schedule import Action, ComputeSpec, Kind, Schedule, made_old
+from .. import items
+from ..effects import Effect, effect
+from ..items import Item, ItemKind
+from ..schedule import Action, Kind, Schedule
 
 _BUFFERS = 2  # in which gradients arrive on the host before they are added up
 
@@ -34,8 +37,8 @@ class State:
     """
 
     schedule: Schedule
-    there: set[str] = field(default_factory=set)
-    copies: set[str] = field(default_factory=set)
+    there: set[Item] = field(default_factory=set)
+    copies: set[Item] = field(default_factory=set)
     current: set[str] = field(default_factory=set)
     stale: set[str] = field(default_factory=set)
     owed: set[str] = field(default_factory=set)
@@ -48,18 +51,19 @@ class State:
     def __post_init__(self) -> None:
         schedule = self.schedule
         self.walked = min(schedule.micro_batches, 4)
-        self.trained = {item[2:] for item in schedule.item_bytes if item.startswith("g:")}
+        self.trained = items.names_of(schedule.item_bytes, ItemKind.GRADIENT)
         self.external = not (schedule.update_cpu_s or schedule.update_device_s)
         for name in self.trained if not self.external else ():
             updates = (name in schedule.update_cpu_s) + (name in schedule.update_device_s)
             require(updates == 1, f"tensor {name}", f"has {updates} updates per iteration, must have 1")
-        self.current = {item[2:] for item in schedule.item_bytes if item.startswith("p:")} - self.trained
+        self.current = items.names_of(schedule.item_bytes, ItemKind.PARAMETER) - self.trained
         self.complete: dict[str, set[str]] = {}  # by compute: tensors whose gradient it completes
         last: dict[str, str] = {}
         for action in schedule.actions:
             if action.kind is Kind.COMPUTE:
-                spec = schedule.computes[action.name]
-                last.update({i[2:]: action.name for i in spec.needs + spec.makes if i.startswith("g:")})
+                last.update(
+                    dict.fromkeys(items.names_of(effect(action, schedule).writes, ItemKind.GRADIENT), action.name)
+                )
         for tensor, compute in last.items():
             self.complete.setdefault(compute, set()).add(tensor)
 
@@ -70,11 +74,13 @@ class State:
             self.there = set(self.schedule.resident)
         if self.external:
             for name in sorted(self.owed):
-                require(f"g:{name}" in self.copies, f"tensor {name}", "its gradient is not on the host at the end")
+                require(
+                    items.gradient(name) in self.copies, f"tensor {name}", "its gradient is not on the host at the end"
+                )
             self.current |= self.owed
             self.owed = set()
 
-    def close_pass(self, start: Iterable[str]) -> None:
+    def close_pass(self, start: Iterable[Item]) -> None:
         """End a pass but the last: what is there must be what the passes after the first start with."""
         self._close(f"end of micro-batch {self.batch}", set(start), "a middle micro-batch")
         self.batch += 1
@@ -83,16 +89,17 @@ class State:
         """End an iteration: outputs become old ones, and what is there must be what the next one starts with."""
         self._close("end of the iteration", set(self.schedule.resident), "an iteration")
 
-    def _close(self, end: str, start: set[str], what: str) -> None:
-        self.there = {made_old(item) for item in self.there}
+    def _close(self, end: str, start: set[Item], what: str) -> None:
+        self.there = {items.after_pass(item) for item in self.there}
         for item in sorted(self.there - start):
             require(False, f"{end}, {item}", f"on the device, but not when {what} starts")
         for item in sorted(start - self.there):
             require(False, f"{end}, {item}", f"not on the device, but when {what} starts")
-        self.copies = {item for item in self.copies if item[:2] not in ("a:", "v:")}
+        self.copies = {item for item in self.copies if not item.traits.by_batch}
 
     def take(self, action: Action) -> None:
         """Carry out one action or say why it cannot be."""
+        does = effect(action, self.schedule)
         handlers = {
             Kind.COMPUTE: self._compute,
             Kind.PREFETCH: self._prefetch,
@@ -100,27 +107,32 @@ class State:
             Kind.FREE: self._free,
             Kind.UPDATE_CPU: self._update_cpu,
             Kind.UPDATE_DEVICE: self._update_device,
+            Kind.BEGIN_TOTAL: self._begin_total,
             Kind.ACCUMULATE: self._accumulate,
             Kind.ACCUMULATE_CPU: self._accumulate_cpu,
         }
-        handlers[action.kind](action, action.name)
+        handlers[action.kind](action, does)
+        self.there.difference_update(does.releases)
+        self.there.update(does.brings)
 
-    def _compute(self, action: Action, name: str) -> None:
-        spec: ComputeSpec = self.schedule.computes[name]
-        for item in spec.needs:
-            require(item in self.there, action, f"reads {item}, which is not on the device")
-            stale = self.known and item.startswith("p:") and item[2:] in self.stale
+    def _compute(self, action: Action, does: Effect) -> None:
+        self._must_be_there(action, does)
+        for item in does.reads:
+            stale = self.known and item.kind is ItemKind.PARAMETER and item.name in self.stale
             require(not stale, action, f"reads {item} from before its last update")
-        for item in spec.makes:
+        for item in does.brings:
             require(item not in self.there, action, f"makes {item}, which is on the device already")
-        for item in spec.drops:
+        for item in does.releases:
             require(item in self.there, action, f"releases {item}, which is not on the device")
-        self.there = (self.there - set(spec.drops)) | set(spec.makes)
-        self.copies -= set(spec.makes)
-        for tensor in self.complete.get(name, ()):
+        self.copies.difference_update(does.brings)
+        for tensor in self.complete.get(action.name, ()):
             late = self.known and tensor in self.owed
             require(not late, action, f"makes the gradient of {tensor} again before its update")
             self._complete(action, tensor)
+
+    def _must_be_there(self, action: Action, does: Effect) -> None:
+        for item in does.reads:
+            require(item in self.there, action, f"reads {item}, which is not on the device")
 
     def _complete(self, action: Action, tensor: str) -> None:
         """A micro-batch's gradient is complete; after the last one's the values are due for an update."""
@@ -133,63 +145,78 @@ class State:
             self.stale.add(tensor)
             self.current.discard(tensor)
 
-    def _prefetch(self, action: Action, item: str) -> None:
+    def _prefetch(self, action: Action, does: Effect) -> None:
+        item = action.item
         require(item not in self.there, action, "on the device already")
-        tensor = item[2:]
-        if item.startswith("p:"):
-            require(not self.known or tensor in self.current, action, "the host holds no copy of its new values")
-            self.stale.discard(tensor)
+        require(item.traits.returns, action, "items of this kind never come in")
+        if item.kind is ItemKind.PARAMETER:
+            require(not self.known or item.name in self.current, action, "the host holds no copy of its new values")
+            self.stale.discard(item.name)
         else:
-            require(item[:2] in ("a:", "v:", "s:"), action, "items of this kind never come in")
-            past = not self.known and item.startswith("s:")
+            past = not self.known and not item.traits.by_batch
             require(past or item in self.copies, action, "it was not sent to the host before")
-        self.there.add(item)
 
-    def _offload(self, action: Action, item: str) -> None:
+    def _offload(self, action: Action, does: Effect) -> None:
+        item = action.item
         require(item in self.there, action, "not on the device")
-        kind, tensor = item[:2], item[2:]
-        require(kind in ("p:", "g:", "s:", "a:", "v:"), action, "items of this kind never go out")
-        if kind == "p:":
-            old = self.known and tensor in self.stale
+        require(item.traits.leaves, action, "items of this kind never go out")
+        if item.kind is ItemKind.PARAMETER:
+            old = self.known and item.name in self.stale
             require(not old, action, "its values are from before its last update")
-            self.current.add(tensor)
-        elif kind == "g:":
-            early = self.known and tensor not in (self.fresh if self.walked > 1 else self.owed)
+            self.current.add(item.name)
+        elif item.kind is ItemKind.GRADIENT:
+            early = self.known and item.name not in self._unused
             require(not early, action, "the gradient is not complete, or its update is done")
             if self.walked > 1:
                 full = len(self.arriving) >= _BUFFERS
                 require(not full, action, f"arrives where {', '.join(self.arriving)} wait for their addition")
-                self.arriving.append(tensor)
+                self.arriving.append(item.name)
         self.copies.add(item)
 
-    def _free(self, action: Action, item: str) -> None:
+    @property
+    def _unused(self) -> set[str]:
+        """The tensors whose gradient is complete, and neither added to a total nor used by an update."""
+        return self.fresh if self.walked > 1 else self.owed
+
+    def _free(self, action: Action, does: Effect) -> None:
+        item = action.item
         require(item in self.there, action, "not on the device")
-        if item.startswith("g:") and self.known:
-            lost = item[2:] in (self.fresh if self.walked > 1 else self.owed) and item not in self.copies
+        if item.kind is ItemKind.GRADIENT and self.known:
+            lost = item.name in self._unused and item not in self.copies
             require(not lost, action, "the gradient is neither used by an update nor on the host")
-        if item.startswith("t:"):
-            require(item[2:] not in self.owed, action, "the total is not used by an update yet")
-        require(not item.startswith("d:"), action, "gradients of values are released by computes only")
-        self.there.remove(item)
+        if item.kind is ItemKind.TOTAL:
+            require(item.name not in self.owed, action, "the total is not used by an update yet")
+        by_computes = item.kind is ItemKind.VALUE_GRADIENT
+        require(not by_computes, action, "gradients of values are released by computes only")
 
-    def _accumulate(self, action: Action, tensor: str) -> None:
-        gradient, total = f"g:{tensor}", f"t:{tensor}"
-        require(gradient in self.there and tensor in self.fresh, action, f"there is no complete {gradient} to add")
-        require(total in self.schedule.item_bytes, action, f"adds to {total}, which is no item")
-        begun = self.added.get(tensor, 0) > 0
-        require(begun == (total in self.there), action, f"{total} is {'gone' if begun else 'on the device already'}")
-        self.there = self.there - {gradient} | {total}
-        self._add(tensor)
+    def _begin_total(self, action: Action, does: Effect) -> None:
+        self._check_sum(action, does, begun=False)
+        self._add(action.name)
 
-    def _accumulate_cpu(self, action: Action, tensor: str) -> None:
+    def _accumulate(self, action: Action, does: Effect) -> None:
+        self._check_sum(action, does, begun=True)
+        self._add(action.name)
+
+    def _check_sum(self, action: Action, does: Effect, *, begun: bool) -> None:
+        tensor, total = action.name, items.total(action.name)
+        gradient = does.releases[0]
+        fresh = gradient in self.there and tensor in self.fresh
+        require(fresh, action, f"there is no complete {gradient} to add")
+        first = self.added.get(tensor, 0) == 0
+        require(first is not begun, action, f"{total} has {'not ' if first else ''}begun already")
+        why = "is gone" if begun else "is on the device already"
+        require(begun is (total in self.there), action, f"{total} {why}")
+
+    def _accumulate_cpu(self, action: Action, does: Effect) -> None:
+        tensor, gradient = action.name, items.gradient(action.name)
         if not self.known and tensor not in self.fresh:  # of the iteration before
             self.arriving = deque(name for name in self.arriving if name != tensor)
-            self.copies.discard(f"g:{tensor}")
+            self.copies.discard(gradient)
             return
-        require(f"g:{tensor}" in self.copies, action, "the gradient was not sent to the host before")
+        require(gradient in self.copies, action, "the gradient was not sent to the host before")
         require(self.arriving[0] == tensor, action, f"the gradient of {self.arriving[0]} arrives, and is added, first")
         self.arriving.popleft()
-        self.copies.discard(f"g:{tensor}")
+        self.copies.discard(gradient)
         self._add(tensor)
 
     def _add(self, tensor: str) -> None:
@@ -199,22 +226,19 @@ class State:
             self.owed.add(tensor)
             self.added[tensor] = 0
 
-    def _update_cpu(self, action: Action, tensor: str) -> None:
+    def _update_cpu(self, action: Action, does: Effect) -> None:
+        tensor, gradient = action.name, items.gradient(action.name)
         if self.known:
             require(tensor in self.owed, action, "there is no complete gradient to update from")
-            sent = self.walked > 1 or f"g:{tensor}" in self.copies
+            sent = self.walked > 1 or gradient in self.copies
             require(sent, action, "the gradient was not sent to the host before")
-        self.copies.discard(f"g:{tensor}")
+        self.copies.discard(gradient)
         self.owed.discard(tensor)
         self.current.add(tensor)
 
-    def _update_device(self, action: Action, tensor: str) -> None:
-        gradient = "t" if self.walked > 1 else "g"
-        states = self.schedule.states.get(tensor, ())
-        for item in (f"p:{tensor}", f"{gradient}:{tensor}", *states):
-            here = item in self.there or item not in self.schedule.item_bytes
-            require(here, action, f"reads {item}, which is not on the device")
-        require(tensor in self.owed, action, "there is no complete gradient to update from")
-        self.copies -= {f"p:{tensor}", *states}
-        self.owed.discard(tensor)
-        self.stale.discard(tensor)
+    def _update_device(self, action: Action, does: Effect) -> None:
+        self._must_be_there(action, does)
+        require(action.name in self.owed, action, "there is no complete gradient to update from")
+        self.copies.difference_update(does.writes)
+        self.owed.discard(action.name)
+        self.stale.discard(action.name)

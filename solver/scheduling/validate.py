@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..schedule import Action, Kind, Schedule
+from .. import items
+from ..effects import resident_at
+from ..schedule import ABOUT_ITEMS, Action, Kind, Schedule
 from ..simulate import memory_highs
 from .state import ScheduleError as ScheduleError
 from .state import State, require
 
 _UPDATES = (Kind.UPDATE_CPU, Kind.UPDATE_DEVICE)
-_NAMED = (Kind.COMPUTE, *_UPDATES, Kind.ACCUMULATE, Kind.ACCUMULATE_CPU)  # kinds whose objects are no items
+_DEVICE_SUMS = (Kind.BEGIN_TOTAL, Kind.ACCUMULATE)
 
 
 def validate(schedule: Schedule) -> None:
@@ -38,7 +40,7 @@ def validate(schedule: Schedule) -> None:
             for action in one.forward + one.backward:
                 state.take(action)
             if m + 1 < state.walked:
-                state.close_pass(schedule.resident_at(1))
+                state.close_pass(resident_at(schedule, 1))
         for action in schedule.turn_around:
             state.take(action)
         state.close()
@@ -85,7 +87,8 @@ def _check_passes(schedule: Schedule) -> None:
         (Kind.UPDATE_CPU, schedule.update_cpu_s, 1),
         (Kind.UPDATE_DEVICE, schedule.update_device_s, 1),
         (Kind.ACCUMULATE_CPU, schedule.add_cpu_s, expected + 1),
-        (Kind.ACCUMULATE, schedule.add_device_s, expected + 1),
+        (Kind.BEGIN_TOTAL, schedule.add_device_s, 1),
+        (Kind.ACCUMULATE, schedule.add_device_s, expected),
     ):
         _check_counts([a for a in schedule.actions if a.kind is kind], kind, names, times)
     sides = (schedule.update_cpu_s, schedule.update_device_s)
@@ -93,8 +96,11 @@ def _check_passes(schedule: Schedule) -> None:
         for name in sorted(adds.keys() ^ updates.keys()):
             require(False, f"tensor {name}", "is not added up where it is updated")
     for action in schedule.actions:
-        known = action.kind in _NAMED or action.name in schedule.item_bytes
+        known = action.kind not in ABOUT_ITEMS or action.name in schedule.item_bytes
         require(known, action, "no such name")
+        if action.kind in _DEVICE_SUMS:
+            total = items.total(action.name)
+            require(total in schedule.item_bytes, action, f"adds to {total}, which is no item")
 
 
 def _check_counts(actions: Iterable[Action], kind: Kind, names: Iterable[str], times: int) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from offmate.solver import items
 from offmate.solver.schedule import Action, ComputeSpec, Pass, Schedule
 
 from .tiny_schedule import lines, tiny_schedule
@@ -49,9 +50,10 @@ def later(actions: tuple[Action, ...], passes: int) -> tuple[Action, ...]:
 def micro_schedule(
     m: int, forward: str = FORWARD, backward: str = BACKWARD, turn_around: str = TURN_AROUND, **changes: object
 ) -> Schedule:
-    """The schedule of `m` micro-batches, at least 2: every pass has the same actions."""
+    """The schedule of `m` micro-batches, at least 2: every pass has the same actions; the first begins the totals."""
     one = Pass(lines(forward), lines(backward))
-    lead = tuple(Pass(later(one.forward, p), later(one.backward, p)) for p in range(min(m, 3) - 1))
+    lead = tuple(Pass(later(one.forward, p), later(one.backward, p)) for p in range(1, min(m, 3) - 1))
+    lead = (Pass(one.forward, lines(backward.replace("accumulate u", "begin-total u"))), *lead)
     base = tiny_schedule(forward="", backward="", turn_around="")
     fields = {
         "micro_batches": m,
@@ -60,7 +62,7 @@ def micro_schedule(
         "forward": later(one.forward, len(lead)),
         "backward": later(one.backward, len(lead)),
         "turn_around": later(lines(turn_around), len(lead)),
-        "item_bytes": base.item_bytes | {"t:u": 20},
+        "item_bytes": base.item_bytes | {items.total("u"): 20},
         "computes": base.computes | {"gate": ComputeSpec(0.25)},
         "add_cpu_s": {"w": 0.5},
         "add_device_s": {"u": 0.125},

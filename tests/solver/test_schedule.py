@@ -4,11 +4,11 @@ import json
 from dataclasses import replace
 
 import pytest
-from offmate.solver.schedule import Action, ComputeSpec, Kind
+from offmate.solver.schedule import Action, Kind
 from offmate.solver.scheduling.validate import ScheduleError, validate
 from offmate.solver.text import from_dict, to_dict, to_text
 
-from .tiny_schedule import BACKWARD, FORWARD, TURN_AROUND, after, tiny_schedule, without
+from .tiny_schedule import BACKWARD, FORWARD, TURN_AROUND, after, spec, tiny_schedule, without
 
 
 @pytest.mark.parametrize("kind", Kind)
@@ -119,7 +119,7 @@ def test_a_rise_below_what_a_compute_leaves_is_refused():
 
 def test_an_item_that_nobody_knows_is_refused():
     schedule = tiny_schedule()
-    odd = ComputeSpec(0.0, needs=("p:z",))
+    odd = spec(0.0, needs="p:z")
     with pytest.raises(ScheduleError, match="compute user: names p:z"):
         validate(replace(schedule, computes={**schedule.computes, "user": odd}))
 
@@ -132,7 +132,7 @@ def test_dictionaries_survive_json():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "version 2"),
+        ({"version": 3}, "version 3"),
         ({"format": "other"}, "'other'"),
         ({"forward": ["0 jump F0"]}, "not an action"),
         ({"host_budget_bytes": 1}, "host: 90 bytes"),

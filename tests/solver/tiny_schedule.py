@@ -1,5 +1,6 @@
 """A literal schedule of two blocks: one weight updated on the host, one on the device with a state that moves."""
 
+from offmate.solver.items import Item
 from offmate.solver.problem import Rates
 from offmate.solver.schedule import Action, ComputeSpec, Schedule
 
@@ -39,6 +40,11 @@ def lines(text):
     return tuple(Action.parse(line) for line in text.strip().splitlines())
 
 
+def spec(seconds, needs="", makes="", drops="", rise_bytes=0):
+    """A compute's specification, with items as words."""
+    return ComputeSpec(seconds, *(tuple(map(Item.parse, words.split())) for words in (needs, makes, drops)), rise_bytes)
+
+
 def tiny_schedule(forward=FORWARD, backward=BACKWARD, turn_around=TURN_AROUND, **changes):
     """The schedule with parts or fields replaced; at rest u's weight (20 bytes) and the old output (4) are there."""
     fields = {
@@ -60,12 +66,12 @@ def tiny_schedule(forward=FORWARD, backward=BACKWARD, turn_around=TURN_AROUND, *
         },
         "resident": ("old:y", "p:u"),
         "computes": {
-            "start": ComputeSpec(0.0, makes=("x:m",), rise_bytes=2),
-            "F0": ComputeSpec(1.0, ("p:w", "x:m"), ("a:0", "v:h"), (), 40),
-            "F1": ComputeSpec(2.0, ("p:u", "v:h", "x:m"), ("k:1", "o:y"), (), 10),
-            "user": ComputeSpec(0.0, (), ("d:y",), (), 4),
-            "B1": ComputeSpec(4.0, ("p:u", "k:1", "d:y", "x:m"), ("d:h", "g:u"), ("k:1", "d:y"), 28),
-            "B0": ComputeSpec(2.0, ("p:w", "a:0", "d:h", "x:m"), ("g:w",), ("a:0", "d:h"), 10),
+            "start": spec(0.0, makes="x:m", rise_bytes=2),
+            "F0": spec(1.0, "p:w x:m", "a:0 v:h", rise_bytes=40),
+            "F1": spec(2.0, "p:u v:h x:m", "k:1 o:y", rise_bytes=10),
+            "user": spec(0.0, makes="d:y", rise_bytes=4),
+            "B1": spec(4.0, "p:u k:1 d:y x:m", "d:h g:u", "k:1 d:y", 28),
+            "B0": spec(2.0, "p:w a:0 d:h x:m", "g:w", "a:0 d:h", 10),
         },
         "update_cpu_s": {"w": 3.0},
         "update_device_s": {"u": 0.5},
@@ -77,7 +83,10 @@ def tiny_schedule(forward=FORWARD, backward=BACKWARD, turn_around=TURN_AROUND, *
         "backward": lines(backward),
         "turn_around": lines(turn_around),
     }
-    return Schedule(**(fields | changes))
+    fields |= changes
+    fields["item_bytes"] = {Item.parse(item): size for item, size in fields["item_bytes"].items()}
+    fields["resident"] = tuple(map(Item.parse, fields["resident"]))
+    return Schedule(**fields)
 
 
 def without(text, *gone):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from offmate.runtime.devices.emulated import EmulatedDevice
-from offmate.solver.schedule import Kind, state_rows
+from offmate.solver.schedule import Kind
 
 import offmate
 from offmate.optim.masters import with_master_weights
@@ -217,7 +217,7 @@ def test_an_update_that_fails_between_two_pieces(which, steps, in_pieces, monkey
 @pytest.mark.parametrize("direction", ["copy_in", "copy_out"])
 def test_a_piece_whose_copy_fails(direction, in_pieces, monkeypatch):
     loop, start = compiled(steps=2), getattr(EmulatedDevice, direction)
-    rows = {size[1] - size[0] for item in moving(loop) if (size := state_rows(item, {})[1])}
+    rows = {item.rows[1] - item.rows[0] for item in moving(loop) if item.rows}
 
     def fails() -> None:
         raise OSError("the link broke")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from offmate.solver import items
 from offmate.solver.machine import Resource
 from offmate.solver.plan import plan
 from offmate.solver.schedule import Action, Kind
@@ -131,8 +132,8 @@ def test_items_in_words_and_their_blocks():
     assert blocks["p:w"] == blocks["g:w"] == blocks["a:0"] == blocks["v:h"] == blocks["d:h"] == 0
     assert blocks["p:u"] == blocks["s:u"] == blocks["k:1"] == blocks["B1"] == blocks["d:y"] == 1
     assert "x:m" not in blocks
-    assert describe_item("g:lm_head.weight") == "gradient of lm_head.weight"
-    assert describe_item("a:3") == "values that block 3 offloads"
+    assert describe_item(items.gradient("lm_head.weight")) == "gradient of lm_head.weight"
+    assert describe_item(items.offloaded(3)) == "values that block 3 offloads"
     assert describe_action(Action.parse("0 compute F12")) == "forward of block 12"
     assert describe_action(Action.parse("0 free v:h")) == "free value h"
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
+from offmate.solver import items
 
 from offmate.reports.colours import KIND_COLOURS, block_colour, text_on
 from offmate.reports.extra import viz
@@ -38,11 +39,12 @@ def test_the_curve_reaches_the_peak():
 def test_names_are_escaped():
     schedule = tiny_schedule()
     bad = "<script>alert(1)</script>"
+    item = items.parameter(bad)
     renamed = replace(
         schedule,
-        item_bytes={("p:" + bad if item == "p:w" else item): size for item, size in schedule.item_bytes.items()},
-        forward=tuple(replace(a, name="p:" + bad) if a.name == "p:w" else a for a in schedule.forward),
-        backward=tuple(replace(a, name="p:" + bad) if a.name == "p:w" else a for a in schedule.backward),
+        item_bytes={(item if one == "p:w" else one): size for one, size in schedule.item_bytes.items()},
+        forward=tuple(replace(a, name=item) if a.name == "p:w" else a for a in schedule.forward),
+        backward=tuple(replace(a, name=item) if a.name == "p:w" else a for a in schedule.backward),
     )
     page = plan_of(renamed).to_html()
     assert bad not in page and "&lt;script&gt;alert" in page

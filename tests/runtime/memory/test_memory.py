@@ -11,6 +11,8 @@ import torch
 from offmate.runtime.devices.emulated import EmulatedDevice
 from offmate.runtime.replay import computes, contents
 from offmate.runtime.replay.transfers import Transfers
+from offmate.solver.items import Item, ItemKind
+from offmate.solver.schedule import Kind
 
 from ...offmate.loops import assert_same, plain, trained
 
@@ -43,16 +45,16 @@ def test_freed_registers_die(budget, monkeypatch):
     assert len(checked) > 20
 
 
-def poisoned(here, item: str) -> list[torch.Tensor]:
+def poisoned(here, item: Item) -> list[torch.Tensor]:
     """The device tensors that a free of this item lets go."""
-    kind, name = item.split(":", 1)
-    if kind == "p":
+    kind, name = item.kind, item.name
+    if kind is ItemKind.PARAMETER:
         return list(here.params[name].tensors.values())
-    if kind == "s":
+    if kind is ItemKind.STATE:
         return list(here.states[item].tensors.values())
-    if kind == "g":
+    if kind is ItemKind.GRADIENT:
         return [here.grads[f"param:{name}"]] if f"param:{name}" in here.grads else []
-    if kind == "v":
+    if kind is ItemKind.VALUE:
         return [t for b in [here.values.get(name)] if b is not None for t in b.tensors.values()]
     return []
 
@@ -64,7 +66,7 @@ def test_freed_memory_is_not_read(budget, monkeypatch):
     poisons = []
 
     def poisoning(self, item):
-        going = poisoned(self._contents, item)
+        going = poisoned(loop.executor._contents, item)
         free(self, item)
         for tensor in going:
             if tensor.is_floating_point():
@@ -72,7 +74,7 @@ def test_freed_memory_is_not_read(budget, monkeypatch):
 
     monkeypatch.setattr(Transfers, "free", poisoning)
     loop.executor._handlers = {
-        kind: (lambda item: poisoning(loop.executor._transfers, item)) if kind.value == "free" else handler
+        kind: (lambda action: poisoning(loop.executor._transfers, action.item)) if kind.value == "free" else handler
         for kind, handler in loop.executor._handlers.items()
     }
     reference = plain(1)
@@ -80,7 +82,7 @@ def test_freed_memory_is_not_read(budget, monkeypatch):
     assert_same(loop, reference)
     assert sum(poisons) > 1000
     monkeypatch.undo()
-    loop.executor._handlers |= {k: loop.executor._transfers.free for k in loop.executor._handlers if k.value == "free"}
+    loop.executor._handlers[Kind.FREE] = lambda action: loop.executor._transfers.free(action.item)
 
 
 @pytest.mark.parametrize("budget", ["middle", "least"])
@@ -125,6 +127,6 @@ def test_nothing_stays_after_a_backward():
     here: contents.Contents = loop.executor._contents
     assert not here.saved and not here.outputs and not here.views
     sizes = loop.executor.schedule.item_bytes
-    resident = sum(sizes[i] for i in loop.executor.schedule.resident if i.startswith(("p:", "s:")))
+    resident = sum(sizes[i] for i in loop.executor.schedule.resident if i.kind in (ItemKind.PARAMETER, ItemKind.STATE))
     held = [t for b in [*here.params.values(), *here.states.values()] for t in b.tensors.values()]
     assert sum(t.untyped_storage().nbytes() for t in held) == resident

@@ -17,6 +17,7 @@ from offmate.runtime.devices.streams import StreamDevice, _Direction
 from offmate.runtime.events import UnderWay
 from offmate.runtime.replay.contents import Buffer
 from offmate.runtime.replay.transfers import Transfers
+from offmate.solver.items import ItemKind
 from offmate.solver.schedule import Action, Kind, Schedule
 
 from ...accelerator.loops import on_sim
@@ -196,7 +197,7 @@ def test_waits_for_the_whole_device_are_seen(sim: ModuleType, cache_dir: str, mo
     def careless(transfers: Any, item: str) -> None:
         prefetch(transfers, item)
         torch.accelerator.synchronize()
-        for buffer in transfers._contents.params.values():
+        for buffer in transfers._handlers[ItemKind.PARAMETER]._contents.params.values():
             buffer.tensors[""].record_stream(torch.accelerator.current_stream())
 
     with watched(sim) as order, compiled(CASES["tight"], cache_dir) as loop:

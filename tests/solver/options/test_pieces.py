@@ -10,7 +10,6 @@ from offmate.solver.files import problem_from_dict, to_dict
 from offmate.solver.options.pieces import Grid, in_pieces
 from offmate.solver.problem import Block, Group, Option, Problem, ProblemError, Rates, TensorSize
 from offmate.solver.rounding.groups import round_solution
-from offmate.solver.schedule import state_items, state_rows
 from offmate.solver.scheduling.emit import build_schedule
 from offmate.solver.scheduling.validate import ScheduleError, validate
 from offmate.solver.simulate import simulate
@@ -97,10 +96,10 @@ def test_what_does_not_move_or_moves_whole_is_one_item() -> None:
 
 
 def test_a_tensor_whose_name_looks_like_a_piece_is_whole() -> None:
-    sizes = {"p:w": 1, "s:w[0:2]": 8, "s:w[2:10]": 32, "p:u[0:2]": 1, "s:u[0:2]": 4}
-    assert state_rows("s:w[2:10]", sizes) == ("w", (2, 10))
-    assert state_rows("s:u[0:2]", sizes) == ("u[0:2]", None)
-    assert state_items(sizes) == {"w": ("s:w[0:2]", "s:w[2:10]"), "u[0:2]": ("s:u[0:2]",)}
+    sizes = {"p:w": 1, "s:w[2:10]": 32, "s:w[0:2]": 8, "p:u[0:2]": 1, "s:u[0:2][:]": 4}
+    schedule = tiny_schedule(item_bytes=sizes)
+    assert schedule.states == {"w": ("s:w[0:2]", "s:w[2:10]"), "u[0:2]": ("s:u[0:2][:]",)}
+    assert [item.rows for item in schedule.item_bytes] == [None, (2, 10), (0, 2), None, None]
 
 
 def in_two(text: str) -> str:

@@ -46,7 +46,7 @@ def test_with_room_for_everything_only_additions_come_on_top(m: int) -> None:
     assert planned.simulation is not None and planned.schedule is not None
     assert planned.simulation.step_s == pytest.approx(by_hand_s, rel=CLOSE)
     assert planned.simulation.peak_bytes == 2 * 100 + 2 * 200 + 2 * 100 + 100  # p, s, totals, the gradient being made
-    assert [a.name for a in planned.schedule.lead[0].backward if a.kind is Kind.ACCUMULATE] == ["w1", "w0"]
+    assert [a.name for a in planned.schedule.lead[0].backward if a.kind is Kind.BEGIN_TOTAL] == ["w1", "w0"]
 
 
 def test_eight_are_three_with_the_middle_counted_six_times() -> None:

@@ -1,0 +1,97 @@
+"""Interface values, and what options offload: made by forwards for backwards, and away from the device in between."""
+
+from __future__ import annotations
+
+import torch
+
+from ...solver.items import Item
+from ..events import UnderWay
+from ..layouts import meta_of, on_storage, storage_view
+from .contents import Buffer
+from .copies import bring
+from .world import World
+
+
+class _Away:
+    """Sends whole storages to the host and brings them back.
+
+    State: `homes`, the host memory that they leave to, by item; it is kept from one iteration to the next.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world, self._contents = world, world.contents
+        self._homes: dict[Item, dict[str, torch.Tensor]] = {}
+
+    def release_host(self) -> None:
+        """Give up the host memory; nothing may be under way, and nothing there still needed."""
+        self._homes.clear()
+
+    def _bring(self, item: Item) -> Buffer:
+        buffer = bring(self._world, item, self._homes[item])
+        del self._contents.written[item]
+        return buffer
+
+    def _send(self, item: Item, wholes: dict[str, torch.Tensor]) -> None:
+        homes, device = self._homes.setdefault(item, {}), self._world.device
+        copies = []
+        for key, whole in wholes.items():
+            if key not in homes or homes[key].shape != whole.shape:
+                homes[key] = device.empty_host_like(whole)
+            copies.append(device.copy_out(homes[key], whole, ()))
+        self._contents.written[item] = UnderWay(f"the copy of {item} to the host", tuple(copies))
+
+
+class Values(_Away):
+    """Interface values. Several may view one storage, which is the item; how they view it is remembered."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._names: dict[str, list[str]] = {}
+        for name, item in world.binding.value_item.items():
+            self._names.setdefault(item, []).append(name)
+
+    def bring(self, item: Item) -> None:
+        buffer = self._bring(item)
+        whole = next(iter(buffer.tensors.values()))
+        for name, view in self._contents.views.pop(item).items():
+            self._contents.values[name] = Buffer({"": on_storage(whole, view)}, buffer.arrived)
+
+    def send(self, item: Item) -> None:
+        values = self._contents.values
+        views = {name: values[name].read() for name in self._names[item] if name in values}
+        self._contents.views[item] = {name: meta_of(view) for name, view in views.items()}
+        self._send(item, {"": storage_view(next(iter(views.values())))})
+
+    def release(self, item: Item) -> None:
+        if item in self._contents.written:
+            self._contents.written[item].wait()
+        for name in self._names.get(item, ()):
+            self._contents.values.pop(name, None)
+
+
+class Offloaded(_Away):
+    """What a block's option offloads: storages that the registers of its backward view."""
+
+    def bring(self, item: Item) -> None:
+        buffer = self._bring(item)
+        saved = self._contents.saved[item.block]
+        for key, view in self._contents.views.pop(item).items():
+            storage, register = key.split("/")
+            saved.registers[int(register)] = on_storage(buffer.tensors[storage], view)
+        self._contents.values[item] = Buffer({}, buffer.arrived)
+
+    def send(self, item: Item) -> None:
+        saved = self._contents.saved[item.block]
+        wholes: dict[str, torch.Tensor] = {}
+        views = self._contents.views[item] = {}
+        for storage, registers in self._world.binding.blocks[item.block].offloaded.items():
+            wholes[str(storage)] = storage_view(saved.registers[registers[0]])
+            views |= {f"{storage}/{r}": meta_of(saved.registers[r]) for r in registers}
+        self._send(item, wholes)
+
+    def release(self, item: Item) -> None:
+        self._contents.written[item].wait()
+        saved = self._contents.saved[item.block]
+        for registers in self._world.binding.blocks[item.block].offloaded.values():
+            for register in registers:
+                del saved.registers[register]

@@ -1,0 +1,184 @@
+"""What moving and releasing an item means for each kind of item; kinds that save activations have a file of their own.
+
+To add a kind of item: a row of `ItemKind`, a handler here, and its entry in `Handlers`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from ...solver.items import Item, ItemKind
+from .activations import Offloaded, Values
+from .contents import Buffer, Contents
+from .copies import bring, send
+from .gradients import Gradients
+from .states import States
+from .world import World
+
+
+class Handler(Protocol):
+    """Moves and releases items of one kind; whoever calls it counts their bytes."""
+
+    def bring(self, item: Item) -> None:
+        """Allocate an item on the device and start its copy from the host."""
+        ...
+
+    def send(self, item: Item) -> None:
+        """Start an item's copy to the host."""
+        ...
+
+    def release(self, item: Item) -> None:
+        """Give up an item's memory on the device, after the copies that read it; if one failed the item stays."""
+        ...
+
+
+class Resting:
+    """Items that never move, and that computes release."""
+
+    def bring(self, item: Item) -> None:
+        raise ValueError(f"{item} never comes from the host")
+
+    def send(self, item: Item) -> None:
+        raise ValueError(f"{item} never goes to the host")
+
+    def release(self, item: Item) -> None:
+        """Nothing but the ledger knows of it."""
+
+
+class Parameters:
+    """Compute copies of parameters."""
+
+    def __init__(self, world: World, unmoved: frozenset[str]) -> None:
+        self._world, self._contents, self._unmoved = world, world.contents, unmoved
+
+    def bring(self, item: Item) -> None:
+        home = self._world.host.params[item.name]
+        if item.name in self._unmoved:
+            self._contents.params[item.name] = Buffer({"": home})
+        else:
+            self._contents.params[item.name] = bring(self._world, item, {"": home})
+
+    def send(self, item: Item) -> None:
+        send(self._world, item, self._contents.params[item.name], {"": self._world.host.params[item.name]})
+
+    def release(self, item: Item) -> None:
+        self._contents.params[item.name].settle()
+        del self._contents.params[item.name]
+        self._contents.newer.discard(item)
+
+
+class OfStates:
+    """Optimizer states, whole or in rows."""
+
+    def __init__(self, world: World, states: States) -> None:
+        self._world, self._contents, self._states = world, world.contents, states
+
+    def bring(self, item: Item) -> None:
+        self._contents.states[item] = bring(self._world, item, self._states.sources(item))
+
+    def send(self, item: Item) -> None:
+        buffer = self._contents.states[item]
+        send(self._world, item, buffer, self._states.homes(item, buffer.tensors))
+
+    def release(self, item: Item) -> None:
+        self._contents.states[item].settle()
+        del self._contents.states[item]
+        self._contents.newer.discard(item)
+
+    def renew(self) -> None:
+        """Copy the states that are on the device from the host again."""
+        for item, buffer in self._contents.states.items():
+            buffer.settle()
+            sources = self._states.sources(item)
+            with torch.no_grad():
+                for key, tensor in buffer.tensors.items():
+                    tensor.copy_(sources[key])
+
+
+class OfGradients(Resting):
+    """Gradients of parameters, of one micro-batch."""
+
+    def __init__(self, gradients: Gradients) -> None:
+        self._gradients = gradients
+
+    def send(self, item: Item) -> None:
+        self._gradients.offload(item.name)
+
+    def release(self, item: Item) -> None:
+        self._gradients.free(item.name)
+
+
+class Totals(Resting):
+    """Sums of gradients on the device. They come in where an iteration goes on by another plan."""
+
+    def __init__(self, contents: Contents, gradients: Gradients) -> None:
+        self._contents, self._gradients = contents, gradients
+
+    def bring(self, item: Item) -> None:
+        self._contents.totals[item.name] = self._gradients.restore(item.name)
+
+    def release(self, item: Item) -> None:
+        self._contents.totals.pop(item.name, None)
+
+
+class ValueGradients(Resting):
+    """Gradients of interface values and outputs."""
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+
+    def release(self, item: Item) -> None:
+        self._contents.grads.pop(f"value:{item.name}")
+
+
+class Shared(Resting):
+    """Values that many blocks read and that are no parameters."""
+
+    def __init__(self, world: World) -> None:
+        self._contents, self._item_of = world.contents, world.binding.shared_item
+
+    def release(self, item: Item) -> None:
+        for name in [name for name, own in self._item_of.items() if own == item]:
+            self._contents.shared.pop(name, None)
+
+
+class OldOutputs(Resting):
+    """Outputs of the pass before."""
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+
+    def release(self, item: Item) -> None:
+        self._contents.returned.pop(item, None)
+
+
+class Handlers:
+    """The handler of every kind of item.
+
+    Parameters
+    ----------
+    unmoved: parameters that stay on the device for good and share their memory with the host's.
+    """
+
+    def __init__(self, world: World, states: States, gradients: Gradients, unmoved: frozenset[str]) -> None:
+        self.states, self._values, self._offloaded = OfStates(world, states), Values(world), Offloaded(world)
+        self.of: dict[ItemKind, Handler] = {
+            ItemKind.PARAMETER: Parameters(world, unmoved),
+            ItemKind.GRADIENT: OfGradients(gradients),
+            ItemKind.TOTAL: Totals(world.contents, gradients),
+            ItemKind.STATE: self.states,
+            ItemKind.VALUE: self._values,
+            ItemKind.VALUE_GRADIENT: ValueGradients(world.contents),
+            ItemKind.KEPT: Resting(),
+            ItemKind.OFFLOADED: self._offloaded,
+            ItemKind.SHARED: Shared(world),
+            ItemKind.OUTPUT: Resting(),
+            ItemKind.OLD_OUTPUT: OldOutputs(world.contents),
+        }
+
+    def release_host(self) -> None:
+        """Give up the host memory that activations leave to; nothing of it may be under way or still needed."""
+        self._values.release_host()
+        self._offloaded.release_host()

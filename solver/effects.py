@@ -1,0 +1,224 @@
+"""What an action does to items, and how long it takes on which resource: said here, and asked everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from . import items
+from .items import Item, ItemKind
+from .machine import Resource
+from .schedule import Action, Kind, Pass, Schedule
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What an action does.
+
+    Parameters
+    ----------
+    resource: what carries it out; None for a release, which takes no time. What computes, and what releases, blocks
+        the executor; everything else is queued.
+    seconds: how long that takes if the resource has nothing else to do.
+    reads: items that must be on the device, complete, when it starts.
+    writes: items on the device whose values it makes or changes.
+    brings, releases: items that are on the device when it ends and were not before; that are not any more.
+    host_reads, host_writes: items whose copies on the host it needs complete, and those that it makes or changes.
+    moved_bytes: that are copied between tiers.
+    rise_bytes: the most that the bytes on the device lie above their level at its start, while it runs.
+    growth_bytes: by which the level at its end is above that at its start.
+    """
+
+    resource: Resource | None
+    seconds: float = 0.0
+    reads: tuple[Item, ...] = ()
+    writes: tuple[Item, ...] = ()
+    brings: tuple[Item, ...] = ()
+    releases: tuple[Item, ...] = ()
+    host_reads: tuple[Item, ...] = ()
+    host_writes: tuple[Item, ...] = ()
+    moved_bytes: int = 0
+    rise_bytes: int = 0
+    growth_bytes: int = 0
+
+    @property
+    def blocks(self) -> bool:
+        """Whether the executor carries it out before it takes the next action."""
+        return self.resource is None or self.resource is Resource.COMPUTE
+
+    @cached_property
+    def awaits_arrival(self) -> tuple[Item, ...]:
+        """The items whose copies to the device must have ended before: what it reads or releases."""
+        return (*self.reads, *(item for item in self.releases if item not in self.reads))
+
+    @cached_property
+    def awaits_departure(self) -> tuple[Item, ...]:
+        """The items whose copies to the host must have ended before: what it overwrites or releases."""
+        return (*self.writes, *(item for item in self.releases if item not in self.writes))
+
+
+def effect(action: Action, schedule: Schedule) -> Effect:
+    """What an action of a schedule does; looked up if it has been asked before.
+
+    Raises: KeyError if it names what the schedule does not know.
+    """
+    known, key = schedule.known_effects, (action.kind, action.name)
+    found = known.get(key)
+    if found is None:
+        found = known[key] = _EFFECTS[action.kind](action, schedule)
+    return found
+
+
+_SUMS = (ItemKind.GRADIENT, ItemKind.VALUE_GRADIENT)  # what a backward reads and does not release it adds to
+
+
+def _compute(action: Action, schedule: Schedule) -> Effect:
+    spec, sizes = schedule.computes[action.name], schedule.item_bytes
+    adds = [item for item in spec.needs if item.kind in _SUMS and item not in spec.drops]
+    on_host: tuple[Item, ...] = ()
+    if action.name == "gate":  # an executor that clips reads every gradient there
+        gradients = [item for item in sizes if item.kind is ItemKind.GRADIENT]
+        on_host = (*gradients, *map(items.total, schedule.add_cpu_s))
+    return Effect(
+        Resource.COMPUTE,
+        spec.seconds,
+        reads=spec.needs,
+        writes=(*spec.makes, *adds),
+        brings=spec.makes,
+        releases=spec.drops,
+        host_reads=on_host,
+        rise_bytes=spec.rise_bytes,
+        growth_bytes=sum(sizes[item] for item in spec.makes) - sum(sizes[item] for item in spec.drops),
+    )
+
+
+def _prefetch(action: Action, schedule: Schedule) -> Effect:
+    item = action.item
+    size = schedule.item_bytes[item]
+    return Effect(
+        Resource.IN,
+        size / schedule.rates.in_bytes_per_s,
+        writes=(item,),
+        brings=(item,),
+        host_reads=(item,),
+        moved_bytes=size,
+        rise_bytes=size,
+        growth_bytes=size,
+    )
+
+
+def _offload(action: Action, schedule: Schedule) -> Effect:
+    item = action.item
+    size = schedule.item_bytes[item]
+    seconds = size / schedule.rates.out_bytes_per_s
+    return Effect(Resource.OUT, seconds, reads=(item,), host_writes=(item,), moved_bytes=size)
+
+
+def _free(action: Action, schedule: Schedule) -> Effect:
+    return Effect(None, releases=(action.item,), growth_bytes=-schedule.item_bytes[action.item])
+
+
+def _update_cpu(action: Action, schedule: Schedule) -> Effect:
+    parameter = items.parameter(action.name)
+    gradient = _whole_gradient(action.name, schedule)
+    return Effect(
+        Resource.CPU, schedule.update_cpu_s[action.name], host_reads=(gradient, parameter), host_writes=(parameter,)
+    )
+
+
+def _update_device(action: Action, schedule: Schedule) -> Effect:
+    tensor = action.name
+    written = (items.parameter(tensor), *schedule.states.get(tensor, ()))
+    read = tuple(item for item in (*written, _whole_gradient(tensor, schedule)) if item in schedule.item_bytes)
+    return Effect(Resource.COMPUTE, schedule.update_device_s[tensor], reads=read, writes=written)
+
+
+def _begin_total(action: Action, schedule: Schedule) -> Effect:
+    gradient, total, sizes = items.gradient(action.name), items.total(action.name), schedule.item_bytes
+    return Effect(
+        Resource.COMPUTE,
+        reads=(gradient,),
+        writes=(total,),
+        brings=(total,),
+        releases=(gradient,),
+        growth_bytes=sizes[total] - sizes[gradient],
+    )
+
+
+def _accumulate(action: Action, schedule: Schedule) -> Effect:
+    gradient, total = items.gradient(action.name), items.total(action.name)
+    return Effect(
+        Resource.COMPUTE,
+        schedule.add_device_s[action.name],
+        reads=(gradient, total),
+        writes=(total,),
+        releases=(gradient,),
+        growth_bytes=-schedule.item_bytes[gradient],
+    )
+
+
+def _accumulate_cpu(action: Action, schedule: Schedule) -> Effect:
+    gradient, total = items.gradient(action.name), items.total(action.name)
+    return Effect(Resource.CPU, schedule.add_cpu_s[action.name], host_reads=(gradient, total), host_writes=(total,))
+
+
+def _whole_gradient(tensor: str, schedule: Schedule) -> Item:
+    """What an update reads."""
+    return items.total(tensor) if schedule.micro_batches > 1 else items.gradient(tensor)
+
+
+_EFFECTS: dict[Kind, Callable[[Action, Schedule], Effect]] = {
+    Kind.COMPUTE: _compute,
+    Kind.PREFETCH: _prefetch,
+    Kind.OFFLOAD: _offload,
+    Kind.FREE: _free,
+    Kind.UPDATE_CPU: _update_cpu,
+    Kind.UPDATE_DEVICE: _update_device,
+    Kind.BEGIN_TOTAL: _begin_total,
+    Kind.ACCUMULATE: _accumulate,
+    Kind.ACCUMULATE_CPU: _accumulate_cpu,
+}
+
+
+def computing_s(action: Action, schedule: Schedule) -> float:
+    """Seconds that an action keeps the device computing."""
+    does = effect(action, schedule)
+    return does.seconds if does.resource is Resource.COMPUTE else 0.0
+
+
+def with_actions(schedule: Schedule, passes: tuple[Pass, ...], turn_around: tuple[Action, ...]) -> Schedule:
+    """The schedule with other actions over the same items, and what an iteration of them starts with."""
+    *lead, last = passes
+    changed = replace(schedule, lead=tuple(lead), forward=last.forward, backward=last.backward, turn_around=turn_around)
+    # An action's effect does not depend on the other actions.
+    changed.known_effects.update(schedule.known_effects)
+    found = replace(changed, resident=_resident(changed))
+    found.known_effects.update(changed.known_effects)
+    return found
+
+
+def _resident(schedule: Schedule) -> tuple[Item, ...]:
+    """What an iteration starts with: the items whose first mention does not bring them."""
+    brought: dict[Item, bool] = {}
+    for action in schedule.actions:
+        does = effect(action, schedule)
+        for item in does.awaits_arrival:
+            brought.setdefault(item, False)
+        for item in does.brings:
+            brought.setdefault(item, True)
+    return tuple(sorted(item for item, by_action in brought.items() if not by_action))
+
+
+def resident_at(schedule: Schedule, m: int) -> tuple[Item, ...]:
+    """The items on the device when micro-batch `m` starts, ascending by name; raises IndexError beyond the last."""
+    schedule.pass_of(m)
+    there = set(schedule.resident)
+    if m > 0:  # the passes after the first all start with what it leaves
+        first = schedule.passes[0]
+        for action in first.forward + first.backward:
+            does = effect(action, schedule)
+            there.difference_update(does.releases)
+            there.update(does.brings)
+        there = {items.after_pass(item) for item in there}
+    return tuple(sorted(there))
