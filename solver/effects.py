@@ -42,7 +42,7 @@ class Effect:
     rise_bytes: int = 0
     growth_bytes: int = 0
 
-    @property
+    @cached_property
     def blocks(self) -> bool:
         """Whether the executor carries it out before it takes the next action."""
         return self.resource is None or self.resource is Resource.COMPUTE

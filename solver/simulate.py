@@ -175,10 +175,11 @@ class Executor:
     def waits(self, action: Action) -> list[Job]:
         """The jobs under way that the executor waits for before it carries out an action."""
         does = effect(action, self.schedule)
-        if not does.blocks:
-            return []
+        return self._waits(does) if does.blocks else []
+
+    def _waits(self, does: Effect) -> list[Job]:
         waits = _undone(self.arriving, does.awaits_arrival) + _undone(self.leaving, does.awaits_departure)
-        return waits + self.sources(does)
+        return waits + self.sources(does) if does.host_reads else waits
 
     def sources(self, does: Effect) -> list[Job]:
         """What the copies on the host that an action reads still wait for."""
@@ -188,7 +189,7 @@ class Executor:
         """Carry out one action."""
         does = effect(action, self.schedule)
         if does.blocks:
-            self.machine.wait(self.waits(action))
+            self.machine.wait(self._waits(does))
             if does.resource is not None:
                 self.jobs.append((action, self.machine.run(does.seconds)))
             return
@@ -200,9 +201,12 @@ class Executor:
         self.jobs.append((action, job))
         if action.kind is Kind.ACCUMULATE_CPU:
             self.buffers.empty(action.name, job)
-        self.arriving.update(dict.fromkeys(does.brings, job))
-        self.leaving.update(dict.fromkeys(does.reads, job))
-        self.on_host.update(dict.fromkeys(does.host_writes, job))
+        for item in does.brings:
+            self.arriving[item] = job
+        for item in does.reads:
+            self.leaving[item] = job
+        for item in does.host_writes:
+            self.on_host[item] = job
 
 
 class _Buffers:

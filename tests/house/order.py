@@ -31,6 +31,8 @@ ROOMS = (
     "offmate.solver.rounding",
     "offmate.solver.polish",
     "offmate.solver.solve",
+    "offmate.solver.search",
+    "offmate.solver.refinements",
     "offmate.solver.plan",
     "offmate.solver.batch_size",
     "offmate.solver.explain",

@@ -98,7 +98,7 @@ def waits_asked_for(case: Case, schedule: Schedule) -> Counter[str]:
         asked["for a worker"] += 2 * sum(sent[name] > 1 for name in left)
         # The norms of those on the host go to the device; the scale comes back, and decides whether anything is scaled.
         # Where all are on the host, so is the scale.
-        if {item[2:] for item in schedule.item_bytes if item.startswith("g:")} - left:
+        if {item for item in schedule.item_bytes if item.kind is ItemKind.GRADIENT} - left:
             asked += Counter({"for _to_copy": 2, "for _local_scalar_dense": 1})
     return +asked
 

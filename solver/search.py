@@ -1,0 +1,131 @@
+"""The search for a fast schedule of whole tensors: what has been found, and the refinements that find more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Protocol
+
+from .problem import Problem
+from .schedule import Schedule
+from .scheduling.validate import is_valid
+from .simulate import simulate
+from .solution import Solution
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one solve of the program may take; the fields are `solve`'s parameters."""
+
+    time_limit_s: float = 60.0
+    gap: float = 0.01
+    backend: str | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule that keeps the budgets.
+
+    Parameters
+    ----------
+    near: the answer, in fractions or in whole parts, that it comes from.
+    rounded: as it was built from the answer's whole tensors. schedule: with its moves improved, so far as they were.
+    step_s: simulated seconds of an iteration; infinite if the schedule breaks a rule.
+    """
+
+    near: Solution
+    rounded: Schedule
+    schedule: Schedule
+    step_s: float
+
+
+def candidate(near: Solution, rounded: Schedule, schedule: Schedule) -> Candidate:
+    """A schedule with its simulated seconds."""
+    return Candidate(near, rounded, schedule, simulate(schedule).step_s if is_valid(schedule) else inf)
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is known on the way to a schedule.
+
+    Parameters
+    ----------
+    problem: whose budgets a schedule has to keep. tried: the same with budgets that leave room for whole tensors.
+    solution: the program's answer to `tried`. found: schedules, at least one.
+    """
+
+    problem: Problem
+    tried: Problem
+    solution: Solution
+    limits: Limits
+    found: tuple[Candidate, ...]
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest schedule, the first of several."""
+        return min(self.found, key=lambda one: one.step_s)
+
+    @property
+    def loss_s(self) -> float:
+        """Simulated seconds of the best schedule above the program's."""
+        return self.best.step_s - self.solution.objective_s
+
+    def loses(self, part: float, least_s: float = 0.0) -> bool:
+        """Whether whole tensors cost more than a part of the program's seconds, and more than some seconds."""
+        return self.loss_s > max(part * self.solution.objective_s, least_s)
+
+
+class Refinement(Protocol):
+    """A pass of the search. What it is given is valid, and so is what it gives; its options are fields."""
+
+    @property
+    def name(self) -> str:
+        """A word or two for tables."""
+        ...
+
+    def accepts(self, search: Search) -> bool:
+        """Whether it is worth its time."""
+        ...
+
+    def candidates(self, search: Search) -> Iterator[Candidate]:
+        """Schedules that may be faster than the best; asked for one by one, as long as it `accepts` what is found."""
+        ...
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What one pass gained.
+
+    Parameters
+    ----------
+    name: of the pass. before_s, after_s: seconds by which the best schedule is above the program, infinite before the
+        first one. took_s: seconds that the pass took. schedules: how many it tried.
+    """
+
+    name: str
+    before_s: float
+    after_s: float
+    took_s: float
+    schedules: int
+
+
+def refine(search: Search, ladder: Iterable[Refinement], report: Callable[[Gain], None]) -> Search:
+    """Run passes one after the other.
+
+    Parameters
+    ----------
+    report: called after every pass that was run.
+    """
+    for refinement in ladder:
+        if not refinement.accepts(search):
+            continue
+        started, before = time.perf_counter(), search
+        for one in refinement.candidates(search):
+            search = replace(search, found=(*search.found, one))
+            if not refinement.accepts(search):
+                break
+        took_s, tried = time.perf_counter() - started, len(search.found) - len(before.found)
+        report(Gain(refinement.name, before.loss_s, search.loss_s, took_s, tried))
+    return search
