@@ -107,15 +107,35 @@ def explain(
     """
     if planned.schedule is None or planned.simulation is None:
         raise ValueError(f"no plan to explain: {planned.solution.status.value}")
+    now_s, proved = planned.solution.objective_s, planned.solution.gap
+    found = offered(problem, now_s, time_limit_s=time_limit_s, gap=gap, backend=backend) if offers else ()
+    return explanation(planned.schedule, planned.simulation, proved, found)
+
+
+def explanation(schedule: Schedule, simulation: Simulation, gap: float, offers: tuple[Offer, ...] = ()) -> Explanation:
+    """What limits a schedule.
+
+    Parameters
+    ----------
+    gap: what the search may have overlooked, as a part of a step.
+    """
+    return Explanation(simulation.step_s, _phases(schedule, simulation), offers, max(_WORTH_SAYING, gap))
+
+
+def offered(
+    problem: Problem, now_s: float, *, time_limit_s: float = 20.0, gap: float = 0.01, backend: str | None = None
+) -> tuple[Offer, ...]:
+    """What more of something would buy, the most first; the problem is solved again for each change.
+
+    Parameters
+    ----------
+    now_s: seconds of the problem's solution. time_limit_s, gap, backend: as in `solve`.
+    """
     found: list[Offer] = []
-    now_s = planned.solution.objective_s
-    for change, other in _changes(problem).items() if offers else ():
+    for change, other in _changes(problem).items():
         then_s = solve(other, time_limit_s=time_limit_s, gap=gap, backend=backend).objective_s
         found.append(Offer(change, then_s, max(0.0, now_s - then_s)))
-    found.sort(key=lambda offer: -offer.saved_s)
-    phases = _phases(planned.schedule, planned.simulation)
-    certain = max(_WORTH_SAYING, planned.solution.gap)
-    return Explanation(planned.simulation.step_s, phases, tuple(found), certain)
+    return tuple(sorted(found, key=lambda offer: -offer.saved_s))
 
 
 def _changes(problem: Problem) -> dict[str, Problem]:

@@ -9,12 +9,12 @@ from math import inf
 
 from .problem import Problem
 from .program.streamed import streaming_solution
+from .refine import Gain, Limits, Refinement, Search, candidate, refine
 from .refinements import LADDER, Improve, InTime, keeps_budgets
 from .rounding.groups import round_solution
 from .schedule import Schedule
 from .scheduling.emit import build_schedule
 from .scheduling.validate import validate
-from .search import Gain, Limits, Refinement, Search, candidate, refine
 from .simulate import Simulation, memory_highs, simulate
 from .solution import Solution, Status
 from .solve import solve

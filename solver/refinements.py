@@ -10,12 +10,12 @@ from .polish.improve import fastest, improve
 from .polish.in_time import in_time
 from .polish.trials import best_of_trials
 from .problem import Problem
+from .refine import Candidate, Refinement, Search, candidate
 from .rounding.groups import round_solution
 from .rounding.settle import settle, settle_whole
 from .schedule import Schedule
 from .scheduling.emit import build_schedule
 from .scheduling.validate import is_valid
-from .search import Candidate, Refinement, Search, candidate
 from .simulate import memory_highs
 from .solution import Solution
 from .solve import solve

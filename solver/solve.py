@@ -7,8 +7,8 @@ from functools import lru_cache
 from math import ceil, inf
 from typing import Literal
 
+from .answer import RawAnswer
 from .backends import default, get
-from .backends.answer import RawAnswer
 from .linear import evaluate
 from .problem import Problem
 from .program.model import Goal, Program, state_program

@@ -238,7 +238,11 @@ def _search(subject: _Subject, fingerprint: str, start: float) -> tuple[Plan, Lo
     lowered, fixed = _lower(subject, classes, before, measured.updates, measured.rates)
     problem = lowered.problem
     found = solve_problem(
-        problem, time_limit_s=config.solver_time_limit_s, gap=config.solver_gap, backend=config.solver
+        problem,
+        time_limit_s=config.solver_time_limit_s,
+        gap=config.solver_gap,
+        backend=config.solver,
+        report=lambda gain: log.debug("%s", gain),
     )
     if found.schedule is None:
         raise refusal(lowered, request.budget_bytes, request.host_budget_bytes, fixed, config)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from ..solver.explain import Explanation, explain
-from ..solver.plan import Planned
+from ..solver.explain import Explanation, explanation, offered
 from ..solver.problem import Problem
 from ..solver.schedule import Schedule
 from ..solver.simulate import Simulation
-from ..solver.solution import Solution, Status
 
 
 def endless_s(problem: Problem) -> float:
@@ -28,5 +26,4 @@ def limits(
     """
     # Where the solver has proved nothing, the gap is 1 and says nothing of what it found.
     objective_s = lower_bound_s / (1 - gap) if gap < 1 else simulation.step_s
-    solution = Solution(Status.OPTIMAL, objective_s, lower_bound_s, gap, 0.0)
-    return explain(problem, Planned(solution, schedule, simulation, 0.0), offers=offers)
+    return explanation(schedule, simulation, gap, offered(problem, objective_s) if offers else ())

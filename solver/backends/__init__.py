@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from ..answer import RawAnswer
     from ..linear import LinearModel
-    from .answer import RawAnswer
 
 INSTALL = {"highs": "pip install 'pulp<4' highspy", "cbc": "pip install 'pulp<4'"}
 

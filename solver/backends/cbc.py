@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pulp
 
+from ..answer import RawAnswer, trusted
 from ..linear import LinearModel
 from ..solution import Status
-from .answer import RawAnswer, to_pulp, trusted
 
 INFINITE = float("inf")
 INTERIOR = "barrier"  # for a relaxation, which is degenerate: several times as fast as the simplex
@@ -42,7 +42,7 @@ def solve(
     a search that ended early prints it; a search that ended by itself has the objective as its bound.
     """
     started = time.perf_counter()
-    problem, variables = to_pulp(model)
+    problem, variables = _to_pulp(model)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         log = Path(folder) / "cbc.log"
@@ -75,3 +75,23 @@ def solve(
 def _printed_bound(log: str) -> float | None:
     found = re.findall(r"^Lower bound:\s*(\S+)", log, re.MULTILINE)
     return float(found[-1]) if found else None
+
+
+def _to_pulp(model: LinearModel) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
+    """The model as a pulp problem, and its variables in the order of the columns."""
+    problem = pulp.LpProblem("plan", pulp.LpMinimize)
+    variables = [
+        pulp.LpVariable(f"c{i}", 0, None if upper == float("inf") else upper, _category(integer))
+        for i, (upper, integer) in enumerate(zip(model.upper, model.integer))
+    ]
+    problem.addVariables(variables)
+    problem.setObjective(pulp.LpAffineExpression([(v, c) for v, c in zip(variables, model.costs) if c]))
+    for i, row in enumerate(model.rows):
+        terms = pulp.LpAffineExpression([(variables[c], a) for c, a in zip(row.columns, row.coefficients)])
+        sense = pulp.LpConstraintEQ if row.equal else pulp.LpConstraintLE
+        problem.addConstraint(pulp.LpConstraint(terms, sense, f"r{i}", row.bound))
+    return problem, variables
+
+
+def _category(integer: bool) -> str:
+    return pulp.LpInteger if integer else pulp.LpContinuous

@@ -9,9 +9,9 @@ from typing import Any
 import highspy
 import numpy as np
 
+from ..answer import RawAnswer, trusted
 from ..linear import LinearModel
 from ..solution import Status
-from .answer import RawAnswer, trusted
 
 INFINITE = float("inf")
 OPTIONS = {"random_seed": 0, "parallel": "off", "output_flag": False}

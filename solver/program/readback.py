@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..backends.answer import RawAnswer
+from ..answer import RawAnswer
 from ..linear import Flow, Terms, add, evaluate
 from ..solution import ActivationFlow, Gap, GroupFlow, Solution
 from .blocks import Choices

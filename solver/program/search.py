@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
+from ..answer import RawAnswer
 from ..backends import Backend
-from ..backends.answer import RawAnswer
 from ..linear import evaluate, fixed, relaxed
 from ..problem import Option, Problem
 from ..solution import Status

@@ -15,13 +15,22 @@ _BUFFERS = 2  # in which gradients arrive on the host before they are added up
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be carried out: the message names the action and says why."""
+    """A schedule that cannot be carried out: the message names the action and says why.
+
+    Parameters
+    ----------
+    action: the one that cannot be carried out, if it is a single one.
+    """
+
+    def __init__(self, message: str, action: Action | None = None) -> None:
+        super().__init__(message)
+        self.action = action
 
 
 def require(holds: bool, where: Action | str, why: str) -> None:
     """Raise ScheduleError, naming where and why, unless something holds."""
     if not holds:
-        raise ScheduleError(f"{where}: {why}")
+        raise ScheduleError(f"{where}: {why}", where if isinstance(where, Action) else None)
 
 
 @dataclass

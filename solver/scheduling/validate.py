@@ -12,6 +12,7 @@ from .state import ScheduleError as ScheduleError
 from .state import State, require
 
 _UPDATES = (Kind.UPDATE_CPU, Kind.UPDATE_DEVICE)
+_SHOWN = 4  # actions before and after one that is wrong
 _DEVICE_SUMS = (Kind.BEGIN_TOTAL, Kind.ACCUMULATE)
 
 
@@ -26,8 +27,26 @@ def validate(schedule: Schedule) -> None:
     ----------
     schedule: one iteration.
 
-    Raises: ScheduleError.
+    Raises: ScheduleError; where one action is wrong the message shows it among its neighbours.
     """
+    try:
+        _check(schedule)
+    except ScheduleError as error:
+        if error.action is None:
+            raise
+        raise ScheduleError(f"{error}\n{_around(schedule, error.action)}", error.action) from None
+
+
+def _around(schedule: Schedule, wrong: Action) -> str:
+    """The actions before and after one that is wrong, which is marked."""
+    actions = schedule.actions
+    places = [i for i, action in enumerate(actions) if action is wrong] or [actions.index(wrong)]
+    first = max(0, places[0] - _SHOWN)
+    shown = actions[first : places[0] + _SHOWN + 1]
+    return "\n".join(f"{'-->' if i == places[0] else '   '} {action}" for i, action in enumerate(shown, first))
+
+
+def _check(schedule: Schedule) -> None:
     _check_names(schedule)
     _check_gate(schedule)
     _check_passes(schedule)

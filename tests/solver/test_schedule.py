@@ -110,6 +110,20 @@ def test_a_schedule_broken_in_one_way_is_refused(case):
         validate(tiny_schedule(**changes))
 
 
+def test_the_wrong_action_is_shown_among_its_neighbours():
+    with pytest.raises(ScheduleError) as caught:
+        validate(tiny_schedule(forward=without(FORWARD, "0 prefetch p:w")))
+    assert str(caught.value).splitlines() == [
+        "0 compute F0: reads p:w, which is not on the device",
+        "    0 compute start",
+        "--> 0 compute F0",
+        "    0 offload a:0",
+        "    0 free a:0",
+        "    1 compute F1",
+        "    1 free old:y",
+    ]
+
+
 def test_a_rise_below_what_a_compute_leaves_is_refused():
     schedule = tiny_schedule()
     short = replace(schedule.computes["F0"], rise_bytes=37)

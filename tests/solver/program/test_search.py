@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from offmate.solver import backends
-from offmate.solver.backends.answer import RawAnswer
+from offmate.solver.answer import RawAnswer
 from offmate.solver.instances.synthetic import Shape, Speeds, llama
 from offmate.solver.linear import LinearModel, evaluate, relaxed
 from offmate.solver.problem import Problem, Rates

@@ -110,6 +110,11 @@ class Gain:
     took_s: float
     schedules: int
 
+    def __str__(self) -> str:
+        before = f", {self.before_s:.4g} s before" if self.before_s < inf else ""
+        tried = f"{self.schedules} {'schedule' if self.schedules == 1 else 'schedules'} in {self.took_s:.2g} s"
+        return f"{self.name}: {self.after_s:.4g} s above the program's seconds{before} ({tried})"
+
 
 def refine(search: Search, ladder: Iterable[Refinement], report: Callable[[Gain], None]) -> Search:
     """Run passes one after the other.

@@ -9,10 +9,10 @@ from math import inf
 
 import pytest
 from offmate.solver.plan import plan
+from offmate.solver.refine import Candidate, Gain, Limits, Search, candidate, refine
 from offmate.solver.refinements import LADDER, Improve
 from offmate.solver.rounding.groups import round_solution
 from offmate.solver.scheduling.emit import build_schedule
-from offmate.solver.search import Candidate, Gain, Limits, Search, candidate, refine
 from offmate.solver.simulate import simulate
 from offmate.solver.solution import Solution, Status
 from offmate.solver.solve import solve
