@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -187,9 +187,15 @@ def computing_s(action: Action, schedule: Schedule) -> float:
     return does.seconds if does.resource is Resource.COMPUTE else 0.0
 
 
-def with_actions(schedule: Schedule, passes: tuple[Pass, ...], turn_around: tuple[Action, ...]) -> Schedule:
-    """The schedule with other actions over the same items, and what an iteration of them starts with."""
-    *lead, last = passes
+def with_actions(schedule: Schedule, parts: Iterable[Iterable[Action]]) -> Schedule:
+    """The schedule with other actions over the same items, and what an iteration of them starts with.
+
+    Parameters
+    ----------
+    parts: the actions of every forward, backward, and of the turn-around, as in `Schedule.parts`.
+    """
+    *walked, turn_around = map(tuple, parts)
+    *lead, last = (Pass(*pair) for pair in zip(walked[::2], walked[1::2]))
     changed = replace(schedule, lead=tuple(lead), forward=last.forward, backward=last.backward, turn_around=turn_around)
     # An action's effect does not depend on the other actions.
     changed.known_effects.update(schedule.known_effects)
@@ -215,8 +221,7 @@ def resident_at(schedule: Schedule, m: int) -> tuple[Item, ...]:
     schedule.pass_of(m)
     there = set(schedule.resident)
     if m > 0:  # the passes after the first all start with what it leaves
-        first = schedule.passes[0]
-        for action in first.forward + first.backward:
+        for action in (action for part in schedule.parts if part.of_pass == 0 for action in part.actions):
             does = effect(action, schedule)
             there.difference_update(does.releases)
             there.update(does.brings)

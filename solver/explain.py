@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from .machine import Resource
 from .plan import Planned
 from .problem import Problem, Rates
-from .schedule import Schedule
+from .schedule import Direction, Schedule
 from .simulate import Simulation
 from .solve import solve
 
@@ -160,12 +160,12 @@ def _changes(problem: Problem) -> dict[str, Problem]:
 
 def _phases(schedule: Schedule, simulation: Simulation) -> tuple[Phase, ...]:
     words = {1: ("",), 2: ("first ", "last ")}.get(schedule.micro_batches, ("first ", "middle ", "last "))
-    parts = [part for word in words for part in (f"{word}forward", f"{word}backward")]
-    actions = [part for one in schedule.passes for part in (one.forward, one.backward)]
     first, phases = 0, []
-    for name, part in zip([*parts, "turn_around"], [*actions, schedule.turn_around]):
-        phases.append(_phase(schedule, simulation, name, first, first + len(part) - 1))
-        first += len(part)
+    for part in schedule.parts:
+        turns = part.direction is Direction.TURN_AROUND
+        name = "turn_around" if turns else f"{words[part.of_pass]}{part.direction.value}"
+        phases.append(_phase(schedule, simulation, name, first, first + len(part.actions) - 1))
+        first += len(part.actions)
     return tuple(phases)
 
 

@@ -92,6 +92,30 @@ class Pass:
     backward: tuple[Action, ...]
 
 
+class Direction(Enum):
+    """What a part of an iteration is; the value is the word for it."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    TURN_AROUND = "turn-around"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of an iteration that the executor walks in one go.
+
+    Parameters
+    ----------
+    of_pass: which of the schedule's passes it belongs to; the turn-around follows the last and belongs to it.
+    times: how many micro-batches it stands for.
+    """
+
+    direction: Direction
+    of_pass: int
+    times: int
+    actions: tuple[Action, ...]
+
+
 @dataclass(frozen=True)
 class Schedule:
     """One iteration as actions over whole tensors, in the order in which the executor takes them.
@@ -174,8 +198,17 @@ class Schedule:
             raise IndexError(f"micro-batch {m} of {self.micro_batches}")
         return self.passes[-1] if m == self.micro_batches - 1 else self.passes[min(m, 1)]
 
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of an iteration in order, of the middle passes one."""
+        parts: list[Part] = []
+        for number, one in enumerate(self.passes):
+            times = max(1, self.micro_batches - 2) if number == 1 and len(self.passes) > 2 else 1
+            parts.append(Part(Direction.FORWARD, number, times, one.forward))
+            parts.append(Part(Direction.BACKWARD, number, times, one.backward))
+        return (*parts, Part(Direction.TURN_AROUND, len(self.passes) - 1, 1, self.turn_around))
+
     @property
     def actions(self) -> tuple[Action, ...]:
         """All actions of an iteration, in order, with one middle pass at most."""
-        led = tuple(action for one in self.passes for action in one.forward + one.backward)
-        return led + self.turn_around
+        return tuple(action for part in self.parts for action in part.actions)

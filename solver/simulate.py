@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 from .effects import Effect, effect
 from .items import Item, ItemKind
 from .machine import Job, Machine, Resource, Stall
-from .schedule import Action, Kind, Pass, Schedule
+from .schedule import Action, Kind, Schedule
 
 _ITERATIONS = 3  # by the third what one iteration leaves to the next has settled
 
@@ -136,11 +137,12 @@ class Executor:
         """One iteration; `jobs`, `taken` and the machine's stalls are then those of this iteration."""
         self.jobs, self.taken, self._step = [], [], None
         self.machine.stall_s, self.machine.stalls = dict.fromkeys(Resource, 0.0), []
-        for p, one in enumerate(self.schedule.passes):
-            self._walk(one.forward + one.backward)
-            if p == 1 and self.schedule.micro_batches > 3:
-                self._repeat(one, self.schedule.micro_batches - 3)
-        self._walk(self.schedule.turn_around)
+        for _, group in groupby(self.schedule.parts, key=lambda part: (part.of_pass, part.times)):
+            parts = list(group)
+            actions = tuple(action for part in parts for action in part.actions)
+            self._walk(actions)
+            if parts[0].times > 1:
+                self._repeat(actions, parts[0].times - 1)
 
     def finish(self, jobs: Iterable[Job]) -> None:
         """Go on with another iteration until jobs are done: what it adds competes with them."""
@@ -152,12 +154,12 @@ class Executor:
                 return
         self.machine.wait(left)
 
-    def _repeat(self, middle: Pass, times: int) -> None:
+    def _repeat(self, middle: tuple[Action, ...], times: int) -> None:
         """The middle pass `times` more: once in fact, the rest of them as long as that."""
         machine = self.machine
         jobs, taken, stalls = list(self.jobs), list(self.taken), list(machine.stalls)
         before, stalled = machine.now, dict(machine.stall_s)
-        self._walk(middle.forward + middle.backward)
+        self._walk(middle)
         self.jobs, self.taken, machine.stalls = jobs, taken, stalls
         machine.skip((times - 1) * (machine.now - before))
         for resource, seconds in machine.stall_s.items():

@@ -9,7 +9,7 @@ from typing import Any
 from .items import Item
 from .old_text import upgraded
 from .problem import Rates
-from .schedule import ABOUT_ITEMS, Action, ComputeSpec, Pass, Schedule
+from .schedule import ABOUT_ITEMS, Action, ComputeSpec, Direction, Pass, Schedule
 from .scheduling.validate import ScheduleError, validate
 from .simulate import memory_highs
 
@@ -105,10 +105,10 @@ def _titled(schedule: Schedule) -> list[tuple[str, tuple[Action, ...]]]:
     """The parts in order with their titles."""
     many = schedule.micro_batches
     middle = f"each of {many - 2} middle micro-batches" if many > 3 else "the middle micro-batch"
-    whose = {1: ("",), 2: (" of the first micro-batch", " of the last one")}
-    titled = []
-    for of, one in zip(
-        whose.get(many, (" of the first micro-batch", f" of {middle}", " of the last one")), schedule.passes
-    ):
-        titled += [(f"forward{of}", one.forward), (f"backward{of}", one.backward)]
-    return [*titled, ("turn_around", schedule.turn_around)]
+    of = {1: ("",), 2: (" of the first micro-batch", " of the last one")}
+    whose = of.get(many, (" of the first micro-batch", f" of {middle}", " of the last one"))
+    return [
+        ("turn_around" if part.direction is Direction.TURN_AROUND else f"{part.direction.value}{whose[part.of_pass]}",
+         part.actions)
+        for part in schedule.parts
+    ]  # fmt: skip

@@ -139,8 +139,7 @@ class Plan:
     @cached_property
     def _all_actions(self) -> tuple[Action, ...]:
         """The actions of an iteration with every micro-batch's own."""
-        passes = map(self.schedule.pass_of, range(self.schedule.micro_batches))
-        return tuple(a for one in passes for a in one.forward + one.backward) + self.schedule.turn_around
+        return tuple(a for part in self.schedule.parts for _ in range(part.times) for a in part.actions)
 
     def explain(self, offers: bool = False) -> str:
         """The plan in words: budget, peak, time, what moves, what is recomputed, and what limits each phase.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..solver import items
 from ..solver.items import Item, ItemKind
-from ..solver.schedule import Action, Kind, Schedule
+from ..solver.schedule import Action, Direction, Kind, Part, Schedule
 
 KINDS = (
     "parameters",
@@ -43,17 +43,14 @@ def item_of(action: Action) -> str:
 
 def parts_of(schedule: Schedule) -> list[tuple[str, tuple[Action, ...]]]:
     """The parts of an iteration by name, in order; of several micro-batches one middle pass stands for all."""
-    named = []
-    for number, one in enumerate(schedule.passes):
-        which = _pass_words(schedule, number)
-        named += [(f"forward{which}", one.forward), (f"backward{which}", one.backward)]
-    return [*named, ("turn-around", schedule.turn_around)]
+    return [(f"{part.direction.value}{_which(schedule, part)}", part.actions) for part in schedule.parts]
 
 
-def _pass_words(schedule: Schedule, number: int) -> str:
-    if len(schedule.passes) == 1:
+def _which(schedule: Schedule, part: Part) -> str:
+    """The number of a part's micro-batch; of the middle ones the first's."""
+    if schedule.micro_batches == 1 or part.direction is Direction.TURN_AROUND:
         return ""
-    return f" {schedule.micro_batches if number == len(schedule.passes) - 1 else number + 1}"
+    return f" {schedule.micro_batches if part.of_pass == schedule.parts[-1].of_pass else part.of_pass + 1}"
 
 
 def describe_item(item: str) -> str:

@@ -7,7 +7,7 @@ from enum import IntEnum
 
 from ..solver.effects import effect
 from ..solver.items import Item, after_pass
-from ..solver.schedule import Schedule
+from ..solver.schedule import Direction, Schedule
 
 
 class Place(IntEnum):
@@ -44,7 +44,7 @@ def tracks(schedule: Schedule) -> tuple[Track, ...]:
     columns = {step: column for column, step in enumerate(step_order(schedule))}
     places = {item: [Place.HOST] * len(columns) for item in schedule.item_bytes}
     since = dict.fromkeys(schedule.resident, -1)  # the column in which an item came; -1: it was there before
-    starts = {id(one.forward[0]) for one in schedule.passes[1:]}
+    starts = {id(part.actions[0]) for part in schedule.parts if part.of_pass and part.direction is Direction.FORWARD}
     for action in schedule.actions:
         column = columns[action.step]
         if id(action) in starts:

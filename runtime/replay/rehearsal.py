@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from ...solver import items
 from ...solver.effects import effect
 from ...solver.items import Item, ItemKind
-from ...solver.schedule import Action, Kind, Schedule
+from ...solver.schedule import Action, Direction, Kind, Schedule
 from ..memory.changes import Change, Rehearsal
 from ..memory.updated import Updated
 from .binding import Binding, Port
@@ -47,10 +47,10 @@ def rehearse(
         walker.make(size)
     stretches = [walker.take()]
     for _ in range(_LEARNT):
-        for one in schedule.passes:
-            walker.walk((*one.forward, *one.backward))
-            walker.items = {items.after_pass(item): numbers for item, numbers in walker.items.items()}
-        walker.walk(schedule.turn_around)
+        for part in schedule.parts:
+            walker.walk(part.actions)
+            if part.direction is Direction.BACKWARD:
+                walker.items = {items.after_pass(item): numbers for item, numbers in walker.items.items()}
         stretches.append(walker.take())
     return Rehearsal(tuple(stretches), sum(change.bytes > 0 for change in stretches[-1]))
 

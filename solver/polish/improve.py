@@ -12,7 +12,7 @@ from .. import items
 from ..effects import computing_s, effect, with_actions
 from ..items import Item
 from ..machine import Resource
-from ..schedule import Action, Kind, Pass, Schedule
+from ..schedule import Action, Kind, Schedule
 from ..simulate import memory_highs, simulate
 from .unrolled import has_barrier
 
@@ -61,17 +61,9 @@ class _Placed:
 
 
 def _placed(schedule: Schedule) -> list[_Placed]:
-    last = len(schedule.lead)
     return [
-        _Placed(action, part, min(part // 2, last))
-        for part, actions in enumerate(_parts(schedule))
-        for action in actions
+        _Placed(action, number, part.of_pass) for number, part in enumerate(schedule.parts) for action in part.actions
     ]
-
-
-def _parts(schedule: Schedule) -> list[tuple[Action, ...]]:
-    """Forward and backward of every pass, and the turn-around."""
-    return [*(part for one in schedule.passes for part in (one.forward, one.backward)), schedule.turn_around]
 
 
 def _crosses(entry: _Placed, following: _Placed) -> bool:
@@ -81,11 +73,10 @@ def _crosses(entry: _Placed, following: _Placed) -> bool:
 
 def _rebuilt(schedule: Schedule, placed: Iterable[_Placed]) -> Schedule:
     """The schedule with these actions; the order within each part is theirs."""
-    parts: list[list[Action]] = [[] for _ in _parts(schedule)]
+    parts: list[list[Action]] = [[] for _ in schedule.parts]
     for entry in placed:
         parts[entry.part].append(entry.action)
-    *passes, turn_around = (tuple(part) for part in parts)
-    return with_actions(schedule, tuple(Pass(*pair) for pair in zip(passes[::2], passes[1::2])), turn_around)
+    return with_actions(schedule, parts)
 
 
 def _beside(moved: _Placed, neighbour: _Placed) -> _Placed:
@@ -121,7 +112,7 @@ def _urgent_updates(schedule: Schedule) -> Schedule:
 
     What is ready when is what the simulator says of the schedule as it is.
     """
-    simulation, cut = simulate(schedule), len(schedule.passes[0].forward)
+    simulation, cut = simulate(schedule), len(schedule.parts[0].actions)
     actions = _from_backward(schedule)
     plain = [entry.action for entry in actions]
     ready = _ready_updates(schedule, actions)
@@ -148,7 +139,7 @@ def _next_prefetch(actions: list[Action], update: int) -> int:
 
 def _from_backward(schedule: Schedule) -> list[_Placed]:
     """The actions from the first backward on, in which order a gradient, its update and the next use come."""
-    actions, cut = _placed(schedule), len(schedule.passes[0].forward)
+    actions, cut = _placed(schedule), len(schedule.parts[0].actions)
     return actions[cut:] + actions[:cut]
 
 
@@ -217,7 +208,7 @@ def _hoist(schedule: Schedule, *, rotated: bool) -> Schedule:
     """
     if rotated and has_barrier(schedule):
         return schedule
-    cut = len(schedule.passes[0].forward) if rotated else 0
+    cut = len(schedule.parts[0].actions) if rotated else 0
     actions, highs = _placed(schedule), memory_highs(schedule)
     actions, highs = actions[cut:] + actions[:cut], highs[cut:] + highs[:cut]
     plain = [entry.action for entry in actions]

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ..effects import computing_s, effect, with_actions
 from ..machine import Job, Resource
-from ..schedule import Action, Kind, Pass, Schedule
+from ..schedule import Action, Kind, Schedule
 from ..simulate import Executor
 from .unrolled import Entry, Task, Unrolled
 
@@ -103,7 +103,7 @@ class _Walk:
         self._walk()
         walks = self._row.walks
         home = {task.key for _, _, task in self._taken if task is not None and task.home // walks == self._lap}
-        parts: list[list[Action]] = [[] for _ in range(2 * len(self._schedule.passes) + 1)]
+        parts: list[list[Action]] = [[] for _ in self._schedule.parts]
         for at, action, task in self._taken:
             if at.lap != self._lap or at.walk == self._row.repeated:
                 continue
@@ -111,8 +111,7 @@ class _Walk:
             if before and task is not None and task.key in home and task.action.kind is not Kind.PREFETCH:
                 continue  # it was still to come in the iteration before; from now on it is done in time
             parts[at.part].append(replace(action, step=at.step))
-        *passes, turn_around = (tuple(part) for part in parts)
-        return with_actions(self._schedule, tuple(Pass(*pair) for pair in zip(passes[::2], passes[1::2])), turn_around)
+        return with_actions(self._schedule, parts)
 
     # -- the order of what blocks -------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from .. import items
 from ..effects import Effect, effect
@@ -190,13 +191,10 @@ def _walked(schedule: Schedule) -> Iterator[list[tuple[int, tuple[Action, ...]]]
 
     The turn-around belongs to the last.
     """
-    passes = schedule.passes
-    order = list(range(len(passes)))
-    if schedule.micro_batches > 3:
-        order.insert(1, 1)
-    for p in order:
-        parts = [(2 * p, passes[p].forward), (2 * p + 1, passes[p].backward)]
-        yield [*parts, (2 * p + 2, schedule.turn_around)] if p + 1 == len(passes) else parts
+    for _, parts in groupby(enumerate(schedule.parts), key=lambda one: one[1].of_pass):
+        numbered = list(parts)
+        for _ in range(min(2, numbered[0][1].times)):
+            yield [(number, part.actions) for number, part in numbered]
 
 
 def has_barrier(schedule: Schedule) -> bool:

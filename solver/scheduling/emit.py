@@ -10,7 +10,7 @@ from ..decisions import Decisions, TensorGap, TensorPlan, state_parts
 from ..effects import with_actions
 from ..items import Item
 from ..problem import Group, Problem, TensorSize
-from ..schedule import Action, Kind, Pass, Schedule
+from ..schedule import Action, Kind, Schedule
 from .computes import compute_specs, item_sizes, value_uses
 
 
@@ -91,7 +91,7 @@ def build_schedule(problem: Problem, decisions: Decisions) -> Schedule:
     for group in problem.groups:
         for tensor in group.tensors:
             _emit_tensor(emitter, group, tensor, plans[tensor.name])
-    passes, turn_around = _parts(problem, sorted(emitter.entries))
+    parts = _parts(problem, sorted(emitter.entries))
     computes = compute_specs(problem, decisions, sizes)
     several = problem.micro_batches > 1
     schedule = Schedule(
@@ -110,7 +110,7 @@ def build_schedule(problem: Problem, decisions: Decisions) -> Schedule:
         add_cpu_s=_shares(problem, plans, "cpu_add_s", cpu=True) if several else {},
         add_device_s=_shares(problem, plans, "device_add_s", cpu=False) if several else {},
     )
-    return with_actions(schedule, passes, turn_around)
+    return with_actions(schedule, parts)
 
 
 def _emit_computes(emitter: _Emitter) -> None:
@@ -213,16 +213,17 @@ def _emit_device_update(emitter: _Emitter, group: Group, tensor: TensorSize, pla
             emitter.prefetch(part.stay.back, part.item, last)
 
 
-def _parts(problem: Problem, entries: list[_Entry]) -> tuple[tuple[Pass, ...], tuple[Action, ...]]:
+def _parts(problem: Problem, entries: list[_Entry]) -> list[tuple[Action, ...]]:
+    """The actions of every forward and backward, and of the turn-around."""
     n, last = problem.n_blocks, problem.first_turn_around
     barrier = problem.n_steps if problem.update == "planned" else last + 1
 
     def steps(first: int, end: int) -> tuple[Action, ...]:
         return tuple(entry.action for entry in entries if first <= entry.step < end)
 
-    passes = [Pass(steps(start, start + n), steps(start + n, start + 2 * n)) for start in problem.passes]
-    passes[0] = Pass(steps(barrier, problem.n_steps) + passes[0].forward, passes[0].backward)
-    return tuple(passes), steps(last, barrier)
+    parts = [steps(start + half, start + half + n) for start in problem.passes for half in (0, n)]
+    parts[0] = steps(barrier, problem.n_steps) + parts[0]
+    return [*parts, steps(last, barrier)]
 
 
 def _shares(problem: Problem, plans: dict[str, TensorPlan], seconds: str, *, cpu: bool) -> dict[str, float]:

@@ -55,7 +55,7 @@ def _check(schedule: Schedule) -> None:
     for known in (False, True):
         state.begin(known)
         for m in range(state.walked):
-            one = schedule.passes[-1] if m + 1 == state.walked else schedule.passes[min(m, 1)]
+            one = schedule.passes[-1] if m + 1 == state.walked else schedule.pass_of(min(m, 1))
             for action in one.forward + one.backward:
                 state.take(action)
             if m + 1 < state.walked:
