@@ -37,6 +37,7 @@ ROOMS = (
     "offmate.solver.instances",
     # runtime: replays a schedule on a device
     "offmate.runtime",
+    "offmate.runtime.torch_names",
     "offmate.runtime.events",
     "offmate.runtime.layouts",
     "offmate.runtime.ledger",
@@ -55,6 +56,7 @@ ROOMS = (
     "offmate.version",
     "offmate.config",
     "offmate.progress",
+    "offmate.transformers_names",
     "offmate.machines",
     "offmate.reports",
     "offmate.guards",
