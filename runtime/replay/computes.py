@@ -9,6 +9,7 @@ import torch
 
 from ...solver.schedule import Schedule
 from ..devices.device import Device
+from ..torch_names.tensors import version_of
 from .binding import Binding, BlockBinding, HostState, Port
 from .contents import Buffer, Contents, Saved
 from .gate import Gate
@@ -54,7 +55,7 @@ class Computes:
         here = self._contents
         for name in self._binding.buffers:
             own = self._host.buffers[name]
-            seen = (own.data_ptr(), own._version)
+            seen = (own.data_ptr(), version_of(own))
             if name not in here.model_buffers or self._seen_buffers.get(name) != seen:
                 here.model_buffers[name] = own if self._on_host else self._device.bring(own)
                 here.newer.discard(f"b:{name}")

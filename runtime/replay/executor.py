@@ -10,6 +10,7 @@ from ...solver.schedule import Action, Kind, Schedule, made_old
 from .. import interrupts
 from ..devices.device import Device
 from ..memory.updated import Updated
+from ..torch_names.autograd import without_autocast
 from .binding import Binding, HostState, Update
 from .computes import Computes
 from .contents import Buffer, Contents
@@ -144,7 +145,7 @@ class Executor:
         recorder = self.device.recorder
         if recorder is not None:
             recorder.begin(self.schedule, actions)
-        with torch.no_grad(), torch._C._DisableAutocast():
+        with torch.no_grad(), without_autocast():
             for action in actions:
                 if self.on_action is not None:
                     self.on_action(action)
