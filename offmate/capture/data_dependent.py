@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
+from ..runtime.torch_names import trees as pytree
+from ..runtime.torch_names.tracing import DataDependentOutputException, DynamicOutputShapeException
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in \S+\n(?P<code>[^\n]*)')
 _PACKAGES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent}/")

@@ -56,7 +56,7 @@ def attention_masks(captured: Captured) -> set[str]:
 
 def test_decisions_are_held_whatever_the_version_of_transformers_has(monkeypatch: pytest.MonkeyPatch) -> None:
     early = SimpleNamespace(_ignore_causal_mask_sdpa=lambda *given: False)
-    monkeypatch.setattr(decisions, "_masking", lambda: early)
+    monkeypatch.setattr(decisions, "masking", lambda: early)
     with decisions.hold((decisions.Decision("_ignore_causal_mask_sdpa", True, None),)):
         assert early._ignore_causal_mask_sdpa()
     assert not early._ignore_causal_mask_sdpa()
