@@ -17,6 +17,7 @@ from ..errors import OffmateError, ProtocolError
 from ..machines.devices import EMULATED
 from ..machines.stopwatch import clock_of
 from ..runtime.replay.contents import is_bulk
+from ..runtime.torch_names.modules import STEP_HOOKS, marked_as_scheduled
 from .rows import depends_on_threads, works_by_element
 
 log = logging.getLogger("offmate")
@@ -153,8 +154,7 @@ class Updater:
         single: Any = object.__new__(self.base)
         single.__dict__.update(self.optimizer.__dict__)
         single.__dict__.pop("step", None)
-        single.__dict__["_optimizer_step_pre_hooks"] = OrderedDict()
-        single.__dict__["_optimizer_step_post_hooks"] = OrderedDict()
+        single.__dict__.update({hooks: OrderedDict() for hooks in STEP_HOOKS})
         leaf = torch.nn.Parameter(param.data)
         leaf.grad = grad
         _place_scalars(state, leaf.device if hyper.get("fused") or hyper.get("capturable") else _CPU)
@@ -348,5 +348,4 @@ def take_over(optimizer: torch.optim.Optimizer, session: Any) -> None:
         def step(*args: Any, **kwargs: Any) -> None:
             return PlannedOptimizer.step(optimizer, *args, **kwargs)  # type: ignore[arg-type]
 
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        optimizer.step = step  # type: ignore[method-assign, assignment]
+        optimizer.step = marked_as_scheduled(step)  # type: ignore[method-assign]
