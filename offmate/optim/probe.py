@@ -11,7 +11,7 @@ import torch
 
 from ..errors import OffmateError
 from ..runtime.torch_names import trees as pytree
-from ..runtime.torch_names.modules import STEP_HOOKS
+from ..runtime.torch_names.modules import STEP_HOOKS, state_at_construction
 
 _STEPS = 3
 _SIZES = (2, 3, 2, 3, 2, 3)
@@ -92,6 +92,8 @@ def _trained(optimizer: torch.optim.Optimizer, groups: list[Group]) -> list[tupl
     leaves = [[torch.nn.Parameter(t.clone()) for t in tensors] for _, tensors in groups]
     single.param_groups = [{**hyper, "params": own} for (hyper, _), own in zip(groups, leaves)]
     single.state = defaultdict(dict)
+    for (hyper, _), own in zip(groups, leaves):
+        single.state.update({leaf: state_at_construction(base, hyper, leaf) for leaf in own})
     before: dict[str, Any] = {}
     for step in range(_STEPS):
         for own in leaves:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,7 @@ _GLOBAL_HOOKS = (
 )  # fmt: skip
 
 _WRAPPED = "_wrapped_by_lr_sched"
+_STEPPED = "_opt_called"
 
 
 def global_hooks() -> list[Any]:
@@ -55,6 +57,37 @@ def conversion(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any,
     """
     asked: tuple[Any, Any, bool, Any] = torch._C._nn._parse_to(*args, **kwargs)
     return asked
+
+
+def state_at_construction(kind: type[Any], hyper: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
+    """Give the state of a parameter that an optimizer's constructor makes, empty where the first update does.
+
+    Of torch's only Adagrad's constructor makes one, in torch 2.11.0, and in 2.13.0 no more.
+
+    Parameters
+    ----------
+    kind: class of the optimizer. hyper: hyperparameters of the parameter's group.
+    """
+    if not issubclass(kind, torch.optim.Adagrad) or not _adagrad_begins_with_states():
+        return {}
+    first, fused = hyper["initial_accumulator_value"], hyper["fused"]
+    return dict(torch.optim.Adagrad([param], initial_accumulator_value=first, fused=fused).state[param])
+
+
+@functools.cache
+def _adagrad_begins_with_states() -> bool:
+    return bool(torch.optim.Adagrad([torch.zeros(1)]).state)
+
+
+def step_hooks(optimizer: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Give an optimizer's dictionaries of hooks before and after its step."""
+    before, after = STEP_HOOKS
+    return vars(optimizer)[before], vars(optimizer)[after]
+
+
+def note_step(optimizer: Any) -> None:
+    """Let schedulers see that an optimizer has stepped; else they warn, and only their own wrapper of it says so."""
+    setattr(optimizer, _STEPPED, True)
 
 
 def marked_as_scheduled(step: Any) -> Any:

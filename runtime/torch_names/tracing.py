@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch._functorch._aot_autograd import functional_utils
 from torch._subclasses import fake_tensor, functional_tensor
-from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental import proxy_tensor, symbolic_shapes
 from torch.utils import _python_dispatch
 
 FakeTensor = fake_tensor.FakeTensor
@@ -21,6 +21,9 @@ FakeTensorMode = fake_tensor.FakeTensorMode
 DataDependentOutputException = fake_tensor.DataDependentOutputException
 DynamicOutputShapeException = fake_tensor.DynamicOutputShapeException
 """What an operator raises that would have to look at values, as `func`; publicly a part of a message."""
+
+GuardOnDataDependentSymNode = symbolic_shapes.GuardOnDataDependentSymNode
+"""What export raises at a branch or a bound that is made from values; publicly it is a `RuntimeError` like many."""
 
 FunctionalTensor = functional_tensor.FunctionalTensor
 FunctionalTensorMode = functional_tensor.FunctionalTensorMode

@@ -397,6 +397,15 @@ class Conditional(nn.Module):
         return torch.cond(y.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (y,))
 
 
+class ThroughNumpy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(self.linear(x).detach().numpy())
+
+
 class WritesParameter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -410,7 +419,12 @@ class WritesParameter(nn.Module):
 
 @pytest.mark.parametrize(
     ("build", "names"),
-    [(Branching, "does not export"), (Conditional, "higher-order operator cond"), (WritesParameter, "linear.weight")],
+    [
+        (Branching, "takes a Python number"),
+        (ThroughNumpy, "does not export"),
+        (Conditional, "higher-order operator cond"),
+        (WritesParameter, "linear.weight"),
+    ],
 )
 def test_refused_constructs_are_named(build: type[nn.Module], names: str) -> None:
     with pytest.raises(CaptureError, match=names):
