@@ -24,8 +24,8 @@ class Iteration:
 
     State: `graph`, dead once nothing can call backward() through this forward any more; `dropped`, whether the model
     was called again before that; `_outputs`, what the user was given, by name, with its version then; `_read`, the
-    memory of those that the backward reads; `_used`, those that the model itself goes on from; `_buffers`, those that
-    the backward may read, with their versions.
+    memory of those that the backward reads; `_used`, those that the model itself goes on from; `_buffers_then`, those
+    that the backward may read, with their versions.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class Iteration:
         self._outputs: dict[str, tuple[torch.Tensor, int]] = {}
         self._read: set[int] = set()
         self._used: dict[str, weakref.ref[torch.Tensor]] = {}
-        self._buffers: dict[str, tuple[torch.Tensor, int]] = {}
+        self._buffers_then: dict[str, tuple[torch.Tensor, int]] = {}
 
     @property
     def runs_now(self) -> bool:
@@ -74,12 +74,12 @@ class Iteration:
 
     def reads(self, buffers: dict[str, torch.Tensor] | None = None) -> None:
         """The backward may read these buffers as they are now; None for those that it was told of, written since."""
-        known = {name: buffer for name, (buffer, _) in self._buffers.items()} if buffers is None else buffers
-        self._buffers = {name: (buffer, version_of(buffer)) for name, buffer in known.items()}
+        known = {name: buffer for name, (buffer, _) in self._buffers_then.items()} if buffers is None else buffers
+        self._buffers_then = {name: (buffer, version_of(buffer)) for name, buffer in known.items()}
 
     def edited_buffers(self) -> list[str]:
         """Buffers that the user has written into since."""
-        return [name for name, (buffer, version) in self._buffers.items() if version_of(buffer) != version]
+        return [name for name, (buffer, version) in self._buffers_then.items() if version_of(buffer) != version]
 
     def asked_gradients(self) -> list[str]:
         """Outputs that the model goes on from whose whole gradient the user has asked for."""
