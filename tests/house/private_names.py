@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -140,11 +141,11 @@ NAMES: dict[str, dict[str, str]] = {
 
 
 def missing(file: str) -> list[str]:
-    """Sentences for the names that a file uses and that the installed library has not."""
+    """Sentences for the names that a file uses and that its library, where it is installed, has not."""
     sentences = []
     for name, purpose in NAMES[file].items():
         library = name.partition(".")[0]
-        if not has(name):
+        if importlib.util.find_spec(library) is not None and not has(name):
             version = importlib.import_module(library).__version__
             sentences.append(f"{library} {version} has no {name}, by which {file} provides for {purpose}.")
     return sentences
