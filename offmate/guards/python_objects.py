@@ -16,7 +16,7 @@ from ..runtime.torch_names.modules import (
     PARAMETERS,
     RECURRENT_WEIGHTS,
     TABLES,
-)  # fmt: skip
+)
 from ..transformers_names import COLLECTING, HOOKS_INSTALLED
 from .settings import class_settings, is_settings, is_simple, of_a_user, settings_of
 
