@@ -1,5 +1,6 @@
 # make demo    fine-tune a small model inside a budget and compare it with plain PyTorch (ARGS="--steps 5" and such)
 # make test    the test suite (make test TORCH=2.11.0 tries another torch; ARGS="-k sizes" and such)
+# make fast    of the suite what takes minutes (make fast TORCH=2.11.0 or TORCH=newest; what it is: tests/conftest.py)
 # make fuzz    the property tests with examples that have not been tried before, then 2,000 sequences of user actions
 #              against plain PyTorch; when stopped it goes on where it was (SEQUENCES="--sequences 50" and such)
 # make lint    style and format; make types: type check of the installed package
@@ -16,9 +17,11 @@ SEQUENCES ?=
 
 VENV := .venv$(if $(TORCH),-$(TORCH))
 TYPES_VENV := .venv-types
+# What TORCH makes of the constraint on torch, as a command of sed.
+TORCH_CONSTRAINT := $(if $(filter newest,$(TORCH)),/^torch==/d,$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/))
 PIP_INSTALL = -m pip --disable-pip-version-check install -qq
 
-.PHONY: help demo test fuzz lint types docs release
+.PHONY: help demo test fast fuzz lint types docs release
 .DELETE_ON_ERROR:
 
 help:
@@ -29,6 +32,9 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed
 	@$(VENV)/bin/python -m pytest $(ARGS)
+
+fast: $(VENV)/installed
+	@$(VENV)/bin/python -m pytest --fast $(ARGS)
 
 fuzz: $(VENV)/installed
 	@$(VENV)/bin/python -m pytest --hypothesis-profile fuzz tests/solver tests/offmate/reports/test_reports.py $(ARGS)
@@ -73,8 +79,7 @@ define make_venv
 	  echo 'No virtual environment could be made; on Debian, Ubuntu and WSL2: sudo apt install python3-venv' >&2; \
 	  exit 1; }
 	@echo 'Setting up $(1): the first time this fetches torch and takes a few minutes ...'
-	@sed 's/^torch==.*/torch==$(or $(TORCH),$(shell sed -n 's/^torch==//p' constraints.txt))/' \
-	  constraints.txt > $(1)/constraints.txt
+	@sed '$(TORCH_CONSTRAINT)' constraints.txt > $(1)/constraints.txt
 endef
 
 $(VENV)/installed: pyproject.toml constraints.txt

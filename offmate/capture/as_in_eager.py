@@ -6,10 +6,10 @@ import contextlib
 from typing import Any
 
 import torch
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..runtime.operators.layouts import lay_out
+from ..runtime.torch_names.operators import schema_of
+from ..runtime.torch_names.tracing import FunctionalTensor, TorchDispatchMode, replace_value, value_of
 from .functions import as_eager
 
 
@@ -45,16 +45,16 @@ class LayoutsKept(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        written = args[0] if func._schema.is_mutable and args else None
+        written = args[0] if schema_of(func).is_mutable and args else None
         # `transpose_` and its like write no value: strides are what they change.
         if not isinstance(written, FunctionalTensor) or torch.Tag.inplace_view in func.tags:
             return func(*args, **(kwargs or {}))
         stride = written.stride()
         result = func(*args, **(kwargs or {}))
-        value = torch._from_functional_tensor(written.elem)
+        value = value_of(written)
         steps = [(a, b) for a, b, size in zip(value.stride(), stride, value.shape) if size != 1]
         if value.shape == written.shape and any(a != b for a, b in steps):
-            torch._functionalize_replace(written.elem, lay_out(value, list(value.shape), list(stride)))
+            replace_value(written, lay_out(value, list(value.shape), list(stride)))
         return result
 
 

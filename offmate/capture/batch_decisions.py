@@ -8,23 +8,18 @@ asked again for every batch: another outcome needs another capture.
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
+from ..runtime.torch_names import trees as pytree
+from ..runtime.torch_names.tracing import FakeTensor, FakeTensorMode
+from ..transformers_names import DECIDERS, PACKED, deciders_replaced, experts_as_in_export, masking, masks_as_in_eager
 from .data_dependent import named
-
-_MODULE = "transformers.masking_utils"
-_DECIDERS = ("find_packed_sequence_indices", "_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,7 @@ def record(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
     Returns: the decisions in the order in which they were taken; empty where transformers is absent.
     """
-    module = _masking()
+    module = masking()
     if module is None or not _may_decide(model):
         return ()
     leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -107,13 +102,8 @@ def _listen(module: Any, model: torch.nn.Module, args: Any, kwargs: Any) -> list
     state |= {name: _own(tensor) for name, tensor in model.named_buffers()}
     args, kwargs = pytree.tree_map(_own, (args, kwargs))
     with contextlib.ExitStack() as stack:
-        for name in _DECIDERS:
-            if hasattr(module, name):
-                stack.enter_context(mock.patch.object(module, name, listen(name, getattr(module, name))))
-        experts = importlib.import_module("transformers.integrations.moe") if _has_experts() else None
-        if experts is not None and hasattr(experts, "is_torchdynamo_compiling"):
-            # Its grouped product has no fake kernel for float32; export takes the same road.
-            stack.enter_context(mock.patch.object(experts, "is_torchdynamo_compiling", lambda: True))
+        stack.enter_context(deciders_replaced(module, listen))
+        stack.enter_context(experts_as_in_export())
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(named())
@@ -126,7 +116,7 @@ def _own(leaf: Any) -> Any:
 
 
 def _outcome(decider: str, result: Any) -> bool:
-    return result is None if decider == "find_packed_sequence_indices" else bool(result)
+    return result is None if decider == PACKED else bool(result)
 
 
 def _same(tensor: torch.Tensor | None, looked_at: torch.Tensor | None) -> bool:
@@ -155,19 +145,6 @@ def _may_decide(model: torch.nn.Module) -> bool:
     return any(type(m).__module__.startswith("transformers.") for m in model.modules())
 
 
-def _has_experts() -> bool:
-    return importlib.util.find_spec("transformers.integrations.moe") is not None
-
-
-def _masking() -> Any:
-    if importlib.util.find_spec("transformers") is None:
-        return None
-    try:
-        return importlib.import_module(_MODULE)
-    except ImportError:
-        return None
-
-
 def ask_again(decisions: tuple[Decision, ...], batch: list[torch.Tensor]) -> tuple[bool, ...]:
     """The outcomes for another batch of the same shapes.
 
@@ -177,14 +154,14 @@ def ask_again(decisions: tuple[Decision, ...], batch: list[torch.Tensor]) -> tup
 
     Returns: one outcome per decision.
     """
-    module = _masking()
+    module = masking()
     outcomes = []
     for decision in decisions:
         if decision.source is None:
             outcomes.append(decision.outcome)
             continue
         tensor = batch[decision.source]
-        looked_at = tensor if decision.decider == "find_packed_sequence_indices" else tensor.to(torch.bool)
+        looked_at = tensor if decision.decider == PACKED else tensor.to(torch.bool)
         result = getattr(module, decision.decider)(looked_at, *decision.args)
         outcomes.append(_outcome(decision.decider, result))
     return tuple(outcomes)
@@ -193,27 +170,22 @@ def ask_again(decisions: tuple[Decision, ...], batch: list[torch.Tensor]) -> tup
 @contextlib.contextmanager
 def hold(decisions: tuple[Decision, ...]) -> Iterator[None]:
     """Let the deciders answer during export what they answered on the real batch, in the same order."""
-    module = _masking()
+    module = masking()
     if module is None or not decisions:
         yield
         return
-    queues = {name: iter([d for d in decisions if d.decider == name]) for name in _DECIDERS}
+    queues = {name: iter([d for d in decisions if d.decider == name]) for name in DECIDERS}
 
     def answer(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             decision = next(queues[name], None)
             if decision is None:
                 raise CaptureError(f"under export the model asked {name} more often than on the real batch")
-            if name != "find_packed_sequence_indices":
+            if name != PACKED:
                 return decision.outcome
             return None if decision.outcome else original(*args, **kwargs)
 
         return wrapper
 
-    with contextlib.ExitStack() as stack:
-        for name in _DECIDERS:
-            if hasattr(module, name):
-                stack.enter_context(mock.patch.object(module, name, answer(name, getattr(module, name))))
-        if hasattr(module, "is_torchdynamo_exporting"):  # not in all versions
-            stack.enter_context(mock.patch.object(module, "is_torchdynamo_exporting", lambda: False))
+    with deciders_replaced(module, answer), masks_as_in_eager(module):
         yield

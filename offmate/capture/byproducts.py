@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from ..runtime.torch_names import trees as pytree
 
 if TYPE_CHECKING:
     from ..guards.watch import Watch

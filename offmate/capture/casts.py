@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CaptureError
 from ..guards.surroundings import inside_autocast
+from ..runtime.torch_names.operators import CASTS, cast
+from ..runtime.torch_names.tracing import TorchDispatchMode
 
-_EXPLICIT = ("aten.to.", "aten._to_copy", "offmate.")
+_EXPLICIT = (*CASTS, "offmate.")
 
 
 class Casts(TorchDispatchMode):
@@ -62,7 +63,7 @@ class Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten._to_copy.default and id(args[0]) in self._nodes and "dtype" in kwargs:
+        if func is cast and id(args[0]) in self._nodes and "dtype" in kwargs:
             self._seen[self._nodes[id(args[0])]].append((self._region(), kwargs["dtype"]))
         return func(*args, **kwargs)
 

@@ -9,10 +9,12 @@ from typing import Any
 import networkx as nx
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
+from ..runtime.torch_names import trees as pytree
+from ..runtime.torch_names.operators import schema_of
+from ..runtime.torch_names.tensors import storage_key
+from ..runtime.torch_names.tracing import FakeTensorMode
 from .casts import Casts
 from .effects import is_random, updates_stats, writes
 from .export import Captured
@@ -126,7 +128,7 @@ def run_fake(captured: Captured, trainable: frozenset[str]) -> tuple[dict[fx.Nod
         tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
         facts[node] = Facts(
             value,
-            tuple(t.untyped_storage()._cdata for t in tensors),
+            tuple(storage_key(t.untyped_storage()) for t in tensors),
             (),
             written,
         )
@@ -141,11 +143,11 @@ def _require_grad(value: Any) -> tuple[bool, ...]:
 
 def _written(node: fx.Node, args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
     written = []
-    for index, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    for index, argument in enumerate(schema_of(node.target).arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[index] if index < len(args) else kwargs.get(argument.name)
-        written += [t.untyped_storage()._cdata for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+        written += [storage_key(t.untyped_storage()) for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
     return tuple(written)
 
 
@@ -298,7 +300,7 @@ def _merge_small(
         seen |= params
         made = {s for n in block for s in facts[n].storages}
         sizes = {
-            t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+            storage_key(t.untyped_storage()): t.untyped_storage().nbytes()
             for n in [*block, *params]
             for t in pytree.tree_leaves(facts[n].value)
             if isinstance(t, torch.Tensor)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch.nn.modules import module as torch_module
 
 from ..errors import OffmateError, ProtocolError
+from ..runtime.torch_names.autograd import hooks_on_saved, without_torch_function
+from ..runtime.torch_names.modules import BACKWARD_HOOKS, global_hooks, is_from_torch_compile
+from ..runtime.torch_names.tensors import gradient_hooks, late_gradient_hooks
 from .hooks import SAVED_WORDS, hook_name, keeps_another_value
 
 _WRAPPERS = {
@@ -15,11 +17,6 @@ _WRAPPERS = {
     "DistributedDataParallel": "DistributedDataParallel (DDP)",
     "FullyShardedDataParallel": "FullyShardedDataParallel (FSDP)",
 }
-
-
-_GLOBAL_HOOKS = (
-    "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks",
-)  # fmt: skip
 
 
 def check_model(model: torch.nn.Module) -> None:
@@ -34,7 +31,7 @@ def check_model(model: torch.nn.Module) -> None:
             "copy.deepcopy(model), which is a plain model; build an optimizer of its parameters, load "
             "optimizer.state_dict() of the old one into that, and compile the copy"
         )
-    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+    if is_from_torch_compile(model):
         raise OffmateError("the model was compiled by torch.compile; give offmate the original, model._orig_mod")
     if name in _WRAPPERS or any(c.__name__ in _WRAPPERS for c in type(model).__mro__):
         raise OffmateError(f"the model is wrapped in {_WRAPPERS.get(name, name)}; give offmate the inner model.module")
@@ -56,15 +53,14 @@ def check_model(model: torch.nn.Module) -> None:
 def check_module_hooks(model: torch.nn.Module) -> None:
     """Raise ProtocolError if hooks inside the model would not be called by a replay, naming the module."""
     for name, module in model.named_modules():
-        own = module.__dict__
-        hooks = [*own["_backward_pre_hooks"].values(), *own["_backward_hooks"].values()]
+        hooks = [hook for table in BACKWARD_HOOKS for hook in module.__dict__[table].values()]
         if hooks and module is not model:
             raise ProtocolError(
                 f"{name} has a backward hook ({hook_name(hooks[0])}), which a replay of the captured graph would not "
                 "call. Put what it does to gradients into a torch.autograd.Function in the forward, hook the whole "
                 "model or, without optimizer=, its parameters instead"
             )
-    if any(table for name, table in vars(torch_module).items() if name in _GLOBAL_HOOKS):
+    if global_hooks():
         raise ProtocolError(
             "there are hooks on all modules (torch.nn.modules.module.register_module_..._hook), which a replay of the "
             "captured graph would not call; register them on single modules"
@@ -80,14 +76,14 @@ def check_hooks(parameters: tuple[tuple[str, torch.nn.Parameter], ...], planned:
     ----------
     parameters: of the model, by name. planned: whether an optimizer's updates are.
     """
-    saved = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    saved = hooks_on_saved()
     if saved is not None and keeps_another_value(saved[0]):
         raise ProtocolError(f"the code around the model's call {SAVED_WORDS.format(hook_name(saved[0]))}")
     if not planned:
         return
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         for name, param in parameters:
-            hooks = param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None)
+            hooks = gradient_hooks(param) or late_gradient_hooks(param)
             if hooks:
                 raise ProtocolError(
                     f"{name} has a hook on its gradient ({hook_name(next(iter(hooks.values())))}), but the planned "
@@ -98,8 +94,8 @@ def check_hooks(parameters: tuple[tuple[str, torch.nn.Parameter], ...], planned:
 
 def hooked(params: Mapping[str, torch.nn.Parameter]) -> list[str]:
     """Names of the parameters with hooks on their gradients."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return [n for n, p in params.items() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
+    with without_torch_function():
+        return [n for n, p in params.items() if gradient_hooks(p) or late_gradient_hooks(p)]
 
 
 def _check_overlaps(model: torch.nn.Module) -> None:

@@ -12,10 +12,14 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
+from ..runtime.torch_names import trees as pytree
+from ..runtime.torch_names.tracing import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+)
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in \S+\n(?P<code>[^\n]*)')
 _PACKAGES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent}/")
@@ -46,6 +50,8 @@ def named() -> Iterator[None]:
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         number = isinstance(error, DataDependentOutputException)
         raise _refusal(error.func, line_of(error), number) from error
+    except GuardOnDataDependentSymNode as error:
+        raise _refusal("the forward", line_of(error), number=True) from error
 
 
 def line_of(error: Exception) -> str:
@@ -69,15 +75,15 @@ def _has_symbols(tensor: torch.Tensor) -> bool:
     return any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride()))
 
 
-def _refusal(operator: Any, line: str, number: bool) -> CaptureError:
+def _refusal(culprit: Any, line: str, number: bool) -> CaptureError:
     if number:
         return CaptureError(
-            f"{operator}{line} takes a Python number out of a tensor (.item(), .tolist(), int(), an `if` or a bound of "
+            f"{culprit}{line} takes a Python number out of a tensor (.item(), .tolist(), int(), an `if` or a bound of "
             "a slice), which a plan that is made before the values are known cannot hold. Keep it a tensor, which "
             "takes part in arithmetic and in masks (torch.where), or pass the number as an argument of the call"
         )
     return CaptureError(
-        f"{operator}{line} gives a result whose shape depends on values, which cannot be planned. Keep a fixed size: "
+        f"{culprit}{line} gives a result whose shape depends on values, which cannot be planned. Keep a fixed size: "
         "torch.where, masked_fill or a product with the mask instead of picking elements; or pick them before the "
         "call and pass them as an argument"
     )

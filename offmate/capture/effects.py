@@ -8,21 +8,23 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..runtime.torch_names.operators import ATTENTION, OpOverload, schema_of
+
 
 def has_effect(node: fx.Node) -> bool:
     """Whether a node must stay although nobody reads it: placeholders, outputs, draws and writes."""
     if node.op in ("placeholder", "output"):
         return True
-    return isinstance(node.target, torch._ops.OpOverload) and (is_random(node) or writes(node) or updates_stats(node))
+    return isinstance(node.target, OpOverload) and (is_random(node) or writes(node) or updates_stats(node))
 
 
 def is_random(node: fx.Node) -> bool:
     """Whether the node draws random numbers."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
-    if any(argument.name == "philox_seed" for argument in node.target._schema.arguments):
+    if any(argument.name == "philox_seed" for argument in schema_of(node.target).arguments):
         return False  # a backward of fused attention draws again what its forward drew, from the seed it is given
     probability = _dropout_probability(node)
     return probability is None or probability > 0
@@ -31,30 +33,30 @@ def is_random(node: fx.Node) -> bool:
 def _dropout_probability(node: fx.Node) -> float | None:
     """The probability of operators that draw only if it is above 0, None for those that always draw."""
     target: Any = node.target
-    arguments: dict[str, Any] = {a.name: v for a, v in zip(target._schema.arguments, node.args)} | dict(node.kwargs)
+    arguments: dict[str, Any] = {a.name: v for a, v in zip(schema_of(target).arguments, node.args)} | dict(node.kwargs)
     if arguments.get("train") is False or arguments.get("training") is False:
         return 0.0
     for name in ("dropout_p", "dropout"):
         if isinstance(arguments.get(name), (int, float)):
             return float(arguments[name])
     name = str(node.target)
-    if "scaled_dot_product" in name or "_flash_attention" in name or "_efficient_attention" in name:
+    if any(kernel in name for kernel in ATTENTION):
         return 0.0
     return None
 
 
 def writes(node: fx.Node) -> bool:
     """Whether the node's schema says that it writes into an argument."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
-    return node.target._schema.is_mutable
+    return bool(schema_of(node.target).is_mutable)
 
 
 def written_into(node: fx.Node) -> fx.Node | None:
     """The argument that a node writes into and returns, as `add_` does; None for any other node."""
     if not writes(node):
         return None
-    schema: Any = node.target._schema  # type: ignore[union-attr]
+    schema = schema_of(node.target)
     returned = schema.returns[0].alias_info if len(schema.returns) == 1 else None
     if returned is None:
         return None
@@ -76,7 +78,7 @@ def updates_stats(node: fx.Node) -> bool:
 def base_of(node: Any) -> Any:
     """The node whose memory a node's value lies in, as far as schemas say."""
     while isinstance(node, fx.Node) and node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
-        schema = getattr(node.target, "_schema", None)
+        schema = schema_of(node.target)
         views = schema is not None and schema.arguments[0].alias_info is not None
         if not views and node.target is not operator.getitem:
             return node

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import logging
 import warnings
@@ -14,14 +13,16 @@ from unittest import mock
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
-from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
 from ..guards.python_state import python_restored
 from ..machines.devices import rng_untouched
 from ..runtime.layouts import as_layout
+from ..runtime.torch_names import tracing
+from ..runtime.torch_names import trees as pytree
+from ..runtime.torch_names.operators import HigherOrderOperator
+from ..runtime.torch_names.tracing import FakeTensor
 from . import batch_decisions
 from .byproducts import ByProduct
 from .data_dependent import line_of, named
@@ -36,8 +37,6 @@ from .tidy import tidy
 
 log = logging.getLogger("offmate")
 
-# Passes of export that fold grad modes and autocast regions into subgraphs: of one inside the other, they lose one.
-_FOLDING = ("replace_autocast_with_hop_pass", "replace_set_grad_with_hop_pass")
 _instances = itertools.count(1)
 
 
@@ -263,7 +262,7 @@ def _observed_export(
 
 def _export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
-        with warnings.catch_warnings(), functions_kept(), _unfolded(), _caches_as_in_eager(), named():
+        with warnings.catch_warnings(), functions_kept(), tracing.nothing_folded(), _caches_as_in_eager(), named():
             # Attributes that are set become by-products.
             warnings.filterwarnings("ignore", message="The tensor attribute")
             return torch.export.export(model, args, kwargs, strict=False)
@@ -317,18 +316,18 @@ def _inline(module: fx.GraphModule, graph: fx.Graph) -> None:
     for node in module.graph.nodes:
         if node.op == "get_attr":
             env[node] = getattr(module, node.target)
-        elif node.target is torch._C._set_grad_enabled:
+        elif node.target is tracing.set_grad_enabled:
             region = replace(region, grad=bool(node.args[0]))
-        elif node.target is torch.amp.autocast_mode._enter_autocast:
+        elif node.target is tracing.enter_autocast:
             around[node] = region
             kind, dtype, enabled, cache = node.args
             region = replace(
                 region, autocast=(kind, dtype, enabled, cache), instance=region.instance or next(_instances)
             )
-        elif node.target is torch.amp.autocast_mode._exit_autocast:
+        elif node.target is tracing.exit_autocast:
             before = around[node.args[0]]
             region = replace(before, grad=region.grad)
-        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+        elif isinstance(node.target, HigherOrderOperator):
             name = node.target.name()
             raise CaptureError(
                 f"the model uses the higher-order operator {name} ({node.format_node()}), which cannot be "
@@ -338,13 +337,3 @@ def _inline(module: fx.GraphModule, graph: fx.Graph) -> None:
             env[node] = graph.node_copy(node, lambda n: env[n])
             if node.op == "call_function":
                 env[node].meta["region"] = region
-
-
-@contextlib.contextmanager
-def _unfolded() -> Iterator[None]:
-    """Have export leave grad modes and autocast regions where they begin and end."""
-    with contextlib.ExitStack() as stack:
-        for name in _FOLDING:
-            module = importlib.import_module(f"torch._export.passes.{name}")
-            stack.enter_context(mock.patch.object(module, name, lambda graph, signature: (graph, signature)))
-        yield

@@ -12,8 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
+
+from ..runtime.torch_names import trees as pytree
+from ..runtime.torch_names.modules import buffers_of, parameters_of
+from ..runtime.torch_names.tensors import storage_key
+from ..runtime.torch_names.tracing import FakeTensor, FakeTensorMode
 
 _CPU = torch.device("cpu")
 
@@ -39,7 +42,7 @@ def faked(model: torch.nn.Module, device: torch.device = _CPU) -> Iterator[FakeT
         return fakes[id(tensor)]
 
     for module in model.modules():
-        tables += [module._parameters, module._buffers]
+        tables += [parameters_of(module), buffers_of(module)]
     kept += [(table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
     try:
         for table, name, tensor in kept:
@@ -87,4 +90,4 @@ def memory_of(tensor: torch.Tensor) -> int:
     """A number that tensors in the same memory share: its address, or where it has none its storage."""
     storage = tensor.untyped_storage()
     without = tensor.device.type == "meta" or isinstance(tensor, FakeTensor)
-    return storage._cdata if without else storage.data_ptr()
+    return storage_key(storage) if without else storage.data_ptr()

@@ -20,13 +20,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.function import _SingleLevelFunction
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import CaptureError
+from ..runtime.torch_names import trees as pytree
+from ..runtime.torch_names.autograd import FunctionBase, without_torch_function_modes
+from ..runtime.torch_names.operators import schema_of
+from ..runtime.torch_names.tensors import version_of
+from ..runtime.torch_names.tracing import FakeTensorMode, TorchDispatchMode, outside_of_modes
 from . import draws
 
 log = logging.getLogger("offmate")
@@ -139,7 +140,7 @@ def functions_kept() -> Iterator[None]:
     said: list[str] = []
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        run = super(_SingleLevelFunction, cls).apply
+        run = super(FunctionBase, cls).apply
         if cls is CheckpointFunction and not _looking.get():
             if not said:
                 said.append("gradient checkpointing of the model is ignored: the plan decides what is recomputed")
@@ -150,7 +151,7 @@ def functions_kept() -> Iterator[None]:
         return _as_node(cls, args)
 
     # Function.apply asks its base class last, whoever holds a reference to it.
-    with mock.patch.object(_SingleLevelFunction, "apply", classmethod(apply), create=True):
+    with mock.patch.object(FunctionBase, "apply", classmethod(apply), create=True):
         yield
 
 
@@ -204,7 +205,7 @@ class _Watch(TorchDispatchMode):
         self.drew: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        seeded = any(argument.name == "philox_seed" for argument in func._schema.arguments)
+        seeded = any(argument.name == "philox_seed" for argument in schema_of(func).arguments)
         if torch.Tag.nondeterministic_seeded in func.tags and not seeded:
             self.drew.append(func)
         return func(*args, **(kwargs or {}))
@@ -215,7 +216,7 @@ def _aside() -> Iterator[None]:
     """Run the body without anything being traced."""
     token = _looking.set(True)
     try:
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with outside_of_modes(), without_torch_function_modes():
             yield
     finally:
         _looking.reset(token)
@@ -274,7 +275,7 @@ def _look_at_backward(function: Any, made: list[torch.Tensor], given: list[torch
 
 
 def _check_untouched(function: Any, tensors: list[torch.Tensor], what: str) -> None:
-    if any(tensor._version for tensor in tensors):
+    if any(map(version_of, tensors)):
         raise _refusal(function, what, "have it return a new tensor (clone first)")
 
 
@@ -303,7 +304,7 @@ def _outputs_alike(tensors: list[torch.Tensor], name: str) -> list[torch.Tensor]
     if made is None:
         token = _looking.set(True)
         try:
-            with torch.no_grad(), torch._C.DisableTorchFunction():
+            with torch.no_grad(), without_torch_function_modes():
                 made = _open([tensor.detach() for tensor in tensors], name)
         finally:
             _looking.reset(token)

@@ -12,7 +12,8 @@ from unittest import mock
 import torch
 
 from ..errors import CaptureError
-from ..guards.python_objects import FORWARD_HOOKS, is_collecting
+from ..guards.python_objects import is_collecting
+from ..runtime.torch_names.modules import CALL, FORWARD_HOOKS
 
 # Their hooks are part of what their models compute; what they leave behind nobody reads.
 _PACKAGES = frozenset(("torch", "transformers", "peft", "accelerate", "trl"))
@@ -69,10 +70,10 @@ def hooks_replaced(model: torch.nn.Module, call: Callable[..., Any]) -> Iterator
                     kept.append((table, OrderedDict(table)))
                     _replace_hooks(table, {} if module is model else _called(table, names[module], call))
         # The model's own and global hooks run around the session's call.
-        vars(model)["_call_impl"] = lambda *args, **kwargs: model.forward(*args, **kwargs)
+        vars(model)[CALL] = lambda *args, **kwargs: model.forward(*args, **kwargs)
         yield
     finally:
-        vars(model).pop("_call_impl", None)
+        vars(model).pop(CALL, None)
         for table, hooks in kept:
             _replace_hooks(table, hooks)
 

@@ -16,15 +16,20 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.functional_utils import has_data_mutation
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
 from ..runtime.layouts import as_layout
 from ..runtime.operators.recurrent import recorded_rnn_layer, rnn_layer_backward
+from ..runtime.torch_names import trees as pytree
+from ..runtime.torch_names.tensors import storage_key
+from ..runtime.torch_names.tracing import (
+    FakeTensorMode,
+    FunctionalTensorMode,
+    from_functional,
+    has_data_mutation,
+    make_fx,
+    to_functional,
+)
 from . import draws
 from .as_in_eager import LayoutsKept, copied, no_autocast, run_openly
 from .casts import added
@@ -136,7 +141,7 @@ def _signature(node: fx.Node, storages: dict[int, int]) -> str:
     parts = []
     for tensor in pytree.tree_leaves(node.meta["fake"]):
         if isinstance(tensor, torch.Tensor):
-            storage = storages.setdefault(tensor.untyped_storage()._cdata, len(storages))
+            storage = storages.setdefault(storage_key(tensor.untyped_storage()), len(storages))
             layout = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
             parts.append(f"{layout} {tensor.requires_grad} s{storage}")
         else:
@@ -212,13 +217,13 @@ class _Run:
     def functional(self, *arguments: torch.Tensor) -> list[torch.Tensor]:
         """The block on functional tensors: results, gradients, new values of written buffers."""
         with FunctionalTensorMode(), LayoutsKept():
-            wrapped = [_to_functional(a) for a in arguments]
+            wrapped = [to_functional(a) for a in arguments]
             results, grads = self._compute(wrapped)
-            outputs = [_from_functional(r) for r in results]
+            outputs = [from_functional(r) for r in results]
             self.grads_of = [i for i, g in enumerate(grads) if g is not None]
-            outputs += [_from_functional(g) for g in grads if g is not None]
+            outputs += [from_functional(g) for g in grads if g is not None]
             self.written = [i for i, w in enumerate(wrapped[: self.n_leaves]) if has_data_mutation(w)]
-            outputs += [_from_functional(wrapped[i]) for i in self.written]
+            outputs += [from_functional(wrapped[i]) for i in self.written]
         return outputs
 
     def _compute(self, arguments: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
@@ -286,17 +291,6 @@ def _overwriting_named() -> Iterator[None]:
         ) from error
 
 
-def _to_functional(tensor: torch.Tensor) -> torch.Tensor:
-    wrapped = FunctionalTensor.to_functional(tensor)
-    torch._mirror_autograd_meta_to(tensor, wrapped)  # type: ignore[attr-defined]
-    return wrapped
-
-
-def _from_functional(tensor: torch.Tensor) -> torch.Tensor:
-    torch._sync(tensor)
-    return torch._from_functional_tensor(tensor.elem)  # type: ignore[attr-defined]
-
-
 def _drop_aliases(graph: fx.Graph) -> None:
     """detach and alias only matter to autograd, which has done its work."""
     for node in list(graph.nodes):
@@ -355,9 +349,8 @@ def _split(graph: fx.Graph, run: _Run, own_results: bool) -> Joint:
 
 def storages_of(node: fx.Node) -> tuple[int, ...]:
     """Identities of the storages behind a traced node's value."""
-    return tuple(
-        t.untyped_storage()._cdata for t in pytree.tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor)
-    )
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return tuple(storage_key(value.untyped_storage()) for value in values if isinstance(value, torch.Tensor))
 
 
 def _own_storages(graph: fx.Graph, before: fx.Node, nodes: list[fx.Node], placeholders: list[fx.Node]) -> list[fx.Node]:

@@ -20,12 +20,15 @@ from unittest import mock
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
 from ..guards.python_objects import Found, attribute_path
 from ..guards.python_state import random_states, same_state
 from ..guards.settings import is_simple
+from ..runtime.torch_names import trees as pytree
+from ..runtime.torch_names.modules import buffers_of
+from ..runtime.torch_names.operators import OpOverload
+from ..runtime.torch_names.tensors import version_of
 from .byproducts import GONE, ByProduct, Look, Setting, Tree, put
 from .hooks import gradient_hooks_refused, hook_name, hooks_replaced, of_a_package
 from .plain import forward_replaced
@@ -219,7 +222,7 @@ class Observer:
     def _seen_by(self, path: str, hook: Callable[..., Any], module: torch.nn.Module, given: tuple[Any, ...]) -> Any:
         """Call a hook; if it only looks, it is to be called with the values of every call."""
         tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
-        state = [t._version for t in tensors], {n: id(v) for n, v in vars(module).items()}, _versions(module)
+        state = [*map(version_of, tensors)], {n: id(v) for n, v in vars(module).items()}, _versions(module)
         try:
             result = hook(module, *given)
         except CaptureError:
@@ -231,7 +234,7 @@ class Observer:
                 "every hook inside the model once with tensors that have no values; let it return at once where "
                 "torch.compiler.is_exporting() is true, it is called with real values afterwards"
             ) from error
-        now = [t._version for t in tensors], {n: id(v) for n, v in vars(module).items()}, _versions(module)
+        now = [*map(version_of, tensors)], {n: id(v) for n, v in vars(module).items()}, _versions(module)
         if result is None and state == now and not of_a_package(hook):
             self._note_look(path, hook, module, given)
         return result
@@ -311,7 +314,7 @@ def _depends(node: fx.Node, fixed: frozenset[str]) -> bool:
         seen.add(now)
         if now.op == "placeholder" and now.name not in fixed:
             return True
-        if isinstance(now.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in now.target.tags:
+        if isinstance(now.target, OpOverload) and torch.Tag.nondeterministic_seeded in now.target.tags:
             return True
         waiting += now.all_input_nodes
     return False
@@ -329,7 +332,7 @@ def entry_of(holder: Any, name: Any) -> Any:
 
 
 def _versions(module: torch.nn.Module) -> list[int]:
-    return [b._version for b in module._buffers.values() if b is not None]
+    return [version_of(buffer) for buffer in buffers_of(module).values() if buffer is not None]
 
 
 def _is_torch(frame: Any) -> bool:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export.graph_signature import OutputKind
-from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
+from ..runtime.torch_names import trees as pytree
 from .byproducts import Look
 from .effects import base_of, writes
 from .observe import Observer

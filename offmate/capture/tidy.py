@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..runtime.torch_names.operators import ASSERTIONS, OpOverload, is_composite
 from .data_dependent import check_sizes
 from .effects import base_of, has_effect, updates_stats, writes, written_into
 
@@ -19,7 +20,7 @@ def tidy(graph: fx.Graph) -> None:
     Raises: CaptureError if a size, or a number that is needed, depends on values.
     """
     for node in list(graph.nodes):
-        if str(node.target).startswith(("aten._assert", "aten.sym_constrain")):
+        if str(node.target).startswith(ASSERTIONS):
             graph.erase_node(node)
     graph.eliminate_dead_code(is_impure_node=has_effect)
     check_sizes(graph)
@@ -56,7 +57,7 @@ def _returns_its_argument(node: fx.Node) -> bool:
     if not (isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor) and node.all_input_nodes == [source]):
         return False
     target: Any = node.target
-    composite = isinstance(target, torch._ops.OpOverload) and target._can_decompose()
+    composite = isinstance(target, OpOverload) and is_composite(target)
     alike = (before.shape, before.stride(), before.dtype) == (value.shape, value.stride(), value.dtype)
     if not composite or not alike or writes(node) or updates_stats(node):
         return False

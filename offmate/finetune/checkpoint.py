@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import OffmateError
+from ..runtime.torch_names.trees import tree_leaves
 from ..split import Split
 from .updates import Updates
 
@@ -203,8 +204,8 @@ def _saved_values(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _verify_updates(file: Path, state: dict[str, Any]) -> None:
-    written = torch.utils._pytree.tree_leaves(torch.load(file, weights_only=True, mmap=True))
-    own = torch.utils._pytree.tree_leaves(state)
+    written = tree_leaves(torch.load(file, weights_only=True, mmap=True))
+    own = tree_leaves(state)
     same = len(written) == len(own) and all(
         torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(written, own)
     )

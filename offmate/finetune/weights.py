@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import OffmateError
+from ..transformers_names import kept_in_float32
 from .settings import Lora, Settings
 
 log = logging.getLogger("offmate")
@@ -98,7 +99,7 @@ def load_model(folder: Path, dtype: torch.dtype) -> Any:
     named = [c for c in choices if getattr(c, "__name__", "") in (config.architectures or ())]
     model_class: Any = (named or choices)[0]
     # The modules that a class keeps in float32 must not lose digits on the way.
-    exact = [*(model_class._keep_in_fp32_modules or ()), *(model_class._keep_in_fp32_modules_strict or ())]
+    exact = kept_in_float32(model_class)
     state = dict(_read_weights(folder, dtype, exact))
     try:
         model, report = model_class.from_pretrained(

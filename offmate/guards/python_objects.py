@@ -8,19 +8,24 @@ from typing import Any
 
 import torch
 
+from ..runtime.torch_names.modules import (
+    BACKWARD_HOOKS,
+    BUFFERS,
+    FORWARD_HOOKS,
+    MODULES,
+    PARAMETERS,
+    RECURRENT_WEIGHTS,
+    TABLES,
+)
+from ..transformers_names import COLLECTING, HOOKS_INSTALLED
 from .settings import class_settings, is_settings, is_simple, of_a_user, settings_of
 
-_TABLES = ("_parameters", "_buffers", "_modules")
-FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
 # What torch keeps in every module besides; none of it is read by a forward.
 _STANDARD = frozenset(vars(torch.nn.Module())) - {"training"}
 OWN = frozenset({"_offmate_session", "offmate", "forward"})
 # Set by transformers at the first forward, together with hooks that only collect outputs; what capture switches off
 # anyway; and what recurrent layers keep of their own parameters.
-_BOOKKEEPING = frozenset(
-    {"_output_capturing_hooks_installed", "gradient_checkpointing", "_flat_weights", "_flat_weight_refs"}
-)
+_BOOKKEEPING = frozenset({HOOKS_INSTALLED, "gradient_checkpointing", *RECURRENT_WEIGHTS})
 
 # By path: values of parameters, buffers, hooks and classes, and of attributes, whose paths begin with a dot.
 Description = dict[str, Any]
@@ -60,7 +65,7 @@ ABSENT = _Absent()
 
 def is_collecting(hook: Any) -> bool:
     """Whether a hook is one of those by which transformers collects outputs inside its own forward."""
-    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+    return getattr(hook, "__module__", "") == COLLECTING
 
 
 def _described(value: Any) -> Any:
@@ -107,12 +112,12 @@ class Found:
             self.tables.append(own)
             self.description[f"class of {path}"] = Same(type(module))
             self._class(path, type(module))
-        self.tables += [own[name] for name in _TABLES]
-        self.description[f"order of the modules of {path}"] = tuple(own["_modules"])
-        for name, param in own["_parameters"].items():
+        self.tables += [own[name] for name in TABLES]
+        self.description[f"order of the modules of {path}"] = tuple(own[MODULES])
+        for name, param in own[PARAMETERS].items():
             known = None if param is None else (Same(param), param.requires_grad)
             self.description[f"parameter {path}.{name}"] = known
-        for name, buffer in own["_buffers"].items():
+        for name, buffer in own[BUFFERS].items():
             self.description[f"buffer {path}.{name}"] = (
                 buffer if buffer is None else (tuple(buffer.shape), buffer.dtype)
             )

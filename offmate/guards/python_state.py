@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from .python_objects import FORWARD_HOOKS, Found
+from ..runtime.torch_names.modules import FORWARD_HOOKS
+from .python_objects import Found
 
 
 def random_states() -> dict[str, Any]:

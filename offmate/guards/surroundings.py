@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+from ..runtime.torch_names.autograd import autocast_depth
+from ..runtime.torch_names.operators import attention_order
+
 _AUTOCAST_KINDS = ("cpu", "cuda")
 _PRECISIONS = (
     torch.backends.cuda.matmul, torch.backends.cudnn, getattr(torch.backends.cudnn, "conv", None),
@@ -26,7 +29,7 @@ def surroundings() -> tuple[Any, ...]:
         autocast,
         inside_autocast() and torch.is_autocast_cache_enabled(),
         cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled(),
-        _order_of_attention(), torch.backends.mha.get_fastpath_enabled(),
+        tuple(attention_order()), torch.backends.mha.get_fastpath_enabled(),
         torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory,
         _precisions(),
         cuda.matmul.allow_fp16_reduced_precision_reduction, cuda.matmul.allow_bf16_reduced_precision_reduction,
@@ -37,9 +40,7 @@ def surroundings() -> tuple[Any, ...]:
 
 def inside_autocast() -> bool:
     """Whether a `torch.autocast` is open, if only a disabled one: copies of parameters are kept until it ends."""
-    depth: int = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
-    return depth > 1
+    return autocast_depth() > 0
 
 
 def _precisions() -> tuple[Any, ...]:
@@ -47,8 +48,3 @@ def _precisions() -> tuple[Any, ...]:
     if not hasattr(torch.backends, "fp32_precision"):
         return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     return tuple(where.fp32_precision for where in _PRECISIONS if where is not None)
-
-
-def _order_of_attention() -> tuple[int, ...]:
-    order = getattr(torch._C, "_get_sdp_priority_order", None)
-    return tuple(order()) if order is not None else ()

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ..runtime.torch_names.autograd import without_torch_function
 from .python_objects import ABSENT, Description, Found, attributes_of, difference
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
@@ -140,7 +141,7 @@ class Watch:
         return number
 
     def _number(self) -> int:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             model = self._model()
             assert model is not None
             for position, seen in enumerate(self._recent):

@@ -6,7 +6,7 @@ import logging
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback
@@ -16,17 +16,12 @@ from ..api import compile as compile_model
 from ..config import Config
 from ..errors import OffmateError
 from ..session.module import PlannedModule
+from ..transformers_names import PlannedSteps, let_see_one_gpu
 from .trl import DIFFERENTIATED, make_plannable
 
 log = logging.getLogger("offmate")
 
 PLANS = "offmate"
-
-# What a mixin's methods call on the class it is mixed into.
-if TYPE_CHECKING:
-    _Base = Trainer
-else:
-    _Base = object
 
 
 class OffmateCallback(TrainerCallback):
@@ -90,7 +85,7 @@ class OffmateCallback(TrainerCallback):
             handle.save_plans(Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", PLANS))
 
 
-class OffmateTrainerMixin(_Base):
+class OffmateTrainerMixin(PlannedSteps):
     """Makes a Trainer compile its model with its own optimizer, clipping and accumulation, when training starts.
 
     `class MyTrainer(OffmateTrainerMixin, Trainer)`, likewise with TRL's `SFTTrainer`. Taken from the arguments:
@@ -119,8 +114,7 @@ class OffmateTrainerMixin(_Base):
         given = kwargs.get("args", args[1] if len(args) > 1 else None)
         if given is not None:
             _check_arguments(given)
-            # Several visible GPUs would be for DataParallel.
-            given._n_gpu = min(given.n_gpu, 1)
+            let_see_one_gpu(given)
         super().__init__(*args, **kwargs)
         OffmateCallback().add_to(self)
 
@@ -143,23 +137,16 @@ class OffmateTrainerMixin(_Base):
         )
         return optimizer
 
-    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        handle = _handle(self.model)
-        if handle is not None and checkpoint is not None:
-            handle.load_plans(Path(checkpoint, PLANS))
-
-    def _clip_grad_norm(self, model: Any) -> None:
-        """The plan clips."""
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
-        """The plan measures the norm when the optimizer steps."""
-
-    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+    def loaded_from(self, checkpoint: str) -> None:
+        """Load the plans that were saved with a checkpoint."""
         handle = _handle(self.model)
         if handle is not None:
-            grad_norm = handle.grad_norm
-        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+            handle.load_plans(Path(checkpoint, PLANS))
+
+    def planned_norm(self, grad_norm: Any) -> Any:
+        """The norm that the plan has measured."""
+        handle = _handle(self.model)
+        return grad_norm if handle is None else handle.grad_norm
 
 
 class OffmateTrainer(OffmateTrainerMixin, Trainer):

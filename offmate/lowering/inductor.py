@@ -10,7 +10,6 @@ import logging
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from ..progress import Progress
 from ..runtime.layouts import as_layout
 from ..runtime.ledger import Ledger
 from ..runtime.replay.program import Fused, Program, run
+from ..runtime.torch_names.operators import OpOverload, schema_of
 from ..sizes import format_bytes
 from ..solver.schedule import Schedule
 from ..solver.simulate import room_bytes
@@ -55,26 +55,20 @@ _known: dict[_Key, tuple[Function, int]] = {}
 
 def check_inductor(kind: str) -> None:
     """Raise DeviceError if Inductor cannot compile for a kind of device here, naming what is missing."""
+    from ..runtime.torch_names import inductor  # takes seconds to import
+
     where = accelerator(kind)
     instead = 'or leave backend at "eager"'
     if where is None:
-        from torch._inductor import cpp_builder, exc  # takes seconds to import
-
-        try:
-            cpp_builder.get_cpp_compiler()
-        except exc.InvalidCxxCompiler:
+        if not inductor.has_cpp_compiler():
             raise DeviceError(
                 'backend="inductor" needs a C++ compiler on the emulated device, and none was found; install g++ '
                 f"(Debian, Ubuntu: apt install g++), name one in the environment's CXX, {instead}"
-            ) from None
+            )
         return
-    from torch._inductor.codegen import common
-    from torch.utils._triton import has_triton
-
-    common.init_backend_registration()
-    if common.get_scheduling_for_device(where.type) is None:
+    if not inductor.writes_code_for(where.type):
         raise DeviceError(f'backend="inductor": Inductor writes no code for {where.type!r}; leave backend at "eager"')
-    if not has_triton():
+    if not inductor.has_triton():
         raise DeviceError(
             f'backend="inductor" needs Triton on {where}, and it is not installed or does not know the card (compute '
             f"capability 7.0 or higher); pip install triton, {instead}"
@@ -198,8 +192,8 @@ def _check_operators(program: Program) -> None:
         target = step.target
         if target is as_layout:
             continue
-        own = isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
-        if not own or target._schema.is_mutable:  # type: ignore[attr-defined]
+        own = isinstance(target, OpOverload) and target.namespace in ("aten", "prims")
+        if not own or schema_of(target).is_mutable:
             raise Unfit(f"{target} is not one of PyTorch's functional operators")
         if "as_strided" in str(target):
             # It counts from the start of a storage, of which Inductor knows only the view that it is given.
@@ -214,41 +208,11 @@ def compile_function(
     left: list[torch.Tensor],
     donated: tuple[int, ...],
 ) -> Function:
-    """Compile a functional Python function of tensors.
+    """Compile a functional Python function of tensors; the function of this name that is called says what is what."""
+    from ..runtime.torch_names import inductor  # takes seconds to import, and only who compiles needs it
 
-    Parameters
-    ----------
-    given: tensors as those that it will be given. left: with the strides that its results are to have.
-    donated: indices of those given that it may write into.
-
-    Returns: a function that takes a list of tensors and empties it.
-    """
-    # These take seconds to import, and only who compiles needs them.
-    from torch._guards import TracingContext, tracing
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    settings = {
-        "compile_threads": 1,  # more are processes, which would stay
-        "fallback_random": True,  # PyTorch's own draws
-        "comprehensive_padding": False,  # bytes as planned
-        "triton.cudagraphs": False,  # they hold memory of their own
-    }
-    with torch.no_grad(), torch._C._DisableAutocast(), config.patch(settings):
-        with FakeTensorMode() as mode:
-            fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in given]
-            module = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
-        last = module.graph.output_node()
-        last.meta["user_visible_output_idxs"] = list(range(len(left)))
-        last.meta["original_output_strides"] = [tensor.stride() for tensor in left]
-        context = TracingContext(mode)
-        # Where Inductor looks for what may be written into; only a backward's saved tensors may, as it sees things.
-        context.fw_metadata = SimpleNamespace(bw_donated_idxs=list(donated), static_input_indices=[])  # type: ignore[assignment]
-        with tracing(context):
-            return compile_fx_inner(module, fakes, is_backward=bool(donated))
+    compiled_function: Function = inductor.compile_function(function, given, left, donated)
+    return compiled_function
 
 
 def _check_results(graph: ClassGraph, program: Program, ports: Outline, function: Function, kind: str) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ..errors import ProtocolError
+from ..runtime.torch_names.autograd import backward_under_way, profiler_is_on
 
 _MARK = "offmate::"
 
@@ -97,7 +98,7 @@ class _OneAtATime(abc.ABC):
     @property
     def can_end(self) -> bool:
         """Whether it can be ended now: by its own thread, and not in a backward, which restores what it has found."""
-        return self.is_here and torch._C._current_graph_task_id() == -1
+        return self.is_here and backward_under_way() == -1
 
     def __exit__(self, *error: object) -> None:
         if _OneAtATime._under_way is self and self.can_end:
@@ -124,7 +125,7 @@ def profiler_is_taken() -> bool:
     own = _OneAtATime._under_way
     if own is not None and not own.can_end:
         return own.is_alive
-    return torch.autograd._profiler_enabled() and own is None
+    return profiler_is_on() and own is None
 
 
 class AllocationLog(_OneAtATime):
@@ -134,7 +135,7 @@ class AllocationLog(_OneAtATime):
     """
 
     def __enter__(self) -> AllocationLog:
-        if torch.autograd._profiler_enabled() and self._under_way is None:
+        if profiler_is_on() and self._under_way is None:
             raise ProtocolError(
                 "a profiler is on in this thread, and the first call of each kind is measured with PyTorch's profiler, "
                 "of which a thread can have one. Train one iteration first, and begin to profile after it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..runtime.torch_names.tensors import storage_key
 from .allocations import AllocationLog
 
 
@@ -27,7 +28,7 @@ class ReferenceMeter:
         tensors += [p.grad for p in self._model.parameters() if p.grad is not None]
         for state in self._optimizer.state.values():
             tensors += [t for t in state.values() if isinstance(t, torch.Tensor)]
-        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+        storages = {storage_key(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}
         self._resting_bytes = sum(storages.values())
         self._log.__enter__()
         return self

@@ -8,14 +8,14 @@ from collections import OrderedDict, defaultdict
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..errors import OffmateError
+from ..runtime.torch_names import trees as pytree
+from ..runtime.torch_names.modules import STEP_HOOKS, state_at_construction
 
 _STEPS = 3
 _SIZES = (2, 3, 2, 3, 2, 3)
 _REMEDY = "compile without optimizer= and call its step() yourself: gradients then land in .grad on the host"
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 _PLAIN = (torch.Tensor, bool, int, float, str, type(None))
 
@@ -86,12 +86,14 @@ def _trained(optimizer: torch.optim.Optimizer, groups: list[Group]) -> list[tupl
     """
     base: Any = type(optimizer)
     single: Any = object.__new__(base)
-    given = {k: v for k, v in optimizer.__dict__.items() if k not in ("param_groups", "state", "step", *_HOOKS)}
+    given = {k: v for k, v in optimizer.__dict__.items() if k not in ("param_groups", "state", "step", *STEP_HOOKS)}
     single.__dict__.update({k: copy.deepcopy(v) if _plain(v) else v for k, v in given.items()})
-    single.__dict__.update({hooks: OrderedDict() for hooks in _HOOKS})
+    single.__dict__.update({hooks: OrderedDict() for hooks in STEP_HOOKS})
     leaves = [[torch.nn.Parameter(t.clone()) for t in tensors] for _, tensors in groups]
     single.param_groups = [{**hyper, "params": own} for (hyper, _), own in zip(groups, leaves)]
     single.state = defaultdict(dict)
+    for (hyper, _), own in zip(groups, leaves):
+        single.state.update({leaf: state_at_construction(base, hyper, leaf) for leaf in own})
     before: dict[str, Any] = {}
     for step in range(_STEPS):
         for own in leaves:

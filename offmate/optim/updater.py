@@ -17,6 +17,13 @@ from ..errors import OffmateError, ProtocolError
 from ..machines.devices import EMULATED
 from ..machines.stopwatch import clock_of
 from ..runtime.replay.contents import is_bulk
+from ..runtime.torch_names.modules import (
+    STEP_HOOKS,
+    marked_as_scheduled,
+    note_step,
+    state_at_construction,
+    step_hooks,
+)
 from .rows import depends_on_threads, works_by_element
 
 log = logging.getLogger("offmate")
@@ -153,10 +160,11 @@ class Updater:
         single: Any = object.__new__(self.base)
         single.__dict__.update(self.optimizer.__dict__)
         single.__dict__.pop("step", None)
-        single.__dict__["_optimizer_step_pre_hooks"] = OrderedDict()
-        single.__dict__["_optimizer_step_post_hooks"] = OrderedDict()
+        single.__dict__.update({hooks: OrderedDict() for hooks in STEP_HOOKS})
         leaf = torch.nn.Parameter(param.data)
         leaf.grad = grad
+        if not state:
+            state.update(state_at_construction(self.base, hyper, leaf))
         _place_scalars(state, leaf.device if hyper.get("fused") or hyper.get("capturable") else _CPU)
         single.param_groups = [{**hyper, "params": [leaf]}]
         single.state = defaultdict(dict, {leaf: state})
@@ -260,8 +268,6 @@ class PlannedOptimizer:
     """
 
     _offmate: Any
-    _optimizer_step_pre_hooks: dict[int, Any]
-    _optimizer_step_post_hooks: dict[int, Any]
 
     @property
     def state(self) -> Any:
@@ -281,14 +287,15 @@ class PlannedOptimizer:
                 "optimizer.step(closure) would run the model again in the middle of an update; call the model and "
                 "backward() yourself, then optimizer.step()"
             )
-        self._opt_called = True
+        note_step(self)
         if self._offmate.assigned.params:
             self._offmate.step_assigned(self)
             return
-        for hook in self._optimizer_step_pre_hooks.values():
+        before, after = step_hooks(self)
+        for hook in before.values():
             hook(self, (), {})
         self._offmate.step()
-        for hook in self._optimizer_step_post_hooks.values():
+        for hook in after.values():
             hook(self, (), {})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -348,5 +355,4 @@ def take_over(optimizer: torch.optim.Optimizer, session: Any) -> None:
         def step(*args: Any, **kwargs: Any) -> None:
             return PlannedOptimizer.step(optimizer, *args, **kwargs)  # type: ignore[arg-type]
 
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        optimizer.step = step  # type: ignore[method-assign, assignment]
+        optimizer.step = marked_as_scheduled(step)  # type: ignore[method-assign]

@@ -9,11 +9,11 @@ from math import inf
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..errors import InfeasibleBudget, OffmateError
 from ..plans.plan import Plan
 from ..progress import Progress
+from ..runtime.torch_names import trees as pytree
 from ..solver.batch_size import best, try_batch_sizes
 from ..solver.problem import Problem
 

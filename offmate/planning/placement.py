@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..errors import InfeasibleBudget
 from ..machines.allocations import DeviceAllocationLog
@@ -19,6 +18,7 @@ from ..runtime.memory.changes import Rehearsal
 from ..runtime.memory.reserve import Place, Reserved, make_pockets, reserve
 from ..runtime.memory.updated import Updated
 from ..runtime.replay.rehearsal import rehearse
+from ..runtime.torch_names import trees as pytree
 from ..sizes import format_bytes, format_least_bytes
 from .request import Prepared
 

@@ -33,6 +33,7 @@ from ..profile.store import Measured, recall, remember
 from ..programs.prelude import lower_prelude
 from ..programs.programs import NodeCost
 from ..progress import Progress
+from ..runtime.torch_names.tensors import storage_key
 from ..sizes import format_bytes
 from ..solver.plan import plan as solve_problem
 from ..solver.scheduling.follow import follow
@@ -336,7 +337,7 @@ def fixed_bytes(model: torch.nn.Module, captured: Captured, updates: dict[str, U
     """Bytes of buffers, constants and optimizer scalars, which are on the device all the time."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     tensors = [buffers[name] for name in captured.buffers.values()] + list(captured.constants.values())
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    storages = {storage_key(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values()) + sum(c.scalar_bytes for c in updates.values())
 
 

@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ..capture.joint import Joint, storages_of
 from ..machines.hardware import Hardware
 from ..programs.programs import NodeCost
-
-_aten = torch.ops.aten
+from ..runtime.torch_names import operators
+from ..runtime.torch_names import trees as pytree
 
 
 def node_costs(joint: Joint, machine: Hardware) -> dict[str, NodeCost]:
@@ -45,11 +43,11 @@ def flops(node: fx.Node) -> int:
     """Floating-point operations of a node, 0 for what is bound by memory anyway."""
     args: Any = fx.map_arg(node.args, lambda n: n.meta["val"])
     kwargs: Any = fx.map_arg(node.kwargs, lambda n: n.meta["val"])
-    if node.target is _aten._scaled_dot_product_flash_attention_for_cpu.default:
+    if node.target is operators.attention_on_cpu:
         causal = bool(args[4]) if len(args) > 4 else bool(kwargs.get("is_causal", False))
-        return sdpa_flop_count(*(t.shape for t in args[:3])) // (2 if causal else 1)
-    if node.target is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        return operators.flops_of_attention(*(t.shape for t in args[:3])) // (2 if causal else 1)
+    if node.target is operators.attention_on_cpu_backward:
         causal = bool(args[7])
-        return sdpa_backward_flop_count(args[0].shape, *(t.shape for t in args[1:4])) // (2 if causal else 1)
-    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+        return operators.flops_of_attention_backward(*(t.shape for t in args[:4])) // (2 if causal else 1)
+    count = operators.flop_counts.get(getattr(node.target, "overloadpacket", None))
     return int(count(*args, **kwargs, out_val=node.meta["val"])) if count is not None else 0

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..capture.model import Traced
 from ..machines.devices import accelerator, make_device, rng_untouched
@@ -17,6 +16,8 @@ from ..optim.updater import UpdateCost, Updater
 from ..programs.prelude import lower_prelude
 from ..programs.programs import NodeCost
 from ..progress import Progress
+from ..runtime.torch_names import trees as pytree
+from ..runtime.torch_names.autograd import without_autocast
 from .analytic import node_costs
 from .operators import profile_classes, profile_prelude
 
@@ -107,7 +108,7 @@ def measure(
     leaves = pytree.tree_leaves((args, kwargs))
     tensors |= {name: leaf for name, leaf in zip(captured.inputs, leaves) if name is not None}
     prelude = lower_prelude(captured, traced.chain, traced.blocks)
-    with torch.no_grad(), torch._C._DisableAutocast(), rng_untouched(where):
+    with torch.no_grad(), without_autocast(), rng_untouched(where):
         shared, prelude_costs = profile_prelude(prelude, tensors, where or _CPU)
         nodes = {n.name: n for n in captured.graph.nodes}
         given = {nodes[name]: tensor for name, tensor in tensors.items()} | shared

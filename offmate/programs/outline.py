@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from ..runtime.layouts import as_layout, on_storage
 from ..runtime.replay.program import Made, Program, Slot, View
+from ..runtime.torch_names import trees as pytree
+from ..runtime.torch_names.tensors import storage_key
 from .programs import ClassGraph
 
 
@@ -175,9 +176,9 @@ def samples(graph: ClassGraph, ports: Outline) -> tuple[list[torch.Tensor], list
     for register in ports.inputs:
         value = nodes[register].meta["val"]
         storage = value.untyped_storage()
-        if storage._cdata not in storages:
-            storages[storage._cdata] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=value.device)
-        tensor = on_storage(storages[storage._cdata], value)
+        if storage_key(storage) not in storages:
+            storages[storage_key(storage)] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=value.device)
+        tensor = on_storage(storages[storage_key(storage)], value)
         # Numbers unlike each other, and indices that are valid everywhere.
         found.append(tensor.normal_() if value.dtype.is_floating_point else tensor.zero_())
         if not set(graph.storages(nodes[register])) & set(ports.ends):
@@ -191,15 +192,15 @@ def mismatch(graph: ClassGraph, ports: Outline, given: list[torch.Tensor], resul
     Every tensor must lie alone in a storage of its own, where the program's lies in it.
     """
     nodes: list[fx.Node] = list(graph.joint.graph.nodes)
-    lent = {given[index].untyped_storage()._cdata for index in ports.donated}
-    taken = {tensor.untyped_storage()._cdata for tensor in given} - lent
+    lent = {storage_key(given[index].untyped_storage()) for index in ports.donated}
+    taken = {storage_key(tensor.untyped_storage()) for tensor in given} - lent
     for made, register, result in zip(ports.makes, ports.returned, results, strict=True):
         expected, storage = nodes[register].meta["val"], result.untyped_storage()
         if (result.dtype, result.shape, result.stride()) != (expected.dtype, expected.shape, expected.stride()):
             return f"{nodes[register].name} came back with strides {result.stride()} instead of {expected.stride()}"
         if storage.nbytes() != expected.untyped_storage().nbytes() or storage.nbytes() > made.bytes:
             return f"{nodes[register].name} came back in {storage.nbytes()} bytes instead of {made.bytes}"
-        if storage._cdata in taken:
+        if storage_key(storage) in taken:
             return f"{nodes[register].name} came back in memory of another tensor"
-        taken.add(storage._cdata)
+        taken.add(storage_key(storage))
     return None

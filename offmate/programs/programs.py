@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from ..capture.effects import is_random
 from ..capture.joint import Joint, storages_of
 from ..runtime.replay.program import Instruction, Program, Slot
+from ..runtime.torch_names import trees as pytree
+from ..runtime.torch_names.tensors import storage_key
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,11 @@ class ClassGraph:
         storages = [v.untyped_storage() for v in values if isinstance(v, torch.Tensor)]
         reserved = self.costs.get(node.name, NodeCost()).storage_bytes or tuple(s.nbytes() for s in storages)
         for storage, nbytes in zip(storages, reserved, strict=True):
-            if storage._cdata not in self.number and getattr(node.target, "is_view", False):
+            if storage_key(storage) not in self.number and getattr(node.target, "is_view", False):
                 # The trace gave a view of something a storage of its own.
-                self.number[storage._cdata] = self.storages(node.all_input_nodes[0])[0]
-            if storage._cdata not in self.number:
-                number = self.number[storage._cdata] = len(self.number)
+                self.number[storage_key(storage)] = self.storages(node.all_input_nodes[0])[0]
+            if storage_key(storage) not in self.number:
+                number = self.number[storage_key(storage)] = len(self.number)
                 self.bytes[number] = nbytes
                 self.maker[number] = node
 
@@ -262,7 +263,7 @@ class ClassGraph:
         makes = tuple(
             (position, number, self.bytes[number])
             for position, e in enumerate(elements)
-            if isinstance(e, torch.Tensor) and (number := self.number[e.untyped_storage()._cdata]) in own
+            if isinstance(e, torch.Tensor) and (number := self.number[storage_key(e.untyped_storage())]) in own
         )
         return Instruction(
             target=node.target,  # type: ignore[arg-type]

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from ..errors import ProtocolError
+from ..runtime.torch_names.autograd import will_run
+from ..runtime.torch_names.tensors import gradient_hooks, version_of
 from .gradients import alone_first
 
 _GRAD_REFUSED = (
@@ -22,8 +24,8 @@ class Iteration:
 
     State: `graph`, dead once nothing can call backward() through this forward any more; `dropped`, whether the model
     was called again before that; `_outputs`, what the user was given, by name, with its version then; `_read`, the
-    memory of those that the backward reads; `_used`, those that the model itself goes on from; `_buffers`, those that
-    the backward may read, with their versions.
+    memory of those that the backward reads; `_used`, those that the model itself goes on from; `_buffers_then`, those
+    that the backward may read, with their versions.
 
     Parameters
     ----------
@@ -38,13 +40,13 @@ class Iteration:
         self._outputs: dict[str, tuple[torch.Tensor, int]] = {}
         self._read: set[int] = set()
         self._used: dict[str, weakref.ref[torch.Tensor]] = {}
-        self._buffers: dict[str, tuple[torch.Tensor, int]] = {}
+        self._buffers_then: dict[str, tuple[torch.Tensor, int]] = {}
 
     @property
     def runs_now(self) -> bool:
         """Whether the backward() under way goes through this forward."""
         node = self.graph() if self.graph is not None else None
-        return node is not None and torch._C._will_engine_execute_node(node)
+        return node is not None and will_run(node)
 
     @property
     def is_over(self) -> bool:
@@ -56,7 +58,7 @@ class Iteration:
     ) -> None:
         """These are handed to the user; the backward reads the memory of some, the model itself goes on from others."""
         self._used = {name: weakref.ref(out) for name, out in used.items()}
-        self._outputs = {name: (out.detach(), out._version) for name, out in outputs.items()}
+        self._outputs = {name: (out.detach(), version_of(out)) for name, out in outputs.items()}
         self._read = {out.untyped_storage().data_ptr() for out in read}
 
     @property
@@ -72,24 +74,24 @@ class Iteration:
 
     def reads(self, buffers: dict[str, torch.Tensor] | None = None) -> None:
         """The backward may read these buffers as they are now; None for those that it was told of, written since."""
-        known = {name: buffer for name, (buffer, _) in self._buffers.items()} if buffers is None else buffers
-        self._buffers = {name: (buffer, buffer._version) for name, buffer in known.items()}
+        known = {name: buffer for name, (buffer, _) in self._buffers_then.items()} if buffers is None else buffers
+        self._buffers_then = {name: (buffer, version_of(buffer)) for name, buffer in known.items()}
 
     def edited_buffers(self) -> list[str]:
         """Buffers that the user has written into since."""
-        return [name for name, (buffer, version) in self._buffers.items() if buffer._version != version]
+        return [name for name, (buffer, version) in self._buffers_then.items() if version_of(buffer) != version]
 
     def asked_gradients(self) -> list[str]:
         """Outputs that the model goes on from whose whole gradient the user has asked for."""
         alive = {name: out for name, ref in self._used.items() if (out := ref()) is not None}
-        return [name for name, out in alive.items() if out.retains_grad or out._backward_hooks]
+        return [name for name, out in alive.items() if out.retains_grad or gradient_hooks(out)]
 
     def changed_outputs(self) -> list[str]:
         """Outputs that the user has written into since, of those that the backward reads."""
         return [
             name
             for name, (out, version) in self._outputs.items()
-            if out._version != version and out.untyped_storage().data_ptr() in self._read
+            if version_of(out) != version and out.untyped_storage().data_ptr() in self._read
         ]
 
     def ends(self) -> None:
@@ -151,7 +153,7 @@ class Replay(torch.autograd.Function):
             )
         (anchor, _), *edges = ctx.next_functions
         leaves = dict(zip(ctx.names, (node for node, _ in edges), strict=True))
-        wanted = None if torch._C._will_engine_execute_node(anchor) else _wanted(leaves)
+        wanted = None if will_run(anchor) else _wanted(leaves)
         if torch.is_grad_enabled():
             raise ProtocolError("backward(create_graph=True) cannot be planned: the backward's own graph is not kept")
         gradients = ctx.session.backward(ctx.variant, ctx.iteration, grads, wanted)
@@ -163,7 +165,7 @@ class Replay(torch.autograd.Function):
 def _wanted(leaves: dict[str, Any]) -> frozenset[str]:
     """The parameters that backward(inputs=...) names. Raises: ProtocolError under torch.autograd.grad."""
     try:
-        wanted = frozenset(name for name, node in leaves.items() if torch._C._will_engine_execute_node(node))
+        wanted = frozenset(name for name, node in leaves.items() if will_run(node))
     except RuntimeError as error:  # what it says of a leaf whose gradient is to be returned
         raise ProtocolError(_GRAD_REFUSED) from error
     if not wanted:

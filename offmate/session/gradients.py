@@ -8,6 +8,8 @@ import torch
 
 from ..errors import ProtocolError
 from ..planning.request import Prepared
+from ..runtime.torch_names.autograd import backward_under_way, without_torch_function
+from ..runtime.torch_names.tensors import gradient_hooks
 
 
 def take_in(
@@ -100,10 +102,10 @@ def fed(
     ----------
     graded: names of those that it is to get gradients for; None if it gets none, and hooks would be called without.
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         trained = {name: p for name, p in parameters if p.requires_grad}
         if graded is None:
-            return {name: p for name, p in trained.items() if not p._backward_hooks}
+            return {name: p for name, p in trained.items() if not gradient_hooks(p)}
         return {name: p for name, p in trained.items() if name in graded}
 
 
@@ -117,11 +119,11 @@ def alone_first(name: str, param: torch.nn.Parameter, address: int) -> None:
     ----------
     address: of the planned gradient's memory.
     """
-    task = torch._C._current_graph_task_id()
+    task = backward_under_way()
 
     def check(grad: torch.Tensor) -> None:
         handle.remove()
-        if torch._C._current_graph_task_id() == task and grad.data_ptr() != address:
+        if backward_under_way() == task and grad.data_ptr() != address:
             raise ProtocolError(
                 f"{name}, which the model reads in several places, gets a gradient from elsewhere in the same "
                 "backward(), and plain PyTorch would make the sum in another order. The gradients of this backward() "
@@ -130,9 +132,9 @@ def alone_first(name: str, param: torch.nn.Parameter, address: int) -> None:
             )
 
     # It has to see the sum before the user's hooks change it. Autograd calls them in the order of the plain dict.
-    others = dict(param._backward_hooks or {})
+    others = dict(gradient_hooks(param) or {})
     handle = param.register_hook(check)
-    hooks = param._backward_hooks
+    hooks = gradient_hooks(param)
     assert hooks is not None
     for key, hook in others.items():
         del hooks[key]

@@ -14,6 +14,8 @@ from ..guards.watch import Watch
 from ..optim.updater import Updater
 from ..runtime.devices.device import Device
 from ..runtime.replay.binding import HostState
+from ..runtime.torch_names.autograd import without_torch_function
+from ..runtime.torch_names.tensors import version_of
 from .parameters import WrittenBuffer
 from .published import Published
 
@@ -74,8 +76,8 @@ class Truth:
         self._versions = self._now()
 
     def _now(self) -> dict[str, tuple[int, int]]:
-        with torch._C.DisableTorchFunctionSubclass():
-            return {n: (p._version, p.data_ptr()) for n, p in self._named()}
+        with without_torch_function():
+            return {n: (version_of(p), p.data_ptr()) for n, p in self._named()}
 
     def _named(self) -> tuple[tuple[str, torch.nn.Parameter], ...]:
         return self._watch.parameters
@@ -98,7 +100,7 @@ class Truth:
 
     def adopt_tensors(self) -> None:
         """Follow the user's replacements of parameters' and buffers' memory."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             for name, param in self._named():
                 self._adopt(name, param)
         self.adopt_buffers()
@@ -107,7 +109,7 @@ class Truth:
         """Follow the user's replacements of buffers."""
         model = self._model()
         assert model is not None
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             # Of those that notice reads, plain tensors on the same memory, with the same version.
             self.host.buffers.update(
                 (n, b.detach() if isinstance(b, WrittenBuffer) else b)
@@ -116,7 +118,7 @@ class Truth:
 
     def has_other_parameters(self, trains: bool) -> bool:
         """Whether parameters came, went or have other names or, if a call `trains`, others are trained than before."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             now = {n: p.requires_grad for n, p in self._named()}
             held = self._updater.names if self._updater is not None else {}
             renamed = any(held.get(p, n) != n for n, p in self._named())
@@ -127,7 +129,7 @@ class Truth:
 
         Raises: ProtocolError if one is trained that the planned optimizer does not hold.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             named = dict(self._named())
             if self._updater is not None:
                 self._check_held(named)
@@ -183,7 +185,7 @@ class Truth:
         """
         if device.torch_device.type == "cpu":
             return
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        with without_torch_function(), torch.no_grad():
             owners = Counter(p.untyped_storage().data_ptr() for _, p in self._named())
             for name, param in self._named():
                 if owners[param.untyped_storage().data_ptr()] == 1:

@@ -19,6 +19,7 @@ from ..files import write_whole
 from ..plans.plan import Plan, load_plan
 from ..plans.trace import Trace
 from ..runtime.clocks import clock_of
+from ..runtime.torch_names.modules import conversion
 from ..runtime.trace import Recorder
 from ..split import Split
 from .parameters import give_classes
@@ -153,7 +154,7 @@ class PlannedModule:
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Convert the dtype; a device is ignored, since the plan says what is where."""
         session = self.__dict__["_offmate_session"]
-        _, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        _, dtype, non_blocking, memory_format = conversion(args, kwargs)
         if dtype is None and memory_format is None:
             session.say_once("to(device) is ignored: the plan says what is on which device")
             return self

@@ -9,6 +9,8 @@ import torch
 
 from ..errors import ProtocolError
 from ..runtime.replay.binding import HostState
+from ..runtime.torch_names.autograd import after_backward
+from ..runtime.torch_names.tensors import version_of
 
 _GRAD: Any = torch.Tensor.grad
 _BY_ITSELF = "call backward() on that term of the loss by itself, after the model's"
@@ -75,7 +77,7 @@ class Outside:
         if there:
             self._before = there
             self._empty()
-        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+        after_backward(self._backward_ended)
 
     def _backward_ended(self) -> None:
         # Parameters wait for the plan's node, so what is there now came in the same backward().
@@ -94,7 +96,7 @@ class Outside:
         before, mixed, after = self._before, self._mixed, self._there()
         self._before, self._mixed = {}, set()
         self._empty()
-        late = [name for name, grad in after.items() if grad._version or grad.requires_grad or grad.is_sparse]
+        late = [name for name, grad in after.items() if version_of(grad) or grad.requires_grad or grad.is_sparse]
         if not self._gate:
             what = "but the updates of this step have been made without it; the step is done"
             way = f"Compile with a gate, max_grad_norm=float('inf'), and {_BY_ITSELF}"

@@ -6,16 +6,18 @@ import sys
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..errors import ProtocolError
+from ..runtime.torch_names import trees as pytree
+from ..runtime.torch_names.autograd import without_torch_function
+from ..runtime.torch_names.tensors import VERSION, ParameterByClass, as_class
 
 
 def _shows_no_values() -> frozenset[Any]:
     """Functions of a parameter that tell nothing of its values, so that nothing need be waited for."""
     properties = (
         "shape", "dtype", "device", "layout", "requires_grad", "grad", "is_leaf", "grad_fn", "ndim", "nbytes",
-        "itemsize", "_version", "is_meta", "is_cpu", "is_cuda", "is_sparse", "is_quantized", "is_nested",
+        "itemsize", VERSION, "is_meta", "is_cpu", "is_cuda", "is_sparse", "is_quantized", "is_nested",
     )  # fmt: skip
     methods = (
         "size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex",
@@ -41,7 +43,7 @@ def _reads(func: Any, cls: type, args: Any, kwargs: Any) -> list[Any]:
     return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
 
 
-class _Copied:
+class _Copied(ParameterByClass):
     """Copies and pickles of such parameters are plain ones, and so is what `torch.nn.Parameter` makes of them."""
 
     def detach(self: Any) -> torch.Tensor:
@@ -50,16 +52,7 @@ class _Copied:
         if sys._getframe(1).f_code is not _MAKES_PARAMETERS:
             return values
         # torch asks for an object of the same class, and then says that it is a parameter.
-        return torch.Tensor._make_subclass(type(self), values, False)
-
-    @property
-    def _is_param(self) -> bool:
-        """Not by this mark of torch's, but by its class."""
-        return False
-
-    @_is_param.setter
-    def _is_param(self: Any, value: bool) -> None:
-        self.__class__ = torch.nn.Parameter
+        return as_class(values, type(self))
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> torch.nn.Parameter:
         copy = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
@@ -95,7 +88,7 @@ class PlannedParameter(_Copied, torch.nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for read in _reads(func, cls, args, kwargs):
             read.__dict__["_offmate"].read("a parameter is used")
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             # Unlike `data`, `detach` shares the version counter: edits through it are noticed.
             return args[0].detach() if func == _DATA else func(*args, **(kwargs or {}))
 
@@ -132,7 +125,7 @@ class PlannedParameter(_Copied, torch.nn.Parameter):
 def give_classes(session: Any) -> None:
     """Give every parameter of a session's model the class that fits it now."""
     planned = session.updater.names if session.updater is not None else {}
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         for _, param in session.watch.parameters:
             if param in planned:
                 param.__dict__["_offmate"] = session
@@ -148,7 +141,7 @@ class WrittenBuffer(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for read in _reads(func, cls, args, kwargs):
             read.__dict__["_offmate"].bring_buffers()
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:

@@ -10,6 +10,7 @@ from ..optim.updater import Updater
 from ..runtime.layouts import on_storage
 from ..runtime.replay.binding import HostState
 from ..runtime.replay.contents import is_bulk
+from ..runtime.torch_names.tensors import version_of
 
 _State = dict[str, Any]
 
@@ -124,7 +125,7 @@ def _counted(value: Any) -> str:
 
 
 def _version(value: Any) -> int:
-    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else -1
+    return version_of(value) if isinstance(value, torch.Tensor) and not value.is_inference() else -1
 
 
 def _same_memory(seen: Any, value: torch.Tensor) -> bool:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..capture.byproducts import deliver
 from ..capture.checks import check_hooks, hooked
@@ -23,6 +22,7 @@ from ..planning.request import Request
 from ..plans.plan import Plan
 from ..progress import Progress
 from ..runtime.layouts import on_storage
+from ..runtime.torch_names import trees as pytree
 from . import ending
 from .aside import aside
 from .assigned import Assigned

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..capture import batch_decisions
 from ..capture.byproducts import ByProduct
@@ -18,6 +17,7 @@ from ..planning.request import Prepared
 from ..runtime.memory.reserve import Place
 from ..runtime.replay.executor import Executor
 from ..runtime.replay.program import Slot
+from ..runtime.torch_names import trees as pytree
 from ..solver.items import ItemKind, names_of
 
 _COUNT = "num_items_in_batch"

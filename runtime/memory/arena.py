@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..events import Event
+from ..torch_names.tensors import StorageWeakRef, has_expired, storage_behind
 from .compaction import LEAST_CUT_BYTES, Extent, Run, cheapest_run, first_without_place, gaps_between
 from .pools import SMALL_SEGMENT_BYTES, large_sizes, rounded
 
 _ROUNDS = 30  # of moves for one allocation
 _STRAYS = 64  # pieces of the same size elsewhere that are taken before the right one
-_expired = torch.UntypedStorage._expired
 
 
 @dataclass(eq=False)
@@ -158,7 +157,7 @@ class Arena:
         at = bisect_left(self._starts, start)
         if at < len(self._starts) and self._starts[at] == start:
             self._forget(at)
-        while at < len(self._starts) and _expired(self._weak[at]):
+        while at < len(self._starts) and has_expired(self._weak[at]):
             self._forget(at)
         end, edge = start + rounded(size), self._starts[at] if at < len(self._starts) else self._end
         near = edge - end <= LEAST_CUT_BYTES
@@ -175,7 +174,7 @@ class Arena:
         return self._tensors.pop(self._starts.pop(at))
 
     def _forget_dead(self) -> None:
-        for at in reversed([at for at, pointer in enumerate(self._weak) if _expired(pointer)]):
+        for at in reversed([at for at, pointer in enumerate(self._weak) if has_expired(pointer)]):
             self._forget(at)
 
     def _gap_lengths(self) -> list[int]:
@@ -234,7 +233,7 @@ class Arena:
         for copy in one.copies:
             copy.wait()
         # The same bytes elsewhere, for all tensors that view this storage; where they were is free from now on.
-        storage = torch.UntypedStorage._new_with_weak_ptr(one.storage.cdata)
+        storage = storage_behind(one.storage.cdata)
         if storage is None:
             return  # a worker has just let go of it
         storage.resize_(one.bytes)

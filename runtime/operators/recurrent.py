@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from ..torch_names.operators import schema_of
+
 _KERNEL = torch.ops.aten.mkldnn_rnn_layer.default
 _LIBRARY = torch.library.Library("offmate", "FRAGMENT")
-_LIBRARY.define(str(_KERNEL._schema).replace("aten::mkldnn_rnn_layer", "recorded_rnn_layer"))
+_LIBRARY.define(str(schema_of(_KERNEL)).replace("aten::mkldnn_rnn_layer", "recorded_rnn_layer"))
 
 
 def _recorded(*arguments: Any) -> Any:
@@ -23,7 +25,7 @@ recorded_rnn_layer = torch.ops.offmate.recorded_rnn_layer.default
 """`mkldnn_rnn_layer` with what its backward reads, whatever the grad mode is."""
 
 _BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
-_LIBRARY.define(str(_BACKWARD._schema).replace("aten::mkldnn_rnn_layer_backward", "rnn_layer_backward"))
+_LIBRARY.define(str(schema_of(_BACKWARD)).replace("aten::mkldnn_rnn_layer_backward", "rnn_layer_backward"))
 _LIBRARY.impl("rnn_layer_backward", _BACKWARD, "CompositeExplicitAutograd")
 
 

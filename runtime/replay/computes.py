@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...solver import items
+from ..torch_names.tensors import version_of
 from .binding import BlockBinding, Port
 from .contents import Buffer, Saved
 from .gate import Gate
@@ -52,7 +53,7 @@ class Computes:
         here = self._contents
         for name in self._binding.buffers:
             own = self._host.buffers[name]
-            seen = (own.data_ptr(), own._version)
+            seen = (own.data_ptr(), version_of(own))
             if name not in here.model_buffers or self._seen_buffers.get(name) != seen:
                 here.model_buffers[name] = own if self._on_host else self._device.bring(own)
                 here.newer_buffers.discard(name)

@@ -11,6 +11,7 @@ from ...solver.effects import resident_at
 from ...solver.items import ItemKind
 from ...solver.schedule import Action, Kind, Schedule
 from .. import interrupts
+from ..torch_names.autograd import without_autocast
 from .computes import Computes
 from .gate import Clip, Gate
 from .gradients import Gradients
@@ -126,7 +127,7 @@ class Executor:
         recorder = self.device.recorder
         if recorder is not None:
             recorder.begin(self.schedule, actions)
-        with torch.no_grad(), torch._C._DisableAutocast():
+        with torch.no_grad(), without_autocast():
             for action in actions:
                 if self.on_action is not None:
                     self.on_action(action)

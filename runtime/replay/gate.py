@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from ..torch_names.operators import grouped_by_kind, norms_of
 from .binding import HostState
 from .gradients import Gradients
 
@@ -38,7 +38,7 @@ def total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     for kind in {(g.device, g.dtype) for g in gradients}:
         own = [i for i in order if (gradients[i].device, gradients[i].dtype) == kind]
         # Together, since the thread waits for every copy of what lies in pageable memory.
-        norms |= zip(own, torch.stack(torch._foreach_norm([gradients[i] for i in own])).to(where).unbind())
+        norms |= zip(own, torch.stack(norms_of([gradients[i] for i in own])).to(where).unbind())
     return torch.linalg.vector_norm(torch.stack([norms[i] for i in order]))
 
 
@@ -47,7 +47,7 @@ def _in_order_of_terms(dtypes: list[torch.dtype], where: torch.device) -> list[i
     if len(set(dtypes)) == 1:
         return list(range(len(dtypes)))
     stand_ins: list[torch.Tensor | None] = [torch.empty(0, dtype=dtype, device=where) for dtype in dtypes]
-    groups = _group_tensors_by_device_and_dtype([stand_ins], with_indices=True)
+    groups = grouped_by_kind([stand_ins], with_indices=True)
     return [index for _, indices in groups.values() for index in indices]
 
 

@@ -43,6 +43,7 @@ ROOMS = (
     "offmate.solver.instances",
     # runtime: replays a schedule on a device
     "offmate.runtime",
+    "offmate.runtime.torch_names",
     "offmate.runtime.events",
     "offmate.runtime.layouts",
     "offmate.runtime.ledger",
@@ -61,6 +62,7 @@ ROOMS = (
     "offmate.version",
     "offmate.config",
     "offmate.progress",
+    "offmate.transformers_names",
     "offmate.machines",
     "offmate.reports",
     "offmate.guards",

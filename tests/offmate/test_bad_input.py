@@ -113,7 +113,7 @@ class Asks(torch.nn.Module):
 
 
 def test_model_that_does_not_export():
-    with pytest.raises(CaptureError, match=r"(?s)Asks.*(item|data)"):
+    with pytest.raises(CaptureError, match=r"h\.sum\(\)\.item\(\).*takes a Python number"):
         planned(Asks())
 
 

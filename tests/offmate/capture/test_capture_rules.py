@@ -56,7 +56,7 @@ def attention_masks(captured: Captured) -> set[str]:
 
 def test_decisions_are_held_whatever_the_version_of_transformers_has(monkeypatch: pytest.MonkeyPatch) -> None:
     early = SimpleNamespace(_ignore_causal_mask_sdpa=lambda *given: False)
-    monkeypatch.setattr(decisions, "_masking", lambda: early)
+    monkeypatch.setattr(decisions, "masking", lambda: early)
     with decisions.hold((decisions.Decision("_ignore_causal_mask_sdpa", True, None),)):
         assert early._ignore_causal_mask_sdpa()
     assert not early._ignore_causal_mask_sdpa()
@@ -397,6 +397,15 @@ class Conditional(nn.Module):
         return torch.cond(y.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (y,))
 
 
+class ThroughNumpy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(self.linear(x).detach().numpy())
+
+
 class WritesParameter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -410,7 +419,12 @@ class WritesParameter(nn.Module):
 
 @pytest.mark.parametrize(
     ("build", "names"),
-    [(Branching, "does not export"), (Conditional, "higher-order operator cond"), (WritesParameter, "linear.weight")],
+    [
+        (Branching, "takes a Python number"),
+        (ThroughNumpy, "does not export"),
+        (Conditional, "higher-order operator cond"),
+        (WritesParameter, "linear.weight"),
+    ],
 )
 def test_refused_constructs_are_named(build: type[nn.Module], names: str) -> None:
     with pytest.raises(CaptureError, match=names):

@@ -376,12 +376,14 @@ def compares(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 SHAPE, NUMBER = "shape depends on values.*torch.where", r"takes a Python number.*or pass the number"
+# torch 2.11.0 stops at the bound itself, and names no operator.
+BOUND = rf"item.*{NUMBER}|^the forward.*{NUMBER}"
 
 
 @pytest.mark.parametrize(
     ("forward", "words"),
     [
-        (picks, rf"index.*{SHAPE}"), (picks_kept, rf"masked_select.*{SHAPE}"), (slices, rf"item.*{NUMBER}"),
+        (picks, rf"index.*{SHAPE}"), (picks_kept, rf"masked_select.*{SHAPE}"), (slices, BOUND),
         (counts, rf"nonzero.*{SHAPE}"), (lists, rf"item.*{NUMBER}"), (repeats, rf"repeat_interleave.*{SHAPE}"),
         (bins, rf"bincount.*{SHAPE}"), (uniques, rf"_unique2.*{SHAPE}"), (compares, rf"equal.*{NUMBER}"),
     ],

@@ -1,0 +1,96 @@
+"""Of modules and optimizers: where they keep what public methods add to or count."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.modules import module as _module
+
+PARAMETERS, BUFFERS, MODULES = TABLES = ("_parameters", "_buffers", "_modules")
+"""A module's dictionaries of what it holds itself; the public generators say nothing of aliases and replacements."""
+
+parameters_of: Callable[[torch.nn.Module], dict[str, Any]] = operator.attrgetter(PARAMETERS)
+buffers_of: Callable[[torch.nn.Module], dict[str, Any]] = operator.attrgetter(BUFFERS)
+"""These dictionaries of a module."""
+
+FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+"""A module's dictionaries of hooks around its forward; publicly hooks can only be added."""
+
+BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
+"""Likewise of hooks on gradients."""
+
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""An optimizer's dictionaries of hooks around its step; publicly hooks can only be added."""
+
+# Recurrent modules keep their parameters in them once more.
+RECURRENT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
+
+CALL = "_call_impl"
+"""What calling a module runs, its hooks included; one that an instance holds runs instead of it."""
+
+_GLOBAL_HOOKS = (
+    "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks",
+)  # fmt: skip
+
+_WRAPPED = "_wrapped_by_lr_sched"
+_STEPPED = "_opt_called"
+
+
+def global_hooks() -> list[Any]:
+    """Give the hooks that are called around every module; publicly they can only be added."""
+    return [hook for name in _GLOBAL_HOOKS for hook in getattr(_module, name).values()]
+
+
+def is_from_torch_compile(model: torch.nn.Module) -> bool:
+    """Say whether `torch.compile` made a module; what it returns is of no public class."""
+    return isinstance(model, torch._dynamo.eval_frame.OptimizedModule)
+
+
+def conversion(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, bool, Any]:
+    """Give what the arguments of a module's `to` ask for: device, dtype, non_blocking and memory format.
+
+    `Module.to` takes them apart by this function, and keeps what it found to itself.
+    """
+    asked: tuple[Any, Any, bool, Any] = torch._C._nn._parse_to(*args, **kwargs)
+    return asked
+
+
+def state_at_construction(kind: type[Any], hyper: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
+    """Give the state of a parameter that an optimizer's constructor makes, empty where the first update does.
+
+    Of torch's only Adagrad's constructor makes one, in torch 2.11.0, and in 2.13.0 no more.
+
+    Parameters
+    ----------
+    kind: class of the optimizer. hyper: hyperparameters of the parameter's group.
+    """
+    if not issubclass(kind, torch.optim.Adagrad) or not _adagrad_begins_with_states():
+        return {}
+    first, fused = hyper["initial_accumulator_value"], hyper["fused"]
+    return dict(torch.optim.Adagrad([param], initial_accumulator_value=first, fused=fused).state[param])
+
+
+@functools.cache
+def _adagrad_begins_with_states() -> bool:
+    return bool(torch.optim.Adagrad([torch.zeros(1)]).state)
+
+
+def step_hooks(optimizer: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Give an optimizer's dictionaries of hooks before and after its step."""
+    before, after = STEP_HOOKS
+    return vars(optimizer)[before], vars(optimizer)[after]
+
+
+def note_step(optimizer: Any) -> None:
+    """Let schedulers see that an optimizer has stepped; else they warn, and only their own wrapper of it says so."""
+    setattr(optimizer, _STEPPED, True)
+
+
+def marked_as_scheduled(step: Any) -> Any:
+    """Mark an optimizer's step as one that a scheduler may count; schedulers warn of any other and have no switch."""
+    setattr(step, _WRAPPED, True)
+    return step

@@ -1,0 +1,86 @@
+"""Of tracing: tensors without values, tensors without writes, and what export leaves in a graph."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._functorch._aot_autograd import functional_utils
+from torch._subclasses import fake_tensor, functional_tensor
+from torch.fx.experimental import proxy_tensor, symbolic_shapes
+from torch.utils import _python_dispatch
+
+FakeTensor = fake_tensor.FakeTensor
+FakeTensorMode = fake_tensor.FakeTensorMode
+"""Tensors with all that tensors have but values. Publicly there is the device "meta", which chooses other kernels."""
+
+DataDependentOutputException = fake_tensor.DataDependentOutputException
+DynamicOutputShapeException = fake_tensor.DynamicOutputShapeException
+"""What an operator raises that would have to look at values, as `func`; publicly a part of a message."""
+
+GuardOnDataDependentSymNode = symbolic_shapes.GuardOnDataDependentSymNode
+"""What export raises at a branch or a bound that is made from values; publicly it is a `RuntimeError` like many."""
+
+FunctionalTensor = functional_tensor.FunctionalTensor
+FunctionalTensorMode = functional_tensor.FunctionalTensorMode
+"""Tensors whose writes become operators; the public `torch.func.functionalize` runs no backward inside."""
+
+has_data_mutation = functional_utils.has_data_mutation
+"""Whether anything wrote into a functional tensor's values."""
+
+make_fx = proxy_tensor.make_fx
+"""The graph of operators that a function runs, as `torch.export` traces, for functions that are no module."""
+
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+"""Sees every operator that runs in a block; torch documents it under this name alone."""
+
+outside_of_modes = _python_dispatch._disable_current_modes
+"""Leaves, for a block, all modes that are being traced or watched under; publicly each ends where it began."""
+
+set_grad_enabled = torch._C._set_grad_enabled
+"""What stands in an exported graph where a grad mode begins."""
+
+enter_autocast = torch.amp.autocast_mode._enter_autocast
+exit_autocast = torch.amp.autocast_mode._exit_autocast
+"""What stands in an exported graph where an autocast region begins and ends."""
+
+# Passes of export that fold grad modes and autocast regions into subgraphs: of one inside the other, they lose one.
+_FOLDING = ("replace_autocast_with_hop_pass", "replace_set_grad_with_hop_pass")
+
+
+@contextlib.contextmanager
+def nothing_folded() -> Iterator[None]:
+    """Have export leave grad modes and autocast regions where they begin and end; it has no setting for it."""
+    with contextlib.ExitStack() as stack:
+        for name in _FOLDING:
+            module = importlib.import_module(f"torch._export.passes.{name}")
+            stack.enter_context(mock.patch.object(module, name, lambda graph, signature: (graph, signature)))
+        yield
+
+
+def to_functional(tensor: torch.Tensor) -> torch.Tensor:
+    """Give a functional tensor of a traced one, as much of autograd's as that is."""
+    wrapped = FunctionalTensor.to_functional(tensor)
+    torch._mirror_autograd_meta_to(tensor, wrapped)  # type: ignore[attr-defined]
+    return wrapped
+
+
+def from_functional(tensor: Any) -> torch.Tensor:
+    """Give the traced tensor with what was written into a functional one so far."""
+    torch._sync(tensor)
+    return value_of(tensor)
+
+
+def value_of(tensor: Any) -> torch.Tensor:
+    """Give the traced tensor that a functional one stands for now, without what waits to be written."""
+    value: torch.Tensor = torch._from_functional_tensor(tensor.elem)
+    return value
+
+
+def replace_value(tensor: Any, value: torch.Tensor) -> None:
+    """Let a functional tensor stand for another traced one."""
+    torch._functionalize_replace(tensor.elem, value)
