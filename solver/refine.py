@@ -33,17 +33,19 @@ class Candidate:
     near: the answer, in fractions or in whole parts, that it comes from.
     rounded: as it was built from the answer's whole tensors. schedule: with its moves improved, so far as they were.
     step_s: simulated seconds of an iteration; infinite if the schedule breaks a rule.
+    timed: whether the moves of `rounded` were timed exactly.
     """
 
     near: Solution
     rounded: Schedule
     schedule: Schedule
     step_s: float
+    timed: bool = False
 
 
-def candidate(near: Solution, rounded: Schedule, schedule: Schedule) -> Candidate:
+def candidate(near: Solution, rounded: Schedule, schedule: Schedule, *, timed: bool = False) -> Candidate:
     """A schedule with its simulated seconds."""
-    return Candidate(near, rounded, schedule, simulate(schedule).step_s if is_valid(schedule) else inf)
+    return Candidate(near, rounded, schedule, simulate(schedule).step_s if is_valid(schedule) else inf, timed)
 
 
 @dataclass(frozen=True)

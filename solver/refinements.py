@@ -106,18 +106,20 @@ class InTime:
     """
 
     worth: float = 0.02
-    most: int = 1
+    most: int = 2
     name: str = "in time"
 
     def accepts(self, search: Search) -> bool:
         return search.loses(self.worth)
 
     def candidates(self, search: Search) -> Iterator[Candidate]:
+        done = {id(one.rounded) for one in search.found if one.timed}
         by_rounded = {id(one.rounded): one for one in sorted(search.found, key=lambda one: -one.step_s)}
-        for one in sorted(by_rounded.values(), key=lambda one: one.step_s)[: self.most]:
+        left = [one for number, one in by_rounded.items() if number not in done]
+        for one in sorted(left, key=lambda one: one.step_s)[: self.most]:
             timed = list(filter(is_valid, in_time(one.rounded)))
             if timed:
-                yield candidate(one.near, one.rounded, fastest(*timed))
+                yield candidate(one.near, one.rounded, fastest(*timed), timed=True)
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,14 @@ class Trials:
             yield candidate(likely.near, likely.rounded, best)
 
 
-LADDER: tuple[Refinement, ...] = (Improve(), Settle(), InTime(), Whole(), Trials())
+LADDER: tuple[Refinement, ...] = (
+    Improve(),
+    Settle(),
+    InTime(),
+    Whole(),
+    InTime(worth=0.05, name="in time again"),  # of what the program in whole tensors gave
+    Trials(),
+)
 
 
 def _rounded(problem: Problem, tried: Problem, near: Solution) -> Iterator[Candidate]:
