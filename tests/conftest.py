@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import settings
+
+# Two processes share two cores, and a part of the suite does as all of it. Where threads matter tests set their number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # `make test` tries the same examples every time; `make fuzz` tries others.
 settings.register_profile("same", derandomize=True)
 settings.register_profile("fuzz", derandomize=False, print_blob=True)
 settings.load_profile("same")
+
+
+LONG = {
+    "test_accelerator.py", "test_finetune_runs.py", "test_parity_language.py", "test_parity_gate.py",
+    "test_reports_notebooks.py", "test_protocol.py",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +43,17 @@ def level_of_the_log() -> Iterator[None]:
 
 
 @pytest.fixture
+def two_threads() -> Iterator[None]:
+    """A training thread with more threads than its workers, as users have it; sums may round otherwise."""
+    import torch  # not before: the solver's tests need none
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def sim() -> Iterator[ModuleType]:
     """`torch.sim`, with nothing under way, no delays and no limits; the test is skipped where it cannot be built."""
     from .accelerator import device, load, why_not
@@ -48,8 +70,20 @@ def needs_device(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests on the simulated accelerator come last: once torch has an accelerator it has it until the process ends."""
-    items.sort(key=needs_device)
+    """Tests on the simulated accelerator come last: once torch has an accelerator it has it until the process ends.
+
+    Long files come first, so that no process is left with one at the end.
+    """
+    items.sort(key=lambda item: (needs_device(item), item.path.name not in LONG))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where several processes share the suite, that order is kept."""
+    from .processes import Stretches  # not before: pytest-xdist may be absent
+
+    config.option.loadscopereorder = False
+    return Stretches(config, log)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
