@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,12 +15,14 @@ from hypothesis import settings
 # Two processes share two cores, and a part of the suite does as all of it. Where threads matter tests set their number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# `make test` tries the same examples every time; `make fuzz` tries others.
-settings.register_profile("same", derandomize=True)
-settings.register_profile("fuzz", derandomize=False, print_blob=True)
+# `make test` tries the same examples every time; `make fuzz` tries others, and more. A test whose examples are cheap
+# says how many it takes itself.
+settings.register_profile("same", derandomize=True, max_examples=15, deadline=None)
+settings.register_profile("fuzz", derandomize=False, max_examples=60, deadline=None, print_blob=True)
 settings.load_profile("same")
 
 
+SOLVER = Path(__file__).parent / "solver"
 LONG = {
     "test_accelerator.py", "test_finetune_runs.py", "test_parity_language.py", "test_parity_gate.py",
     "test_reports_notebooks.py", "test_protocol.py",
@@ -30,6 +33,18 @@ LONG = {
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder that all tests of a session plan with: one cache of plans and profiles."""
     return str(tmp_path_factory.mktemp("plans"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lasting_cpsat(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Plans are made without starting CP-SAT for every class of blocks; the solver's own tests start it."""
+    if SOLVER in request.path.parents:
+        yield
+        return
+    from .fuzz.lasting_cpsat import one_cpsat
+
+    with one_cpsat():
+        yield
 
 
 @pytest.fixture(autouse=True)
