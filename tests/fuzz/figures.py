@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -44,14 +45,31 @@ def _update_cost(
     return UpdateCost(bulk, scalars, host_s, device_s, host_s / 2, device_s / 2, device_s / 7)
 
 
+def _in_rated_seconds(
+    measure: Callable[..., dict[str, NodeCost]],
+    machine: Hardware,
+    joint: Joint,
+    inputs: list[torch.Tensor],
+    device: torch.device,
+) -> dict[str, NodeCost]:
+    costs = analytic.node_costs(joint, machine)
+    return {n: replace(cost, seconds=costs[n].seconds) for n, cost in measure(joint, inputs, device).items()}
+
+
 @contextlib.contextmanager
-def from_hardware_file(name: str = "emulated") -> Iterator[None]:
-    """Inside, plans rest on a hardware file's rates instead of on measured times."""
+def from_hardware_file(name: str = "emulated", workspaces: bool = False) -> Iterator[None]:
+    """Inside, plans rest on a hardware file's rates instead of on measured times.
+
+    Parameters
+    ----------
+    workspaces: whether operators are measured all the same, for the bytes that their kernels take meanwhile.
+    """
     machine = load(name)
     rates = LinkRates(machine.in_bytes_per_s, machine.out_bytes_per_s, machine.both_bytes_per_s)
+    measure = functools.partial(_in_rated_seconds, profile._measure) if workspaces else _measure
     with (
         one_cpsat(),
-        mock.patch.object(profile, "_measure", functools.partial(_measure, machine)),
+        mock.patch.object(profile, "_measure", functools.partial(measure, machine)),
         mock.patch.object(figures, "measure_link", lambda device: rates),
         mock.patch.object(Updater, "cost", lambda *args: _update_cost(machine, *args)),
     ):
