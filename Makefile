@@ -1,5 +1,6 @@
 # make demo    fine-tune a small model inside a budget and compare it with plain PyTorch (ARGS="--steps 5" and such)
-# make test    the test suite (make test TORCH=2.11.0 tries another torch; ARGS="-k sizes" and such)
+# make test    the test suite, in two processes (make test TORCH=2.11.0 tries another torch); ARGS="-k sizes" and such:
+#              a part of it, in one
 # make fast    of the suite what takes minutes (make fast TORCH=2.11.0 or TORCH=newest; what it is: tests/conftest.py)
 # make fuzz    the property tests with examples that have not been tried before, then 2,000 sequences of user actions
 #              against plain PyTorch; when stopped it goes on where it was (SEQUENCES="--sequences 50" and such)
@@ -31,7 +32,7 @@ demo: $(VENV)/installed
 	@$(VENV)/bin/python -m offmate.cli demo $(ARGS)
 
 test: $(VENV)/installed
-	@$(VENV)/bin/python -m pytest $(ARGS)
+	@$(VENV)/bin/python -m pytest $(or $(ARGS),-n 2)
 
 fast: $(VENV)/installed
 	@$(VENV)/bin/python -m pytest --fast $(ARGS)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
-# `make test` tries the same examples every time; `make fuzz` tries others.
-settings.register_profile("same", derandomize=True)
-settings.register_profile("fuzz", derandomize=False, print_blob=True)
+# Two processes share two cores, and a part of the suite does as all of it. Where threads matter tests set their number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# `make test` tries the same examples every time; `make fuzz` tries others, and more. A test whose examples are cheap
+# says how many it takes itself.
+settings.register_profile("same", derandomize=True, max_examples=15, deadline=None)
+settings.register_profile("fuzz", derandomize=False, max_examples=60, deadline=None, print_blob=True)
 settings.load_profile("same")
 
 # What `make fast` leaves out: tests marked slow, those on the simulated accelerator, all cases of a test but its first,
@@ -21,6 +27,11 @@ _NOT_FAST = (
     "fuzz", "golden", "solver",
     "offmate/cli", "offmate/finetune", "offmate/integrations", "offmate/reports", "offmate/training",
 )  # fmt: skip
+SOLVER = Path(__file__).parent / "solver"
+LONG = {
+    "test_accelerator.py", "test_finetune_runs.py", "test_parity_language.py", "test_parity_gate.py",
+    "test_reports_notebooks.py", "test_protocol.py",
+}  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,6 +45,18 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("plans"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def lasting_cpsat(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Plans are made without starting CP-SAT for every class of blocks; the solver's own tests start it."""
+    if SOLVER in request.path.parents:
+        yield
+        return
+    from .fuzz.lasting_cpsat import one_cpsat
+
+    with one_cpsat():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def level_of_the_log() -> Iterator[None]:
     """What a test sets of the log's level ends with the test, so that later tests see the messages they ask for."""
@@ -42,6 +65,17 @@ def level_of_the_log() -> Iterator[None]:
     yield
     logger.setLevel(before[0])
     logging.disable(before[1])
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """A training thread with more threads than its workers, as users have it; sums may round otherwise."""
+    import torch  # not before: the solver's tests need none
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -76,12 +110,24 @@ def fast_part(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests on the simulated accelerator come last: once torch has an accelerator it has it until the process ends."""
-    items.sort(key=needs_device)
+    """Tests on the simulated accelerator come last: once torch has an accelerator it has it until the process ends.
+
+    Long files come first, so that no process is left with one at the end.
+    """
+    items.sort(key=lambda item: (needs_device(item), item.path.name not in LONG))
     if config.getoption("--fast"):
         kept = fast_part(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where several processes share the suite, that order is kept."""
+    from .processes import Stretches  # not before: pytest-xdist may be absent
+
+    config.option.loadscopereorder = False
+    return Stretches(config, log)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

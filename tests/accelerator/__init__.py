@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -87,14 +88,17 @@ def _build() -> ModuleType:
     version = f"{torch.__version__}-{sys.implementation.cache_tag}-{hashlib.sha256(texts).hexdigest()[:12]}"
     folder = Path(cpp_extension.get_default_build_root()) / f"offmate-{NAME}-{version}".replace("+", "-")
     library = folder / f"{_MODULE}.so"
-    return _imported(library) if library.exists() else _compiled(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Where several processes share the suite one builds, with all cores, and the others wait.
+    with Path(f"{folder}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _imported(library) if library.exists() else _compiled(folder)
 
 
 def _compiled(folder: Path) -> ModuleType:
     """The extension, compiled beside `folder` and moved there when it is whole: a build may be interrupted."""
     from torch.utils import cpp_extension
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = tempfile.mkdtemp(dir=folder.parent, prefix=f"offmate-{NAME}-")
     try:
         module = cpp_extension.load(

@@ -1,6 +1,6 @@
 """Plans from a hardware file: seconds follow from rates, bytes from one run of each class; CP-SAT runs in one process.
 
-Measuring and starting solvers is nearly all that a tiny model's plan costs. What a plan means stays as it is: every
+Measuring and starting solvers is much of what a tiny model's plan costs. What a plan means stays as it is: every
 operator still runs once on real data, for the bytes that it really makes and for strides that were not promised.
 """
 
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import torch
-from offmate.solver.backends.cpsat import CpSat
-from offmate.solver.options import choices as options
 
 from offmate.capture.joint import Joint
 from offmate.machines.hardware import Hardware, load
@@ -26,37 +24,7 @@ from offmate.profile import analytic, figures
 from offmate.profile import operators as profile
 from offmate.programs.programs import NodeCost
 
-
-class _LastingCpSat(CpSat):
-    """CP-SAT in a process that lives as long as this one, and is asked no question twice.
-
-    State, of the class: `_running`, the process; `_known`, answers by question. Changed by whoever asks first.
-    """
-
-    _running: ClassVar[Any] = None
-    _known: ClassVar[dict[str, tuple[frozenset[int], frozenset[int]]]] = {}
-
-    def __enter__(self) -> CpSat:
-        kind = type(self)
-        if kind._running is None or kind._running.poll() is not None:
-            super().__enter__()
-            kind._running = self._child
-        self._child = kind._running
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """The process goes on; it ends with this one, whose end closes its input."""
-
-    def _ask(self, keep_at_most_bytes: int | None, offload_s_per_byte: float | None) -> Any:
-        question = json.dumps([_plain(self.graph), keep_at_most_bytes, offload_s_per_byte])
-        if question not in self._known:
-            self._known[question] = super()._ask(keep_at_most_bytes, offload_s_per_byte)
-        return self._known[question]
-
-
-def _plain(graph: options.BlockGraph) -> list[Any]:
-    ops = [(op.seconds, op.reads, op.makes, op.recomputable) for op in graph.ops]
-    return [ops, [(s.bytes, s.external) for s in graph.storages], sorted(graph.saved)]
+from .lasting_cpsat import one_cpsat
 
 
 def _measure(machine: Hardware, joint: Joint, inputs: list[torch.Tensor], device: torch.device) -> dict[str, NodeCost]:
@@ -77,14 +45,31 @@ def _update_cost(
     return UpdateCost(bulk, scalars, host_s, device_s, host_s / 2, device_s / 2, device_s / 7)
 
 
+def _in_rated_seconds(
+    measure: Callable[..., dict[str, NodeCost]],
+    machine: Hardware,
+    joint: Joint,
+    inputs: list[torch.Tensor],
+    device: torch.device,
+) -> dict[str, NodeCost]:
+    costs = analytic.node_costs(joint, machine)
+    return {n: replace(cost, seconds=costs[n].seconds) for n, cost in measure(joint, inputs, device).items()}
+
+
 @contextlib.contextmanager
-def from_hardware_file(name: str = "emulated") -> Iterator[None]:
-    """Inside, plans rest on a hardware file's rates instead of on measured times."""
+def from_hardware_file(name: str = "emulated", workspaces: bool = False) -> Iterator[None]:
+    """Inside, plans rest on a hardware file's rates instead of on measured times.
+
+    Parameters
+    ----------
+    workspaces: whether operators are measured all the same, for the bytes that their kernels take meanwhile.
+    """
     machine = load(name)
     rates = LinkRates(machine.in_bytes_per_s, machine.out_bytes_per_s, machine.both_bytes_per_s)
+    measure = functools.partial(_in_rated_seconds, profile._measure) if workspaces else _measure
     with (
-        mock.patch.object(options, "CpSat", _LastingCpSat),
-        mock.patch.object(profile, "_measure", functools.partial(_measure, machine)),
+        one_cpsat(),
+        mock.patch.object(profile, "_measure", functools.partial(measure, machine)),
         mock.patch.object(figures, "measure_link", lambda device: rates),
         mock.patch.object(Updater, "cost", lambda *args: _update_cost(machine, *args)),
     ):

@@ -1,7 +1,7 @@
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offmate.sizes import format_bytes, format_least_bytes, parse_bytes
@@ -82,11 +82,13 @@ def test_writes_three_significant_digits(size_bytes, text):
     assert format_bytes(size_bytes) == text
 
 
+@settings(max_examples=100)
 @given(st.integers(1, 1 << 60))
 def test_what_is_printed_is_close(size_bytes):
     assert abs(parse_bytes(format_bytes(size_bytes)) - size_bytes) <= 0.006 * size_bytes
 
 
+@settings(max_examples=100)
 @given(st.integers(1, 1 << 60))
 def test_a_least_size_suffices_when_typed_back(size_bytes):
     assert size_bytes <= parse_bytes(format_least_bytes(size_bytes)) <= 1.011 * size_bytes + 1

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from offmate.solver.plan import plan
 from offmate.solver.problem import Block, Group, Option, Problem, ProblemError, Rates, TensorSize
@@ -64,7 +64,6 @@ def test_a_budget_without_room_for_gradients_updates_on_the_host() -> None:
     assert max(solution.memory_bytes) <= 500
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.floats(0.0, 1.0))
 def test_plans_keep_the_gate_and_the_budget(seed: int, roomy: float) -> None:
     rng = random.Random(seed)

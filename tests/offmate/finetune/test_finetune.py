@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -114,6 +114,7 @@ def written(tmp_path: Path, name: str, content: str | bytes) -> str:
     return str(path)
 
 
+@settings(max_examples=100)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=5000))
 def test_text_pieces_are_the_text(tmp_path_factory, text):
     path = written(tmp_path_factory.mktemp("t"), "a.txt", text)

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,30 +20,18 @@ from offmate.errors import OffmateError
 from offmate.finetune import checkpoint, loop
 from offmate.optim.updater import Updater
 
+from ...warm import run
 from .finetune_kit import TEXT, arguments, finetune, losses, make_models, plain_run, refused, same, weights
 
 STEPS = 6
 GATED = {"max_grad_norm": 0.5, "accumulation": 2}
 
-# A process that kills itself at a given call of a function of the tool; nothing is cleaned up, as by kill -9.
-KILLED = """
-import os, signal, sys
-from offmate import cli
-from offmate.finetune import checkpoint, loop
-module, name, before = {"step": (loop, "_step", 1), "writing": (checkpoint, "_write_manifest", 1),
-                        "pruning": (checkpoint, "_remove", 0), "saved": (loop, "_save", 0)}[sys.argv[1]]
-own, left = getattr(module, name), [int(sys.argv[2])]
-def call(*args):
-    left[0] -= 1
-    if before and left[0] == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    result = own(*args)
-    if left[0] == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return result
-setattr(module, name, call)
-sys.exit(cli.main(sys.argv[3:]))
-"""
+# When a process kills itself: at a call of a function of the tool, before or after it.
+MOMENTS = {
+    "step": (loop, "_step", False),
+    "writing": (checkpoint, "_write_manifest", False),
+    "pruning": (checkpoint, "_remove", True),
+}
 
 
 @pytest.fixture(scope="module")
@@ -85,20 +72,36 @@ def test_equals_plain_pytorch_bit_for_bit(base, tmp_path, model, more):
     assert finetune(usual(base, output, model, eval_fraction=0.04, **more, resume=True)) == [{"event": "finished"}]
 
 
-def kill(moment: str, count: int, argv: list[str]) -> None:
+def dies(moment: str, count: int, argv: list[str]) -> None:
+    """Run the tool up to the count-th such moment; nothing is cleaned up, as by kill -9."""
+    module, name, after = MOMENTS[moment]
+    own, left = getattr(module, name), count
+
+    def call(*args: object) -> object:
+        nonlocal left
+        left -= 1
+        result = own(*args) if after or left else None
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(module, name, call)
+    sys.exit(cli.main(argv))
+
+
+def kill(said: Path, moment: str, count: int, argv: list[str]) -> None:
     """Run the tool in a process of its own that dies at the count-th such moment."""
-    done = subprocess.run([sys.executable, "-c", KILLED, moment, str(count), *argv], capture_output=True, timeout=120)
-    assert done.returncode == -9, done.stderr.decode()
+    assert run(said, dies, moment, count, argv) == -signal.SIGKILL, said.read_text()
 
 
 def test_killed_anywhere_it_resumes_bit_for_bit(base, tmp_path):
-    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    said, unbroken, broken = tmp_path / "said", tmp_path / "unbroken", tmp_path / "broken"
     events = finetune(usual(base, unbroken, keep_checkpoints=1))
     first = random.randint(1, 4)
-    kill("step", first, usual(base, broken, keep_checkpoints=1))
+    kill(said, "step", first, usual(base, broken, keep_checkpoints=1))
     resume = usual(base, broken, resume=True)
-    kill("writing", 1, resume)
-    kill("pruning", 1, resume)
+    kill(said, "writing", 1, resume)
+    kill(said, "pruning", 1, resume)
     rest = finetune(resume)
     assert losses(rest) == losses(events)[STEPS - len(losses(rest)) :]
     assert same(weights(broken), weights(unbroken))

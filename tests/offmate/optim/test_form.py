@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -107,21 +107,13 @@ def test_forms_have_plans_of_their_own() -> None:
     assert len(found) == 3
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 ROWS, WIDTH = 3011, 37  # so large that threads share a tensor, and no whole number of vectors
 CUTS = (0, 64, 64 * 5, 64 * 40, ROWS)
 
 
 @pytest.mark.parametrize("threads_there", [1, 2])
 @pytest.mark.parametrize("name", BY_ROWS)
-def test_rows_have_the_bits_of_one_update(name: str, threads_there: int, threads: None) -> None:
+def test_rows_have_the_bits_of_one_update(name: str, threads_there: int, two_threads: None) -> None:
     """In the default form, whoever updates them, and with as many threads as that one has."""
     whole, rows = (_updated(name, *how) for how in (((0, ROWS), 2), (CUTS, threads_there)))
     assert all(map(torch.equal, whole, rows))
@@ -153,7 +145,7 @@ LOW = {
 
 @pytest.mark.parametrize("name", LOW)
 def test_in_low_precision_the_host_computes_with_as_many_threads(
-    name: str, threads: None, monkeypatch: pytest.MonkeyPatch
+    name: str, two_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There the last elements of each thread's part are rounded in another way."""
     loops = []

@@ -7,10 +7,10 @@ import copy
 import gc
 import multiprocessing
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ import torch
 
 import offmate
 
+from ...warm import run
 from ..loops import CPU_BUDGET, Loop, assert_same, batch, compiled, plain, tensors, tiny, trained
 
 BUDGETS = ("ample", "least")
@@ -326,7 +327,6 @@ def forks(case: str, way: str) -> None:
 
 @pytest.mark.parametrize("way", ["fork", "multiprocessing"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_forked_child_never_hangs(case: str, way: str) -> None:
-    code = f"from tests.offmate.session.test_contexts import forks; forks({case!r}, {way!r})"
-    done = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_forked_child_never_hangs(case: str, way: str, tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    assert run(said, forks, case, way) == 0, said.read_text()

@@ -16,10 +16,10 @@ transformers = pytest.importorskip("transformers")
 BUDGET = 1 << 20
 
 
-def base() -> torch.nn.Module:
+def base(layers: int = 4) -> torch.nn.Module:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=64, hidden_size=64, intermediate_size=256, num_hidden_layers=layers, num_attention_heads=4,
         bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
@@ -81,7 +81,7 @@ class Twins:
         self.clip = clip
         self.worlds = []
         for compiles in (False, True):
-            model = peft.get_peft_model(base(), lora()).train()
+            model = peft.get_peft_model(base(layers=2), lora()).train()
             torch.manual_seed(5)
             model.add_adapter("b", lora())
             optimizer = torch.optim.AdamW([p for n, p in model.named_parameters() if "lora" in n], lr=1e-2)

@@ -12,7 +12,7 @@ import functools
 import gc
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import offmate
 from offmate.planning.placement import fitted, holdings, rehearsals
 
+from ...fuzz.figures import from_hardware_file
+
 pytestmark = pytest.mark.timeout(300)
 STEPS = 4
 HOST_BYTES = 4 << 30
@@ -33,6 +35,13 @@ AMPLE_BYTES = 1 << 30
 NO_CACHE = offmate.Config(cache_dir=None)
 
 Batch = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rates() -> Iterator[None]:
+    """What a plan moves, and whether anything has to move aside for it, is not left to how busy the machine was."""
+    with from_hardware_file(workspaces=True):
+        yield
 
 
 def llama() -> torch.nn.Module:

@@ -12,6 +12,7 @@ import torch
 
 import offmate
 
+from ...pairs import covering
 from ..parity import AMPLE, BUDGETS, HOST_BYTES, LEAST, Case, adamw, check
 from .test_parity_language import language_model, text_batches, text_case
 from .test_parity_models import (
@@ -31,18 +32,25 @@ from .test_parity_models import (
 CLIP = {"max_grad_norm": 0.5}
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
+def gated(model: str, micro: int, clip: dict[str, float]) -> Case:
+    """One of three kinds of models, with a gate before its updates."""
+    variant = f"-{micro}-{'clip' if clip else 'sums'}"
+    if model == "llama":
+        return text_case("llama", "padding", variant, micro=micro, **clip)
+    if model == "tied":
+        return token_case(f"tied{variant}", lambda: Decoder(tied=True), micro=micro, **clip)
+    return vector_case(f"convolutions{variant}", convolutions, batches=pictures, micro=micro, **clip)
+
+
 @pytest.mark.parametrize(
-    "case",
-    [
-        text_case("llama", "padding", "-clip", **CLIP),
-        token_case("tied-clip", lambda: Decoder(tied=True), **CLIP),
-        vector_case("convolutions-clip", convolutions, batches=pictures, **CLIP),
-    ],
-    ids=lambda case: case.name,
-)
-def test_clipping(case: Case, budget: str, cache_dir: str) -> None:
-    check(case, budget, cache_dir)
+    ("model", "micro", "clips", "budget"),
+    covering(
+        ["llama", "tied", "convolutions"], [1, 2, 3, 4], [True, False], BUDGETS,
+        allowed=lambda model, micro, clips, budget: micro > 1 or clips,
+    ),
+)  # fmt: skip
+def test_clipping_and_accumulation(model: str, micro: int, clips: bool, budget: str, cache_dir: str) -> None:
+    check(gated(model, micro, CLIP if clips else {}), budget, cache_dir)
 
 
 @pytest.mark.parametrize(
@@ -58,21 +66,6 @@ def test_clipping(case: Case, budget: str, cache_dir: str) -> None:
 )
 def test_clipping_in_other_loops(case: Case, cache_dir: str) -> None:
     check(case, LEAST, cache_dir)
-
-
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize(
-    "case",
-    [
-        text_case("llama", "padding", "-2", micro=2),
-        text_case("llama", "padding", "-4-clip", micro=4, **CLIP),
-        token_case("tied-3-clip", lambda: Decoder(tied=True), micro=3, **CLIP),
-        vector_case("convolutions-2", convolutions, batches=pictures, micro=2),
-    ],
-    ids=lambda case: case.name,
-)
-def test_accumulation(case: Case, budget: str, cache_dir: str) -> None:
-    check(case, budget, cache_dir)
 
 
 @pytest.mark.parametrize(

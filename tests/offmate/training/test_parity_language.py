@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from ...pairs import covering
 from ..parity import AMPLE, BUDGETS, HALF, LEAST, Batch, Case, check
 
 transformers = pytest.importorskip("transformers")
@@ -61,9 +62,7 @@ def text_case(name: str, mask: str = "no_mask", variant: str = "", **more: Any) 
     return Case(f"{name}-{mask}{variant}", lambda: language_model(name), lambda: text_batches(mask), **more)
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize(("name", "mask", "budget"), covering(["llama", "gpt2", "mixtral"], MASKS, BUDGETS))
 def test_matrix(name: str, mask: str, budget: str, cache_dir: str) -> None:
     check(text_case(name, mask), budget, cache_dir)
 

@@ -198,5 +198,5 @@ def test_models(case: Case, budget: str, cache_dir: str) -> None:
     ],
     ids=lambda case: case.name,
 )
-def test_loops(case: Case, budget: str, cache_dir: str) -> None:
+def test_loops(case: Case, budget: str, cache_dir: str, two_threads: None) -> None:
     check(case, budget, cache_dir)

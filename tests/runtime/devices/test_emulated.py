@@ -127,11 +127,11 @@ def test_link_rates_bound_from_below():
     device.close()
 
 
-def test_workers_leave_other_threads_alone(device):
-    before = torch.get_num_threads()
-    seen = []
+def test_workers_leave_other_threads_alone(two_threads):
+    device, seen = EmulatedDevice(1), []
     device.update_on_host(lambda: seen.append(torch.get_num_threads()), ()).wait()
-    assert seen == [1] and torch.get_num_threads() == before
+    device.close()
+    assert seen == [1] and torch.get_num_threads() == 2
 
 
 def test_threads_end_with_the_device():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import random
-import time
 from itertools import product
 
 import pytest
@@ -110,9 +110,14 @@ def test_no_choice_beats_another_and_the_number_is_bounded() -> None:
 
 def test_a_class_of_150_ops_is_quick() -> None:
     graph = random_graph(random.Random(5), 150)
-    started = time.perf_counter()
+    before_s = spent_s()
     choices(graph, LINK)
-    assert time.perf_counter() - started < 10
+    assert spent_s() - before_s < 10
+
+
+def spent_s() -> float:
+    """What this process and those that it has waited for have computed; a busy machine adds nothing to it."""
+    return sum(os.times()[:4])
 
 
 @pytest.mark.parametrize(

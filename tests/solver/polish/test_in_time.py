@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, note, settings
+from hypothesis import given, note
 from hypothesis import strategies as st
 from offmate.solver.plan import plan
 from offmate.solver.polish.improve import improve
@@ -43,7 +43,6 @@ def _squeezed(problem: Problem, room: float) -> Problem:
     return replace(problem, device_budget_bytes=int(least + room * max(0, ample - least)))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.integers(0, 10**6), st.integers(2, 5), st.integers(1, 4), st.sampled_from(["planned", "external", 1, 2, 3, 5])
 )

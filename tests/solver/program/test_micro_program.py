@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from offmate.solver.explain import explain
 from offmate.solver.files import solution_from_dict
@@ -91,7 +91,6 @@ def test_gradients_for_the_host_leave_in_every_pass() -> None:
     assert least_host(problem) == 256  # all on the device: but for the buffers nothing is on the host
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([1, 2, 3, 5]), st.floats(0.0, 1.0))
 def test_plans_keep_both_budgets(seed: int, m: int, roomy: float) -> None:
     rng = random.Random(seed)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from offmate.solver.explain import explain
 from offmate.solver.files import problem_from_dict, to_dict
@@ -87,7 +87,6 @@ def test_a_side_costs_budget_and_never_gains_any() -> None:
         assert not solve(replace(within, device_budget_bytes=int(least[side] * 0.98) - 512)).options
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 10**6), st.integers(2, 4), st.integers(1, 4), st.sampled_from([0, 1, 2, 3]), st.booleans(),
     st.floats(0.0, 1.0),
@@ -112,7 +111,6 @@ def check(problem: Problem, planned: Planned) -> None:
     assert explain(problem, planned, offers=False).phases
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 4), st.integers(1, 3), st.sampled_from([0, 1, 2, 3]))
 def test_the_safe_plan_keeps_to_them_too(seed: int, blocks: int, tensors: int, m: int) -> None:
     problem = mixed(seed, n_blocks=blocks, tensors=tensors, micro_batches=m)
@@ -121,7 +119,6 @@ def test_the_safe_plan_keeps_to_them_too(seed: int, blocks: int, tensors: int, m
     check_sides(problem, schedule)
 
 
-@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([0, 2]), st.floats(0.0, 1.0))
 def test_nearer_to_whole_tensors_they_are_kept(seed: int, m: int, room: float) -> None:
     problem = mixed(seed, tensors=3, micro_batches=m)

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from offmate.solver.plan import plan
 from offmate.solver.problem import Group, TensorSize
@@ -81,7 +81,6 @@ def test_what_does_not_fit_in_whole_parts_is_left() -> None:
     assert next(settle(problem, solution)).groups["w"].cpu_part == pytest.approx(1.0)
 
 
-@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10**6), st.floats(0.0, 1.0))
 def test_settled_plans_are_valid_and_not_slower(seed: int, roomy: float) -> None:
     problem = random_problem(random.Random(seed), tensors=3)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from offmate.solver.problem import Group, Problem, TensorSize
 from offmate.solver.rounding.settle import settle_whole
@@ -54,7 +54,6 @@ def _sums(sizes: list[int]) -> set[int]:
     return {sum(some) for n in range(len(sizes) + 1) for some in combinations(sizes, n)}
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 4), st.sampled_from([0, 1, 3]), st.floats(0.0, 1.0))
 def test_parts_are_sums_of_tensors(seed: int, tensors: int, micro_batches: int, room: float) -> None:
     rng = random.Random(seed)
