@@ -66,7 +66,7 @@ def effect(action: Action, schedule: Schedule) -> Effect:
     known, key = schedule.known_effects, (action.kind, action.name)
     found = known.get(key)
     if found is None:
-        found = known[key] = _EFFECTS[action.kind](action, schedule)
+        found = known[key] = EFFECTS[action.kind](action, schedule)
     return found
 
 
@@ -168,7 +168,7 @@ def _whole_gradient(tensor: str, schedule: Schedule) -> Item:
     return items.total(tensor) if schedule.micro_batches > 1 else items.gradient(tensor)
 
 
-_EFFECTS: dict[Kind, Callable[[Action, Schedule], Effect]] = {
+EFFECTS: dict[Kind, Callable[[Action, Schedule], Effect]] = {
     Kind.COMPUTE: _compute,
     Kind.PREFETCH: _prefetch,
     Kind.OFFLOAD: _offload,

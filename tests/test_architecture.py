@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
+from unittest.mock import MagicMock, Mock
 
 import pytest
+from offmate.runtime.replay.handlers import Handlers
+from offmate.runtime.replay.world import World
+from offmate.solver.effects import EFFECTS
+from offmate.solver.items import ItemKind
+from offmate.solver.schedule import Kind
+from offmate.solver.scheduling.state import State
 
 import offmate
+from offmate.reports.items import ACTION_WORDS, KINDS
+from offmate.reports.timeline import BAR_WORDS
 
-from .house.imports import imported, modules
+from .house.imports import ROOT, imported, modules
 from .house.order import ROOMS, circles, room_of, upward
+from .solver.tiny_schedule import tiny_schedule
 
 SOLVERS = {"pulp", "highspy", "ortools"}
 
@@ -27,6 +38,24 @@ assert not {"pulp", "ortools", "rich"} & set(sys.modules), sorted(sys.modules)
 
 def roots(module: str) -> set[str]:
     return {name.split(".")[0] for name in imported(module)}
+
+
+def test_every_kind_of_action_is_known_everywhere() -> None:
+    moving = set(Kind) - {Kind.COMPUTE}
+    assert set(EFFECTS) == set(State(tiny_schedule()).handlers) == set(Kind)
+    assert set(ACTION_WORDS) == moving and set(BAR_WORDS) == moving - {Kind.FREE}
+
+
+def test_every_kind_of_item_is_known_everywhere() -> None:
+    world = World(tiny_schedule(), MagicMock(), Mock(), Mock())
+    assert set(Handlers(world, Mock(), Mock(), frozenset()).of) == set(ItemKind)
+    assert {kind.value.bytes_kind for kind in ItemKind} <= set(KINDS)
+
+
+def test_what_contributing_says_of_a_first_change(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    exec(compile(code, "CONTRIBUTING.md", "exec", dont_inherit=True), {"__name__": __name__})
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()][:2] == ["algorithm 1", "improve"]
 
 
 def test_every_import_runs_down() -> None:

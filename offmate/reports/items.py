@@ -17,7 +17,7 @@ KINDS = (
     "workspace",
 )  # the order in which the memory curve stacks them: what changes most comes last
 
-_ACTION_WORDS = {
+ACTION_WORDS = {
     Kind.PREFETCH: "bring in",
     Kind.OFFLOAD: "send out",
     Kind.FREE: "free",
@@ -64,7 +64,7 @@ def describe_item(item: str) -> str:
 def describe_action(action: Action) -> str:
     """An action in words, such as "free value embedding" or "forward of block 3"."""
     if action.kind is not Kind.COMPUTE:
-        return f"{_ACTION_WORDS[action.kind]} {describe_item(action.name)}"
+        return f"{ACTION_WORDS[action.kind]} {describe_item(action.name)}"
     direction = {"F": "forward", "B": "backward"}.get(action.name[0])
     return f"{direction} of block {action.name[1:]}" if direction else _COMPUTE_WORDS.get(action.name, action.name)
 

@@ -18,7 +18,7 @@ ROWS = {
     Resource.OUT: "copies out",
     Resource.CPU: "CPU updates",
 }
-_WORDS = {
+BAR_WORDS = {
     Kind.PREFETCH: "copy in",
     Kind.OFFLOAD: "copy out",
     Kind.UPDATE_CPU: "update on the CPU",
@@ -172,7 +172,7 @@ def _bar(event: Event, block: int | None) -> Bar:
 def word_of(action: Action) -> str:
     """What an action does, as the word of its bar."""
     if action.kind is not Kind.COMPUTE:
-        return _WORDS[action.kind]
+        return BAR_WORDS[action.kind]
     return _COMPUTE_WORDS.get(action.name) or {"F": "forward", "B": "backward"}[action.name[0]]
 
 

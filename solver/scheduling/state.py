@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from .. import items
@@ -59,6 +59,17 @@ class State:
 
     def __post_init__(self) -> None:
         schedule = self.schedule
+        self.handlers: dict[Kind, Callable[[Action, Effect], None]] = {
+            Kind.COMPUTE: self._compute,
+            Kind.PREFETCH: self._prefetch,
+            Kind.OFFLOAD: self._offload,
+            Kind.FREE: self._free,
+            Kind.UPDATE_CPU: self._update_cpu,
+            Kind.UPDATE_DEVICE: self._update_device,
+            Kind.BEGIN_TOTAL: self._begin_total,
+            Kind.ACCUMULATE: self._accumulate,
+            Kind.ACCUMULATE_CPU: self._accumulate_cpu,
+        }
         self.walked = min(schedule.micro_batches, 4)
         self.trained = items.names_of(schedule.item_bytes, ItemKind.GRADIENT)
         self.external = not (schedule.update_cpu_s or schedule.update_device_s)
@@ -109,18 +120,7 @@ class State:
     def take(self, action: Action) -> None:
         """Carry out one action or say why it cannot be."""
         does = effect(action, self.schedule)
-        handlers = {
-            Kind.COMPUTE: self._compute,
-            Kind.PREFETCH: self._prefetch,
-            Kind.OFFLOAD: self._offload,
-            Kind.FREE: self._free,
-            Kind.UPDATE_CPU: self._update_cpu,
-            Kind.UPDATE_DEVICE: self._update_device,
-            Kind.BEGIN_TOTAL: self._begin_total,
-            Kind.ACCUMULATE: self._accumulate,
-            Kind.ACCUMULATE_CPU: self._accumulate_cpu,
-        }
-        handlers[action.kind](action, does)
+        self.handlers[action.kind](action, does)
         self.there.difference_update(does.releases)
         self.there.update(does.brings)
 
