@@ -46,19 +46,8 @@ def changed(expected: dict[str, str], found: dict[str, str]) -> list[str]:
 
 def differences(name: str, plan: Any) -> list[str]:
     """The first places at which a plan file is not as it was; numbers count to nine digits."""
-    found = _differences("", json.loads(_path(name).read_text()), in_old_words(json.loads(json.dumps(plan))))
+    found = _differences("", json.loads(_path(name).read_text()), json.loads(json.dumps(plan)))
     return [line for line, _ in zip(found, range(_SHOWN))]
-
-
-def in_old_words(data: Any) -> Any:
-    """JSON data of a schedule of today's version in the words of version 1, in which the golden files are written."""
-    if isinstance(data, dict):
-        if data.get("format") == "offmate-schedule":
-            data = data | {"version": 1}
-        return {key: in_old_words(value) for key, value in data.items()}
-    if isinstance(data, list):
-        return [in_old_words(value) for value in data]
-    return data.replace(" begin-total ", " accumulate ") if isinstance(data, str) else data
 
 
 def _path(name: str) -> Path:

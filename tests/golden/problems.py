@@ -18,7 +18,6 @@ from offmate.solver.solve import least_budget
 from offmate.solver.text import to_dict, to_text
 
 from ..solver.random_problems import gated, in_rows, random_problem
-from .files import in_old_words
 
 PROBLEMS = 200
 _ROOM = (0.0, 0.2, 0.5, 1.5)  # of the device's least budget, on top of it
@@ -57,16 +56,7 @@ def hashes_of(seed: int) -> dict[str, str]:
 
 def schedule_hash(schedule: Schedule) -> str:
     """A hash of all that is printed and saved of a schedule."""
-    data = in_old_words(_rounded(to_dict(schedule)))
-    text = "".join(f"{_in_old_words(line)}\n" for line in to_text(schedule).splitlines())
-    return _hash(text, json.dumps(data, sort_keys=True))
-
-
-def _in_old_words(line: str) -> str:
-    if " begin-total " not in line:
-        return line
-    step, _, name, high, unit = line.split()
-    return f"  {f'{step} accumulate {name}':<40} {'':>16} {high:>16} {unit}"
+    return _hash(to_text(schedule), json.dumps(_rounded(to_dict(schedule)), sort_keys=True))
 
 
 def _rounded(data: Any) -> Any:
