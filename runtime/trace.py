@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..solver.machine import Resource
+from ..solver.resources import Resource
 from ..solver.schedule import Action, Schedule
 from ..solver.simulate import Event
 from .clocks import Clock, Moment, Tie

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from . import items
 from .items import Item, ItemKind
-from .machine import Resource
+from .resources import Resource
 from .schedule import Action, Kind, Pass, Schedule
 
 
@@ -98,7 +98,7 @@ def _prefetch(action: Action, schedule: Schedule) -> Effect:
     size = schedule.item_bytes[item]
     return Effect(
         Resource.IN,
-        size / schedule.rates.in_bytes_per_s,
+        schedule.rates.copy_s(size, Resource.IN),
         writes=(item,),
         brings=(item,),
         host_reads=(item,),
@@ -111,7 +111,7 @@ def _prefetch(action: Action, schedule: Schedule) -> Effect:
 def _offload(action: Action, schedule: Schedule) -> Effect:
     item = action.item
     size = schedule.item_bytes[item]
-    seconds = size / schedule.rates.out_bytes_per_s
+    seconds = schedule.rates.copy_s(size, Resource.OUT)
     return Effect(Resource.OUT, seconds, reads=(item,), host_writes=(item,), moved_bytes=size)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .machine import Resource
 from .plan import Planned
-from .problem import Problem, Rates
+from .problem import Problem
+from .resources import Resource
 from .schedule import Direction, Schedule
 from .simulate import Simulation
 from .solve import solve
@@ -139,17 +139,9 @@ def offered(
 
 
 def _changes(problem: Problem) -> dict[str, Problem]:
-    rates = problem.rates
-    faster = Rates(
-        2 * rates.in_bytes_per_s,
-        2 * rates.out_bytes_per_s,
-        2 * rates.both_bytes_per_s,
-        rates.manage_s,
-        rates.shared_cores,
-    )
     changes = {
         "one more GiB on the device": replace(problem, device_budget_bytes=problem.device_budget_bytes + GIB),
-        "a link twice as fast": replace(problem, rates=faster),
+        "a link twice as fast": replace(problem, rates=problem.rates.faster(2)),
         "8 more GiB on the host": replace(problem, host_budget_bytes=problem.host_budget_bytes + 8 * GIB),
     }
     if problem.update == "planned":

@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from enum import Enum
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from .problem import Rates
-
-
-class Resource(Enum):
-    """What takes time; the value is the word for tables."""
-
-    COMPUTE = "compute"
-    IN = "copy in"
-    OUT = "copy out"
-    CPU = "cpu"
-
-    __hash__ = object.__hash__  # members are keys of what the simulator touches most
+from .resources import LINKS, Rates, Resource
 
 
 class Stall(NamedTuple):
@@ -147,11 +135,8 @@ class Machine:
         """The part of its full speed at which each job runs."""
         share = 1.0 / len(running) if self._rates.shared_cores else 1.0
         kinds = {job.resource for job in running}
-        link = share
-        if Resource.IN in kinds and Resource.OUT in kinds:
-            total = self._rates.in_bytes_per_s + self._rates.out_bytes_per_s
-            link = min(share, self._rates.both_bytes_per_s / total)
-        return [link if job.resource in (Resource.IN, Resource.OUT) else share for job in running]
+        link = min(share, self._rates.together) if kinds.issuperset(LINKS) else share
+        return [link if job.resource in LINKS else share for job in running]
 
 
 def _cause(job: Job) -> Resource:

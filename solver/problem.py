@@ -11,9 +11,11 @@ groups, values, shared values and outputs say is written for one pass and holds 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal, get_args
+
+from .resources import Rates as Rates
 
 Rows = tuple[int, int]
 """Rows of a tensor, from the first number on to the one before the second."""
@@ -177,24 +179,6 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Rates:
-    """Link rates in bytes per second, and seconds of management per step.
-
-    Parameters
-    ----------
-    both_bytes_per_s: total rate when both directions are busy.
-    manage_s: H, seconds of the CPU per step for the management of everything else.
-    shared_cores: compute, copies and CPU updates share the same cores (the emulated device): their sum bounds a step.
-    """
-
-    in_bytes_per_s: float
-    out_bytes_per_s: float
-    both_bytes_per_s: float
-    manage_s: float = 0.0
-    shared_cores: bool = False
-
-
-@dataclass(frozen=True)
 class Problem:
     """One training iteration to be planned.
 
@@ -352,8 +336,9 @@ def check(problem: Problem) -> None:
         known = 0 <= shared.last_step < problem.pass_steps + problem.turn_around_steps
         _require(known, f"shared value {shared.name}: last step {shared.last_step}")
     _numbers("rates", problem.rates)
-    for name in ("in_bytes_per_s", "out_bytes_per_s", "both_bytes_per_s"):
-        _require(getattr(problem.rates, name) > 0, f"rates: {name} must be above 0")
+    for field in fields(problem.rates):
+        slow = field.name.endswith("bytes_per_s") and getattr(problem.rates, field.name) <= 0
+        _require(not slow, f"rates: {field.name} must be above 0")
     _numbers("problem", problem)
 
 

@@ -8,7 +8,8 @@ from itertools import groupby
 
 from .effects import Effect, effect
 from .items import Item, ItemKind
-from .machine import Job, Machine, Resource, Stall
+from .machine import Job, Machine, Stall
+from .resources import Resource
 from .schedule import Action, Kind, Schedule
 
 _ITERATIONS = 3  # by the third what one iteration leaves to the next has settled

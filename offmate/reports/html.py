@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..files import write_whole
 from ..sizes import format_bytes
-from ..solver.machine import Resource
+from ..solver.resources import Resource
 from .colours import KIND_COLOURS, NO_BLOCK_COLOUR, block_colour, text_on
 from .items import KINDS, describe_action, describe_item
 from .style import SCRIPT, STYLE

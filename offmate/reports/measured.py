@@ -10,7 +10,7 @@ from itertools import groupby, pairwise
 from ..runtime.trace import Recording, Taken
 from ..solver.effects import effect
 from ..solver.items import Item
-from ..solver.machine import Resource
+from ..solver.resources import Resource
 from ..solver.schedule import Action, Kind
 from ..solver.simulate import Event
 from .items import block_of_items, item_of

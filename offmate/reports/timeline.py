@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..solver.machine import Resource
+from ..solver.resources import Resource
 from ..solver.schedule import Action, Kind, Schedule
 from ..solver.simulate import Event, Simulation
 from .items import KINDS, block_of_items, item_of, parts_of

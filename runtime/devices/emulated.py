@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from ...solver.machine import Resource
+from ...solver.resources import Resource
 from ..events import Event
 from ..layouts import as_layout
 from ..ledger import Ledger

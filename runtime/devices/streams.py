@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ...solver.machine import Resource
+from ...solver.resources import Resource
 from ..events import Event
 from ..layouts import without_repeats
 from ..ledger import Ledger

@@ -11,7 +11,7 @@ from itertools import accumulate
 from .. import items
 from ..effects import computing_s, effect, with_actions
 from ..items import Item
-from ..machine import Resource
+from ..resources import Resource
 from ..schedule import Action, Kind, Schedule
 from ..simulate import memory_highs, simulate
 from .unrolled import has_barrier

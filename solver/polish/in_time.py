@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from ..effects import computing_s, effect, with_actions
-from ..machine import Job, Resource
+from ..machine import Job
+from ..resources import Resource
 from ..schedule import Action, Kind, Schedule
 from ..simulate import Executor
 from .unrolled import Entry, Task, Unrolled

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from ..linear import Terms, accumulate
+from ..resources import LINKS, Resource
 
 
 @dataclass
@@ -18,12 +18,9 @@ class Account:
     """
 
     rise: list[Terms]
-    compute: list[Terms]  # seconds
-    cpu: list[Terms]  # seconds
-    link_in: list[Terms]
-    link_out: list[Terms]
-    serial_in: list[Terms]
-    serial_out: list[Terms]
+    seconds: dict[Resource, list[Terms]]  # of what does no copies
+    moved: dict[Resource, list[Terms]]  # bytes over each link
+    serial: dict[Resource, list[Terms]]  # of these, what cannot run beside the step's compute
     host: Terms = field(default_factory=dict)
     traffic: Terms = field(default_factory=dict)  # all bytes that move, for the objective
 
@@ -31,10 +28,11 @@ class Account:
     def of(n_steps: int) -> Account:
         """An empty account."""
 
-        def steps() -> list[Terms]:
-            return [{} for _ in range(n_steps)]
+        def each(resources: Iterable[Resource]) -> dict[Resource, list[Terms]]:
+            return {resource: [{} for _ in range(n_steps)] for resource in resources}
 
-        return Account(steps(), steps(), steps(), steps(), steps(), steps(), steps())
+        working = (resource for resource in Resource if resource not in LINKS)
+        return Account([{} for _ in range(n_steps)], each(working), each(LINKS), each(LINKS))
 
     def hold(self, step: int, amount_bytes: float, terms: Terms) -> None:
         """Count amount * terms on the device in `step`."""
@@ -62,20 +60,18 @@ class Account:
         """Count amount * terms in host memory."""
         accumulate(self.host, amount_bytes, terms)
 
-    def compute_in(self, step: int, seconds: float, terms: Terms) -> None:
-        """Spend seconds * terms of the device in `step`."""
-        accumulate(self.compute[step], seconds, terms)
+    def spend(self, resource: Resource, step: int, seconds: float, terms: Terms) -> None:
+        """Keep a resource that does no copies busy for seconds * terms in `step`."""
+        accumulate(self.seconds[resource][step], seconds, terms)
 
-    def spend_cpu(self, step: int, seconds: float, terms: Terms) -> None:
-        """Spend seconds * terms of the host in `step`."""
-        accumulate(self.cpu[step], seconds, terms)
+    def move(self, link: Resource, step: int, amount_bytes: float, terms: Terms, *, serial: bool = False) -> None:
+        """Send amount * terms over a link in `step`.
 
-    def move(self, direction: Literal["in", "out"], step: int, amount_bytes: float, terms: Terms) -> None:
-        """Send amount * terms over a link in `step`."""
-        accumulate((self.link_in if direction == "in" else self.link_out)[step], amount_bytes, terms)
+        Parameters
+        ----------
+        serial: before (in) or after (out) the step's compute, which awaits or makes it.
+        """
+        accumulate(self.moved[link][step], amount_bytes, terms)
         accumulate(self.traffic, amount_bytes, terms)
-
-    def move_serially(self, direction: Literal["in", "out"], step: int, amount_bytes: float, terms: Terms) -> None:
-        """Send it over the link before (in) or after (out) the step's compute, which makes or awaits it."""
-        self.move(direction, step, amount_bytes, terms)
-        accumulate((self.serial_in if direction == "in" else self.serial_out)[step], amount_bytes, terms)
+        if serial:
+            accumulate(self.serial[link][step], amount_bytes, terms)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ..linear import ONE, Builder, Flow, Terms, add, flow
 from ..problem import Problem, ProblemError, Value
+from ..resources import Resource
 from .account import Account
 from .groups import leave
 
@@ -55,8 +56,8 @@ def _add_block(problem: Problem, i: int, builder: Builder, account: Account) -> 
         columns[o] = column = builder.column(f"Comp[{i},{o}]", integer=True)
         account.keep_on_host(option.offloaded_bytes, column)
         for start in problem.passes:
-            account.compute_in(start + i, option.forward_s, column)
-            account.compute_in(start + backward, option.backward_s, column)
+            account.spend(Resource.COMPUTE, start + i, option.forward_s, column)
+            account.spend(Resource.COMPUTE, start + backward, option.backward_s, column)
             account.hold_over(range(start + i + 1, start + backward), option.saved_bytes, column)
     if not columns:
         raise ProblemError(f"block {block.name}: every option offloads, but its backward follows its forward")
@@ -88,7 +89,7 @@ def _offload(
         gone, there = out.later(start), back.later(start)
         leave(most_bytes, start + i, gone, account)
         for step, part in there.each():
-            (account.move_serially if step == start + backward else account.move)("in", step, most_bytes, part)
+            account.move(Resource.IN, step, most_bytes, part, serial=step == start + backward)
         account.hold_over(gone.span[1:], most_bytes, total)
         account.hold_sums(gone.span[1:], -most_bytes, gone.prior)
         account.hold_sums(there.span[:-1], most_bytes, there.sums)
@@ -115,11 +116,8 @@ def add_values(problem: Problem, builder: Builder, account: Account) -> tuple[Le
 def _count_leaving(value: Value, start: int, window: tuple[int, int], column: Terms, account: Account) -> None:
     out, back = start + window[0], start + window[1]
     account.hold_over(range(out + 1, back), -value.bytes, column)
-    if window[0] == value.made:
-        account.move_serially("out", out, value.bytes, column)
-    else:
-        account.move("out", out, value.bytes, column)
-    account.move("in", back, value.bytes, column)
+    account.move(Resource.OUT, out, value.bytes, column, serial=window[0] == value.made)
+    account.move(Resource.IN, back, value.bytes, column)
 
 
 def away_window(problem: Problem, value: Value) -> tuple[int, int] | None:

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from ..linear import ONE, Builder, Flow, Terms, add, flow, follows
 from ..problem import Group, Problem
+from ..resources import Resource
 from .account import Account
 
 WHOLE: Terms = {ONE: 1.0}
@@ -162,7 +163,7 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     follows(builder, f"Opt after GradOut[{name}]", update, grad_out)
     follows(builder, f"ParInC after Opt[{name}]", cpu_back, update)
     for step, part in update.each():
-        account.spend_cpu(step, group.cpu_update_s, part)
+        account.spend(Resource.CPU, step, group.cpu_update_s, part)
     _count_cpu_part(group, span, x, grad_out, cpu_back, account)
     lead_out = _sums(problem, group, span, x, grad_out, builder, account)
 
@@ -176,7 +177,7 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     builder.at_most_zero(f"host copy[{name}]", add((1.0, hosted), (-1.0, WHOLE)))
     account.keep_on_host(group.param_bytes, hosted)
     rest = add((1.0, WHOLE), (-1.0, x))
-    account.compute_in(updated, group.device_update_s, rest)
+    account.spend(Resource.COMPUTE, updated, group.device_update_s, rest)
     for gone in (out_drop, out_keep):
         leave(group.param_bytes, updated, gone, account)
     _come(group.param_bytes, back, account)
@@ -186,7 +187,7 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     # Where there are several micro-batches the first one's gradient becomes the total.
     account.hold_over(around(span.points[-1], updated, problem.n_steps)[1:], group.grad_bytes, rest)
     for start in problem.passes[1:]:
-        account.compute_in(start + span.points[-1], group.device_add_s, rest)
+        account.spend(Resource.COMPUTE, start + span.points[-1], group.device_add_s, rest)
 
     state_out, state_in = _states(problem, group, updated, x, builder, account)
     away = _others(problem, group, span.between, hosted, builder, account)
@@ -219,7 +220,7 @@ def _sums(
         account.hold_sums(gone.span[1:], -group.grad_bytes, gone.prior)
     for gone in (*(gone for _, gone in leaving), grad_out):
         for step, part in gone.each():
-            account.spend_cpu((step + 1) % problem.n_steps, group.cpu_add_s, part)
+            account.spend(Resource.CPU, (step + 1) % problem.n_steps, group.cpu_add_s, part)
     return lead_out
 
 
@@ -278,12 +279,9 @@ def _others(
 def leave(amount_bytes: float, made: int, gone: Flow, account: Account) -> None:
     """Count the copies of a flow out of what step `made` makes; in that step they follow its compute."""
     for step, part in gone.each():
-        if step == made:
-            account.move_serially("out", step, amount_bytes, part)
-        else:
-            account.move("out", step, amount_bytes, part)
+        account.move(Resource.OUT, step, amount_bytes, part, serial=step == made)
 
 
 def _come(amount_bytes: float, back: Flow, account: Account) -> None:
     for step, part in back.each():
-        account.move("in", step, amount_bytes, part)
+        account.move(Resource.IN, step, amount_bytes, part)

@@ -25,7 +25,7 @@ has moved up to a step (see Flow), written `Flow.upto(t)`, and `Flow.before(t)` 
 | Z | leaving | interface value leaves between forwards and backwards | {0, 1} | |
 | Time | time | seconds of a step | s | >= each resource's seconds |
 | Level | level | everything on the device in a step | <= budget | Level[t] = Level[t - 1] + what step t holds more |
-| In, Out | link_in, link_out | seconds of its copies alone | s | |
+| In, Out | links | seconds of its copies alone | s | |
 | M | least | the budget, where the program asks for the least | bytes | |
 
 With several micro-batches the steps hold up to three passes (see problem.py). What is decided within a pass, Comp, Z, d
@@ -45,6 +45,7 @@ from typing import Literal
 
 from ..linear import ONE, Builder, LinearModel, Terms, accumulate, add
 from ..problem import Problem
+from ..resources import LINKS, Resource
 from .account import Account
 from .blocks import Choices, Leaving, add_blocks, add_values
 from .groups import GroupColumns, add_group
@@ -54,6 +55,7 @@ from .streamed import streaming_solution
 Goal = Literal["time", "device", "host"]
 
 SCALE = 1000.0
+LINK_COLUMNS = {Resource.IN: "In", Resource.OUT: "Out"}
 TRAFFIC_WEIGHT = 1e-4  # all bytes that could move weigh this part of the unavoidable seconds: it only breaks ties
 SMALLEST = 1e-12  # coefficients below are rounding, of bytes that come and go
 STREAMED_PART = 1e-2  # of the safe plan's seconds: the least that a unit is made for, or coefficients get too large
@@ -195,33 +197,32 @@ def _time_rows(problem: Problem, builder: Builder, account: Account, unit_s: flo
     """Time of every step, at least the seconds of each resource, in units of `unit_s`."""
     rates, times = problem.rates, []
     for first in problem.passes:
-        account.compute_in(first, problem.start_s, {ONE: 1.0})
-    account.compute_in(problem.first_turn_around, problem.gate_s, {ONE: 1.0})
-    account.spend_cpu(problem.first_turn_around, problem.gate_s, {ONE: 1.0})  # updates wait for the gate
+        account.spend(Resource.COMPUTE, first, problem.start_s, {ONE: 1.0})
+    for resource in (Resource.COMPUTE, Resource.CPU):  # updates wait for the gate
+        account.spend(resource, problem.first_turn_around, problem.gate_s, {ONE: 1.0})
     for t in range(problem.n_steps):
-        time, link_in, link_out = (builder.column(f"{name}[{t}]", inf) for name in ("Time", "In", "Out"))
-        in_units, out_units = 1 / (rates.in_bytes_per_s * unit_s), 1 / (rates.out_bytes_per_s * unit_s)
-        for name, link, units, moved in (
-            ("in", link_in, in_units, account.link_in[t]),
-            ("out", link_out, out_units, account.link_out[t]),
-        ):
-            builder.at_most_zero(f"link {name}[{t}]", add((units, moved), (-1.0, link)))
-            builder.at_most_zero(f"{name}[{t}]", add((1.0, link), (-1.0, time)))
-        in_share = rates.in_bytes_per_s / rates.both_bytes_per_s
-        out_share = rates.out_bytes_per_s / rates.both_bytes_per_s
-        both = add((in_share, link_in), (out_share, link_out))
-        # While both are busy each takes so much longer; what one of them has more than the other goes at its own rate.
-        slower = min(1.0, in_share + out_share - 1)
-        if slower > 0:
-            builder.at_most_zero(f"both in[{t}]", add((1.0, link_in), (slower, link_out), (-1.0, time)))
-            builder.at_most_zero(f"both out[{t}]", add((1.0, link_out), (slower, link_in), (-1.0, time)))
-        compute, cpu = add((1 / unit_s, account.compute[t])), add((1 / unit_s, account.cpu[t]))
-        serial = add((in_units, account.serial_in[t]), (out_units, account.serial_out[t]))
+        time, *columns = (builder.column(f"{name}[{t}]", inf) for name in ("Time", *LINK_COLUMNS.values()))
+        links = dict(zip(LINKS, columns))
+        serial: Terms = {}
+        for link, column in links.items():
+            name, units = LINK_COLUMNS[link].lower(), 1 / (rates.bytes_per_s(link) * unit_s)
+            builder.at_most_zero(f"link {name}[{t}]", add((units, account.moved[link][t]), (-1.0, column)))
+            builder.at_most_zero(f"{name}[{t}]", add((1.0, column), (-1.0, time)))
+            accumulate(serial, units, account.serial[link][t])
+        shares = {link: rates.bytes_per_s(link) / rates.both_bytes_per_s for link in LINKS}
+        # While all are busy each takes so much longer; what one of them has more than the others goes at its own rate.
+        slower = min(1.0, sum(shares.values()) - 1)
+        for link, column in links.items() if slower > 0 else ():
+            others = [(slower, other) for one, other in links.items() if one is not link]
+            row = add((1.0, column), *others, (-1.0, time))
+            builder.at_most_zero(f"both {LINK_COLUMNS[link].lower()}[{t}]", row)
+        compute, cpu = (add((1 / unit_s, account.seconds[one][t])) for one in (Resource.COMPUTE, Resource.CPU))
         builder.at_most_zero(f"compute[{t}]", add((1.0, compute), (1.0, serial), (-1.0, time)))
         managed = {ONE: rates.manage_s / unit_s}
         builder.at_most_zero(f"cpu[{t}]", add((1.0, cpu), (1.0, managed), (-1.0, time)))
         if rates.shared_cores:
-            builder.at_most_zero(f"cores[{t}]", add((1.0, compute), (1.0, cpu), (1.0, both), (-1.0, time)))
+            copies = ((shares[link], column) for link, column in links.items())
+            builder.at_most_zero(f"cores[{t}]", add((1.0, compute), (1.0, cpu), *copies, (-1.0, time)))
         times.append(time)
     return tuple(times)
 

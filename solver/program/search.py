@@ -16,6 +16,7 @@ from ..answer import RawAnswer
 from ..backends import Backend
 from ..linear import evaluate, fixed, relaxed
 from ..problem import Option, Problem
+from ..resources import LINKS
 from ..solution import Status
 from .model import Program
 
@@ -89,7 +90,7 @@ def nearest_sums(problem: Problem, program: Program, values: Sequence[float]) ->
     Each block takes the option, of those that the fractions use, with which bytes saved, seconds and copies of all
     blocks so far are nearest to the fractions'; bytes above them weigh most, for they must be found elsewhere.
     """
-    link = (problem.rates.in_bytes_per_s + problem.rates.out_bytes_per_s) / 2
+    link = sum(map(problem.rates.bytes_per_s, LINKS)) / len(LINKS)
     chosen = _leaving(program, values)
     ahead = (0.0, 0.0, 0.0)  # what the chosen options use so far, less what the fractions use
     for i, part in enumerate(_parts(program, values)):

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..problem import Block, Group, Problem
+from ..resources import Resource
 from ..solution import ActivationFlow, Gap, GroupFlow, Solution, Status
 from .blocks import away_window
 from .groups import Span, Stay, around, span_of
@@ -98,16 +99,16 @@ def _seconds(
         seconds[start] += problem.start_s
         for i, (block, o) in enumerate(zip(problem.blocks, options)):
             option = block.options[o]
-            seconds[start + i] += option.forward_s + option.offloaded_bytes / rates.out_bytes_per_s
+            seconds[start + i] += option.forward_s + rates.copy_s(option.offloaded_bytes, Resource.OUT)
             back = start + problem.backward_step(i)
-            seconds[back] += option.backward_s + option.offloaded_bytes / rates.in_bytes_per_s
+            seconds[back] += option.backward_s + rates.copy_s(option.offloaded_bytes, Resource.IN)
     for group in problem.groups:
         _add_group(problem, group, groups[group.name], seconds)
     gone = set(values)
     for value in problem.values:
         for start in problem.passes if value.name in gone else ():
-            seconds[start + value.made] += value.bytes / rates.out_bytes_per_s
-            seconds[start + value.uses[-1]] += value.bytes / rates.in_bytes_per_s
+            seconds[start + value.made] += rates.copy_s(value.bytes, Resource.OUT)
+            seconds[start + value.uses[-1]] += rates.copy_s(value.bytes, Resource.IN)
     return seconds
 
 
@@ -115,7 +116,7 @@ def _add_group(problem: Problem, group: Group, flow: GroupFlow, seconds: list[fl
     rates = problem.rates
     added_s = group.cpu_add_s if flow.lead_out else 0.0
     for step in (*flow.grad_out, *(step + start for step in flow.lead_out for start in problem.passes[:-1])):
-        seconds[step] += group.grad_bytes / rates.out_bytes_per_s + added_s
+        seconds[step] += rates.copy_s(group.grad_bytes, Resource.OUT) + added_s
     for step in flow.cpu_update:
         seconds[step] += group.cpu_update_s
     if group.trainable and not flow.cpu_part:
@@ -124,9 +125,9 @@ def _add_group(problem: Problem, group: Group, flow: GroupFlow, seconds: list[fl
             seconds[start + group.grad_steps[-1]] += group.device_add_s
     for moved, size in ((flow.out, group.param_bytes), (flow.state_out, group.state_bytes)):
         for step in moved:
-            seconds[step] += size / rates.out_bytes_per_s
+            seconds[step] += rates.copy_s(size, Resource.OUT)
     for step in flow.state_in:
-        seconds[step] += group.state_bytes / rates.in_bytes_per_s
+        seconds[step] += rates.copy_s(group.state_bytes, Resource.IN)
     back = [step + shift for gap in flow.gaps for step in gap.back for shift in gap.shifts]
     for step in [*flow.cpu_back, *flow.back, *back]:
-        seconds[step] += group.param_bytes / rates.in_bytes_per_s
+        seconds[step] += rates.copy_s(group.param_bytes, Resource.IN)

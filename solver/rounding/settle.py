@@ -172,7 +172,7 @@ def _weight(problem: Problem, group: Group, solution: Solution) -> float:
 
 
 def _copy_s(problem: Problem, size_bytes: int) -> float:
-    return size_bytes / min(problem.rates.in_bytes_per_s, problem.rates.out_bytes_per_s)
+    return size_bytes / problem.rates.slowest_bytes_per_s
 
 
 def _around(problem: Problem, group: Group, near: Solution) -> Iterator[tuple[float, dict[str, float]]]:

@@ -14,6 +14,7 @@ from ..linear import ONE, Builder, LinearModel, Terms, add
 from ..problem import Group, Problem, TensorSize
 from ..program.groups import GroupColumns, around
 from ..program.model import Program
+from ..resources import LINKS, Resource
 
 
 class Alike(NamedTuple):
@@ -108,9 +109,9 @@ def _host_waits(problem: Problem, group: Group, host: Mapping[Alike, Terms]) -> 
     """A whole tensor's gradient goes out, is used, and its values come in, all between two uses."""
     steps = (problem.first_update(group), group.uses[0] - 1)
     for (param, grad, *_), count in host.items():
-        seconds = group.cpu_update_s * grad / max(group.grad_bytes, 1) + param / problem.rates.in_bytes_per_s
+        seconds = group.cpu_update_s * grad / max(group.grad_bytes, 1) + problem.rates.copy_s(param, Resource.IN)
         if not problem.gate:
-            seconds += grad / problem.rates.out_bytes_per_s
+            seconds += problem.rates.copy_s(grad, Resource.OUT)
         yield _Wait(f"host[{group.name}]", steps, seconds, count)
 
 
@@ -119,7 +120,7 @@ def _state_waits(problem: Problem, group: Group, states: Mapping[Alike, Terms]) 
     updated = problem.device_update(group)
     for (_, _, state, pieces), count in states.items():
         piece = state / pieces
-        seconds = piece / problem.rates.in_bytes_per_s + piece / problem.rates.out_bytes_per_s
+        seconds = sum(problem.rates.copy_s(piece, link) for link in LINKS)
         yield _Wait(f"states[{group.name}]", (updated, updated - 1), seconds, count)
 
 

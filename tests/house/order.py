@@ -14,6 +14,7 @@ from .imports import ROOT, arrows, folder_of, modules
 ROOMS = (
     # solver: plain numbers, no torch
     "offmate.solver",
+    "offmate.solver.resources",
     "offmate.solver.problem",
     "offmate.solver.block_graph",
     "offmate.solver.solution",

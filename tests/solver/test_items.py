@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from offmate.solver import items
 from offmate.solver.effects import effect
 from offmate.solver.items import Item, ItemKind
-from offmate.solver.machine import Resource
+from offmate.solver.resources import Resource
 from offmate.solver.schedule import Action, Kind
 from offmate.solver.text import from_dict, to_dict
 

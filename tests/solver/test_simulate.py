@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from offmate.solver.machine import Machine, Resource
+from offmate.solver.machine import Machine
 from offmate.solver.polish.improve import improve
 from offmate.solver.problem import Rates
+from offmate.solver.resources import Resource
 from offmate.solver.scheduling.validate import validate
 from offmate.solver.simulate import memory_highs, room_bytes, simulate
 

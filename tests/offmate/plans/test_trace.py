@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 from offmate.runtime.trace import Recording, Taken
-from offmate.solver.machine import Resource
+from offmate.solver.resources import Resource
 from offmate.solver.schedule import Action, Kind, Schedule
 from offmate.solver.simulate import Event, simulate
 

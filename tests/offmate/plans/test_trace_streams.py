@@ -12,7 +12,7 @@ import pytest
 import torch
 from offmate.runtime.clocks import StreamClock
 from offmate.runtime.trace import Job
-from offmate.solver.machine import Resource
+from offmate.solver.resources import Resource
 
 from ...accelerator.loops import on_sim
 from ..loops import batch, plain

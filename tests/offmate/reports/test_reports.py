@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from offmate.solver import items
-from offmate.solver.machine import Resource
 from offmate.solver.plan import plan
+from offmate.solver.resources import Resource
 from offmate.solver.schedule import Action, Kind
 from offmate.solver.simulate import memory_highs, simulate
 from offmate.solver.solve import least_budget
