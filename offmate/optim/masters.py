@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict, defaultdict
 from typing import Any
 
 import torch
+
+from .lone import lone
 
 MASTER = "master"
 
@@ -54,13 +55,8 @@ class WithMasters:
             state[MASTER] = param.detach().float()
         leaf = torch.nn.Parameter(state[MASTER] if low else param.data)
         leaf.grad = param.grad.float() if low else param.grad  # type: ignore[union-attr]
-        inner: Any = object.__new__(self._kind)
-        inner.__dict__.update(self.__dict__)
-        inner.__dict__.pop("step", None)
-        # Hooks are for the whole step, once.
-        inner.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
-        inner.param_groups = [{**group, "params": [leaf]}]
-        inner.state = defaultdict(dict, {leaf: {k: v for k, v in state.items() if k != MASTER}})
+        own = {leaf: {k: v for k, v in state.items() if k != MASTER}}
+        inner = lone(self._kind, self.__dict__, [{**group, "params": [leaf]}], own)
         self._kind.step(inner)
         state.update(inner.state[leaf])
         if low:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections import OrderedDict, defaultdict
 from typing import Any
 
 import torch
 
 from ..errors import OffmateError
 from ..runtime.torch_names import trees as pytree
-from ..runtime.torch_names.modules import STEP_HOOKS, state_at_construction
+from ..runtime.torch_names.modules import state_at_construction
+from .lone import OWN, lone
 
 _STEPS = 3
 _SIZES = (2, 3, 2, 3, 2, 3)
@@ -85,15 +85,13 @@ def _trained(optimizer: torch.optim.Optimizer, groups: list[Group]) -> list[tupl
     Raises: OffmateError if the optimizer keeps state of its own besides that of its parameters.
     """
     base: Any = type(optimizer)
-    single: Any = object.__new__(base)
-    given = {k: v for k, v in optimizer.__dict__.items() if k not in ("param_groups", "state", "step", *STEP_HOOKS)}
-    single.__dict__.update({k: copy.deepcopy(v) if _plain(v) else v for k, v in given.items()})
-    single.__dict__.update({hooks: OrderedDict() for hooks in STEP_HOOKS})
     leaves = [[torch.nn.Parameter(t.clone()) for t in tensors] for _, tensors in groups]
-    single.param_groups = [{**hyper, "params": own} for (hyper, _), own in zip(groups, leaves)]
-    single.state = defaultdict(dict)
+    own_groups = [{**hyper, "params": own} for (hyper, _), own in zip(groups, leaves)]
+    state: dict[torch.Tensor, dict[str, Any]] = {}
     for (hyper, _), own in zip(groups, leaves):
-        single.state.update({leaf: state_at_construction(base, hyper, leaf) for leaf in own})
+        state |= {leaf: state_at_construction(base, hyper, leaf) for leaf in own}
+    held = {k: v for k, v in optimizer.__dict__.items() if k not in OWN}
+    single = lone(base, {k: copy.deepcopy(v) if _plain(v) else v for k, v in held.items()}, own_groups, state)
     before: dict[str, Any] = {}
     for step in range(_STEPS):
         for own in leaves:

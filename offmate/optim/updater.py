@@ -6,7 +6,6 @@ import contextlib
 import copyreg
 import logging
 import statistics
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,12 +17,12 @@ from ..machines.devices import EMULATED
 from ..machines.stopwatch import clock_of
 from ..runtime.replay.contents import is_bulk
 from ..runtime.torch_names.modules import (
-    STEP_HOOKS,
     marked_as_scheduled,
     note_step,
     state_at_construction,
     step_hooks,
 )
+from .lone import lone
 from .rows import depends_on_threads, works_by_element
 
 log = logging.getLogger("offmate")
@@ -157,17 +156,12 @@ class Updater:
 
     def step_one(self, hyper: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
         """Update one tensor in place with given hyperparameters; `state` is filled at the first update."""
-        single: Any = object.__new__(self.base)
-        single.__dict__.update(self.optimizer.__dict__)
-        single.__dict__.pop("step", None)
-        single.__dict__.update({hooks: OrderedDict() for hooks in STEP_HOOKS})
         leaf = torch.nn.Parameter(param.data)
         leaf.grad = grad
         if not state:
             state.update(state_at_construction(self.base, hyper, leaf))
         _place_scalars(state, leaf.device if hyper.get("fused") or hyper.get("capturable") else _CPU)
-        single.param_groups = [{**hyper, "params": [leaf]}]
-        single.state = defaultdict(dict, {leaf: state})
+        single = lone(self.base, self.optimizer.__dict__, [{**hyper, "params": [leaf]}], {leaf: state})
         self.base.step(single)
         # Some optimizers replace the dictionary instead of filling it.
         if single.state[leaf] is not state:
