@@ -20,7 +20,6 @@ from .machines.hardware import names as names_of_hardware
 from .machines.host_memory import default_host_budget_bytes
 from .optim.probe import check_optimizer
 from .optim.updater import Updater, parameter_names
-from .optim.updater import take_over as take_over_optimizer
 from .planning.batch_size import batch_size_of, check_batch_size, fastest_batch_size, planned_within, resized
 from .planning.placement import fitted, pockets
 from .planning.planner import make_plan, plan_elsewhere
@@ -28,6 +27,7 @@ from .planning.request import Prepared, Request
 from .plans.plan import Plan
 from .progress import Progress, planning_progress
 from .session.module import take_over as take_over_model
+from .session.optimizer import take_over as take_over_optimizer
 from .session.session import Session
 from .sizes import parse_bytes
 from .split import Split

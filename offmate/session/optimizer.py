@@ -1,0 +1,111 @@
+"""The user's optimizer once its updates are planned: the same object, whose steps the plan takes."""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from ..errors import ProtocolError
+from ..optim.updater import PLAIN, plain_class
+from ..runtime.torch_names.modules import marked_as_scheduled, note_step, step_hooks
+
+
+class PlannedOptimizer:
+    """What an optimizer becomes when its updates are planned: same instance, same state, steps taken by the plan.
+
+    Mixed into the optimizer's own class; `_offmate` is the session that runs its updates.
+    """
+
+    _offmate: Any
+
+    @property
+    def state(self) -> Any:
+        """The states of all parameters, current; what is changed there counts, as in plain PyTorch."""
+        self._offmate.read_states()
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self._offmate.read_states()
+        self.__dict__["state"] = value
+
+    def step(self, closure: Any = None) -> None:
+        """Declare the planned updates done; those still under way finish before their parameter is read."""
+        if closure is not None:
+            raise ProtocolError(
+                "optimizer.step(closure) would run the model again in the middle of an update; call the model and "
+                "backward() yourself, then optimizer.step()"
+            )
+        note_step(self)
+        if self._offmate.assigned.params:
+            self._offmate.step_assigned(self)
+            return
+        before, after = step_hooks(self)
+        for hook in before.values():
+            hook(self, (), {})
+        self._offmate.step()
+        for hook in after.values():
+            hook(self, (), {})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Gradients are consumed by the plan; nothing is left to clear."""
+        self._offmate.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state, current, as plain PyTorch gives it."""
+        self._offmate.read("optimizer.state_dict()")
+        self._offmate.truth.warn_if_torn()
+        return super().state_dict()  # type: ignore[misc]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state saved with or without offmate."""
+        self._offmate.end_iteration()
+        with _at_home(self._offmate.updater.names):
+            super().load_state_dict(state_dict)  # type: ignore[misc]
+        self._offmate.truth.adopt_states()
+        self._offmate.truth.reloaded("optimizer")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles are of the plain optimizer, current."""
+        self._offmate.read("a copy of the optimizer")
+        base = self._offmate.updater.base
+        # Pickle refuses the usual way, since this object is not of the plain class.
+        return copyreg._reconstructor, (base, object, None), super().__getstate__()  # type: ignore[attr-defined]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the plan covers the groups that there were at compile time."""
+        raise ProtocolError(
+            "a parameter group was added after offmate.compile; add all groups first, then compile the model"
+        )
+
+
+@contextlib.contextmanager
+def _at_home(params: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Parameters name the device that their memory is on: torch sends states that are loaded there."""
+    kinds = {param: type(param) for param in params}
+    for param in kinds:
+        param.__class__ = torch.nn.Parameter
+    try:
+        yield
+    finally:
+        for param, kind in kinds.items():
+            param.__class__ = kind
+
+
+def take_over(optimizer: torch.optim.Optimizer, session: Any) -> None:
+    """Turn the optimizer, in place, into one whose updates the session runs."""
+    plain = plain_class(optimizer)
+    optimizer.__class__ = type(f"Offmate{plain.__name__}", (PlannedOptimizer, plain), {PLAIN: plain})
+    optimizer._offmate = session  # type: ignore[attr-defined]
+    # A scheduler made earlier has put its own wrapper of the old step on the instance.
+    wrapped = optimizer.__dict__.pop("step", None)
+    if wrapped is not None:
+
+        def step(*args: Any, **kwargs: Any) -> None:
+            return PlannedOptimizer.step(optimizer, *args, **kwargs)  # type: ignore[arg-type]
+
+        optimizer.step = marked_as_scheduled(step)  # type: ignore[method-assign]
