@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-_ROWS = re.compile(r"s:(.+\[\d+:\d+\])", re.DOTALL)
+_LIKE_ROWS = re.compile(r"p:.+\[(?:\d+:\d+|:)\]", re.DOTALL)
 
 
 def upgraded(data: dict[str, Any]) -> dict[str, Any]:
@@ -20,13 +20,13 @@ def upgraded(data: dict[str, Any]) -> dict[str, Any]:
     begun: set[str] = set()
     passes = [{part: [_sum(line, begun) for line in one[part]] for part in ("forward", "backward")} for one in passes]
     changed = data | passes[-1] | ({"lead": passes[:-1]} if "lead" in data else {})
-    odd = {f"s:{item[2:]}" for item in data["item_bytes"] if item.startswith("p:") and _ROWS.fullmatch(f"s:{item[2:]}")}
+    odd = {f"s:{item[2:]}" for item in data["item_bytes"] if _LIKE_ROWS.fullmatch(item)}
     return _renamed(changed, odd) if odd else changed
 
 
 def _sum(line: str, begun: set[str]) -> str:
     parts = line.split(maxsplit=2)
-    if parts[1:2] != ["accumulate"] or parts[2] in begun:
+    if len(parts) < 3 or parts[1] != "accumulate" or parts[2] in begun:
         return line
     begun.add(parts[2])
     return f"{parts[0]} begin-total {parts[2]}"
@@ -38,6 +38,12 @@ def _renamed(data: Any, odd: set[str]) -> Any:
         return {_renamed(key, odd): _renamed(value, odd) for key, value in data.items()}
     if isinstance(data, list):
         return [_renamed(value, odd) for value in data]
-    if isinstance(data, str) and data.split(maxsplit=2)[-1:] and data.split(maxsplit=2)[-1] in odd:
+    if isinstance(data, str) and _about(data) in odd:
         return f"{data}[:]"
     return data
+
+
+def _about(text: str) -> str:
+    """The item that a text is, or that the action is about that it prints."""
+    parts = text.split(maxsplit=2)
+    return parts[2] if len(parts) == 3 and parts[0].isdigit() else text

@@ -10,7 +10,7 @@ from math import inf
 from .problem import Problem
 from .program.streamed import streaming_solution
 from .refine import Gain, Limits, Refinement, Search, candidate, refine
-from .refinements import LADDER, Improve, InTime, keeps_budgets
+from .refinements import LADDER, keeps_budgets, without_the_program
 from .rounding.groups import round_solution
 from .schedule import Schedule
 from .scheduling.emit import build_schedule
@@ -77,10 +77,10 @@ def plan(
     started = time.perf_counter()
     solution = solve(problem, time_limit_s=time_limit_s, gap=gap, backend=backend)
     if not solution.options:  # too little time, or numbers so far apart that the solver was wrong
-        return _streamed(problem, solution)
+        return _streamed(problem, solution, ladder, gains)
     search = _algorithm_1(problem, solution, limits)
     if search is None:  # fractions fit, whole tensors do not: the safe plan's may
-        return _streamed(problem, replace(solution, status=Status.INFEASIBLE))
+        return _streamed(problem, replace(solution, status=Status.INFEASIBLE), ladder, gains)
     note(Gain("algorithm 1", inf, search.loss_s, time.perf_counter() - started, 1))
     return _taken(refine(search, ladder, note), tuple(gains))
 
@@ -113,7 +113,7 @@ def _taken(search: Search, gains: tuple[Gain, ...]) -> Planned:
     return Planned(search.solution, schedule, simulation, simulation.step_s - search.solution.objective_s, gains)
 
 
-def _streamed(problem: Problem, failed: Solution) -> Planned:
+def _streamed(problem: Problem, failed: Solution, ladder: Iterable[Refinement], gains: list[Gain]) -> Planned:
     """The safe plan, with what the failed search knows of the bound; no schedule if it does not fit either."""
     safe = streaming_solution(problem)
     rounded = build_schedule(problem, round_solution(problem, safe))
@@ -123,4 +123,4 @@ def _streamed(problem: Problem, failed: Solution) -> Planned:
     gap = (safe.objective_s - bound_s) / safe.objective_s if safe.objective_s > 0 else 0.0
     solution = replace(safe, lower_bound_s=bound_s, gap=gap, solve_s=failed.solve_s)
     search = Search(problem, problem, solution, Limits(), (candidate(solution, rounded, rounded),))
-    return _taken(refine(search, (Improve(), InTime()), lambda gain: None), ())
+    return _taken(refine(search, without_the_program(ladder), gains.append), tuple(gains))

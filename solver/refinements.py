@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -118,8 +118,8 @@ class InTime:
         left = [one for number, one in by_rounded.items() if number not in done]
         for one in sorted(left, key=lambda one: one.step_s)[: self.most]:
             timed = list(filter(is_valid, in_time(one.rounded)))
-            if timed:
-                yield candidate(one.near, one.rounded, fastest(*timed), timed=True)
+            # Where no steady order is found, that is remembered, too.
+            yield candidate(one.near, one.rounded, fastest(*timed) if timed else one.schedule, timed=True)
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,11 @@ class Trials:
         return search.loses(self.worth, self.least_s)
 
     def candidates(self, search: Search) -> Iterator[Candidate]:
-        # What a step takes if moves come in fractions: the less, the more trials are likely to find.
-        likely = min(search.found, key=lambda one: one.step_s + one.near.objective_s)
+        def promise_s(one: Candidate) -> float:
+            """The less a step takes if moves come in fractions, the more trials are likely to find."""
+            return one.step_s + (one.step_s if one.near is search.solution else one.near.objective_s)
+
+        likely = min(search.found, key=promise_s)
         lost_s = likely.step_s - search.solution.objective_s
         work = min(self.effort, int(lost_s * self.effort_per_s)) if lost_s < inf else self.effort
         best = best_of_trials(likely.rounded, work)
@@ -178,6 +181,11 @@ def keeps_budgets(problem: Problem, schedule: Schedule) -> bool:
     """Whether a schedule stays within the problem's budgets."""
     device, host = max(memory_highs(schedule)), schedule.host_bytes
     return device <= problem.device_budget_bytes and host <= problem.host_budget_bytes
+
+
+def without_the_program(ladder: Iterable[Refinement]) -> tuple[Refinement, ...]:
+    """The passes of a ladder that need no answer of the program."""
+    return tuple(one for one in ladder if isinstance(one, Improve | InTime))
 
 
 def _with_room(problem: Problem, part: float) -> Problem | None:

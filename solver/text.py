@@ -44,6 +44,8 @@ def from_dict(data: dict[str, Any]) -> Schedule:
 
     Raises: ScheduleError if it is of another format or version, lacks something, or is not valid.
     """
+    if not isinstance(data, dict):
+        raise ScheduleError(f"not a schedule: expected an object, found {str(data)[:40]!r}")
     if data.get("format") != _FORMAT or data.get("version") not in range(1, _VERSION + 1):
         found = f"{data.get('format')!r}, version {data.get('version')!r}"
         raise ScheduleError(f"not a schedule of format {_FORMAT!r}, version 1 to {_VERSION}: found {found}")
@@ -63,11 +65,13 @@ def from_dict(data: dict[str, Any]) -> Schedule:
             lead=tuple(Pass(_actions(led["forward"]), _actions(led["backward"])) for led in data.get("lead", ())),
             **fields,
         )
+        validate(schedule)
+    except ScheduleError:
+        raise
     except KeyError as error:
         raise ScheduleError(f"the schedule lacks {error}") from None
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
         raise ScheduleError(f"the schedule cannot be read: {error}") from error
-    validate(schedule)
     return schedule
 
 

@@ -56,16 +56,18 @@ class Executor:
         self._updates = Updates(world, states, self._gradients, self.gate, unmoved)
         self._computes = Computes(world, self.gate)
         self._updating = False
+        # Handlers that knew the executor would keep it, and its programs, until garbage is collected.
+        computes, transfers, gradients, updates = self._computes, self._transfers, self._gradients, self._updates
         self._handlers: dict[Kind, Callable[[Action], None]] = {
-            Kind.COMPUTE: lambda action: self._computes.run(action.name),
-            Kind.PREFETCH: lambda action: self._transfers.prefetch(action.item),
-            Kind.OFFLOAD: lambda action: self._transfers.offload(action.item),
-            Kind.FREE: lambda action: self._transfers.free(action.item),
-            Kind.BEGIN_TOTAL: lambda action: self._gradients.begin_total(action.name),
-            Kind.ACCUMULATE: lambda action: self._gradients.accumulate(action.name),
-            Kind.ACCUMULATE_CPU: lambda action: self._gradients.accumulate_on_host(action.name),
-            Kind.UPDATE_CPU: lambda action: self._updates.on_host(action.name),
-            Kind.UPDATE_DEVICE: lambda action: self._updates.on_device(action.name),
+            Kind.COMPUTE: lambda action: computes.run(action.name),
+            Kind.PREFETCH: lambda action: transfers.prefetch(action.item),
+            Kind.OFFLOAD: lambda action: transfers.offload(action.item),
+            Kind.FREE: lambda action: transfers.free(action.item),
+            Kind.BEGIN_TOTAL: lambda action: gradients.begin_total(action.name),
+            Kind.ACCUMULATE: lambda action: gradients.accumulate(action.name),
+            Kind.ACCUMULATE_CPU: lambda action: gradients.accumulate_on_host(action.name),
+            Kind.UPDATE_CPU: lambda action: updates.on_host(action.name),
+            Kind.UPDATE_DEVICE: lambda action: updates.on_device(action.name),
         }
 
     # -- an iteration -------------------------------------------------------------------------------------------------

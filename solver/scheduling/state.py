@@ -59,17 +59,6 @@ class State:
 
     def __post_init__(self) -> None:
         schedule = self.schedule
-        self.handlers: dict[Kind, Callable[[Action, Effect], None]] = {
-            Kind.COMPUTE: self._compute,
-            Kind.PREFETCH: self._prefetch,
-            Kind.OFFLOAD: self._offload,
-            Kind.FREE: self._free,
-            Kind.UPDATE_CPU: self._update_cpu,
-            Kind.UPDATE_DEVICE: self._update_device,
-            Kind.BEGIN_TOTAL: self._begin_total,
-            Kind.ACCUMULATE: self._accumulate,
-            Kind.ACCUMULATE_CPU: self._accumulate_cpu,
-        }
         self.walked = min(schedule.micro_batches, 4)
         self.trained = items.names_of(schedule.item_bytes, ItemKind.GRADIENT)
         self.external = not (schedule.update_cpu_s or schedule.update_device_s)
@@ -120,7 +109,7 @@ class State:
     def take(self, action: Action) -> None:
         """Carry out one action or say why it cannot be."""
         does = effect(action, self.schedule)
-        self.handlers[action.kind](action, does)
+        HANDLERS[action.kind](self, action, does)
         self.there.difference_update(does.releases)
         self.there.update(does.brings)
 
@@ -251,3 +240,16 @@ class State:
         self.copies.difference_update(does.writes)
         self.owed.discard(action.name)
         self.stale.discard(action.name)
+
+
+HANDLERS: dict[Kind, Callable[[State, Action, Effect], None]] = {
+    Kind.COMPUTE: State._compute,
+    Kind.PREFETCH: State._prefetch,
+    Kind.OFFLOAD: State._offload,
+    Kind.FREE: State._free,
+    Kind.UPDATE_CPU: State._update_cpu,
+    Kind.UPDATE_DEVICE: State._update_device,
+    Kind.BEGIN_TOTAL: State._begin_total,
+    Kind.ACCUMULATE: State._accumulate,
+    Kind.ACCUMULATE_CPU: State._accumulate_cpu,
+}

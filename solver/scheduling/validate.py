@@ -76,6 +76,10 @@ def is_valid(schedule: Schedule) -> bool:
 
 
 def _check_names(schedule: Schedule) -> None:
+    for name in ("in_bytes_per_s", "out_bytes_per_s", "both_bytes_per_s"):
+        rate = getattr(schedule.rates, name)
+        require(rate > 0, f"rates: {name}", f"is {rate}, must be above 0")
+    require(not schedule.gate or "gate" in schedule.computes, "gate", "there is no compute of that name")
     resident = schedule.resident
     require(list(resident) == sorted(set(resident)), "resident", "items must ascend without repeats")
     for item in resident:
@@ -118,8 +122,8 @@ def _check_passes(schedule: Schedule) -> None:
         known = action.kind not in ABOUT_ITEMS or action.name in schedule.item_bytes
         require(known, action, "no such name")
         if action.kind in _DEVICE_SUMS:
-            total = items.total(action.name)
-            require(total in schedule.item_bytes, action, f"adds to {total}, which is no item")
+            for item in (items.total(action.name), items.gradient(action.name)):
+                require(item in schedule.item_bytes, action, f"adds up {item}, which is no item")
 
 
 def _check_counts(actions: Iterable[Action], kind: Kind, names: Iterable[str], times: int) -> None:

@@ -14,6 +14,7 @@ from offmate.solver.effects import effect
 from offmate.solver.items import Item, ItemKind
 from offmate.solver.resources import Resource
 from offmate.solver.schedule import Action, Kind
+from offmate.solver.scheduling.validate import ScheduleError
 from offmate.solver.text import from_dict, to_dict
 
 from .micro_schedule import micro_schedule
@@ -83,12 +84,20 @@ def test_text_of_version_1_is_read(m: int) -> None:
     assert from_dict(old) == schedule
 
 
-def test_a_state_whose_tensor_is_named_like_rows_is_read_from_version_1() -> None:
-    def renamed(text: str) -> str:
-        return text.replace("s:u", "s:u[0:2]").replace("p:u", "p:u[0:2]").replace("g:u", "g:u[0:2]")
+@pytest.mark.parametrize("line", ["", "1", "1 accumulate", "1 accumulate ", "x accumulate u", "1 jump u"])
+def test_a_broken_line_of_version_1_is_named(line: str) -> None:
+    old = to_dict(micro_schedule(2)) | {"version": 1, "backward": [line]}
+    with pytest.raises(ScheduleError, match=r"not an action|no such name|announced"):
+        from_dict(old)
 
-    old = json.loads(renamed(json.dumps(to_dict(tiny_schedule()))).replace("update-device u", "update-device u[0:2]"))
-    old |= {"version": 1, "update_device_s": {"u[0:2]": 0.5}}
+
+@pytest.mark.parametrize("odd", ["u[0:2]", "u[:]", "my u[0:2]"])
+def test_a_state_whose_tensor_is_named_like_rows_is_read_from_version_1(odd: str) -> None:
+    def renamed(text: str) -> str:
+        return text.replace("s:u", f"s:{odd}").replace("p:u", f"p:{odd}").replace("g:u", f"g:{odd}")
+
+    old = json.loads(renamed(json.dumps(to_dict(tiny_schedule()))).replace("update-device u", f"update-device {odd}"))
+    old |= {"version": 1, "update_device_s": {odd: 0.5}, "resident": sorted(old["resident"])}
     read = from_dict(old)
-    assert read.states == {"u[0:2]": ("s:u[0:2][:]",)}
+    assert read.states == {odd: (f"s:{odd}[:]",)}
     assert from_dict(json.loads(json.dumps(to_dict(read)))) == read
