@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 
 
@@ -36,6 +36,12 @@ class Rates:
     both_bytes_per_s: float
     manage_s: float = 0.0
     shared_cores: bool = False
+
+    @property
+    def not_above_0(self) -> dict[str, float]:
+        """The link rates with which no copy would ever end, by name."""
+        rates = {one.name: getattr(self, one.name) for one in fields(self) if one.name.endswith("bytes_per_s")}
+        return {name: rate for name, rate in rates.items() if not rate > 0}
 
     def bytes_per_s(self, link: Resource) -> float:
         """The rate of a link that is busy alone; raises KeyError for what is no link."""

@@ -76,9 +76,8 @@ def is_valid(schedule: Schedule) -> bool:
 
 
 def _check_names(schedule: Schedule) -> None:
-    for name in ("in_bytes_per_s", "out_bytes_per_s", "both_bytes_per_s"):
-        rate = getattr(schedule.rates, name)
-        require(rate > 0, f"rates: {name}", f"is {rate}, must be above 0")
+    for name, rate in schedule.rates.not_above_0.items():
+        require(False, f"rates: {name}", f"is {rate}, must be above 0")
     require(not schedule.gate or "gate" in schedule.computes, "gate", "there is no compute of that name")
     resident = schedule.resident
     require(list(resident) == sorted(set(resident)), "resident", "items must ascend without repeats")
