@@ -11,7 +11,8 @@ from torch import fx
 
 from .chain import Chain, written_storages
 from .export import Captured
-from .joint import BlockSpec, External, Joint, class_key, dense_stride, trace
+from .joint import trace
+from .spec import BlockSpec, External, Joint, class_key, dense_stride
 
 log = logging.getLogger("offmate")
 

@@ -17,8 +17,8 @@ from ..progress import Progress
 from .blocks import TracedBlock, trace_blocks
 from .chain import Chain, partition
 from .export import Captured, capture, check_dense
-from .joint import Joint, storages_of
 from .leaves import check_elements, check_fast_path, check_leaves, check_outputs, check_shared_buffers
+from .spec import Joint, storages_of
 
 log = logging.getLogger("offmate")
 

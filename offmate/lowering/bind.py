@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..capture.blocks import TracedBlock
 from ..capture.export import Captured
-from ..capture.joint import External
+from ..capture.spec import External
 from ..programs.prelude import Prelude
 from ..programs.programs import ClassGraph
 from ..runtime.replay.binding import Binding, BlockBinding, Port, StartBinding

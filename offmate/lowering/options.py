@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..capture.joint import Joint
 from ..capture.model import Traced
+from ..capture.spec import Joint
 from ..programs.programs import ClassGraph, NodeCost, Programs
 from ..progress import Progress
 from ..solver.block_graph import BlockGraph, Op, Storage

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..capture.joint import dense_stride
+from ..capture.spec import dense_stride
 from ..solver.options.pieces import Grid
 
 # What an element becomes depends on its own gradient and state, and on numbers that a tensor's elements share. Classes

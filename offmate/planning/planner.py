@@ -15,8 +15,8 @@ import torch
 from ..capture.arrivals import arrivals
 from ..capture.export import Captured
 from ..capture.fake import fake_batch, faked, stand_in
-from ..capture.joint import dense_stride
 from ..capture.model import Traced, structure, trace_model
+from ..capture.spec import dense_stride
 from ..errors import InfeasibleBudget, PlanFileError
 from ..lowering.bind import bind
 from ..lowering.inductor import compiled

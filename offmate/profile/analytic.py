@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..capture.joint import Joint, storages_of
+from ..capture.spec import Joint, storages_of
 from ..machines.hardware import Hardware
 from ..programs.programs import NodeCost
 from ..runtime.torch_names import operators

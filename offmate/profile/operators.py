@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ..capture.blocks import TracedBlock
-from ..capture.joint import Joint
+from ..capture.spec import Joint
 from ..errors import CaptureError
 from ..machines.allocations import allocation_log
 from ..machines.stopwatch import clock_of

@@ -10,7 +10,8 @@ from torch import fx
 from ..capture.blocks import TracedBlock
 from ..capture.chain import Chain
 from ..capture.export import Captured
-from ..capture.joint import BlockSpec, External, trace
+from ..capture.joint import trace
+from ..capture.spec import BlockSpec, External
 from ..runtime.replay.program import Program
 from .programs import ClassGraph, NodeCost
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from ..capture.effects import is_random
-from ..capture.joint import Joint, storages_of
+from ..capture.spec import Joint, storages_of
 from ..runtime.replay.program import Instruction, Program, Slot
 from ..runtime.torch_names import trees as pytree
 from ..runtime.torch_names.tensors import storage_key

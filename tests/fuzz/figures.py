@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from offmate.capture.joint import Joint
+from offmate.capture.spec import Joint
 from offmate.machines.hardware import Hardware, load
 from offmate.machines.links import LinkRates
 from offmate.optim.state_bytes import state_bytes

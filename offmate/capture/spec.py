@@ -1,0 +1,131 @@
+"""What of the model a block is, what comes of tracing it, and when two blocks are one class."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ..runtime.torch_names import trees as pytree
+from ..runtime.torch_names.tensors import storage_key
+
+
+@dataclass(frozen=True)
+class External:
+    """Something that a block reads and did not make.
+
+    Parameters
+    ----------
+    node: the node of the flat graph.
+    kind: "param", "buffer", "shared" or "value".
+    leaves: how many leaves it enters as: one per use where rule 3 asks for it, else 1.
+    differentiable: whether a gradient with respect to it is wanted.
+    accumulates: strides of the gradient that a later block (or the user) has left and to which this block's is added;
+        None if there is none.
+    final: whether this block's is the last part of the gradient (a parameter's gradient then takes its layout).
+    rounded: the lower precision in which eager adds its parts up, None if there is none.
+    changes: whether some block's forward writes into its memory, so that a backward would find other values there.
+    """
+
+    node: fx.Node
+    kind: str
+    leaves: int = 1
+    differentiable: bool = False
+    accumulates: tuple[int, ...] | None = None
+    final: bool = True
+    rounded: torch.dtype | None = None
+    changes: bool = False
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """What one block reads, runs and hands on, in terms of the flat graph.
+
+    Parameters
+    ----------
+    nodes: in program order; views of resting tensors that cross a cut are repeated here.
+    externals: in order of first use.
+    results: nodes handed on to later blocks or to the user.
+    tangents: those results that get a gradient, by index into `results`, with the gradient's strides.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    externals: tuple[External, ...]
+    results: tuple[fx.Node, ...]
+    tangents: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A block class's traced graph.
+
+    Parameters
+    ----------
+    graph: functional ATen graph; every node's `meta["val"]` is its fake value.
+    leaves: per external the placeholders it enters as.
+    tangents: placeholder per tangent. accumulators: per external its accumulator's placeholder or None.
+    results: node per result of the block. grads: per external the node of its gradient or None.
+    gradient_parts: per external, of how many gradients autograd makes the sum in this block.
+    writes: external index of a buffer -> node with its new value. changing: externals that some block writes.
+    forward: nodes that the forward runs, in order. backward: the rest.
+    """
+
+    graph: fx.Graph
+    leaves: tuple[tuple[fx.Node, ...], ...]
+    tangents: tuple[fx.Node, ...]
+    accumulators: tuple[fx.Node | None, ...]
+    results: tuple[fx.Node, ...]
+    grads: tuple[fx.Node | None, ...]
+    gradient_parts: tuple[int, ...]
+    writes: dict[int, fx.Node]
+    changing: frozenset[int]
+    forward: tuple[fx.Node, ...]
+    backward: tuple[fx.Node, ...]
+
+
+def class_key(spec: BlockSpec) -> str:
+    """A hash of the block's canonical form: two blocks with one key are one class.
+
+    Nodes are numbered in program order and externals by first use, so names do not count; shapes, dtypes, strides,
+    constants, grad modes and which storages are shared do.
+    """
+    number: dict[fx.Node, str] = {e.node: f"e{i}" for i, e in enumerate(spec.externals)}
+    number |= {n: f"n{i}" for i, n in enumerate(spec.nodes)}
+    storages: dict[int, int] = {}
+    lines = []
+    for external in spec.externals:
+        marks = (
+            external.kind, external.leaves, external.differentiable, external.accumulates, external.final,
+            external.rounded, external.changes,
+        )  # fmt: skip
+        lines.append(f"{marks} {_signature(external.node, storages)}")
+    for node in spec.nodes:
+        args = fx.map_arg((node.args, node.kwargs), lambda n: number[n])
+        lines.append(f"{node.target} {args} {node.meta['region']} {_signature(node, storages)}")
+    lines.append(f"{[number[n] for n in spec.results]} {spec.tangents}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _signature(node: fx.Node, storages: dict[int, int]) -> str:
+    parts = []
+    for tensor in pytree.tree_leaves(node.meta["fake"]):
+        if isinstance(tensor, torch.Tensor):
+            storage = storages.setdefault(storage_key(tensor.untyped_storage()), len(storages))
+            layout = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
+            parts.append(f"{layout} {tensor.requires_grad} s{storage}")
+        else:
+            parts.append(repr(tensor))
+    return ";".join(parts)
+
+
+def storages_of(node: fx.Node) -> tuple[int, ...]:
+    """Identities of the storages behind a traced node's value."""
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return tuple(storage_key(value.untyped_storage()) for value in values if isinstance(value, torch.Tensor))
+
+
+def dense_stride(like: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a dense tensor that is laid out as `like`: its own if it is dense."""
+    return torch.empty_like(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")).stride()
