@@ -78,7 +78,6 @@ def is_valid(schedule: Schedule) -> bool:
 def _check_names(schedule: Schedule) -> None:
     for name, rate in schedule.rates.not_above_0.items():
         require(False, f"rates: {name}", f"is {rate}, must be above 0")
-    require(not schedule.gate or "gate" in schedule.computes, "gate", "there is no compute of that name")
     resident = schedule.resident
     require(list(resident) == sorted(set(resident)), "resident", "items must ascend without repeats")
     for item in resident:
@@ -153,6 +152,7 @@ def _check_gate(schedule: Schedule) -> None:
         require(action.kind not in _UPDATES, action, "updates before the last backward has ended and the gate is open")
     for action in schedule.passes[0].forward:
         require(action.kind is not Kind.UPDATE_DEVICE, action, "updates on the device outside the turn-around")
+    require("gate" in schedule.computes, "gate", "there is no compute of that name")
 
 
 def _check_budgets(schedule: Schedule) -> None:
