@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from . import items
 from .items import Item
 from .problem import Group, Problem, Rows, TensorSize
+from .resources import HOST
 
 
 @dataclass(frozen=True)
@@ -26,19 +27,21 @@ class TensorGap:
 
 @dataclass(frozen=True)
 class StateStay:
-    """A piece of an optimizer state that leaves in step `out`, after its update, and returns in step `back`."""
+    """A piece of an optimizer state that leaves to a tier in step `out`, after its update, and returns in `back`."""
 
     rows: Rows
     out: int
     back: int
+    tier: str = HOST
 
 
 @dataclass(frozen=True)
 class ActivationStay:
-    """What a block offloads leaves in step `out` and returns in step `back`, steps of the first pass."""
+    """What a block offloads leaves to a tier in step `out` and returns in step `back`, steps of the first pass."""
 
     out: int
     back: int
+    tier: str = HOST
 
 
 @dataclass(frozen=True)
@@ -88,12 +91,14 @@ class Decisions:
     tensors: one plan per tensor, groups and tensors in the problem's order.
     options, activations: option index per block, and when what it offloads leaves and returns.
     offloaded_values: interface values that leave between their last forward and first backward use.
+    value_tiers: the tiers that they leave to, where that is not the host.
     """
 
     tensors: tuple[TensorPlan, ...]
     options: tuple[int, ...]
     activations: tuple[ActivationStay | None, ...]
     offloaded_values: frozenset[str]
+    value_tiers: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

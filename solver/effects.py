@@ -24,7 +24,8 @@ class Effect:
     reads: items that must be on the device, complete, when it starts.
     writes: items on the device whose values it makes or changes.
     brings, releases: items that are on the device when it ends and were not before; that are not any more.
-    host_reads, host_writes: items whose copies on the host it needs complete, and those that it makes or changes.
+    host_reads, host_writes: items whose copies beside the device, on the host or on another tier, it needs complete,
+        and those that it makes or changes.
     moved_bytes: that are copied between tiers.
     rise_bytes: the most that the bytes on the device lie above their level at its start, while it runs.
     growth_bytes: by which the level at its end is above that at its start.
@@ -45,7 +46,7 @@ class Effect:
     @cached_property
     def blocks(self) -> bool:
         """Whether the executor carries it out before it takes the next action."""
-        return self.resource is None or self.resource is Resource.COMPUTE
+        return self.resource is None or self.resource == Resource.COMPUTE
 
     @cached_property
     def awaits_arrival(self) -> tuple[Item, ...]:
@@ -95,10 +96,10 @@ def _compute(action: Action, schedule: Schedule) -> Effect:
 
 def _prefetch(action: Action, schedule: Schedule) -> Effect:
     item = action.item
-    size = schedule.item_bytes[item]
+    size, link = schedule.item_bytes[item], schedule.path_of(item).into
     return Effect(
-        Resource.IN,
-        schedule.rates.copy_s(size, Resource.IN),
+        link,
+        schedule.rates.copy_s(size, link),
         writes=(item,),
         brings=(item,),
         host_reads=(item,),
@@ -110,9 +111,8 @@ def _prefetch(action: Action, schedule: Schedule) -> Effect:
 
 def _offload(action: Action, schedule: Schedule) -> Effect:
     item = action.item
-    size = schedule.item_bytes[item]
-    seconds = schedule.rates.copy_s(size, Resource.OUT)
-    return Effect(Resource.OUT, seconds, reads=(item,), host_writes=(item,), moved_bytes=size)
+    size, link = schedule.item_bytes[item], schedule.path_of(item).out
+    return Effect(link, schedule.rates.copy_s(size, link), reads=(item,), host_writes=(item,), moved_bytes=size)
 
 
 def _free(action: Action, schedule: Schedule) -> Effect:
@@ -123,7 +123,10 @@ def _update_cpu(action: Action, schedule: Schedule) -> Effect:
     parameter = items.parameter(action.name)
     gradient = _whole_gradient(action.name, schedule)
     return Effect(
-        Resource.CPU, schedule.update_cpu_s[action.name], host_reads=(gradient, parameter), host_writes=(parameter,)
+        schedule.rates.worker(action.kind.value),
+        schedule.update_cpu_s[action.name],
+        host_reads=(gradient, parameter),
+        host_writes=(parameter,),
     )
 
 
@@ -160,7 +163,8 @@ def _accumulate(action: Action, schedule: Schedule) -> Effect:
 
 def _accumulate_cpu(action: Action, schedule: Schedule) -> Effect:
     gradient, total = items.gradient(action.name), items.total(action.name)
-    return Effect(Resource.CPU, schedule.add_cpu_s[action.name], host_reads=(gradient, total), host_writes=(total,))
+    worker = schedule.rates.worker(action.kind.value)
+    return Effect(worker, schedule.add_cpu_s[action.name], host_reads=(gradient, total), host_writes=(total,))
 
 
 def _whole_gradient(tensor: str, schedule: Schedule) -> Item:
@@ -184,7 +188,7 @@ EFFECTS: dict[Kind, Callable[[Action, Schedule], Effect]] = {
 def computing_s(action: Action, schedule: Schedule) -> float:
     """Seconds that an action keeps the device computing."""
     does = effect(action, schedule)
-    return does.seconds if does.resource is Resource.COMPUTE else 0.0
+    return does.seconds if does.resource == Resource.COMPUTE else 0.0
 
 
 def with_actions(schedule: Schedule, parts: Iterable[Iterable[Action]]) -> Schedule:

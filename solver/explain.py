@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from .plan import Planned
 from .problem import Problem
-from .resources import Resource
 from .schedule import Direction, Schedule
 from .simulate import Simulation
 from .solve import solve
@@ -165,17 +164,17 @@ def _phase(schedule: Schedule, simulation: Simulation, name: str, first: int, la
     if last < first:
         return Phase(name, 0.0, {}, 0.0, {})
     begin, end = simulation.taken[first][0], simulation.taken[last][1]
-    busy = {resource.value: 0.0 for resource in Resource}
+    busy = {str(resource): 0.0 for resource in schedule.rates.resources}
     for event in simulation.timeline:
         for shift in (0.0, simulation.step_s):  # what one iteration leaves over runs in the next one's forward
             overlap = min(event.end_s - shift, end) - max(event.start_s - shift, begin)
-            busy[event.resource.value] += max(0.0, overlap)
+            busy[event.resource] += max(0.0, overlap)
     seconds = end - begin
     most = max(high for _, high in simulation.memory[first : last + 1])
     parts = {name: min(1.0, spent / seconds) if seconds > 0 else 0.0 for name, spent in busy.items()}
     waits = dict.fromkeys(busy, 0.0)
     for stall in simulation.stalls:
-        waits[stall.cause.value] += max(0.0, min(stall.end_s, end) - max(stall.start_s, begin))
+        waits[stall.cause] += max(0.0, min(stall.end_s, end) - max(stall.start_s, begin))
     return Phase(name, seconds, parts, most / max(schedule.device_budget_bytes, 1), waits)
 
 
@@ -186,7 +185,7 @@ def _sentence(phase: Phase) -> str:
     if waits_s > _WORTH_SAYING * phase.seconds:
         longest = max(phase.waits, key=lambda resource: phase.waits[resource])
         mostly = "" if phase.waits[longest] > _ALL * waits_s else "mostly "
-        parts.append(f"the device waits {waits_s:.2g} s, {mostly}for {_WORDS[longest]}")
+        parts.append(f"the device waits {waits_s:.2g} s, {mostly}for {_WORDS.get(longest, longest)}")
     parts.append(
         "device memory is full" if phase.memory >= _ALL else f"device memory is at most {phase.memory:.0%} full"
     )
@@ -195,8 +194,8 @@ def _sentence(phase: Phase) -> str:
 
 def _limits(phase: Phase) -> str:
     order = sorted(phase.busy, key=lambda resource: -phase.busy[resource])
-    full = [f"{_WORDS[name]} ({phase.busy[name]:.0%})" for name in order if phase.busy[name] >= _FULL]
+    full = [f"{_WORDS.get(name, name)} ({phase.busy[name]:.0%})" for name in order if phase.busy[name] >= _FULL]
     if full:
         return f"{' and '.join(full)} limit it"
-    busy = [f"{_WORDS[name]} {phase.busy[name]:.0%}" for name in order if phase.busy[name] >= _BUSY]
+    busy = [f"{_WORDS.get(name, name)} {phase.busy[name]:.0%}" for name in order if phase.busy[name] >= _BUSY]
     return f"nothing is busy all the time{', ' if busy else ''}{', '.join(busy)}"

@@ -5,25 +5,28 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
 from functools import lru_cache
+from typing import ClassVar
 
 from .problem import Rows
 
 _WITH_ROWS = re.compile(r"(.+)\[(?:(\d+):(\d+)|:)\]", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Traits:
-    """What holds of all items of a kind.
+@dataclass(frozen=True, eq=False)
+class ItemKind:
+    """A kind of items, and what holds of all of them. A new one is known as soon as it is made.
 
     Parameters
     ----------
-    prefix: what their printed form begins with, before the colon.
+    prefix: what their printed form begins with, before the colon; no other kind has it.
     words: how an item is described to people, with its name for the braces.
     bytes_kind: the kind of bytes under which reports count them.
     by_batch: their sizes depend on the batch, and a copy on the host serves one pass only.
     leaves, returns: whether a schedule may send them to the host, and bring them from there.
+    roams: whether they may wait on any tier, since nothing but the device needs them.
+
+    Raises: ValueError if another kind has the prefix.
     """
 
     prefix: str
@@ -32,27 +35,54 @@ class Traits:
     by_batch: bool = False
     leaves: bool = False
     returns: bool = False
+    roams: bool = False
+
+    PARAMETER: ClassVar[ItemKind]  # compute copy of a parameter
+    GRADIENT: ClassVar[ItemKind]  # of a parameter, of one micro-batch
+    TOTAL: ClassVar[ItemKind]  # of the gradients of several micro-batches, if the device updates
+    STATE: ClassVar[ItemKind]
+    VALUE: ClassVar[ItemKind]  # between blocks
+    VALUE_GRADIENT: ClassVar[ItemKind]  # of a value or of an output
+    KEPT: ClassVar[ItemKind]  # on the device for its backward
+    OFFLOADED: ClassVar[ItemKind]
+    SHARED: ClassVar[ItemKind]
+    OUTPUT: ClassVar[ItemKind]  # of this pass
+    OLD_OUTPUT: ClassVar[ItemKind]  # what an output becomes when its pass ends
+
+    def __post_init__(self) -> None:
+        other = _BY_PREFIX.setdefault(self.prefix, self)
+        if other is not self:
+            raise ValueError(f"items with the prefix {self.prefix!r} are {other.words.format('...')} already")
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return _kind_of, (self.prefix,)
+
+    @staticmethod
+    def all() -> tuple[ItemKind, ...]:
+        """Every kind that there is."""
+        return tuple(_BY_PREFIX.values())
 
 
-class ItemKind(Enum):
-    """The kinds of items."""
-
-    PARAMETER = Traits("p", "parameter {}", "parameters", leaves=True, returns=True)  # compute copy of a parameter
-    GRADIENT = Traits("g", "gradient of {}", "gradients", leaves=True)  # of a parameter, of one micro-batch
-    TOTAL = Traits("t", "total gradient of {}", "gradients")  # of several micro-batches, if the device updates
-    STATE = Traits("s", "optimizer state of {}", "optimizer states", leaves=True, returns=True)
-    VALUE = Traits("v", "value {}", "activations", by_batch=True, leaves=True, returns=True)  # between blocks
-    VALUE_GRADIENT = Traits("d", "gradient of {}", "gradients", by_batch=True)  # of a value or of an output
-    KEPT = Traits("k", "values that block {} keeps", "activations", by_batch=True)  # on the device for its backward
-    OFFLOADED = Traits("a", "values that block {} offloads", "activations", by_batch=True, leaves=True, returns=True)
-    SHARED = Traits("x", "shared value {}", "shared", by_batch=True)
-    OUTPUT = Traits("o", "output {}", "outputs", by_batch=True)  # of this pass
-    OLD_OUTPUT = Traits("old", "last output {}", "outputs", by_batch=True)  # what an output becomes when its pass ends
-
-    __hash__ = object.__hash__  # members are keys of what the simulator touches most
+_BY_PREFIX: dict[str, ItemKind] = {}
 
 
-_BY_PREFIX = {kind.value.prefix: kind for kind in ItemKind}
+def _kind_of(prefix: str) -> ItemKind:
+    return _BY_PREFIX[prefix]
+
+
+_MOVES = {"leaves": True, "returns": True}
+
+ItemKind.PARAMETER = ItemKind("p", "parameter {}", "parameters", **_MOVES)
+ItemKind.GRADIENT = ItemKind("g", "gradient of {}", "gradients", leaves=True)
+ItemKind.TOTAL = ItemKind("t", "total gradient of {}", "gradients")
+ItemKind.STATE = ItemKind("s", "optimizer state of {}", "optimizer states", **_MOVES, roams=True)
+ItemKind.VALUE = ItemKind("v", "value {}", "activations", by_batch=True, **_MOVES, roams=True)
+ItemKind.VALUE_GRADIENT = ItemKind("d", "gradient of {}", "gradients", by_batch=True)
+ItemKind.KEPT = ItemKind("k", "values that block {} keeps", "activations", by_batch=True)
+ItemKind.OFFLOADED = ItemKind("a", "values that block {} offloads", "activations", by_batch=True, **_MOVES, roams=True)
+ItemKind.SHARED = ItemKind("x", "shared value {}", "shared", by_batch=True)
+ItemKind.OUTPUT = ItemKind("o", "output {}", "outputs", by_batch=True)
+ItemKind.OLD_OUTPUT = ItemKind("old", "last output {}", "outputs", by_batch=True)
 
 
 class Item(str):
@@ -73,7 +103,7 @@ class Item(str):
     rows: Rows | None
 
     def __new__(cls, kind: ItemKind, name: str, rows: Rows | None = None) -> Item:
-        text = f"{kind.value.prefix}:{name}"
+        text = f"{kind.prefix}:{name}"
         if rows is not None:
             text += f"[{rows[0]}:{rows[1]}]"
         elif kind is ItemKind.STATE and _WITH_ROWS.fullmatch(name):
@@ -84,11 +114,6 @@ class Item(str):
 
     def __reduce__(self) -> tuple[type[Item], tuple[ItemKind, str, Rows | None]]:
         return Item, (self.kind, self.name, self.rows)
-
-    @property
-    def traits(self) -> Traits:
-        """What holds of all items of its kind."""
-        return self.kind.value
 
     @property
     def block(self) -> int:

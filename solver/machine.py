@@ -1,4 +1,4 @@
-"""Resources in simulated time: compute, one link each way, and the CPU, each taking what is ready, oldest first."""
+"""Resources in simulated time: each does one job after the other, of those that are ready the oldest first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from .resources import LINKS, Rates, Resource
+from .resources import Path, Rates, Resource
 
 
 class Stall(NamedTuple):
@@ -38,23 +38,24 @@ class Machine:
     """Time and queues. Only `submit`, `run`, `wait` and `skip` change it; time passes in the last three.
 
     A resource does one job at a time, to its end: of those whose waits are done the one submitted first. Where both
-    links together exceed their total rate both slow down in proportion; on shared cores each of k running resources has
-    1/k.
+    links of a path together exceed its total rate both slow down in proportion; on shared cores each of k running
+    resources has 1/k.
 
     Parameters
     ----------
-    rates: link rates, and whether the resources share cores.
+    rates: the resources, the rates of links, and whether all share cores.
     """
 
     def __init__(self, rates: Rates) -> None:
         self.now = 0.0
-        self.stall_s: dict[Resource, float] = dict.fromkeys(Resource, 0.0)
+        self.stall_s: dict[Resource, float] = dict.fromkeys(rates.resources, 0.0)
         self.stalls: list[Stall] = []
         self._rates = rates
         self._submitted = 0
-        self._waiting_s: dict[Resource, float] = dict.fromkeys(Resource, 0.0)  # of jobs that are not ready
-        self._running: dict[Resource, Job | None] = dict.fromkeys(Resource)
-        self._ready: dict[Resource, list[tuple[int, Job]]] = {resource: [] for resource in Resource}
+        self._waiting_s: dict[Resource, float] = dict.fromkeys(rates.resources, 0.0)  # of jobs that are not ready
+        self._running: dict[Resource, Job | None] = dict.fromkeys(rates.resources)
+        self._ready: dict[Resource, list[tuple[int, Job]]] = {resource: [] for resource in rates.resources}
+        self._beside = {link: (other, path.together) for path in rates.paths.values() for link, other in _pairs(path)}
 
     def submit(self, resource: Resource, seconds: float, size: int = 0, waits: Iterable[Job] = ()) -> Job:
         """A job of `seconds` on a resource, after the jobs `waits`."""
@@ -134,9 +135,17 @@ class Machine:
     def _speeds(self, running: list[Job]) -> list[float]:
         """The part of its full speed at which each job runs."""
         share = 1.0 / len(running) if self._rates.shared_cores else 1.0
-        kinds = {job.resource for job in running}
-        link = min(share, self._rates.together) if kinds.issuperset(LINKS) else share
-        return [link if job.resource in LINKS else share for job in running]
+        busy = {job.resource for job in running}
+        speeds = []
+        for job in running:
+            other, together = self._beside.get(job.resource, (None, 1.0))
+            speeds.append(min(share, together) if other in busy else share)
+        return speeds
+
+
+def _pairs(path: Path) -> tuple[tuple[Resource, Resource], ...]:
+    """Each link of a path with the other one."""
+    return (path.into, path.out), (path.out, path.into)
 
 
 def _cause(job: Job) -> Resource:

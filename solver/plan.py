@@ -93,11 +93,10 @@ def _algorithm_1(problem: Problem, solution: Solution, limits: Limits) -> Search
         if keeps_budgets(problem, rounded):
             return Search(problem, tried, solution, limits, (candidate(solution, rounded, rounded),))
         device = max(memory_highs(rounded)) - problem.device_budget_bytes
-        host = rounded.host_bytes - problem.host_budget_bytes
-        tried = replace(
-            tried,
-            device_budget_bytes=max(0, tried.device_budget_bytes - attempt * max(0, device)),
-            host_budget_bytes=max(0, tried.host_budget_bytes - attempt * max(0, host)),
+        over = {tier.name: used - tier.capacity_bytes for tier, used in rounded.tiers}
+        tried = replace(tried, device_budget_bytes=max(0, tried.device_budget_bytes - attempt * max(0, device)))
+        tried = tried.with_capacities(
+            {tier.name: max(0, tier.capacity_bytes - attempt * max(0, over[tier.name])) for tier in tried.tiers}
         )
         solution = solve(tried, time_limit_s=limits.time_limit_s, gap=limits.gap, backend=limits.backend)
         if not solution.options:

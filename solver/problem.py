@@ -11,10 +11,12 @@ groups, values, shared values and outputs say is written for one pass and holds 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
 
+from .resources import HOST, Tier
 from .resources import Rates as Rates
 
 Rows = tuple[int, int]
@@ -223,6 +225,17 @@ class Problem:
         return len(self.blocks)
 
     @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The memories beside the device's, the host's first."""
+        return Tier(self.rates.host, self.host_budget_bytes), *self.rates.tiers
+
+    def with_capacities(self, tiers: Mapping[str, int]) -> Problem:
+        """The problem with other capacities of some tiers, in bytes by name."""
+        others = tuple(replace(t, capacity_bytes=tiers.get(t.name, t.capacity_bytes)) for t in self.rates.tiers)
+        host_bytes = tiers.get(HOST, self.host_budget_bytes)
+        return replace(self, host_budget_bytes=host_bytes, rates=replace(self.rates, tiers=others))
+
+    @property
     def pass_steps(self) -> int:
         """Steps of one pass: all forwards and all backwards."""
         return 2 * len(self.blocks)
@@ -338,6 +351,10 @@ def check(problem: Problem) -> None:
     _numbers("rates", problem.rates)
     for name in problem.rates.not_above_0:
         _require(False, f"rates: {name} must be above 0")
+    names = [HOST, *(tier.name for tier in problem.rates.tiers)]
+    _require(len(set(names)) == len(names), f"tiers need names of their own, found {', '.join(names)}")
+    for tier in problem.rates.tiers:
+        _numbers(f"tier {tier.name}", tier)
     _numbers("problem", problem)
 
 

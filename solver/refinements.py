@@ -179,8 +179,8 @@ def _rounded(problem: Problem, tried: Problem, near: Solution) -> Iterator[Candi
 
 def keeps_budgets(problem: Problem, schedule: Schedule) -> bool:
     """Whether a schedule stays within the problem's budgets."""
-    device, host = max(memory_highs(schedule)), schedule.host_bytes
-    return device <= problem.device_budget_bytes and host <= problem.host_budget_bytes
+    fits = all(used <= tier.capacity_bytes for tier, (_, used) in zip(problem.tiers, schedule.tiers))
+    return fits and max(memory_highs(schedule)) <= problem.device_budget_bytes
 
 
 def without_the_program(ladder: Iterable[Refinement]) -> tuple[Refinement, ...]:

@@ -1,34 +1,122 @@
-"""What takes time: compute, one link each way, and the host's CPU; and the rates at which links carry bytes."""
+"""Resources that take time, and the tiers that items leave to, each with a link either way."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from enum import Enum
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+HOST = "host"
 
 
-class Resource(Enum):
-    """What takes time; the value is the word for tables."""
+class Resource(str):
+    """Something that does one job at a time. It is the word that tables show, so a new one needs no registration."""
 
-    COMPUTE = "compute"
-    IN = "copy in"  # from the host to the device
-    OUT = "copy out"  # from the device to the host
-    CPU = "cpu"
+    __slots__ = ()
+    COMPUTE: ClassVar[Resource]
+    IN: ClassVar[Resource]  # from the host to the device
+    OUT: ClassVar[Resource]  # from the device to the host
+    CPU: ClassVar[Resource]
 
-    __hash__ = object.__hash__  # members are keys of what the simulator touches most
+    @property
+    def value(self) -> str:
+        """The word alone."""
+        return str(self)
 
 
-LINKS = (Resource.IN, Resource.OUT)
+Resource.COMPUTE, Resource.IN, Resource.OUT, Resource.CPU = map(Resource, ("compute", "copy in", "copy out", "cpu"))
+
+
+@dataclass(frozen=True)
+class Path:
+    """The links between the device and another tier, in bytes per second.
+
+    Parameters
+    ----------
+    tier: the name of the other tier.
+    in_bytes_per_s, out_bytes_per_s: rates of the link to the device and of the link from it, if the other one is idle.
+    both_bytes_per_s: total rate while both are busy.
+    """
+
+    tier: str
+    in_bytes_per_s: float
+    out_bytes_per_s: float
+    both_bytes_per_s: float
+
+    @cached_property
+    def into(self) -> Resource:
+        """The link to the device."""
+        return Resource.IN if self.tier == HOST else Resource(f"{Resource.IN} from {self.tier}")
+
+    @cached_property
+    def out(self) -> Resource:
+        """The link from the device."""
+        return Resource.OUT if self.tier == HOST else Resource(f"{Resource.OUT} to {self.tier}")
+
+    @cached_property
+    def links(self) -> tuple[Resource, Resource]:
+        """Both links, the one to the device first."""
+        return self.into, self.out
+
+    def bytes_per_s(self, link: Resource) -> float:
+        """The rate of a link while the other one is idle."""
+        return self.in_bytes_per_s if link == self.into else self.out_bytes_per_s
+
+    def share(self, link: Resource) -> float:
+        """The part of the path's total rate that a link takes while the other one is idle."""
+        return self.bytes_per_s(link) / self.both_bytes_per_s
+
+    @property
+    def together(self) -> float:
+        """The part of its own rate that each link has while both are busy; above 1 if neither slows the other."""
+        return self.both_bytes_per_s / (self.in_bytes_per_s + self.out_bytes_per_s)
+
+    def faster(self, factor: float) -> Path:
+        """The path with links that carry `factor` times the bytes."""
+        return replace(self, **{name: factor * rate for name, rate in _rates_of(self).items()})
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A memory that items leave to and return from.
+
+    Parameters
+    ----------
+    path: its name, and the links between it and the device. capacity_bytes: the most that it holds.
+    """
+
+    path: Path
+    capacity_bytes: int
+
+    @property
+    def name(self) -> str:
+        return self.path.tier
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A resource of the host beside its CPU, and what it does in the CPU's place.
+
+    Parameters
+    ----------
+    name: of the resource. does: the kinds of actions that run on it, by the word that they print as.
+    """
+
+    name: str
+    does: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Link rates in bytes per second, and seconds of management per step.
+    """What a machine has beside its compute: the host's links and CPU, further tiers, and further workers.
 
     Parameters
     ----------
-    both_bytes_per_s: total rate when both directions are busy.
+    in_bytes_per_s, out_bytes_per_s, both_bytes_per_s: of the path to the host; see `Path`.
     manage_s: H, seconds of the CPU per step for the management of everything else.
     shared_cores: compute, copies and CPU updates share the same cores (the emulated device): their sum bounds a step.
+    tiers: memories beside the host's. workers: resources beside the CPU.
     """
 
     in_bytes_per_s: float
@@ -36,36 +124,83 @@ class Rates:
     both_bytes_per_s: float
     manage_s: float = 0.0
     shared_cores: bool = False
+    tiers: tuple[Tier, ...] = ()
+    workers: tuple[Worker, ...] = ()
 
     @property
     def not_above_0(self) -> dict[str, float]:
         """The link rates with which no copy would ever end, by name."""
-        rates = {one.name: getattr(self, one.name) for one in fields(self) if one.name.endswith("bytes_per_s")}
-        return {name: rate for name, rate in rates.items() if not rate > 0}
+        return {
+            f"{path.tier}: {name}" if path.tier != HOST else name: rate
+            for path in self.paths.values()
+            for name, rate in _rates_of(path).items()
+            if not rate > 0
+        }
+
+    @cached_property
+    def paths(self) -> Mapping[str, Path]:
+        """The path to each tier by the tier's name, the host's first."""
+        host = Path(HOST, self.in_bytes_per_s, self.out_bytes_per_s, self.both_bytes_per_s)
+        return {path.tier: path for path in (host, *(tier.path for tier in self.tiers))}
+
+    @property
+    def host(self) -> Path:
+        """The path to the host."""
+        return self.paths[HOST]
+
+    @cached_property
+    def links(self) -> tuple[Resource, ...]:
+        """The links of all paths."""
+        return tuple(link for path in self.paths.values() for link in path.links)
+
+    @cached_property
+    def workers_of(self) -> Mapping[str, Resource]:
+        """By the word of a kind of action the worker that does it, where that is not the CPU."""
+        return {kind: Resource(worker.name) for worker in self.workers for kind in worker.does}
+
+    @cached_property
+    def _path_of(self) -> Mapping[Resource, Path]:
+        return {link: path for path in self.paths.values() for link in path.links}
 
     def bytes_per_s(self, link: Resource) -> float:
-        """The rate of a link that is busy alone; raises KeyError for what is no link."""
-        return {Resource.IN: self.in_bytes_per_s, Resource.OUT: self.out_bytes_per_s}[link]
+        """The rate of a link while the other one of its path is idle; raises KeyError for what is no link."""
+        return self._path_of[link].bytes_per_s(link)
 
     def copy_s(self, amount_bytes: float, link: Resource) -> float:
-        """Seconds of a copy over a link that is busy alone."""
+        """Seconds of a copy over a link while the other one of its path is idle."""
         return amount_bytes / self.bytes_per_s(link)
 
-    @property
-    def slowest_bytes_per_s(self) -> float:
-        """The rate of the slowest link."""
-        return min(map(self.bytes_per_s, LINKS))
+    def worker(self, kind: str) -> Resource:
+        """What carries out the host's actions of a kind, given by its word."""
+        return self.workers_of.get(kind, Resource.CPU)
 
-    @property
-    def together(self) -> float:
-        """The part of its own rate that a link has while all are busy; above 1 if nothing holds them up."""
-        return self.both_bytes_per_s / sum(map(self.bytes_per_s, LINKS))
+    @cached_property
+    def working(self) -> tuple[Resource, ...]:
+        """The resources that do no copies: compute, the CPU and further workers."""
+        return Resource.COMPUTE, Resource.CPU, *(Resource(worker.name) for worker in self.workers)
+
+    @cached_property
+    def resources(self) -> tuple[Resource, ...]:
+        """Everything that takes time."""
+        compute, *workers = self.working
+        return compute, *self.host.links, *workers, *(link for link in self.links if link not in self.host.links)
 
     def faster(self, factor: float) -> Rates:
-        """Links that carry so many times the bytes."""
-        return replace(
-            self,
-            in_bytes_per_s=factor * self.in_bytes_per_s,
-            out_bytes_per_s=factor * self.out_bytes_per_s,
-            both_bytes_per_s=factor * self.both_bytes_per_s,
-        )
+        """The machine with links to the host that carry `factor` times the bytes."""
+        return replace(self, **_rates_of(self.host.faster(factor)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The rates as JSON's own types; nothing is said of further tiers and workers where there are none."""
+        return {name: value for name, value in asdict(self).items() if value != ()}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Rates:
+        """The rates that `to_dict` gave `data` for; raises TypeError or KeyError if something is wrong with it."""
+        known = dict(data)
+        tiers = tuple(Tier(Path(**row["path"]), row["capacity_bytes"]) for row in known.pop("tiers", ()))
+        workers = tuple(Worker(row["name"], tuple(row["does"])) for row in known.pop("workers", ()))
+        return Rates(**known, tiers=tiers, workers=workers)
+
+
+def _rates_of(path: Path) -> dict[str, Any]:
+    return {one.name: getattr(path, one.name) for one in fields(path) if one.name.endswith("bytes_per_s")}

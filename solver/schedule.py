@@ -8,15 +8,15 @@ from functools import cached_property
 from typing import Any
 
 from .items import Item, ItemKind
-from .problem import Rates
+from .resources import HOST, Path, Rates, Tier
 
 
 class Kind(Enum):
     """What an action does; the value is the word it prints as."""
 
     COMPUTE = "compute"  # runs the compute NAME: "start", "F3", "user", "B3", "gate"
-    PREFETCH = "prefetch"  # allocates the item and starts its copy host -> device
-    OFFLOAD = "offload"  # starts the item's copy device -> host
+    PREFETCH = "prefetch"  # allocates the item and starts its copy from its tier, the host, to the device
+    OFFLOAD = "offload"  # starts the item's copy from the device to its tier
     FREE = "free"  # releases the item, after its offload if one is under way
     UPDATE_CPU = "update-cpu"  # starts the update of tensor NAME on the host
     UPDATE_DEVICE = "update-device"  # updates tensor NAME on the device
@@ -135,6 +135,7 @@ class Schedule:
     resident: items on the device when an iteration starts, ascending by name.
     computes: specification of every compute action by name.
     update_cpu_s, update_device_s: seconds per tensor for the tensors updated there.
+    homes: by item the tier that it leaves to, where that is not the host.
     add_cpu_s, add_device_s: seconds per tensor to add a gradient to its total, for the tensors updated there; empty for
         one micro-batch.
     host_bytes: bytes reserved in host memory.
@@ -167,6 +168,18 @@ class Schedule:
     lead: tuple[Pass, ...] = field(default=())
     add_cpu_s: dict[str, float] = field(default_factory=dict)
     add_device_s: dict[str, float] = field(default_factory=dict)
+    homes: dict[Item, str] = field(default_factory=dict)
+
+    def path_of(self, item: Item) -> Path:
+        """The path on which an item leaves and returns."""
+        return self.rates.paths[self.homes.get(item, HOST)]
+
+    @property
+    def tiers(self) -> tuple[tuple[Tier, int], ...]:
+        """Every tier beside the device, the host first, and the bytes that the schedule needs there."""
+        away = [(tier, sum(self.item_bytes[i] for i, home in self.homes.items() if home == tier.name))
+                for tier in self.rates.tiers]  # fmt: skip
+        return ((Tier(self.rates.host, self.host_budget_bytes), self.host_bytes), *away)
 
     @cached_property
     def states(self) -> dict[str, tuple[Item, ...]]:

@@ -109,7 +109,7 @@ def simulate(schedule: Schedule) -> Simulation:
         timeline=tuple(
             Event(action, job.resource, job.start_s - start, job.end_s - start, job.bytes) for action, job in jobs
         ),
-        stall_s={resource.value: seconds for resource, seconds in stall_s.items()},
+        stall_s={str(resource): seconds for resource, seconds in stall_s.items()},
         stalls=tuple(Stall(s.cause, s.start_s - start, s.end_s - start) for s in stalls),
         taken=tuple((began - start, ended - start) for began, ended in taken),
         memory=tuple(enumerate(highs)),
@@ -137,7 +137,7 @@ class Executor:
     def iterate(self) -> None:
         """One iteration; `jobs`, `taken` and the machine's stalls are then those of this iteration."""
         self.jobs, self.taken, self._step = [], [], None
-        self.machine.stall_s, self.machine.stalls = dict.fromkeys(Resource, 0.0), []
+        self.machine.stall_s, self.machine.stalls = dict.fromkeys(self.schedule.rates.resources, 0.0), []
         for _, group in groupby(self.schedule.parts, key=lambda part: (part.of_pass, part.times)):
             parts = list(group)
             actions = tuple(action for part in parts for action in part.actions)

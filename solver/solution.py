@@ -51,6 +51,7 @@ class GroupFlow:
     back: ParIn, device part coming in, idle gap.
     gaps: all other gaps (for a frozen group every gap), in order.
     state_out, state_in: OutO and InO, the device part's optimizer states.
+    state_tiers: which part of what leaves of them goes to which tier; empty if all goes to the host.
     """
 
     cpu_part: float = 0.0
@@ -64,6 +65,7 @@ class GroupFlow:
     gaps: tuple[Gap, ...] = ()
     state_out: dict[int, float] = field(default_factory=dict)
     state_in: dict[int, float] = field(default_factory=dict)
+    state_tiers: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,12 @@ class ActivationFlow:
     ----------
     out, back: fractions of it by step of the first pass; empty if the option offloads nothing. What moves in the
         forward's or the backward's own step does so after the one or before the other.
+    tiers: which part of it goes to which tier; empty if all goes to the host.
     """
 
     out: dict[int, float] = field(default_factory=dict)
     back: dict[int, float] = field(default_factory=dict)
+    tiers: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ class Solution:
     options: option index per block.
     activations: per block, how what its option offloads leaves and returns.
     offloaded_values: names of the interface values that leave between their last forward and first backward use.
+    value_tiers: by name the tier that they leave to, where that is not the host.
     step_s: predicted seconds per step, each taken once. `objective_s` is their sum, those of the middle pass's steps
         (`Problem.times`) M - 2 times.
     memory_bytes: device bytes per step as the program counts them.
@@ -109,3 +114,4 @@ class Solution:
     step_s: tuple[float, ...] = ()
     memory_bytes: tuple[int, ...] = ()
     host_bytes: int = 0
+    value_tiers: dict[str, str] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from .problem import Problem
 from .program.model import Goal, Program, state_program
 from .program.readback import read_solution
 from .program.search import search
+from .resources import HOST
 from .solution import Solution, Status
 
 ALIGN_BYTES = 256
@@ -97,7 +98,7 @@ def least_host(problem: Problem, *, time_limit_s: float = 60.0, gap: float = 1e-
     Raises: NoAnswer if the time limit was too short.
     """
     program, answer = _minimise(problem, "host", time_limit_s, gap, backend)
-    return _round_up(evaluate(program.host, _point(answer)))
+    return _round_up(evaluate(program.tiers[HOST], _point(answer)))
 
 
 def _minimise(

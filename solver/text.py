@@ -8,7 +8,7 @@ from typing import Any
 
 from .items import Item
 from .old_text import upgraded
-from .problem import Rates
+from .resources import Rates
 from .schedule import ABOUT_ITEMS, Action, ComputeSpec, Direction, Pass, Schedule
 from .scheduling.validate import ScheduleError, validate
 from .simulate import memory_highs
@@ -25,8 +25,9 @@ def to_dict(schedule: Schedule) -> dict[str, Any]:
     data: dict[str, Any] = {"format": _FORMAT, "version": _VERSION}
     data |= {name: getattr(schedule, name) for name in _PLAIN}
     data |= {name: dict(data[name]) for name in _PLAIN if isinstance(data[name], dict)}
-    data |= {"options": list(schedule.options), "resident": list(schedule.resident), "rates": asdict(schedule.rates)}
+    data |= {"options": list(schedule.options), "resident": list(schedule.resident), "rates": schedule.rates.to_dict()}
     data |= {"gate": True} if schedule.gate else {}
+    data |= {"homes": dict(schedule.homes)} if schedule.homes else {}
     data["computes"] = {
         name: {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(spec).items()}
         for name, spec in schedule.computes.items()
@@ -59,7 +60,8 @@ def from_dict(data: dict[str, Any]) -> Schedule:
             options=tuple(data["options"]),
             resident=tuple(map(Item.parse, data["resident"])),
             computes={name: _spec(spec) for name, spec in data["computes"].items()},
-            rates=Rates(**data["rates"]),
+            rates=Rates.from_dict(data["rates"]),
+            homes={Item.parse(item): str(tier) for item, tier in data.get("homes", {}).items()},
             gate=bool(data.get("gate", False)),
             micro_batches=int(data.get("micro_batches", 1)),
             lead=tuple(Pass(_actions(led["forward"]), _actions(led["backward"])) for led in data.get("lead", ())),
@@ -96,6 +98,7 @@ def to_text(schedule: Schedule) -> str:
         f"{schedule.host_budget_bytes} B, options {' '.join(map(str, schedule.options))}",
         f"resident: {' '.join(schedule.resident)}",
     ]
+    lines += [f"{tier.name}: {used} of {tier.capacity_bytes} B" for tier, used in schedule.tiers[1:]]
     for title, actions in _titled(schedule):
         lines.append(f"{title}:")
         for action in actions:

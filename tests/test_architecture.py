@@ -48,8 +48,8 @@ def test_every_kind_of_action_is_known_everywhere() -> None:
 
 def test_every_kind_of_item_is_known_everywhere() -> None:
     world = World(tiny_schedule(), MagicMock(), Mock(), Mock())
-    assert set(Handlers(world, Mock(), Mock(), frozenset()).of) == set(ItemKind)
-    assert {kind.value.bytes_kind for kind in ItemKind} <= set(KINDS)
+    assert set(Handlers(world, Mock(), Mock(), frozenset()).of) == set(ItemKind.all())
+    assert {kind.bytes_kind for kind in ItemKind.all()} <= set(KINDS)
 
 
 def test_what_contributing_says_of_a_first_change(capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,7 +64,7 @@ class Trace:
         """Seconds in which the executor waited, by what it waited for."""
         found: dict[str, float] = {}
         for wait in self.measured.waits:
-            found[wait.cause.value] = found.get(wait.cause.value, 0.0) + wait.end_s - wait.start_s
+            found[wait.cause] = found.get(wait.cause, 0.0) + wait.end_s - wait.start_s
         return found
 
     def explain(self) -> str:

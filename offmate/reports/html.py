@@ -14,7 +14,7 @@ from ..solver.resources import Resource
 from .colours import KIND_COLOURS, NO_BLOCK_COLOUR, block_colour, text_on
 from .items import KINDS, describe_action, describe_item
 from .style import SCRIPT, STYLE
-from .timeline import ROWS, THIN, Bar, Sample, Timeline, Wait
+from .timeline import THIN, Bar, Sample, Timeline, Wait
 from .units import byte_ticks, format_seconds, second_ticks, ticks
 
 _X = 8000  # the memory curve's resolution: moments that fall together are shown by the highest of them
@@ -80,8 +80,8 @@ def _block_style(timelines: Sequence[Timeline]) -> str:
 
 def _timeline(timeline: Timeline, end_s: float, named: bool) -> str:
     heading = f"<h3>{escape(timeline.name)}</h3>" if named else ""
-    sides = "".join(_side(timeline, row) for row in ROWS)
-    rows = "".join(_row(timeline, row, end_s) for row in ROWS)
+    sides = "".join(_side(timeline, row) for row in timeline.rows)
+    rows = "".join(_row(timeline, row, end_s) for row in timeline.rows)
     top_bytes = _top(timeline)
     samples = json.dumps(_hover_data(timeline, end_s), separators=(",", ":")).replace("<", "\\u003c")
     return (
@@ -117,18 +117,19 @@ def _block_legend(timeline: Timeline) -> str:
 
 
 def _side(timeline: Timeline, row: Resource) -> str:
-    return f'<div class="om-label om-row"><span>{ROWS[row]}</span><small>{timeline.busy(row):.0%} busy</small></div>'
+    busy = f"{timeline.busy(row):.0%} busy"
+    return f'<div class="om-label om-row"><span>{timeline.title(row)}</span><small>{busy}</small></div>'
 
 
 def _row(timeline: Timeline, row: Resource, end_s: float) -> str:
     """One row: bars in a drawing that stretches with the page, and over it what must not be stretched."""
-    bars = [bar for bar in timeline.wrapped() if bar.row is row and bar.end_s > bar.start_s]
+    bars = [bar for bar in timeline.wrapped() if bar.row == row and bar.end_s > bar.start_s]
     rects = "".join(_bar(bar, end_s) for bar in bars)
     svg = f'<svg viewBox="0 0 {_BAR_X} 100" preserveAspectRatio="none">{rects}</svg>'
-    if row is not Resource.COMPUTE:
+    if row != Resource.COMPUTE:
         return f'<div class="om-row">{svg}</div>'
     labels = "".join(_label(bar, timeline.n_blocks, end_s) for bar in bars if _has_label(bar, end_s))
-    waits = "".join(_wait(wait, end_s) for wait in timeline.waits)
+    waits = "".join(_wait(wait, timeline.title(wait.cause), end_s) for wait in timeline.waits)
     return f'<div class="om-row">{svg}{labels}{waits}</div>'
 
 
@@ -152,7 +153,7 @@ def _label(bar: Bar, n_blocks: int, end_s: float) -> str:
 
 
 def _bar_words(bar: Bar) -> str:
-    what = "" if bar.row is Resource.COMPUTE and bar.word not in THIN else describe_item(bar.name)
+    what = "" if bar.row == Resource.COMPUTE and bar.word not in THIN else describe_item(bar.name)
     of = "" if bar.block is None else f"block {bar.block}"
     size = format_bytes(bar.bytes) if bar.bytes else ""
     first = f"{bar.word}: {what}" if what else f"{bar.word} of {of}" if of else bar.word
@@ -160,8 +161,8 @@ def _bar_words(bar: Bar) -> str:
     return f"{first}\n{where}\n{_when(bar.start_s, bar.end_s)}"
 
 
-def _wait(wait: Wait, end_s: float) -> str:
-    words = f"waiting for {ROWS[wait.cause]}\nbefore: {describe_action(wait.action)}"
+def _wait(wait: Wait, cause: str, end_s: float) -> str:
+    words = f"waiting for {cause}\nbefore: {describe_action(wait.action)}"
     title = escape(f"{words}\n{_when(wait.start_s, wait.end_s)}")
     return f'<i class="om-stall" style="{_place(wait.start_s, wait.end_s, end_s)}" title="{title}"></i>'
 

@@ -58,7 +58,7 @@ def describe_item(item: str) -> str:
     if not isinstance(item, Item):
         return item
     rows = f"[{item.rows[0]}:{item.rows[1]}]" if item.rows else ""
-    return item.traits.words.format(f"{item.name}{rows}")
+    return item.kind.words.format(f"{item.name}{rows}")
 
 
 def describe_action(action: Action) -> str:

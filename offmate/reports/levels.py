@@ -41,4 +41,4 @@ class Levels:
         return tuple((self._bytes | {kind: self._bytes[kind] + beyond}).values())
 
     def _add(self, item: Item, sign: int = 1) -> None:
-        self._bytes[item.traits.bytes_kind] += sign * self._schedule.item_bytes[item]
+        self._bytes[item.kind.bytes_kind] += sign * self._schedule.item_bytes[item]

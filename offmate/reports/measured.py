@@ -34,7 +34,7 @@ def measured_timeline(recording: Recording, budget_bytes: int, name: str = "meas
     bars = [
         _bar(one.action, Resource.COMPUTE, ready_s, one.end_s, 0, blocks)
         for one, ready_s in taken
-        if effect(one.action, recording.schedule).resource is Resource.COMPUTE
+        if effect(one.action, recording.schedule).resource == Resource.COMPUTE
     ]
     for job in _joined((*recording.tails, *recording.jobs)):
         bars.append(_bar(job.action, job.resource, max(job.start_s, 0.0), job.end_s, job.bytes, blocks))
@@ -65,7 +65,7 @@ def _joined(jobs: Iterable[Event]) -> Iterator[Event]:
 
     Jobs of one resource need not be done in the order given: one that waits lets others pass, between parts even.
     """
-    in_order = sorted(jobs, key=lambda job: (job.resource.value, job.start_s))
+    in_order = sorted(jobs, key=lambda job: (job.resource, job.start_s))
     for _, group in groupby(in_order, key=lambda job: (job.resource, id(job.action))):
         parts = list(group)
         size = sum(part.bytes for part in parts)
@@ -134,7 +134,7 @@ class _Waiting:
         earlier = [
             j
             for j in self._jobs[item_of(job.action)]
-            if j.resource is not job.resource and since_s < j.end_s <= job.start_s
+            if j.resource != job.resource and since_s < j.end_s <= job.start_s
         ]
         return max(earlier, key=lambda j: j.end_s, default=None)
 

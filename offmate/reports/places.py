@@ -57,7 +57,7 @@ def tracks(schedule: Schedule) -> tuple[Track, ...]:
     for item, column in since.items():
         _stay(places[item], column, len(columns) - 1, Place.DEVICE)
     return tuple(
-        Track(item, item.traits.bytes_kind, schedule.item_bytes[item], tuple(where)) for item, where in places.items()
+        Track(item, item.kind.bytes_kind, schedule.item_bytes[item], tuple(where)) for item, where in places.items()
     )
 
 

@@ -11,7 +11,7 @@ from .colours import KIND_COLOURS, STALL_COLOUR, block_colour
 from .extra import viz
 from .items import KINDS, parts_of
 from .places import Place, Track, step_order, tracks
-from .timeline import ROWS, THIN, Timeline
+from .timeline import THIN, Timeline
 from .units import byte_ticks, format_seconds, second_ticks
 
 if TYPE_CHECKING:
@@ -50,17 +50,18 @@ def draw_timeline(timeline: Timeline, ax: Axes | None = None) -> Axes:
     Raises: ImportError if matplotlib is not installed.
     """
     ax = ax or _axes(10, 2.8)
-    for place, row in enumerate(ROWS):
+    for place, row in enumerate(timeline.rows):
         for thin in (False, True):
-            bars = [b for b in timeline.wrapped() if b.row is row and (b.word in THIN) is thin]
+            bars = [b for b in timeline.wrapped() if b.row == row and (b.word in THIN) is thin]
             spans = [(bar.start_s, bar.end_s - bar.start_s) for bar in bars]
             colours = [block_colour(bar.block, timeline.n_blocks) for bar in bars]
             height = 0.4 if thin else 0.8
             ax.broken_barh(spans, (place - height / 2, height), facecolors=colours, linewidth=0)
     waits = [(wait.start_s, wait.end_s - wait.start_s) for wait in timeline.waits]
     ax.broken_barh(waits, (-0.4, 0.8), facecolors="none", edgecolor=STALL_COLOUR, hatch="/////", linewidth=0)
-    ax.set_yticks(range(len(ROWS)), [f"{name}\n{timeline.busy(row):.0%} busy" for row, name in ROWS.items()])
-    ax.set_ylim(len(ROWS) - 0.5, -0.5)
+    titles = [f"{name}\n{timeline.busy(row):.0%} busy" for row, name in timeline.rows.items()]
+    ax.set_yticks(range(len(titles)), titles)
+    ax.set_ylim(len(titles) - 0.5, -0.5)
     _phase_lines(ax, timeline)
     _time_axis(ax, timeline)
     _frameless(ax)

@@ -12,7 +12,7 @@ from ..solver.simulate import Event, Simulation
 from .items import KINDS, block_of_items, item_of, parts_of
 from .levels import Levels
 
-ROWS = {
+_ROWS = {
     Resource.COMPUTE: "compute",
     Resource.IN: "copies in",
     Resource.OUT: "copies out",
@@ -112,9 +112,18 @@ class Timeline:
         """The first moment at which the most bytes are on the device."""
         return max(self.memory, key=lambda sample: sample.total_bytes)
 
+    @cached_property
+    def rows(self) -> dict[Resource, str]:
+        """The title of every resource's row, from top to bottom; further tiers and workers go by their own names."""
+        return {**_ROWS, **{bar.row: str(bar.row) for bar in self.bars if bar.row not in _ROWS}}
+
+    def title(self, row: Resource) -> str:
+        """What a resource is called."""
+        return self.rows.get(row, str(row))
+
     def busy_s(self, row: Resource) -> float:
         """Seconds of what is shown in which a resource works."""
-        return sum(bar.end_s - bar.start_s for bar in self.wrapped() if bar.row is row)
+        return sum(bar.end_s - bar.start_s for bar in self.wrapped() if bar.row == row)
 
     def busy(self, row: Resource) -> float:
         """The part of what is shown in which a resource works."""
@@ -204,7 +213,7 @@ def _waits(schedule: Schedule, simulation: Simulation) -> tuple[Wait, ...]:
         while end_s <= stall.start_s:
             action, (_, end_s) = next(spans)
         last = waits[-1] if waits else None
-        if last and last.action is action and last.cause is stall.cause:
+        if last and last.action is action and last.cause == stall.cause:
             waits[-1] = replace(last, end_s=stall.end_s)
         else:
             waits.append(Wait(stall.cause, action, stall.start_s, stall.end_s))

@@ -10,11 +10,9 @@ from typing import Any
 
 from ..files import write_whole
 from .items import KINDS, describe_action, describe_item
-from .timeline import ROWS, Timeline
+from .timeline import Timeline
 
 # Numbered from 1: viewers take thread 0 for the idle one and leave it out. The waits come after the resources.
-_TRACKS = {row: number for number, row in enumerate(ROWS, 1)}
-_WAITS = len(ROWS) + 1
 
 
 def save_trace(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> None:
@@ -35,6 +33,7 @@ def trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
 
 def _events(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
     yield from _names(process, timeline)
+    tracks = {row: number for number, row in enumerate(timeline.rows, 1)}
     for bar in timeline.bars:
         name = describe_item(bar.name)
         arguments: dict[str, Any] = {"what": bar.word, "step": bar.step}
@@ -42,18 +41,18 @@ def _events(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
             arguments["block"] = bar.block
         if bar.bytes:
             arguments["bytes"] = bar.bytes
-        yield _span(process, _TRACKS[bar.row], name, bar.word, bar.start_s, bar.end_s, arguments)
+        yield _span(process, tracks[bar.row], name, bar.word, bar.start_s, bar.end_s, arguments)
     for wait in timeline.waits:
         before = {"before": describe_action(wait.action), "step": wait.action.step}
-        name = f"waits for {ROWS[wait.cause]}"
-        yield _span(process, _WAITS, name, "wait", wait.start_s, wait.end_s, before)
+        name = f"waits for {timeline.title(wait.cause)}"
+        yield _span(process, len(tracks) + 1, name, "wait", wait.start_s, wait.end_s, before)
     yield from _counters(process, timeline)
 
 
 def _names(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": timeline.name}}
     yield {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}}
-    for track, name in enumerate((*ROWS.values(), "waiting"), 1):
+    for track, name in enumerate((*timeline.rows.values(), "waiting"), 1):
         yield {"ph": "M", "pid": process, "tid": track, "name": "thread_name", "args": {"name": name}}
         yield {"ph": "M", "pid": process, "tid": track, "name": "thread_sort_index", "args": {"sort_index": track}}
 

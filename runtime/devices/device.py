@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from ...solver.resources import Resource
 from ..events import Event
 from ..ledger import Ledger
 from ..trace import Recorder
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Device(Protocol):
-    """A compute device with memory of its own and two copy engines.
+    """A compute device with memory of its own, and a copy engine for every link.
 
     `ledger` counts its bytes. Copies and updates start after the events they are given, copies also after what was
     launched before them, and run beside what is launched later; of those of one direction, or of the host's, that are
@@ -50,15 +51,25 @@ class Device(Protocol):
         """Host memory from which and to which copies run beside compute."""
         ...
 
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...]) -> Event:
-        """Start a copy host -> device."""
+    def empty_on(self, tier: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory of a tier other than the device; raises ValueError, naming the tier, if the device has none such."""
         ...
 
-    def copy_out(self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...]) -> Event:
-        """Start a copy device -> host."""
+    def copy_in(
+        self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...], link: Resource = Resource.IN
+    ) -> Event:
+        """Start a copy to the device over a link, the host's unless another is named."""
         ...
 
-    def update_on_host(self, work: Callable[[], None], after: tuple[Event, ...]) -> Event:
+    def copy_out(
+        self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...], link: Resource = Resource.OUT
+    ) -> Event:
+        """Start a copy from the device over a link, the host's unless another is named."""
+        ...
+
+    def update_on_host(
+        self, work: Callable[[], None], after: tuple[Event, ...], worker: Resource = Resource.CPU
+    ) -> Event:
         """Start an optimizer update on a worker thread of the host."""
         ...
 

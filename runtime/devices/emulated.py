@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -19,6 +19,8 @@ from ..ledger import Ledger
 from ..trace import Recorder
 from .lanes import Lane, close_all
 
+_THREADS = {Resource.IN: "copy-in", Resource.OUT: "copy-out", Resource.CPU: "update"}
+
 
 class EmulatedDevice:
     """A device that is the CPU itself.
@@ -26,22 +28,28 @@ class EmulatedDevice:
     Parameters
     ----------
     limit_bytes: the budget that its ledger keeps.
-    link_bytes_per_s: rate of each copy direction; None copies as fast as the memory allows.
+    link_bytes_per_s: rate of each link, or by link; what has none copies as fast as the memory allows.
     """
 
-    def __init__(self, limit_bytes: int, link_bytes_per_s: float | None = None) -> None:
+    def __init__(self, limit_bytes: int, link_bytes_per_s: float | Mapping[Resource, float] | None = None) -> None:
         self.ledger = Ledger(limit_bytes)
         self.torch_device = torch.device("cpu")
         self.recorder: Recorder | None = None
         self.arena = None
         self._link_bytes_per_s = link_bytes_per_s
-        changed = threading.Condition()
-        self._in = Lane("copy-in", 1, changed)
-        self._out = Lane("copy-out", 1, changed)
-        self._update = Lane("update", 1, changed)
+        self._changed = threading.Condition()
+        self._lanes: dict[Resource, Lane] = {}
+        for resource in (Resource.IN, Resource.OUT, Resource.CPU):
+            self._lane(resource)
         # A thread that is still inside a kernel when the interpreter goes away aborts the process, so whoever forgets
         # to close the device has it done when nothing refers to it any more, at the latest at exit.
-        self._close = weakref.finalize(self, close_all, (self._in, self._out, self._update))
+        self._close = weakref.finalize(self, close_all, self._lanes.values())
+
+    def _lane(self, resource: Resource) -> Lane:
+        """The thread of a link or worker, made when it is first asked for."""
+        if resource not in self._lanes:
+            self._lanes[resource] = Lane(_THREADS.get(resource, resource.replace(" ", "-")), 1, self._changed)
+        return self._lanes[resource]
 
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype)
@@ -55,30 +63,41 @@ class EmulatedDevice:
     def empty_host_like(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...]) -> Event:
-        return self._in.submit(self._copies(Resource.IN, target, source), after)
+    def empty_on(self, tier: str, tensor: torch.Tensor) -> torch.Tensor:
+        return self.empty_host_like(tensor)
 
-    def copy_out(self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...]) -> Event:
-        return self._out.submit(self._copies(Resource.OUT, target, source), after)
+    def copy_in(
+        self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...], link: Resource = Resource.IN
+    ) -> Event:
+        return self._lane(link).submit(self._copies(link, target, source), after)
 
-    def _copies(self, resource: Resource, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
-        return self._watched(resource, source.numel() * source.element_size(), lambda: self._copy(target, source))
+    def copy_out(
+        self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...], link: Resource = Resource.OUT
+    ) -> Event:
+        return self._lane(link).submit(self._copies(link, target, source), after)
+
+    def _copies(self, link: Resource, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+        return self._watched(link, source.numel() * source.element_size(), lambda: self._copy(link, target, source))
 
     def _watched(self, resource: Resource, size_bytes: int, work: Callable[[], None]) -> Callable[[], None]:
         return work if self.recorder is None else self.recorder.watched(resource, size_bytes, work)
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def _copy(self, link: Resource, target: torch.Tensor, source: torch.Tensor) -> None:
         start = time.perf_counter()
         target.copy_(source)
-        if self._link_bytes_per_s is not None:
-            due = start + source.numel() * source.element_size() / self._link_bytes_per_s
+        rate = self._link_bytes_per_s
+        bytes_per_s = rate.get(link) if isinstance(rate, Mapping) else rate
+        if bytes_per_s is not None:
+            due = start + source.numel() * source.element_size() / bytes_per_s
             time.sleep(max(0.0, due - time.perf_counter()))
 
-    def update_on_host(self, work: Callable[[], None], after: tuple[Event, ...]) -> Event:
-        return self._update.submit(self._watched(Resource.CPU, 0, work), after)
+    def update_on_host(
+        self, work: Callable[[], None], after: tuple[Event, ...], worker: Resource = Resource.CPU
+    ) -> Event:
+        return self._lane(worker).submit(self._watched(worker, 0, work), after)
 
     def drain(self) -> None:
-        for lane in (self._in, self._out, self._update):
+        for lane in self._lanes.values():
             lane.drain()
 
     def close(self) -> None:

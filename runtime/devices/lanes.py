@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -134,9 +134,9 @@ class Lane:
             self._thread.join(timeout=10)
 
 
-def close_all(lanes: tuple[Lane, ...]) -> None:
+def close_all(lanes: Iterable[Lane]) -> None:
     """Close several lanes."""
-    for lane in lanes:
+    for lane in tuple(lanes):
         lane.close()
 
 

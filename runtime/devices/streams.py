@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ...solver.resources import Resource
+from ...solver.resources import HOST, Resource
 from ..events import Event
 from ..layouts import without_repeats
 from ..ledger import Ledger
@@ -170,15 +170,22 @@ class StreamDevice:
         capped = limit_bytes < total
         if capped:
             _cap(device, limit_bytes / total)
-        # Parameters, states and activations come in beside compute and beside what goes out.
-        changed = threading.Condition()
-        self._in = _Direction(device, Resource.IN, "copy-in", changed)
-        # Gradients, states and activations go out beside compute and beside what comes in.
-        self._out = _Direction(device, Resource.OUT, "copy-out", changed)
-        self._update = Lane("update", update_threads or torch.get_num_threads(), changed, poll_s=_POLL_S)
-        self._close = weakref.finalize(
-            self, _close, (self._in.lane, self._out.lane, self._update), device if capped else None
-        )
+        self._changed = threading.Condition()
+        # Copies of each direction run beside compute and beside those of the other one.
+        names = {Resource.IN: "copy-in", Resource.OUT: "copy-out"}
+        self._ways = {link: _Direction(device, link, name, self._changed) for link, name in names.items()}
+        self._workers: dict[Resource, Lane] = {}
+        self._update_threads = update_threads or torch.get_num_threads()
+        self._worker(Resource.CPU)
+        lanes = tuple(way.lane for way in self._ways.values())
+        self._close = weakref.finalize(self, _close, lanes, self._workers, device if capped else None)
+
+    def _worker(self, resource: Resource) -> Lane:
+        """The thread of a worker, made when it is first asked for."""
+        if resource not in self._workers:
+            name = "update" if resource == Resource.CPU else resource
+            self._workers[resource] = Lane(name, self._update_threads, self._changed, poll_s=_POLL_S)
+        return self._workers[resource]
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -191,6 +198,11 @@ class StreamDevice:
 
     def empty_host_like(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.host_memory.empty_strided(tensor.shape, tensor.stride(), tensor.dtype)
+
+    def empty_on(self, tier: str, tensor: torch.Tensor) -> torch.Tensor:
+        if tier != HOST:
+            raise ValueError(f"{self.torch_device} has no tier {tier!r}; what leaves it goes to the {HOST}")
+        return self.empty_host_like(tensor)
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         own = self.empty_like(tensor)
@@ -210,13 +222,17 @@ class StreamDevice:
 
     # -- work ---------------------------------------------------------------------------------------------------------
 
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...]) -> Event:
-        event = self._copy(self._in, target, source, source, after)
+    def copy_in(
+        self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...], link: Resource = Resource.IN
+    ) -> Event:
+        event = self._copy(self._ways[link], target, source, source, after)
         self.arena.copied(target, event)
         return event
 
-    def copy_out(self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...]) -> Event:
-        event = self._copy(self._out, target, source, target, after)
+    def copy_out(
+        self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...], link: Resource = Resource.OUT
+    ) -> Event:
+        event = self._copy(self._ways[link], target, source, target, after)
         self.arena.copied(source, event)
         return event
 
@@ -238,15 +254,18 @@ class StreamDevice:
         event.launched = way.lane.submit(work, before)
         return event
 
-    def update_on_host(self, work: Callable[[], None], after: tuple[Event, ...]) -> Event:
+    def update_on_host(
+        self, work: Callable[[], None], after: tuple[Event, ...], worker: Resource = Resource.CPU
+    ) -> Event:
         if self.recorder is not None:
-            work = self.recorder.watched(Resource.CPU, 0, work)
-        return self._update.submit(work, after)
+            work = self.recorder.watched(worker, 0, work)
+        return self._worker(worker).submit(work, after)
 
     def drain(self) -> None:
-        for lane in (self._in.lane, self._out.lane, self._update):
+        for lane in (*(way.lane for way in self._ways.values()), *self._workers.values()):
             lane.drain()
-        for stream in (self._in.stream, self._out.stream, torch.accelerator.current_stream(self.torch_device)):
+        streams = (way.stream for way in self._ways.values())
+        for stream in (*streams, torch.accelerator.current_stream(self.torch_device)):
             stream.synchronize()
 
     def close(self) -> None:
@@ -260,7 +279,7 @@ def _cap(device: torch.device, fraction: float) -> None:
         module.set_per_process_memory_fraction(fraction, device)
 
 
-def _close(lanes: tuple[Lane, ...], capped: torch.device | None) -> None:
-    close_all(lanes)
+def _close(lanes: tuple[Lane, ...], workers: dict[Resource, Lane], capped: torch.device | None) -> None:
+    close_all((*lanes, *workers.values()))
     if capped is not None:
         _cap(capped, 1.0)

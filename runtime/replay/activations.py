@@ -5,40 +5,30 @@ from __future__ import annotations
 import torch
 
 from ...solver.items import Item
-from ..events import UnderWay
 from ..layouts import meta_of, on_storage, storage_view
 from .contents import Buffer
-from .copies import bring
+from .copies import Homes, bring, start_out
 from .world import World
 
 
 class _Away:
-    """Sends whole storages to the host and brings them back.
-
-    State: `homes`, the host memory that they leave to, by item; it is kept from one iteration to the next.
-    """
+    """Sends whole storages to their tiers and brings them back."""
 
     def __init__(self, world: World) -> None:
-        self._world, self._contents = world, world.contents
-        self._homes: dict[Item, dict[str, torch.Tensor]] = {}
+        self._world, self._contents, self._homes = world, world.contents, Homes(world)
 
     def release_host(self) -> None:
-        """Give up the host memory; nothing may be under way, and nothing there still needed."""
+        """Give up the memory that they leave to; nothing may be under way, and nothing there still needed."""
         self._homes.clear()
 
     def _bring(self, item: Item) -> Buffer:
-        buffer = bring(self._world, item, self._homes[item])
+        buffer = bring(self._world, item, self._homes.of(item))
         del self._contents.written[item]
         return buffer
 
     def _send(self, item: Item, wholes: dict[str, torch.Tensor]) -> None:
-        homes, device = self._homes.setdefault(item, {}), self._world.device
-        copies = []
-        for key, whole in wholes.items():
-            if key not in homes or homes[key].shape != whole.shape:
-                homes[key] = device.empty_host_like(whole)
-            copies.append(device.copy_out(homes[key], whole, ()))
-        self._contents.written[item] = UnderWay(f"the copy of {item} to the host", tuple(copies))
+        pairs = [(self._homes.fitting(item, key, whole), whole) for key, whole in wholes.items()]
+        start_out(self._world, item, pairs)
 
 
 class Values(_Away):

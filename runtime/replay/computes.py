@@ -176,5 +176,5 @@ class Computes:
             for gradient in self.incoming.values():
                 arena.fix(gradient)
         for item in spec.makes:
-            self._device.ledger.add(item.traits.prefix, self._schedule.item_bytes[item])
+            self._device.ledger.add(item.kind.prefix, self._schedule.item_bytes[item])
             self._contents.grads[f"value:{item.name}"] = self.incoming.pop(item.name)

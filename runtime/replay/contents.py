@@ -57,6 +57,7 @@ class Contents:
     grads: gradients by "param:NAME" or "value:NAME". saved: by block.
     newer: items of parameters and states whose device copy is newer than the host's. newer_buffers: likewise, the
         model's buffers by name.
+    on_tiers: tensors by item of states that wait on a tier beside the host.
     states_at_home: by parameter, its state as the host had it before the device updated it; scalars stay on the device.
     updated_rows: by parameter whose update on the device was cut short, so many of its first rows have had it.
     written: by item the event after which its host copy may be read.
@@ -79,6 +80,7 @@ class Contents:
     saved: dict[int, Saved] = field(default_factory=dict)
     newer: set[Item] = field(default_factory=set)
     newer_buffers: set[str] = field(default_factory=set)
+    on_tiers: dict[Item, dict[str, torch.Tensor]] = field(default_factory=dict)
     states_at_home: dict[str, dict[str, object]] = field(default_factory=dict)
     updated_rows: dict[str, int] = field(default_factory=dict)
     written: dict[Item, Event] = field(default_factory=dict)

@@ -1,34 +1,91 @@
-"""Copies of items whose tensors have a place of their own on the host."""
+"""Copies of items between the device and the tiers that they leave to."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 
 from ...solver.items import Item
+from ...solver.resources import Path
 from ..events import Event, UnderWay
 from .contents import Buffer
 from .world import World
 
 
-def bring(world: World, item: Item, sources: dict[str, torch.Tensor]) -> Buffer:
-    """Start copies of host memory to new device memory, after what still writes to the host's."""
-    device, written = world.device, world.contents.written
+def bring(world: World, item: Item, sources: dict[str, torch.Tensor], path: Path | None = None) -> Buffer:
+    """Start copies to new device memory, after what still writes to their sources.
+
+    Parameters
+    ----------
+    path: on which they come, the item's own if None.
+    """
+    device, written, link = world.device, world.contents.written, (path or world.schedule.path_of(item)).into
     after: tuple[Event, ...] = (written[item],) if item in written else ()
     tensors = {key: device.empty_like(source) for key, source in sources.items()}
-    copies = tuple(device.copy_in(tensors[key], source, after) for key, source in sources.items())
+    copies = tuple(device.copy_in(tensors[key], source, after, link) for key, source in sources.items())
     return Buffer(tensors, UnderWay(f"the copy of {item} to the device", copies) if copies else None)
 
 
 def send(world: World, item: Item, buffer: Buffer, targets: dict[str, torch.Tensor]) -> None:
-    """Start copies of an item's tensors to host memory, after those that fill them.
+    """Start copies of an item's tensors to its tier, after those that fill them.
 
     Parameters
     ----------
-    targets: host memory for each of the buffer's tensors.
+    targets: memory there for each of the buffer's tensors.
     """
     after = () if buffer.arrived is None else (buffer.arrived,)
-    copies = tuple(world.device.copy_out(targets[part], t, after) for part, t in buffer.tensors.items())
-    if copies:
-        buffer.leaving = world.contents.written[item] = UnderWay(f"the copy of {item} to the host", copies)
+    leaving = start_out(world, item, ((targets[key], tensor) for key, tensor in buffer.tensors.items()), after)
+    if leaving is not None:
+        buffer.leaving = leaving
         # Until it is known to have arrived, the device's copy is the one to trust.
         world.contents.newer.add(item)
+
+
+def start_out(
+    world: World, item: Item, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], after: tuple[Event, ...] = ()
+) -> UnderWay | None:
+    """Start copies from the device to an item's tier, each given by target and source; None if there are none."""
+    path = world.schedule.path_of(item)
+    copies = tuple(world.device.copy_out(target, source, after, path.out) for target, source in pairs)
+    if not copies:
+        return None
+    under_way = world.contents.written[item] = UnderWay(f"the copy of {item} to the {path.tier}", copies)
+    return under_way
+
+
+class Homes:
+    """Memory that items leave to on their tiers, kept from one iteration to the next.
+
+    State: the memory by item, and what the tiers' ledgers count.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._of: dict[Item, dict[str, torch.Tensor]] = {}
+
+    def of(self, item: Item) -> dict[str, torch.Tensor]:
+        """An item's memory by part; raises KeyError if it has none."""
+        return self._of[item]
+
+    def fitting(self, item: Item, key: str, like: torch.Tensor) -> torch.Tensor:
+        """Memory for a part of an item, that of the last iteration if it has the same shape.
+
+        Raises: LimitExceeded if the item's tier would hold more than its capacity.
+        """
+        homes, tier = self._of.setdefault(item, {}), self._world.tier_of(item)
+        if key not in homes or homes[key].shape != like.shape:
+            ledger = self._world.tiers.get(tier)
+            if ledger is not None:
+                ledger.freed(homes[key].nbytes if key in homes else 0)
+                ledger.made(like.nbytes)
+            homes[key] = self._world.device.empty_on(tier, like)
+        return homes[key]
+
+    def clear(self) -> None:
+        """Give all of it up; nothing may be under way, and nothing there still needed."""
+        for item, homes in self._of.items():
+            ledger = self._world.tiers.get(self._world.tier_of(item))
+            if ledger is not None:
+                ledger.freed(sum(home.nbytes for home in homes.values()))
+        self._of.clear()

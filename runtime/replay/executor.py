@@ -42,6 +42,7 @@ class Executor:
     """
 
     def __init__(self, world: World, fixed_bytes: int = 0, clip: Clip | None = None) -> None:
+        self.world = world
         self.schedule, self.binding, self.host, self.device = world.schedule, world.binding, world.host, world.device
         self.fixed_bytes = fixed_bytes
         self.loaded = False

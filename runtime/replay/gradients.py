@@ -9,6 +9,7 @@ import torch
 
 from ...solver import items
 from ...solver.items import ItemKind
+from ...solver.schedule import Kind
 from ..events import Event, UnderWay
 from ..layouts import on_storage
 from .contents import Buffer
@@ -50,6 +51,7 @@ class Gradients:
 
     def __init__(self, world: World) -> None:
         self._host, self._device, self._contents = world.host, world.device, world.contents
+        self._adder = world.schedule.rates.worker(Kind.ACCUMULATE_CPU.value)
         self._sizes, self._adds_up = world.schedule.item_bytes, world.schedule.micro_batches > 1
         self._arrivals: list[_Arrival] = []
         self._unbegun: set[str] = set()
@@ -72,8 +74,8 @@ class Gradients:
         """Make the first micro-batch's gradient the total on the device."""
         gradient, total = items.gradient(name), items.total(name)
         self._contents.totals[name] = Buffer({"": self._contents.grads.pop(f"param:{name}")})
-        self._device.ledger.remove(gradient.traits.prefix, self._sizes[gradient])
-        self._device.ledger.add(total.traits.prefix, self._sizes[total])
+        self._device.ledger.remove(gradient.kind.prefix, self._sizes[gradient])
+        self._device.ledger.add(total.kind.prefix, self._sizes[total])
 
     def accumulate(self, name: str) -> None:
         """Add a gradient to its total on the device."""
@@ -84,7 +86,7 @@ class Gradients:
             self._unbegun.discard(name)
         else:
             total.add_(grad)
-        self._device.ledger.remove(gradient.traits.prefix, self._sizes[gradient])
+        self._device.ledger.remove(gradient.kind.prefix, self._sizes[gradient])
 
     def accumulate_on_host(self, name: str) -> None:
         """Start the addition of a gradient that was sent to its total on the host; the first one is the total."""
@@ -206,7 +208,7 @@ class Gradients:
         total = self._host.grads[name]
         before = here.grad_adding.get(name)
         after = (here.grad_leaving[name], *((before,) if before is not None else ()))
-        added = self._device.update_on_host(lambda: _add_to(total, gradient), after)
+        added = self._device.update_on_host(lambda: _add_to(total, gradient), after, self._adder)
         arrival.added = UnderWay(f"the addition of the gradient of {name} on the host", (added,))
         here.grad_adding[name] = arrival.added
         arrival.holds, arrival.gradient = None, None

@@ -10,9 +10,10 @@ from typing import Protocol
 import torch
 
 from ...solver.items import Item, ItemKind
+from ...solver.resources import HOST
 from .activations import Offloaded, Values
 from .contents import Buffer, Contents
-from .copies import bring, send
+from .copies import Homes, bring, send
 from .gradients import Gradients
 from .states import States
 from .world import World
@@ -70,25 +71,45 @@ class Parameters:
 
 
 class OfStates:
-    """Optimizer states, whole or in rows."""
+    """Optimizer states, whole or in rows. Their place is on the host; some wait for their next update on a tier.
+
+    State: `_homes`, the memory on such tiers. An item that waits there is listed in the contents.
+    """
 
     def __init__(self, world: World, states: States) -> None:
-        self._world, self._contents, self._states = world, world.contents, states
+        self._world, self._contents, self._states, self._homes = world, world.contents, states, Homes(world)
 
     def bring(self, item: Item) -> None:
-        self._contents.states[item] = bring(self._world, item, self._states.sources(item))
+        waiting = self._contents.on_tiers.pop(item, None)
+        if waiting is not None:
+            self._contents.states[item] = bring(self._world, item, waiting)
+        else:
+            path = self._world.schedule.rates.host
+            self._contents.states[item] = bring(self._world, item, self._states.sources(item), path)
 
     def send(self, item: Item) -> None:
         buffer = self._contents.states[item]
-        send(self._world, item, buffer, self._states.homes(item, buffer.tensors))
+        if self._world.tier_of(item) == HOST:
+            send(self._world, item, buffer, self._states.homes(item, buffer.tensors))
+            return
+        homes = {key: self._homes.fitting(item, key, tensor) for key, tensor in buffer.tensors.items()}
+        send(self._world, item, buffer, homes)
+        self._contents.on_tiers[item] = homes
 
     def release(self, item: Item) -> None:
         self._contents.states[item].settle()
         del self._contents.states[item]
-        self._contents.newer.discard(item)
+        if item not in self._contents.on_tiers:  # else the host's copy is still an older one
+            self._contents.newer.discard(item)
+
+    def release_tiers(self) -> None:
+        """Give up the memory on tiers; nothing there may be newer than on the host."""
+        self._contents.on_tiers.clear()
+        self._homes.clear()
 
     def renew(self) -> None:
-        """Copy the states that are on the device from the host again."""
+        """Copy the states that are on the device from the host again; what waits on a tier comes from there, too."""
+        self._contents.on_tiers.clear()
         for item, buffer in self._contents.states.items():
             buffer.settle()
             sources = self._states.sources(item)
@@ -179,6 +200,7 @@ class Handlers:
         }
 
     def release_host(self) -> None:
-        """Give up the host memory that activations leave to; nothing of it may be under way or still needed."""
+        """Give up the memory beside the device that items leave to; nothing of it may be under way or still needed."""
         self._values.release_host()
         self._offloaded.release_host()
+        self.states.release_tiers()

@@ -22,7 +22,7 @@ class Transfers:
 
     def prefetch(self, item: Item) -> None:
         """Allocate an item and start its copy host -> device."""
-        self._ledger.add(item.traits.prefix, self._sizes[item])
+        self._ledger.add(item.kind.prefix, self._sizes[item])
         self._handlers[item.kind].bring(item)
 
     def offload(self, item: Item) -> None:
@@ -32,8 +32,8 @@ class Transfers:
     def free(self, item: Item) -> None:
         """Release an item, after the copies that read it; if one failed the item stays."""
         self._handlers[item.kind].release(item)
-        self._ledger.remove(item.traits.prefix, self._sizes[item])
+        self._ledger.remove(item.kind.prefix, self._sizes[item])
 
     def count(self, item: Item) -> None:
         """Count an item that is on the device as if it had come."""
-        self._ledger.add(item.traits.prefix, self._sizes[item])
+        self._ledger.add(item.kind.prefix, self._sizes[item])

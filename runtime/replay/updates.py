@@ -8,6 +8,7 @@ import torch
 
 from ...solver import items
 from ...solver.items import Item, ItemKind
+from ...solver.schedule import Kind
 from ..events import UnderWay
 from .binding import Update
 from .contents import Buffer, is_bulk
@@ -29,6 +30,7 @@ class Updates:
         self._host, self._device, self._contents, self._states = world.host, world.device, world.contents, states
         self._gradients, self._gate = gradients, gate
         self._update, self._unmoved, self._updated = world.update, unmoved, world.updated
+        self._worker = world.schedule.rates.worker(Kind.UPDATE_CPU.value)
 
     def on_host(self, name: str) -> None:
         """Start the update of a parameter on a worker, unless it has been started already."""
@@ -53,7 +55,8 @@ class Updates:
             host.updates[name] = host.updates.get(name, 0) + 1
 
         arrived = (here.grad_leaving.pop(name, None), here.grad_adding.pop(name, None))
-        under_way = self._device.update_on_host(work, tuple(event for event in arrived if event is not None))
+        after = tuple(event for event in arrived if event is not None)
+        under_way = self._device.update_on_host(work, after, self._worker)
         here.written[items.parameter(name)] = UnderWay(f"the update of {name} on the host", (under_way,))
 
     def on_device(self, name: str) -> None:
@@ -154,6 +157,7 @@ class Updates:
             if item in self._contents.newer:
                 self._rescue(item)
                 self._contents.newer.discard(item)
+            self._contents.on_tiers.pop(item, None)  # older once the host has updated it
         self.on_host(name)
 
     def rescue(self) -> None:
@@ -201,7 +205,11 @@ class Updates:
         if item.kind is ItemKind.PARAMETER and name in here.params and name not in self._unmoved:
             self._host.params[name].copy_(here.params[name].tensors[""])
         elif item.kind is ItemKind.STATE and item in here.states:
-            self._rescue_state(item)
+            self._rescue_state(item, here.states[item].tensors)
+        elif item in here.on_tiers:
+            here.written[item].synchronize()
+            for key, home in self._states.homes(item, here.on_tiers[item]).items():
+                home.copy_(here.on_tiers[item][key])
 
     def _rescue_scalars(self) -> None:
         """Scalars of states live where their parameter was updated last; they come home all at once."""
@@ -216,8 +224,7 @@ class Updates:
             for (state, key, _), value in zip(same, torch.stack([value for _, _, value in same]).cpu()):
                 state[key] = value.clone()
 
-    def _rescue_state(self, item: Item) -> None:
-        tensors = self._contents.states[item].tensors
+    def _rescue_state(self, item: Item, tensors: dict[str, torch.Tensor]) -> None:
         if item.rows is not None:
             for key, home in self._states.homes(item, tensors).items():
                 home.copy_(tensors[key])

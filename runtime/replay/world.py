@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
+from ...solver.items import Item
 from ...solver.schedule import Schedule
 from ..devices.device import Device
+from ..ledger import Ledger
 from ..memory.updated import Updated
 from .binding import Binding, HostState, Update
 from .contents import Contents
@@ -33,3 +36,12 @@ class World:
     update: Update | None = None
     updated: Mapping[str, Updated] = field(default_factory=dict)
     contents: Contents = field(default_factory=Contents)
+
+    @cached_property
+    def tiers(self) -> dict[str, Ledger]:
+        """The ledgers of tiers beside device and host by name, each with its capacity as the limit."""
+        return {tier.name: Ledger(tier.capacity_bytes) for tier in self.schedule.rates.tiers}
+
+    def tier_of(self, item: Item) -> str:
+        """The tier that an item leaves to."""
+        return self.schedule.path_of(item).tier

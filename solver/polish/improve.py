@@ -253,7 +253,7 @@ def _goals(schedule: Schedule, actions: list[Action]) -> dict[int, int]:
     start_s = clock[-1]
     for i in range(len(actions) - 1, -1, -1):
         action, does = actions[i], effect(actions[i], schedule)
-        if does.resource is Resource.COMPUTE:
+        if does.resource == Resource.COMPUTE:
             needed.update(dict.fromkeys(does.reads, i))
         elif action.kind is Kind.PREFETCH:
             due_s = clock[needed.pop(action.item, len(actions))]

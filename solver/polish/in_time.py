@@ -188,12 +188,17 @@ class _Walk:
         ----------
         rise: bytes that what comes next needs on top.
         """
-        reach = self._reach * seconds
-        for task in self._candidates(Kind.OFFLOAD, Resource.OUT, reach):
-            self._take(task)
-        for task in self._candidates(Kind.UPDATE_CPU, Resource.CPU, reach):
-            self._take(task)
-        for task in self._candidates(Kind.PREFETCH, Resource.IN, reach):
+        reach, rates = self._reach * seconds, self._schedule.rates
+        lanes = [(Kind.OFFLOAD, path.out) for path in rates.paths.values()]
+        for kind, lane in (*lanes, (Kind.UPDATE_CPU, rates.worker(Kind.UPDATE_CPU.value))):
+            for task in self._candidates(kind, lane, reach):
+                self._take(task)
+        for path in rates.paths.values():
+            self._bring(path.into, reach, rise)
+
+    def _bring(self, lane: Resource, reach: float, rise: int) -> None:
+        """Give a link to the device what keeps it busy, as far as there is room."""
+        for task in self._candidates(Kind.PREFETCH, lane, reach):
             for one in task.after:
                 self._take(one)
             if not self._find_room(task, rise):
@@ -207,7 +212,7 @@ class _Walk:
             if busy_s(lane) > reach:
                 return
             for task in list(self._open[kind]):
-                if not self._may(task):
+                if not self._may(task) or effect(task.action, self._schedule).resource != lane:
                     continue
                 sources = self._sources(task)
                 if bool(sources) is ready or (kind is Kind.PREFETCH and any(job.waits for job in sources)):

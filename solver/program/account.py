@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..linear import Terms, accumulate
-from ..resources import LINKS, Resource
+from ..resources import HOST, Rates, Resource
 
 
 @dataclass
@@ -21,18 +21,20 @@ class Account:
     seconds: dict[Resource, list[Terms]]  # of what does no copies
     moved: dict[Resource, list[Terms]]  # bytes over each link
     serial: dict[Resource, list[Terms]]  # of these, what cannot run beside the step's compute
-    host: Terms = field(default_factory=dict)
+    tiers: dict[str, Terms]  # bytes on each tier beside the device
     traffic: Terms = field(default_factory=dict)  # all bytes that move, for the objective
 
     @staticmethod
-    def of(n_steps: int) -> Account:
-        """An empty account."""
+    def of(rates: Rates, n_steps: int) -> Account:
+        """An empty account of a machine's resources and tiers."""
 
         def each(resources: Iterable[Resource]) -> dict[Resource, list[Terms]]:
             return {resource: [{} for _ in range(n_steps)] for resource in resources}
 
-        working = (resource for resource in Resource if resource not in LINKS)
-        return Account([{} for _ in range(n_steps)], each(working), each(LINKS), each(LINKS))
+        rise: list[Terms] = [{} for _ in range(n_steps)]
+        return Account(
+            rise, each(rates.working), each(rates.links), each(rates.links), {tier: {} for tier in rates.paths}
+        )
 
     def hold(self, step: int, amount_bytes: float, terms: Terms) -> None:
         """Count amount * terms on the device in `step`."""
@@ -56,9 +58,9 @@ class Account:
         if steps and steps[-1] + 1 < len(self.rise):
             accumulate(self.rise[steps[-1] + 1], -amount_bytes, last)
 
-    def keep_on_host(self, amount_bytes: float, terms: Terms) -> None:
-        """Count amount * terms in host memory."""
-        accumulate(self.host, amount_bytes, terms)
+    def keep(self, amount_bytes: float, terms: Terms, tier: str = HOST) -> None:
+        """Count amount * terms on a tier."""
+        accumulate(self.tiers[tier], amount_bytes, terms)
 
     def spend(self, resource: Resource, step: int, seconds: float, terms: Terms) -> None:
         """Keep a resource that does no copies busy for seconds * terms in `step`."""

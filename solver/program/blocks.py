@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..linear import ONE, Builder, Flow, Terms, add, flow
+from ..linear import ONE, Builder, Terms, add, flow
 from ..problem import Problem, ProblemError, Value
-from ..resources import Resource
+from ..resources import Path, Resource
 from .account import Account
-from .groups import leave
+from .groups import RoundTrip, leave, mark
 
 STEPS = 3  # further ones in which what a block offloads may still leave, and may be on its way back
 
@@ -23,23 +23,23 @@ class Choices:
     Parameters
     ----------
     columns: a binary column by option index.
-    out, back: what leaves and returns in the first pass, as parts of the most that an option offloads; None if none
-        offloads anything.
+    trips: what leaves and returns in the first pass by each tier, as parts of the most that an option offloads; empty
+        if none offloads anything.
     """
 
     columns: dict[int, Terms]
-    out: Flow | None = None
-    back: Flow | None = None
+    trips: tuple[RoundTrip, ...] = ()
 
 
 @dataclass(frozen=True)
 class Leaving:
-    """Z of one interface value: leaves in step `out` of the first pass, is back in step `back`; so in every pass."""
+    """Z of one interface value: leaves to a tier in step `out` of the first pass, is back in step `back`."""
 
     name: str
     out: int
     back: int
     column: Terms
+    tier: str
 
 
 def add_blocks(problem: Problem, builder: Builder, account: Account) -> tuple[Choices, ...]:
@@ -54,7 +54,7 @@ def _add_block(problem: Problem, i: int, builder: Builder, account: Account) -> 
         if option.offloaded_bytes and not offload_steps(problem, i):
             continue
         columns[o] = column = builder.column(f"Comp[{i},{o}]", integer=True)
-        account.keep_on_host(option.offloaded_bytes, column)
+        account.keep(option.offloaded_bytes, column)
         for start in problem.passes:
             account.spend(Resource.COMPUTE, start + i, option.forward_s, column)
             account.spend(Resource.COMPUTE, start + backward, option.backward_s, column)
@@ -67,7 +67,7 @@ def _add_block(problem: Problem, i: int, builder: Builder, account: Account) -> 
     if not most:
         return Choices(columns)
     total = add(*((block.options[o].offloaded_bytes / most, column) for o, column in columns.items()))
-    return Choices(columns, *_offload(problem, i, most, total, builder, account))
+    return Choices(columns, _offload(problem, i, most, total, builder, account))
 
 
 def offload_steps(problem: Problem, i: int) -> int:
@@ -79,45 +79,61 @@ def offload_steps(problem: Problem, i: int) -> int:
 
 def _offload(
     problem: Problem, i: int, most_bytes: int, total: Terms, builder: Builder, account: Account
-) -> tuple[Flow, Flow]:
+) -> tuple[RoundTrip, ...]:
     """What a block offloads: it leaves from its forward on, held until then, and is back when its backward starts."""
     backward, more = problem.backward_step(i), offload_steps(problem, i)
     leaves, comes = tuple(range(i, i + more + 1)), tuple(range(backward - more, backward + 1))
-    out = flow(builder, f"ActOut[{i}]", leaves, leaves, total)
-    back = flow(builder, f"ActIn[{i}]", comes, comes, total)
-    for start in problem.passes:
-        gone, there = out.later(start), back.later(start)
-        leave(most_bytes, start + i, gone, account)
-        for step, part in there.each():
-            account.move(Resource.IN, step, most_bytes, part, serial=step == start + backward)
-        account.hold_over(gone.span[1:], most_bytes, total)
-        account.hold_sums(gone.span[1:], -most_bytes, gone.prior)
-        account.hold_sums(there.span[:-1], most_bytes, there.sums)
-    return out, back
+    host, *others = problem.tiers
+    parts = {tier.name: builder.column(f"Act[{i}{mark(tier.path)}]") for tier in others}
+    to_host = add((1.0, total), *((-1.0, part) for part in parts.values()))
+    if parts:
+        builder.at_most_zero(f"Act[{i}]", add((-1.0, to_host)))
+    trips = []
+    for tier, part in zip(problem.tiers, (to_host, *parts.values())):
+        name = f"{i}{mark(tier.path)}"
+        out = flow(builder, f"ActOut[{name}]", leaves, leaves, part)
+        back = flow(builder, f"ActIn[{name}]", comes, comes, part)
+        if tier != host:
+            account.keep(most_bytes, part, tier.name)
+            account.keep(-most_bytes, part)
+        trips.append(RoundTrip(tier.name, out, back))
+        for start in problem.passes:
+            gone, there = out.later(start), back.later(start)
+            leave(most_bytes, start + i, gone, account, tier.path.out)
+            for step, moved in there.each():
+                account.move(tier.path.into, step, most_bytes, moved, serial=step == start + backward)
+            account.hold_over(gone.span[1:], most_bytes, part)
+            account.hold_sums(gone.span[1:], -most_bytes, gone.prior)
+            account.hold_sums(there.span[:-1], most_bytes, there.sums)
+    return tuple(trips)
 
 
 def add_values(problem: Problem, builder: Builder, account: Account) -> tuple[Leaving, ...]:
     """Interface values are held until their last use, or leave between their last forward and first backward use."""
-    result = []
+    result: list[Leaving] = []
     for value in problem.values:
         window = away_window(problem, value)
-        column = None
-        if window is not None:
-            column = builder.column(f"Z[{value.name}]", integer=True)
-            account.keep_on_host(value.bytes, column)
-            result.append(Leaving(value.name, *window, column))
+        ways = []
+        for tier in problem.tiers if window is not None else ():
+            column = builder.column(f"Z[{value.name}{mark(tier.path)}]", integer=True)
+            account.keep(value.bytes, column, tier.name)
+            ways.append((tier.path, Leaving(value.name, *(window or (0, 0)), column, tier.name)))
+        if len(ways) > 1:
+            together = ((1.0, leaving.column) for _, leaving in ways)
+            builder.at_most_zero(f"one tier[{value.name}]", add(*together, (-1.0, {ONE: 1.0})))
         for start in problem.passes:
             account.hold_over(range(start + value.made + 1, start + value.uses[-1] + 1), value.bytes, {ONE: 1.0})
-            if window is not None and column is not None:
-                _count_leaving(value, start, window, column, account)
+            for path, leaving in ways:
+                _count_leaving(value, start, leaving, path, account)
+        result += [leaving for _, leaving in ways]
     return tuple(result)
 
 
-def _count_leaving(value: Value, start: int, window: tuple[int, int], column: Terms, account: Account) -> None:
-    out, back = start + window[0], start + window[1]
-    account.hold_over(range(out + 1, back), -value.bytes, column)
-    account.move(Resource.OUT, out, value.bytes, column, serial=window[0] == value.made)
-    account.move(Resource.IN, back, value.bytes, column)
+def _count_leaving(value: Value, start: int, leaving: Leaving, path: Path, account: Account) -> None:
+    out, back = start + leaving.out, start + leaving.back
+    account.hold_over(range(out + 1, back), -value.bytes, leaving.column)
+    account.move(path.out, out, value.bytes, leaving.column, serial=leaving.out == value.made)
+    account.move(path.into, back, value.bytes, leaving.column)
 
 
 def away_window(problem: Problem, value: Value) -> tuple[int, int] | None:

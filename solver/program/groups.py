@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from ..linear import ONE, Builder, Flow, Terms, add, flow, follows
 from ..problem import Group, Problem
-from ..resources import Resource
+from ..resources import HOST, Path, Resource
 from .account import Account
 
 WHOLE: Terms = {ONE: 1.0}
@@ -55,6 +55,15 @@ class Away:
 
 
 @dataclass(frozen=True)
+class RoundTrip:
+    """What leaves to a tier and returns from it unchanged: its flows out and back, both of the same total."""
+
+    tier: str
+    out: Flow
+    back: Flow
+
+
+@dataclass(frozen=True)
 class GroupColumns:
     """The expressions of one group; a flow is None where the group has none."""
 
@@ -66,8 +75,7 @@ class GroupColumns:
     out_drop: Flow | None = None
     out_keep: Flow | None = None
     back: Flow | None = None
-    state_out: Flow | None = None
-    state_in: Flow | None = None
+    states: tuple[RoundTrip, ...] = ()
     away: tuple[Away, ...] = ()
 
 
@@ -133,7 +141,7 @@ def add_group(problem: Problem, group: Group, builder: Builder, account: Account
 
 def _frozen(problem: Problem, group: Group, span: Span, builder: Builder, account: Account) -> GroupColumns:
     hosted = builder.column(f"h[{group.name}]")
-    account.keep_on_host(group.param_bytes, hosted)
+    account.keep(group.param_bytes, hosted)
     gaps = (*span.between, Stay(span.end, span.first))
     return GroupColumns(NONE, away=_others(problem, group, gaps, hosted, builder, account))
 
@@ -146,7 +154,7 @@ def _external(problem: Problem, group: Group, span: Span, builder: Builder, acco
     grad_out = flow(builder, f"GradOut[{name}]", span.idle, leaves, WHOLE)
     back = flow(builder, f"ParInC[{name}]", span.idle, comes, WHOLE)
     _count_cpu_part(group, span, WHOLE, grad_out, back, account)
-    account.keep_on_host(group.param_bytes, WHOLE)
+    account.keep(group.param_bytes, WHOLE)
     away = _others(problem, group, span.between, WHOLE, builder, account)
     return GroupColumns(WHOLE, grad_out=grad_out, cpu_back=back, away=away)
 
@@ -162,8 +170,9 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     cpu_back = flow(builder, f"ParInC[{name}]", idle, coming_steps(problem, before_use, 1), x)
     follows(builder, f"Opt after GradOut[{name}]", update, grad_out)
     follows(builder, f"ParInC after Opt[{name}]", cpu_back, update)
+    updater = problem.rates.worker("update-cpu")
     for step, part in update.each():
-        account.spend(Resource.CPU, step, group.cpu_update_s, part)
+        account.spend(updater, step, group.cpu_update_s, part)
     _count_cpu_part(group, span, x, grad_out, cpu_back, account)
     lead_out = _sums(problem, group, span, x, grad_out, builder, account)
 
@@ -175,7 +184,7 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     follows(builder, f"ParIn after Drop[{name}]", back, out_drop)
     hosted = add((1.0, x), (1.0, dropped), (1.0, kept))
     builder.at_most_zero(f"host copy[{name}]", add((1.0, hosted), (-1.0, WHOLE)))
-    account.keep_on_host(group.param_bytes, hosted)
+    account.keep(group.param_bytes, hosted)
     rest = add((1.0, WHOLE), (-1.0, x))
     account.spend(Resource.COMPUTE, updated, group.device_update_s, rest)
     for gone in (out_drop, out_keep):
@@ -189,9 +198,9 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     for start in problem.passes[1:]:
         account.spend(Resource.COMPUTE, start + span.points[-1], group.device_add_s, rest)
 
-    state_out, state_in = _states(problem, group, updated, x, builder, account)
+    states = _states(problem, group, updated, x, builder, account)
     away = _others(problem, group, span.between, hosted, builder, account)
-    return GroupColumns(x, grad_out, lead_out, update, cpu_back, out_drop, out_keep, back, state_out, state_in, away)
+    return GroupColumns(x, grad_out, lead_out, update, cpu_back, out_drop, out_keep, back, states, away)
 
 
 def _count_cpu_part(group: Group, span: Span, x: Terms, grad_out: Flow, cpu_back: Flow, account: Account) -> None:
@@ -201,7 +210,7 @@ def _count_cpu_part(group: Group, span: Span, x: Terms, grad_out: Flow, cpu_back
     account.hold_over(span.idle[1:], group.grad_bytes, x)
     account.hold_sums(span.idle[1:], -group.grad_bytes, grad_out.prior)
     account.hold_sums(span.idle[1:], group.param_bytes, cpu_back.sums)
-    account.keep_on_host(group.grad_bytes + group.state_bytes, x)
+    account.keep(group.grad_bytes + group.state_bytes, x)
 
 
 def _sums(
@@ -218,33 +227,39 @@ def _sums(
         leave(group.grad_bytes, made, gone, account)
         account.hold_over(gone.span[1:], group.grad_bytes, x)
         account.hold_sums(gone.span[1:], -group.grad_bytes, gone.prior)
+    adder = problem.rates.worker("accumulate-cpu")
     for gone in (*(gone for _, gone in leaving), grad_out):
         for step, part in gone.each():
-            account.spend(Resource.CPU, (step + 1) % problem.n_steps, group.cpu_add_s, part)
+            account.spend(adder, (step + 1) % problem.n_steps, group.cpu_add_s, part)
     return lead_out
 
 
 def _states(
     problem: Problem, group: Group, updated: int, x: Terms, builder: Builder, account: Account
-) -> tuple[Flow | None, Flow | None]:
-    """The device part's optimizer states: out after the update, in before the next one."""
+) -> tuple[RoundTrip, ...]:
+    """The device part's optimizer states: out after the update, in before the next one, by any tier."""
     if not group.state_bytes:
-        return None, None
-    name, cycle = group.name, around(updated, updated - 1, problem.n_steps)
+        return ()
+    cycle = around(updated, updated - 1, problem.n_steps)
+    may = tuple(step for step in cycle if not problem.in_middle(step))
     rest = add((1.0, WHOLE), (-1.0, x))
-    total = builder.column(f"S[{name}]")
-    may = [step for step in cycle if not problem.in_middle(step)]
-    gone = flow(builder, f"OutO[{name}]", cycle, leaving_steps(problem, tuple(may), 2), total)
-    back = flow(builder, f"InO[{name}]", cycle, coming_steps(problem, tuple(may), 2), total)
-    follows(builder, f"InO after OutO[{name}]", back, gone)
-    builder.at_most_zero(f"states[{name}]", add((1.0, total), (-1.0, rest)))
-    account.keep_on_host(group.state_bytes, total)
-    leave(group.state_bytes, updated, gone, account)
-    _come(group.state_bytes, back, account)
     account.hold_over(cycle, group.state_bytes, rest)
-    account.hold_sums(cycle[1:], -group.state_bytes, gone.prior)
-    account.hold_sums(cycle[1:], group.state_bytes, back.sums)
-    return gone, back
+    trips: list[RoundTrip] = []
+    for tier in problem.tiers:
+        name = f"{group.name}{mark(tier.path)}"
+        total = builder.column(f"S[{name}]")
+        gone = flow(builder, f"OutO[{name}]", cycle, leaving_steps(problem, may, 2), total)
+        back = flow(builder, f"InO[{name}]", cycle, coming_steps(problem, may, 2), total)
+        follows(builder, f"InO after OutO[{name}]", back, gone)
+        account.keep(group.state_bytes, total, tier.name)
+        leave(group.state_bytes, updated, gone, account, tier.path.out)
+        _come(group.state_bytes, back, account, tier.path.into)
+        account.hold_sums(cycle[1:], -group.state_bytes, gone.prior)
+        account.hold_sums(cycle[1:], group.state_bytes, back.sums)
+        trips.append(RoundTrip(tier.name, gone, back))
+    totals = ((1.0, trip.out.total) for trip in trips)
+    builder.at_most_zero(f"states[{group.name}]", add(*totals, (-1.0, rest)))
+    return tuple(trips)
 
 
 def _others(
@@ -276,12 +291,17 @@ def _others(
     return tuple(result)
 
 
-def leave(amount_bytes: float, made: int, gone: Flow, account: Account) -> None:
+def leave(amount_bytes: float, made: int, gone: Flow, account: Account, link: Resource = Resource.OUT) -> None:
     """Count the copies of a flow out of what step `made` makes; in that step they follow its compute."""
     for step, part in gone.each():
-        account.move(Resource.OUT, step, amount_bytes, part, serial=step == made)
+        account.move(link, step, amount_bytes, part, serial=step == made)
 
 
-def _come(amount_bytes: float, back: Flow, account: Account) -> None:
+def _come(amount_bytes: float, back: Flow, account: Account, link: Resource = Resource.IN) -> None:
     for step, part in back.each():
-        account.move(Resource.IN, step, amount_bytes, part)
+        account.move(link, step, amount_bytes, part)
+
+
+def mark(path: Path) -> str:
+    """What the names of columns and rows end with that belong to a path other than the host's."""
+    return "" if path.tier == HOST else f"@{path.tier}"

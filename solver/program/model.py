@@ -45,17 +45,16 @@ from typing import Literal
 
 from ..linear import ONE, Builder, LinearModel, Terms, accumulate, add
 from ..problem import Problem
-from ..resources import LINKS, Resource
+from ..resources import HOST, Path, Resource
 from .account import Account
 from .blocks import Choices, Leaving, add_blocks, add_values
-from .groups import GroupColumns, add_group
+from .groups import GroupColumns, add_group, mark
 from .held import held_bytes
 from .streamed import streaming_solution
 
 Goal = Literal["time", "device", "host"]
 
 SCALE = 1000.0
-LINK_COLUMNS = {Resource.IN: "In", Resource.OUT: "Out"}
 TRAFFIC_WEIGHT = 1e-4  # all bytes that could move weigh this part of the unavoidable seconds: it only breaks ties
 SMALLEST = 1e-12  # coefficients below are rounding, of bytes that come and go
 STREAMED_PART = 1e-2  # of the safe plan's seconds: the least that a unit is made for, or coefficients get too large
@@ -68,7 +67,7 @@ class Program:
 
     Parameters
     ----------
-    memory: device bytes by step; host: host bytes. Unscaled; `memory` is empty if the goal is the host.
+    memory: device bytes by step; tiers: bytes on each other tier. Unscaled; `memory` is empty if the goal is the host.
     device_rows: everything that the device budget bounds: (step, bytes).
     time: seconds of each step, in units of `time_unit_s`; empty unless the goal is time. times: how often each step
         happens.
@@ -81,7 +80,7 @@ class Program:
     leaving: tuple[Leaving, ...]
     memory: tuple[Terms, ...]
     device_rows: tuple[tuple[int, Terms], ...]
-    host: Terms
+    tiers: dict[str, Terms]
     time: tuple[Terms, ...]
     times: tuple[int, ...]
     time_unit_s: float
@@ -98,8 +97,8 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
 
     Source: OffMate, section 4.1, with the two-part flows of the legend above.
     """
-    builder, account = Builder(), Account.of(problem.n_steps)
-    account.keep_on_host(problem.arrival_bytes, {ONE: 1.0})
+    builder, account = Builder(), Account.of(problem.rates, problem.n_steps)
+    account.keep(problem.arrival_bytes, {ONE: 1.0})
     choices = add_blocks(problem, builder, account)
     leaving = add_values(problem, builder, account)
     groups = {g.name: add_group(problem, g, builder, account) for g in problem.groups}
@@ -128,7 +127,7 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
         for i, (step, terms) in enumerate(device_rows):
             name = f"memory[{step}{'' if i < len(memory) else ',outside'}]"
             builder.at_most_zero(name, add((1 / unit, terms), (-1.0, most)))
-    _host_row(problem, builder, account, goal, objective)
+    _tier_rows(problem, builder, account, goal, objective)
     if goal == "device":
         spread = SPREAD_WEIGHT / problem.n_steps / unit
         objective = add((1.0, objective), *((spread, m) for m in memory))
@@ -140,7 +139,7 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
         leaving=leaving,
         memory=memory,
         device_rows=device_rows,
-        host=account.host,
+        tiers=account.tiers,
         time=time,
         times=tuple(map(problem.times, range(problem.n_steps))),
         time_unit_s=unit_s,
@@ -187,10 +186,13 @@ def _levels(builder: Builder, account: Account, unit: float) -> tuple[Terms, ...
     return tuple(levels)
 
 
-def _host_row(problem: Problem, builder: Builder, account: Account, goal: Goal, least: Terms) -> None:
-    unit = (_most(account.host, builder) if goal == "host" else problem.host_budget_bytes) / SCALE or 1.0
-    limit = least if goal == "host" else {ONE: problem.host_budget_bytes / unit}
-    builder.at_most_zero("host", add((1 / unit, account.host), (-1.0, limit)))
+def _tier_rows(problem: Problem, builder: Builder, account: Account, goal: Goal, least: Terms) -> None:
+    """What lies on a tier fits it; the host's least is what is asked for if that is the goal."""
+    for tier in problem.tiers:
+        asked, used = goal == "host" and tier.name == HOST, account.tiers[tier.name]
+        unit = (_most(used, builder) if asked else tier.capacity_bytes) / SCALE or 1.0
+        limit = least if asked else {ONE: tier.capacity_bytes / unit}
+        builder.at_most_zero(tier.name, add((1 / unit, used), (-1.0, limit)))
 
 
 def _time_rows(problem: Problem, builder: Builder, account: Account, unit_s: float) -> tuple[Terms, ...]:
@@ -198,33 +200,38 @@ def _time_rows(problem: Problem, builder: Builder, account: Account, unit_s: flo
     rates, times = problem.rates, []
     for first in problem.passes:
         account.spend(Resource.COMPUTE, first, problem.start_s, {ONE: 1.0})
-    for resource in (Resource.COMPUTE, Resource.CPU):  # updates wait for the gate
+    for resource in rates.working:  # updates wait for the gate
         account.spend(resource, problem.first_turn_around, problem.gate_s, {ONE: 1.0})
+    ways = [(path, link, f"{word}{mark(path)}") for path in rates.paths.values() for link, word in _words(path)]
     for t in range(problem.n_steps):
-        time, *columns = (builder.column(f"{name}[{t}]", inf) for name in ("Time", *LINK_COLUMNS.values()))
-        links = dict(zip(LINKS, columns))
+        time, *columns = (builder.column(f"{name}[{t}]", inf) for name in ("Time", *(name for *_, name in ways)))
+        links = {link: column for (_, link, _), column in zip(ways, columns)}
         serial: Terms = {}
-        for link, column in links.items():
-            name, units = LINK_COLUMNS[link].lower(), 1 / (rates.bytes_per_s(link) * unit_s)
-            builder.at_most_zero(f"link {name}[{t}]", add((units, account.moved[link][t]), (-1.0, column)))
-            builder.at_most_zero(f"{name}[{t}]", add((1.0, column), (-1.0, time)))
+        for (path, link, name), column in zip(ways, columns):
+            units = 1 / (path.bytes_per_s(link) * unit_s)
+            builder.at_most_zero(f"link {name.lower()}[{t}]", add((units, account.moved[link][t]), (-1.0, column)))
+            builder.at_most_zero(f"{name.lower()}[{t}]", add((1.0, column), (-1.0, time)))
             accumulate(serial, units, account.serial[link][t])
-        shares = {link: rates.bytes_per_s(link) / rates.both_bytes_per_s for link in LINKS}
-        # While all are busy each takes so much longer; what one of them has more than the others goes at its own rate.
-        slower = min(1.0, sum(shares.values()) - 1)
-        for link, column in links.items() if slower > 0 else ():
-            others = [(slower, other) for one, other in links.items() if one is not link]
-            row = add((1.0, column), *others, (-1.0, time))
-            builder.at_most_zero(f"both {LINK_COLUMNS[link].lower()}[{t}]", row)
-        compute, cpu = (add((1 / unit_s, account.seconds[one][t])) for one in (Resource.COMPUTE, Resource.CPU))
-        builder.at_most_zero(f"compute[{t}]", add((1.0, compute), (1.0, serial), (-1.0, time)))
-        managed = {ONE: rates.manage_s / unit_s}
-        builder.at_most_zero(f"cpu[{t}]", add((1.0, cpu), (1.0, managed), (-1.0, time)))
+        for path, link, name in ways:
+            slower = min(1.0, sum(map(path.share, path.links)) - 1)
+            if slower > 0:  # what one link has more than the other goes at its own rate
+                others = ((slower, links[other]) for other in path.links if other != link)
+                builder.at_most_zero(f"both {name.lower()}[{t}]", add((1.0, links[link]), *others, (-1.0, time)))
+        seconds = {one: add((1 / unit_s, account.seconds[one][t])) for one in rates.working}
+        beside = {Resource.COMPUTE: serial, Resource.CPU: {ONE: rates.manage_s / unit_s}}
+        for resource, spent in seconds.items():
+            row = add((1.0, spent), (1.0, beside.get(resource, {})), (-1.0, time))
+            builder.at_most_zero(f"{resource}[{t}]", row)
         if rates.shared_cores:
-            copies = ((shares[link], column) for link, column in links.items())
-            builder.at_most_zero(f"cores[{t}]", add((1.0, compute), (1.0, cpu), *copies, (-1.0, time)))
+            copies = ((path.share(link), links[link]) for path, link, _ in ways)
+            working = ((1.0, spent) for spent in seconds.values())
+            builder.at_most_zero(f"cores[{t}]", add(*working, *copies, (-1.0, time)))
         times.append(time)
     return tuple(times)
+
+
+def _words(path: Path) -> tuple[tuple[Resource, str], ...]:
+    return (path.into, "In"), (path.out, "Out")
 
 
 def _unavoidable_s(problem: Problem) -> float:

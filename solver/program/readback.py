@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 from ..answer import RawAnswer
 from ..linear import Flow, Terms, add, evaluate
+from ..resources import HOST
 from ..solution import ActivationFlow, Gap, GroupFlow, Solution
 from .blocks import Choices
-from .groups import Away, GroupColumns
+from .groups import Away, GroupColumns, RoundTrip
 from .model import Program
 
 SMALLEST = 1e-7  # fractions below are the solver's rounding
@@ -21,6 +22,7 @@ def read_solution(program: Program, answer: RawAnswer) -> Solution:
         max(block.columns, key=lambda o, c=block.columns: evaluate(c[o], values))  # type: ignore[misc]
         for block in program.choices
     )
+    away = [z for z in program.leaving if evaluate(z.column, values) > 0.5]
     step_s = tuple(evaluate(t, values) * program.time_unit_s for t in program.time)
     objective_s = sum(seconds * program.times[step] for step, seconds in enumerate(step_s))
     # the objective's tie-breaking part belongs to no plan's seconds
@@ -33,11 +35,12 @@ def read_solution(program: Program, answer: RawAnswer) -> Solution:
         solve_s=answer.solve_s,
         options=chosen,
         activations=tuple(_activations(block, values) for block in program.choices),
-        offloaded_values=frozenset(z.name for z in program.leaving if evaluate(z.column, values) > 0.5),
+        offloaded_values=frozenset(z.name for z in away),
+        value_tiers={z.name: z.tier for z in away if z.tier != HOST},
         groups={name: read_group(columns, values) for name, columns in program.groups.items()},
         step_s=step_s,
         memory_bytes=tuple(round(evaluate(m, values)) for m in program.memory),
-        host_bytes=round(evaluate(program.host, values)),
+        host_bytes=round(evaluate(program.tiers[HOST], values)),
     )
 
 
@@ -53,17 +56,26 @@ def read_group(columns: GroupColumns, values: tuple[float, ...]) -> GroupFlow:
         drop=_steps([columns.out_drop], values),
         back=_steps([columns.back], values),
         gaps=tuple(_gap(away, values) for away in columns.away),
-        state_out=_steps([columns.state_out], values),
-        state_in=_steps([columns.state_in], values),
+        state_out=_steps([trip.out for trip in columns.states], values),
+        state_in=_steps([trip.back for trip in columns.states], values),
+        state_tiers=_tiers(columns.states, values),
     )
 
 
 def _activations(block: Choices, values: tuple[float, ...]) -> ActivationFlow:
-    total = evaluate(block.out.total, values) if block.out else 0.0
+    total = sum(evaluate(trip.out.total, values) for trip in block.trips)
     if total < SMALLEST:
         return ActivationFlow()
-    out, back = (_steps([one], values) for one in (block.out, block.back))
-    return ActivationFlow(*({step: part / total for step, part in moved.items()} for moved in (out, back)))
+    flows = [trip.out for trip in block.trips], [trip.back for trip in block.trips]
+    out, back = ({step: part / total for step, part in _steps(one, values).items()} for one in flows)
+    return ActivationFlow(out, back, _tiers(block.trips, values))
+
+
+def _tiers(trips: tuple[RoundTrip, ...], values: tuple[float, ...]) -> dict[str, float]:
+    """The part of what leaves that goes to each tier; empty where there is only one."""
+    parts = {trip.tier: _fraction(trip.out.total, values) for trip in trips}
+    total = sum(parts.values())
+    return {tier: part / total for tier, part in parts.items()} if len(parts) > 1 and total > 0 else {}
 
 
 def _gap(away: Away, values: tuple[float, ...]) -> Gap:

@@ -16,7 +16,6 @@ from ..answer import RawAnswer
 from ..backends import Backend
 from ..linear import evaluate, fixed, relaxed
 from ..problem import Option, Problem
-from ..resources import LINKS
 from ..solution import Status
 from .model import Program
 
@@ -90,7 +89,8 @@ def nearest_sums(problem: Problem, program: Program, values: Sequence[float]) ->
     Each block takes the option, of those that the fractions use, with which bytes saved, seconds and copies of all
     blocks so far are nearest to the fractions'; bytes above them weigh most, for they must be found elsewhere.
     """
-    link = sum(map(problem.rates.bytes_per_s, LINKS)) / len(LINKS)
+    path = problem.rates.host
+    link = sum(map(path.bytes_per_s, path.links)) / len(path.links)
     chosen = _leaving(program, values)
     ahead = (0.0, 0.0, 0.0)  # what the chosen options use so far, less what the fractions use
     for i, part in enumerate(_parts(program, values)):
@@ -141,11 +141,13 @@ def _only(program: Program, block: int, option: int) -> dict[int, float]:
 def _leaving(program: Program, values: Sequence[float]) -> dict[int, float]:
     """Which interface values leave, so that so far as many do as the fractions say."""
     chosen: dict[int, float] = {}
-    away = 0.0
+    away: dict[str, float] = {}
+    gone: set[str] = set()
     for value in program.leaving:
-        away += evaluate(value.column, tuple(values))
-        leaves = away > 0.5
-        away -= leaves
+        away[value.tier] = away.get(value.tier, 0.0) + evaluate(value.column, tuple(values))
+        leaves = away[value.tier] > 0.5 and value.name not in gone
+        away[value.tier] -= leaves
+        gone |= {value.name} if leaves else set()
         chosen |= dict.fromkeys(value.column, float(leaves))
     return chosen
 

@@ -68,8 +68,8 @@ def _streamed(problem: Problem, group: Group) -> GroupFlow:
         return replace(_on_device(problem, group, span), gaps=gaps)
     update = {problem.first_update(group): 1.0}
     led = {span.points[-1]: 1.0} if problem.n_passes > 1 else {}
-    flows = {"grad_out": {span.end: 1.0}, "lead_out": led, "cpu_update": update, "cpu_back": {last: 1.0}}
-    return GroupFlow(cpu_part=1.0, gaps=gaps, **flows)
+    out, back = {span.end: 1.0}, {last: 1.0}
+    return GroupFlow(cpu_part=1.0, grad_out=out, lead_out=led, cpu_update=update, cpu_back=back, gaps=gaps)
 
 
 def _on_device(problem: Problem, group: Group, span: Span) -> GroupFlow:

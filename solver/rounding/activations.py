@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..decisions import ActivationStay
 from ..problem import Problem
 from ..solution import Solution
+from .tiers import Spread
 from .walk import NOISE, Curve
 
 
@@ -21,12 +22,13 @@ def whole_activations(problem: Problem, solution: Solution) -> tuple[tuple[Activ
     Returns: a stay per block, None where nothing is offloaded; and the bytes that are left over, by step.
     """
     spare = [0.0] * problem.n_steps
-    stays = tuple(_stay(problem, solution, i, spare) for i in range(problem.n_blocks))
+    spread = Spread()
+    stays = tuple(_stay(problem, solution, i, spare, spread) for i in range(problem.n_blocks))
     return stays, spare
 
 
-def _stay(problem: Problem, solution: Solution, i: int, spare: list[float]) -> ActivationStay | None:
-    """One block's stay; `spare` is changed to what is left after it."""
+def _stay(problem: Problem, solution: Solution, i: int, spare: list[float], spread: Spread) -> ActivationStay | None:
+    """One block's stay; `spare` is changed to what is left after it, `spread` to what tiers lack then."""
     flow, size = solution.activations[i], problem.blocks[i].options[solution.options[i]].offloaded_bytes
     if not size:
         return None
@@ -41,4 +43,4 @@ def _stay(problem: Problem, solution: Solution, i: int, spare: list[float]) -> A
         used = size * (step <= out or step >= back)
         for start in problem.passes:
             spare[start + step] += part - used
-    return ActivationStay(out, back)
+    return ActivationStay(out, back, spread.take(size, flow.tiers))

@@ -17,6 +17,7 @@ from ..solution import Gap, GroupFlow, Solution
 from .activations import whole_activations
 from .host import host_chain
 from .knapsack import select
+from .tiers import Spread
 from .walk import NOISE, Allowance, Curve, at_least, envelope, walk
 
 
@@ -48,7 +49,7 @@ def round_solution(problem: Problem, solution: Solution) -> Decisions:
         part = sum(t.param_bytes for t in group.tensors if plans[t.name].cpu) / max(group.param_bytes, 1)
         excess_s += (part - flow.cpu_part) * group.cpu_update_s
     tensors = tuple(plans[tensor.name] for group in problem.groups for tensor in group.tensors)
-    return Decisions(tensors, solution.options, activations, solution.offloaded_values)
+    return Decisions(tensors, solution.options, activations, solution.offloaded_values, solution.value_tiers)
 
 
 def _last_step(group: Group) -> tuple[int, str]:
@@ -75,7 +76,7 @@ def _round_group(
     allowance.use_params(plans)
     if not group.trainable:
         return plans
-    plans = _states(problem, group, allowance, plans)
+    plans = _states(problem, group, flow, allowance, plans)
     allowance.use_states(plans)
     plans = host_chain(problem, group, flow, plans, allowance)
     allowance.use_grads(plans)
@@ -228,7 +229,9 @@ def _gap(
     return [replace(plan, gaps=plan.gaps + stays(plan.name)) for plan in plans]
 
 
-def _states(problem: Problem, group: Group, allowance: Allowance, plans: list[TensorPlan]) -> list[TensorPlan]:
+def _states(
+    problem: Problem, group: Group, flow: GroupFlow, allowance: Allowance, plans: list[TensorPlan]
+) -> list[TensorPlan]:
     """The plans with the steps in which states of device tensors go out, and come in."""
     last = problem.device_update(group)
     pieces = [(t, rows) for t, p in zip(group.tensors, plans) if t.state_bytes and not p.cpu for rows in t.pieces]
@@ -252,10 +255,11 @@ def _states(problem: Problem, group: Group, allowance: Allowance, plans: list[Te
         lambda k, _: () if problem.in_middle(_step(problem, last, k)) else sizes,
     )
     stays: dict[str, list[StateStay]] = {plan.name: [] for plan in plans}
+    spread = Spread()
     for key, (tensor, rows) in zip(sizes, pieces):
         if key in out:
             gone, back = (_step(problem, last, positions[key]) for positions in (out, into))
-            stays[tensor.name].append(StateStay(rows, gone, back))
+            stays[tensor.name].append(StateStay(rows, gone, back, spread.take(sizes[key], flow.state_tiers)))
     return [replace(plan, states=tuple(stays[plan.name])) for plan in plans]
 
 

@@ -17,6 +17,7 @@ from ..linear import LinearModel, fixed
 from ..problem import Group, Problem
 from ..program.model import Program, state_program
 from ..program.readback import read_solution
+from ..resources import HOST
 from ..solution import Solution, Status
 from .knapsack import select
 from .walk import NOISE
@@ -117,8 +118,9 @@ class Resolver:
         for name, part in parts.host.items():
             held |= dict.fromkeys(program.groups[name].cpu_part, part)
         for name, part in parts.states.items():
-            leaving = program.groups[name].state_out
-            held |= dict.fromkeys(leaving.total, part) if leaving is not None else {}
+            trips = program.groups[name].states
+            if len(trips) == 1:  # of several tiers the program decides how much goes to which
+                held |= dict.fromkeys(trips[0].out.total, part)
         return self._solved(program.model, held)
 
     def solve_whole(self) -> Solution | None:
@@ -172,7 +174,8 @@ def _weight(problem: Problem, group: Group, solution: Solution) -> float:
 
 
 def _copy_s(problem: Problem, size_bytes: int) -> float:
-    return size_bytes / problem.rates.slowest_bytes_per_s
+    path = problem.rates.host
+    return size_bytes / min(map(path.bytes_per_s, path.links))
 
 
 def _around(problem: Problem, group: Group, near: Solution) -> Iterator[tuple[float, dict[str, float]]]:
@@ -276,5 +279,6 @@ def _choices(program: Program, solution: Solution) -> dict[int, float]:
         for o, terms in block.columns.items():
             held |= dict.fromkeys(terms, float(o == option))
     for value in program.leaving:
-        held |= dict.fromkeys(value.column, float(value.name in solution.offloaded_values))
+        leaves = value.name in solution.offloaded_values and solution.value_tiers.get(value.name, HOST) == value.tier
+        held |= dict.fromkeys(value.column, float(leaves))
     return held

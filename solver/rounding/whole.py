@@ -14,7 +14,6 @@ from ..linear import ONE, Builder, LinearModel, Terms, add
 from ..problem import Group, Problem, TensorSize
 from ..program.groups import GroupColumns, around
 from ..program.model import Program
-from ..resources import LINKS, Resource
 
 
 class Alike(NamedTuple):
@@ -85,7 +84,8 @@ def _trainable(
     """Whole tensors for all flows of a group; returns how many are updated on the host, and whose states leave."""
     name = group.name
     host = _counted(builder, f"x[{name}]", group, columns.cpu_part, _PARAM)
-    states = columns.state_out and _counted(builder, f"S[{name}]", group, columns.state_out.total, _STATE)
+    leaves = add(*((1.0, trip.out.total) for trip in columns.states))
+    states = leaves and _counted(builder, f"S[{name}]", group, leaves, _STATE)
     dropped = columns.out_drop and _counted(builder, f"D[{name}]", group, columns.out_drop.total, _PARAM)
     kept = columns.out_keep and _counted(builder, f"K[{name}]", group, columns.out_keep.total, _PARAM)
     away = [_counted(builder, f"d[{name},{a.stay.after}]", group, a.part, _PARAM) for a in columns.away]
@@ -107,11 +107,13 @@ def _trainable(
 
 def _host_waits(problem: Problem, group: Group, host: Mapping[Alike, Terms]) -> Iterator[_Wait]:
     """A whole tensor's gradient goes out, is used, and its values come in, all between two uses."""
-    steps = (problem.first_update(group), group.uses[0] - 1)
+    steps, host_path = (problem.first_update(group), group.uses[0] - 1), problem.rates.host
     for (param, grad, *_), count in host.items():
-        seconds = group.cpu_update_s * grad / max(group.grad_bytes, 1) + problem.rates.copy_s(param, Resource.IN)
+        seconds = group.cpu_update_s * grad / max(group.grad_bytes, 1) + problem.rates.copy_s(
+            param, problem.rates.host.into
+        )
         if not problem.gate:
-            seconds += problem.rates.copy_s(grad, Resource.OUT)
+            seconds += grad / host_path.out_bytes_per_s
         yield _Wait(f"host[{group.name}]", steps, seconds, count)
 
 
@@ -120,7 +122,7 @@ def _state_waits(problem: Problem, group: Group, states: Mapping[Alike, Terms]) 
     updated = problem.device_update(group)
     for (_, _, state, pieces), count in states.items():
         piece = state / pieces
-        seconds = sum(problem.rates.copy_s(piece, link) for link in LINKS)
+        seconds = sum(problem.rates.copy_s(piece, link) for link in problem.rates.host.links)
         yield _Wait(f"states[{group.name}]", (updated, updated - 1), seconds, count)
 
 

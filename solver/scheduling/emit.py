@@ -10,6 +10,7 @@ from ..decisions import Decisions, TensorGap, TensorPlan, state_parts
 from ..effects import with_actions
 from ..items import Item
 from ..problem import Group, Problem, TensorSize
+from ..resources import HOST
 from ..schedule import Action, Kind, Schedule
 from .computes import compute_specs, item_sizes, value_uses
 
@@ -44,13 +45,15 @@ class _Emitter:
         self.problem = problem
         self.sizes = sizes
         self.entries: list[_Entry] = []
+        self.homes: dict[Item, str] = {}
 
     def add(self, step: int, slot: _Slot, kind: Kind, name: str, urgency: int = 0) -> None:
         self.entries.append(_Entry(step, slot, urgency, len(self.entries), Action(step, kind, name)))
 
-    def offload(self, step: int, item: Item, made: int) -> None:
-        """Send `item`, made in step `made`, out in `step` and release it at the step's end."""
+    def offload(self, step: int, item: Item, made: int, tier: str = HOST) -> None:
+        """Send `item`, made in step `made`, to a tier in `step` and release it at the step's end."""
         if item in self.sizes:
+            self.homes |= {item: tier} if tier != HOST else {}
             self.copy_out(step, item, made)
             self.add(step, _Slot.FREE, Kind.FREE, item)
 
@@ -109,6 +112,7 @@ def build_schedule(problem: Problem, decisions: Decisions) -> Schedule:
         micro_batches=problem.micro_batches,
         add_cpu_s=_shares(problem, plans, "cpu_add_s", cpu=True) if several else {},
         add_device_s=_shares(problem, plans, "device_add_s", cpu=False) if several else {},
+        homes=emitter.homes,
     )
     return with_actions(schedule, parts)
 
@@ -137,13 +141,14 @@ def _emit_activations(emitter: _Emitter, decisions: Decisions) -> None:
     for start in problem.passes:
         for i, stay in enumerate(decisions.activations):
             if stay is not None:
-                emitter.offload(start + stay.out, items.offloaded(i), start + i)
+                emitter.offload(start + stay.out, items.offloaded(i), start + i, stay.tier)
                 emitter.prefetch(start + stay.back, items.offloaded(i), start + problem.backward_step(i))
         for value in problem.values:
             item = items.value(value.name)
             if value.name in decisions.offloaded_values:
                 last_forward, first_backward = value_uses(problem, value)
-                emitter.offload(start + last_forward, item, start + value.made)
+                tier = decisions.value_tiers.get(value.name, HOST)
+                emitter.offload(start + last_forward, item, start + value.made, tier)
                 emitter.prefetch(start + first_backward - 1, item, start + first_backward)
             emitter.free(start + value.uses[-1], item)
 
@@ -209,7 +214,7 @@ def _emit_device_update(emitter: _Emitter, group: Group, tensor: TensorSize, pla
         emitter.free(plan.drop, items.parameter(plan.name))
     for part in state_parts(tensor, plan):
         if part.stay is not None:
-            emitter.offload(part.stay.out, part.item, last)
+            emitter.offload(part.stay.out, part.item, last, part.stay.tier)
             emitter.prefetch(part.stay.back, part.item, last)
 
 
@@ -241,8 +246,10 @@ def _shares(problem: Problem, plans: dict[str, TensorPlan], seconds: str, *, cpu
 
 def _host_bytes(problem: Problem, decisions: Decisions, plans: dict[str, TensorPlan]) -> int:
     total = sum(_host_bytes_of(tensor, plans[tensor.name]) for group in problem.groups for tensor in group.tensors)
-    total += sum(block.options[o].offloaded_bytes for block, o in zip(problem.blocks, decisions.options))
-    total += sum(v.bytes for v in problem.values if v.name in decisions.offloaded_values)
+    for block, o, stay in zip(problem.blocks, decisions.options, decisions.activations):
+        total += block.options[o].offloaded_bytes if stay is None or stay.tier == HOST else 0
+    on_host = decisions.offloaded_values - decisions.value_tiers.keys()
+    total += sum(v.bytes for v in problem.values if v.name in on_host)
     return total + problem.arrival_bytes
 
 
@@ -250,4 +257,4 @@ def _host_bytes_of(tensor: TensorSize, plan: TensorPlan) -> int:
     if plan.cpu:
         return tensor.param_bytes + tensor.grad_bytes + tensor.state_bytes
     # Pieces leave to their place in the whole state.
-    return tensor.param_bytes * plan.hosted + tensor.state_bytes * bool(plan.states)
+    return tensor.param_bytes * plan.hosted + tensor.state_bytes * any(stay.tier == HOST for stay in plan.states)

@@ -26,7 +26,8 @@ def follow(schedule: Schedule, problem: Problem) -> Schedule | None:
     if sizes.keys() != schedule.item_bytes.keys():
         return None
     specs = compute_specs(problem, _decisions(schedule, problem), sizes)
-    leaving = {a.item for a in schedule.actions if a.kind is Kind.OFFLOAD and a.item.traits.by_batch}
+    leaving = {a.item for a in schedule.actions if a.kind is Kind.OFFLOAD and a.item.kind.by_batch}
+    leaving -= schedule.homes.keys()
     followed = replace(
         schedule,
         item_bytes=sizes,
@@ -44,9 +45,9 @@ def follow(schedule: Schedule, problem: Problem) -> Schedule | None:
 
 def _sizes(schedule: Schedule, problem: Problem) -> dict[Item, int]:
     """What belongs to parameters is as it was, what belongs to the batch is as the problem says."""
-    own = {item: size for item, size in schedule.item_bytes.items() if not item.traits.by_batch}
+    own = {item: size for item, size in schedule.item_bytes.items() if not item.kind.by_batch}
     found = item_sizes(problem, _decisions(schedule, problem))
-    return own | {item: size for item, size in found.items() if item.traits.by_batch}
+    return own | {item: size for item, size in found.items() if item.kind.by_batch}
 
 
 def _decisions(schedule: Schedule, problem: Problem) -> Decisions:

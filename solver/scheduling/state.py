@@ -104,7 +104,7 @@ class State:
             require(False, f"{end}, {item}", f"on the device, but not when {what} starts")
         for item in sorted(start - self.there):
             require(False, f"{end}, {item}", f"not on the device, but when {what} starts")
-        self.copies = {item for item in self.copies if not item.traits.by_batch}
+        self.copies = {item for item in self.copies if not item.kind.by_batch}
 
     def take(self, action: Action) -> None:
         """Carry out one action or say why it cannot be."""
@@ -146,18 +146,18 @@ class State:
     def _prefetch(self, action: Action, does: Effect) -> None:
         item = action.item
         require(item not in self.there, action, "on the device already")
-        require(item.traits.returns, action, "items of this kind never come in")
+        require(item.kind.returns, action, "items of this kind never come in")
         if item.kind is ItemKind.PARAMETER:
             require(not self.known or item.name in self.current, action, "the host holds no copy of its new values")
             self.stale.discard(item.name)
         else:
-            past = not self.known and not item.traits.by_batch
+            past = not self.known and not item.kind.by_batch
             require(past or item in self.copies, action, "it was not sent to the host before")
 
     def _offload(self, action: Action, does: Effect) -> None:
         item = action.item
         require(item in self.there, action, "not on the device")
-        require(item.traits.leaves, action, "items of this kind never go out")
+        require(item.kind.leaves, action, "items of this kind never go out")
         if item.kind is ItemKind.PARAMETER:
             old = self.known and item.name in self.stale
             require(not old, action, "its values are from before its last update")

@@ -78,6 +78,10 @@ def is_valid(schedule: Schedule) -> bool:
 def _check_names(schedule: Schedule) -> None:
     for name, rate in schedule.rates.not_above_0.items():
         require(False, f"rates: {name}", f"is {rate}, must be above 0")
+    for item, tier in schedule.homes.items():
+        require(item in schedule.item_bytes, f"home of {item}", "no such item")
+        require(tier in schedule.rates.paths, f"home of {item}", f"there is no tier {tier!r}")
+        require(item.kind.roams, f"home of {item}", "items of this kind leave to the host only")
     resident = schedule.resident
     require(list(resident) == sorted(set(resident)), "resident", "items must ascend without repeats")
     for item in resident:
@@ -159,5 +163,6 @@ def _check_budgets(schedule: Schedule) -> None:
     budget = schedule.device_budget_bytes
     for action, high in zip(schedule.actions, memory_highs(schedule)):
         require(high <= budget, action, f"{high} bytes on the device, the budget is {budget}")
-    host, limit = schedule.host_bytes, schedule.host_budget_bytes
-    require(host <= limit, "host", f"{host} bytes reserved, the budget is {limit}")
+    for tier, used in schedule.tiers:
+        limit = tier.capacity_bytes
+        require(used <= limit, tier.name, f"{used} bytes reserved, the budget is {limit}")

@@ -48,10 +48,15 @@ def hashes_of(seed: int) -> dict[str, str]:
     found = plan(problem)
     goals = ("time", "device", "host")
     return {
-        "problem": _hash(json.dumps(asdict(problem), sort_keys=True)),
+        "problem": _hash(json.dumps(_plain(problem), sort_keys=True)),
         **{goal: _hash(_lines(state_program(problem, goal).model)) for goal in goals},  # type: ignore[arg-type]
         "schedule": schedule_hash(found.schedule) if found.schedule else found.solution.status.name,
     }
+
+
+def _plain(problem: Problem) -> dict[str, Any]:
+    """A problem's fields; nothing is said of further tiers and workers where there are none."""
+    return asdict(problem) | {"rates": problem.rates.to_dict()}
 
 
 def schedule_hash(schedule: Schedule) -> str:

@@ -224,9 +224,9 @@ def test_a_piece_whose_copy_fails(direction, in_pieces, monkeypatch):
 
     with monkeypatch.context() as patch:
 
-        def broken(self, target, source, after):
+        def broken(self, target, source, after, link):
             piece = target.shape[0] in rows and target.shape[0] < WIDTH
-            return self._in.submit(fails, after) if piece else start(self, target, source, after)
+            return self._lane(link).submit(fails, after) if piece else start(self, target, source, after, link)
 
         patch.setattr(EmulatedDevice, direction, broken)
         with pytest.raises(offmate.OffmateError, match=r"the copy of s:.*the link broke"):

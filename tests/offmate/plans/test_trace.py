@@ -64,7 +64,7 @@ def test_the_timeline_has_no_gaps_and_no_overlaps(recorded):
     timeline = recorded.model.offmate.trace.measured
     assert all(a.end_s == b.start_s for a, b in pairwise(timeline.memory))
     assert [name for name, _, _ in timeline.phases] == ["forward", "backward", "turn-around"]
-    for row in Resource:
+    for row in timeline.rows:
         spans = sorted((bar.start_s, bar.end_s) for bar in timeline.wrapped() if bar.row is row)
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
     assert timeline.stall_s == pytest.approx(sum(recorded.model.offmate.trace.stall_s.values()))

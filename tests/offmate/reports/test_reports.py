@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from offmate.solver import items
 from offmate.solver.plan import plan
-from offmate.solver.resources import Resource
 from offmate.solver.schedule import Action, Kind
 from offmate.solver.simulate import memory_highs, simulate
 from offmate.solver.solve import least_budget
@@ -45,9 +44,9 @@ def check_against_simulation(schedule):
     timeline = build_timeline(schedule, simulation)
     assert timeline.peak.total_bytes == simulation.peak_bytes
     assert timeline.stall_s == pytest.approx(sum(simulation.stall_s.values()), abs=1e-9)
-    for cause in Resource:
+    for cause in schedule.rates.resources:
         waited = sum(wait.end_s - wait.start_s for wait in timeline.waits if wait.cause is cause)
-        assert waited == pytest.approx(simulation.stall_s[cause.value], abs=1e-9)
+        assert waited == pytest.approx(simulation.stall_s[cause], abs=1e-9)
     assert timeline.memory[0].start_s == 0
     assert timeline.memory[-1].end_s == pytest.approx(simulation.step_s)
     assert all(a.end_s == b.start_s for a, b in pairwise(timeline.memory))
@@ -58,7 +57,7 @@ def check_against_simulation(schedule):
         reached[sample.action] = max(reached[sample.action], sample.total_bytes)
     assert all(reached[action] >= high for action, high in highs.items())
     # Nothing runs twice at a time on one resource, tails of the last iteration included.
-    for row in Resource:
+    for row in timeline.rows:
         spans = sorted((bar.start_s, bar.end_s) for bar in timeline.wrapped() if bar.row is row)
         assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(spans))
         assert all(0 <= start <= end <= timeline.step_s + 1e-9 for start, end in spans)
@@ -80,7 +79,7 @@ def test_the_tiny_memory_curve_by_kind():
 def test_the_tiny_waits_and_phases():
     plan = tiny_plan()
     timeline = plan.timeline()
-    assert {wait.cause.value for wait in timeline.waits} == {"copy in", "copy out", "cpu"}
+    assert {wait.cause for wait in timeline.waits} == {"copy in", "copy out", "cpu"}
     assert timeline.stall_s == pytest.approx(15)
     assert [name for name, _, _ in timeline.phases] == ["forward", "backward", "turn-around"]
     assert timeline.phases[2][2] == pytest.approx(plan.predicted_step_s)

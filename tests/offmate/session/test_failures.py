@@ -109,17 +109,17 @@ def failing_copies(monkeypatch, direction: str, nth: int, garbage: bool) -> None
     starts = getattr(EmulatedDevice, direction)
     seen = [0]
 
-    def copy(self, target, source):
+    def copy(self, link, target, source):
         if getattr(target, "_broken", False):
             if garbage:
                 target.fill_(7)
             raise OSError("the link broke")
-        real(self, target, source)
+        real(self, link, target, source)
 
-    def start(self, target, source, after):
+    def start(self, target, *given):
         target._broken = seen[0] == nth
         seen[0] += 1
-        return starts(self, target, source, after)
+        return starts(self, target, *given)
 
     monkeypatch.setattr(EmulatedDevice, "_copy", copy)
     monkeypatch.setattr(EmulatedDevice, direction, start)

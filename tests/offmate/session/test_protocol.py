@@ -466,8 +466,8 @@ def test_updates_run_on_after_the_step(monkeypatch):
     loop = trained("least", steps=1)
     start = EmulatedDevice.update_on_host
 
-    def slow(self, work, after):
-        return start(self, lambda: (time.sleep(0.02), work())[1], after)
+    def slow(self, work, *given):
+        return start(self, lambda: (time.sleep(0.02), work())[1], *given)
 
     monkeypatch.setattr(EmulatedDevice, "update_on_host", slow)
     loop.step(1)

@@ -36,9 +36,9 @@ def test_200_steps_in_which_copies_and_workers_are_late(sim, loop, monkeypatch):
     """Nothing is blocked and nothing is changed by what is late, at random."""
     chance, update = random.Random(0), StreamDevice.update_on_host
 
-    def late_update(device, work, after):
+    def late_update(device, work, *given):
         pause_s = chance.random() * 1e-3
-        return update(device, lambda: (time.sleep(pause_s), work())[1], after)
+        return update(device, lambda: (time.sleep(pause_s), work())[1], *given)
 
     monkeypatch.setattr(StreamDevice, "update_on_host", late_update)
     sim.set_delays(3, 40)

@@ -151,9 +151,9 @@ def test_200_steps_with_delays(monkeypatch):
                 torch.cuda._sleep(chance.randrange(1_000_000))
         return copy(self, way, *given)
 
-    def late_update(self, work, after):
+    def late_update(self, work, *given):
         pause = chance.random() * 2e-3
-        return update(self, lambda: (time.sleep(pause), work())[1], after)
+        return update(self, lambda: (time.sleep(pause), work())[1], *given)
 
     monkeypatch.setattr(StreamDevice, "_copy", late_copy)
     monkeypatch.setattr(StreamDevice, "update_on_host", late_update)

@@ -36,7 +36,7 @@ def test_copies_wait_for_what_they_are_given(device):
 
 def test_what_is_ready_goes_first(device):
     gate, order = threading.Event(), []
-    device._copy = lambda target, source: order.append(int(source))
+    device._copy = lambda link, target, source: order.append(int(source))
     opened = device.update_on_host(gate.wait, ())
     numbers = [torch.tensor(float(i)) for i in range(3)]
     waiting = device.copy_in(numbers[0], numbers[0], (opened,))
@@ -51,7 +51,7 @@ def test_what_is_ready_goes_first(device):
 def test_of_what_is_ready_the_oldest_goes_first(device):
     gate, order = threading.Event(), []
     opened = device.update_on_host(gate.wait, ())
-    device._copy = lambda target, source: order.append(int(source))
+    device._copy = lambda link, target, source: order.append(int(source))
     for i in range(5):
         number = torch.tensor(float(i))
         device.copy_out(number, number, (opened,) if i % 2 else (opened, opened))
@@ -109,7 +109,7 @@ def test_lanes_run_at_once(device):
 
         return copy
 
-    device._copy = lambda target, source: (meet(here, there) if target.numel() == 2 else meet(there, here))(
+    device._copy = lambda link, target, source: (meet(here, there) if target.numel() == 2 else meet(there, here))(
         target, source
     )
     first, second = device.copy_in(given, given, ()), device.copy_out(torch.ones(3), torch.ones(3), ())
@@ -136,7 +136,7 @@ def test_workers_leave_other_threads_alone(two_threads):
 
 def test_threads_end_with_the_device():
     device = EmulatedDevice(1)
-    threads = [lane._thread for lane in (device._in, device._out, device._update)]
+    threads = [lane._thread for lane in device._lanes.values()]
     gone = weakref.ref(device)
     del device
     gc.collect()

@@ -93,13 +93,13 @@ def test_delays_change_nothing(budget, monkeypatch):
         monkeypatch.setattr(EmulatedDevice, name, delayed(getattr(EmulatedDevice, name), chance))
     copy, update = EmulatedDevice._copy, EmulatedDevice.update_on_host
 
-    def slow_copy(self, target, source):
+    def slow_copy(self, *given):
         time.sleep(chance.random() * 2e-3)
-        copy(self, target, source)
+        copy(self, *given)
 
-    def slow_update(self, work, after):
+    def slow_update(self, work, *given):
         pause = chance.random() * 2e-3
-        return update(self, lambda: (time.sleep(pause), work())[1], after)
+        return update(self, lambda: (time.sleep(pause), work())[1], *given)
 
     monkeypatch.setattr(EmulatedDevice, "_copy", slow_copy)
     monkeypatch.setattr(EmulatedDevice, "update_on_host", slow_update)
@@ -111,10 +111,10 @@ def test_delays_change_nothing(budget, monkeypatch):
 
 
 def delayed(start, chance):
-    def later(self, target, source, after):
+    def later(self, *given):
         if chance.random() < 0.1:
             time.sleep(1e-3)
-        return start(self, target, source, after)
+        return start(self, *given)
 
     return later
 

@@ -158,17 +158,27 @@ def copies_into_what_is_in_use(patch: pytest.MonkeyPatch) -> None:
 
 def copies_what_is_being_updated(patch: pytest.MonkeyPatch) -> None:
     copy_in = StreamDevice.copy_in
-    patch.setattr(StreamDevice, "copy_in", lambda device, target, source, after: copy_in(device, target, source, ()))
+    patch.setattr(
+        StreamDevice,
+        "copy_in",
+        lambda device, target, source, after, *link: copy_in(device, target, source, (), *link),
+    )
 
 
 def updates_without_the_gradient(patch: pytest.MonkeyPatch) -> None:
     update = StreamDevice.update_on_host
-    patch.setattr(StreamDevice, "update_on_host", lambda device, work, after: update(device, work, ()))
+    patch.setattr(
+        StreamDevice, "update_on_host", lambda device, work, after, *worker: update(device, work, (), *worker)
+    )
 
 
 def writes_the_gradient_that_is_being_added(patch: pytest.MonkeyPatch) -> None:
     copy_out = StreamDevice.copy_out
-    patch.setattr(StreamDevice, "copy_out", lambda device, target, source, after: copy_out(device, target, source, ()))
+    patch.setattr(
+        StreamDevice,
+        "copy_out",
+        lambda device, target, source, after, *link: copy_out(device, target, source, (), *link),
+    )
 
 
 FAULTS = {
