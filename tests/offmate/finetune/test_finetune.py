@@ -129,7 +129,7 @@ def test_text_pieces_are_the_text(tmp_path_factory, text):
     [
         ("a.jsonl", '{"text": "x"}\n\n{"text": \n', "a.jsonl, line 3: broken JSON"),
         ("a.jsonl", "[1]\n", "line 1: a list instead of an object"),
-        ("a.jsonl", '{"body": "x"}\n', "line 1: neither 'text' nor 'messages' that can be used (keys: body)"),
+        ("a.jsonl", '{"body": "x"}\n', "line 1: no usable 'text' or 'messages' (keys: body)"),
         ("a.jsonl", '{"messages": [{"role": "user"}]}\n', "line 1: a message without 'role' and 'content'"),
         ("a.txt", b"abc\xff", "not UTF-8 text"),
     ],
@@ -273,7 +273,7 @@ def test_an_epoch_reads_every_sequence_once_and_any_step_can_begin():
 
 
 def test_too_little_data_for_a_step():
-    with pytest.raises(OffmateError, match="hold 7 training tokens, less than the 8 of one step"):
+    with pytest.raises(OffmateError, match="hold 7 training tokens, fewer than the 8 of one step"):
         Batches(np.arange(7, dtype=np.int32), 4, 2, 1, 0).check()
 
 
@@ -357,7 +357,7 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path, trained, caplog):
     assert load_moment(newest_checkpoint(tmp_path)).step == 2
     assert "model.safetensors has changed" in caplog.text
     (tmp_path / "step-00000002" / "optimizer.pt").unlink()
-    with pytest.raises(OffmateError, match="none of the 2 checkpoints is whole"):
+    with pytest.raises(OffmateError, match="all 2 checkpoints are damaged"):
         newest_checkpoint(tmp_path)
 
 
