@@ -24,7 +24,7 @@ _EXAMPLES = """examples:
   offmate plan ./my-model --gpu-budget 10GiB --json plan.json
   offmate show plan.json --html plan.html
   offmate plan llama3-8b --sweep 6GiB:24GiB:2GiB --hardware rtx3090
-exit status: 0 it fits, 1 it does not fit or it failed, 2 the arguments cannot work
+exit status: 0 it fits, 1 it does not fit or failed, 2 the arguments cannot work
 """
 
 

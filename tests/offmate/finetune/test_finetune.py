@@ -88,7 +88,7 @@ def test_only_what_changes_the_numbers_is_a_difference():
     assert differences(saved, {"seed": 3}) == ["seed: 0 in the run, 3 now"]
 
 
-@pytest.mark.parametrize(("text", "said"), [("- a", "must hold names with values"), ("a: [", "cannot be read as YAML")])
+@pytest.mark.parametrize(("text", "said"), [("- a", "must map names to values"), ("a: [", "cannot be read as YAML")])
 def test_a_bad_configuration_file(tmp_path, text, said):
     path = tmp_path / "c.yaml"
     path.write_text(text)
@@ -407,7 +407,7 @@ def test_bad_input_is_refused_before_anything_runs(base, tmp_path, capsys):
 
 def test_too_little_disk_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(preview.shutil, "disk_usage", lambda place: types.SimpleNamespace(free=10))
-    with pytest.raises(OffmateError, match="need up to 11 B, the disk has 10 B free"):
+    with pytest.raises(OffmateError, match="need up to 11 B, but the disk has 10 B free"):
         preview.check_disk(tmp_path / "not" / "yet", 11)
 
 

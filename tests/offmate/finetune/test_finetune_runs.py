@@ -210,7 +210,7 @@ def test_a_budget_that_does_not_work_is_refused_and_leaves_nothing(base, tmp_pat
 
 def test_what_looks_wrong_is_asked(base, tmp_path, capsys):
     argv = [a for a in usual(base, tmp_path / "out", warmup_steps=99) if a != "--yes"]
-    assert "it never ends" in refused(argv, capsys)
+    assert "the warm-up never ends" in refused(argv, capsys)
     assert list(tmp_path.iterdir()) == []
 
 
