@@ -1,4 +1,4 @@
-"""One self-contained picture of an iteration as HTML: it needs no network, and scripts only for hovering and zooming."""
+"""One self-contained picture of an iteration as HTML: without network access, with scripts only to hover and zoom."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ THIN = ("update on the device", "begin the total", "add to the total")  # comput
 
 @dataclass(frozen=True)
 class Bar:
-    """An uninterrupted piece of work of one resource, in seconds from the start of the iteration.
+    """A piece of work of one resource, in seconds from the start of the iteration.
 
     Parameters
     ----------
