@@ -94,8 +94,7 @@ def summary(plan: Plan, tokens: int = 0) -> Iterator[tuple[str, str | Text]]:
     yield "one step", f"{format_seconds(step_s)} predicted{rate}"
     yield (
         "overhead",
-        f"{_percent(step_s / endless_s - 1)} over unlimited GPU memory ({format_seconds(endless_s)}, updates "
-        "included)",
+        f"{_percent(step_s / endless_s - 1)} over unlimited GPU memory ({format_seconds(endless_s)}, updates included)",
     )
     yield "GPU memory", f"{peak} at most, budget {budget}"
     yield "CPU memory", f"{format_bytes(plan.host_bytes)} of tensors"
