@@ -1,4 +1,4 @@
-"""Accelerate's own loop in a budget: compile first, then prepare; the plan clips and accumulates."""
+"""Accelerate's own loop within a budget: compile first, then prepare. The plan clips and accumulates."""
 
 import torch
 from accelerate import Accelerator
@@ -20,7 +20,7 @@ for step, batch in zip(range(2 * args.steps), loader):
     with accelerator.accumulate(model):
         loss = model(**batch).loss
         accelerator.backward(loss)
-        # accelerator.clip_grad_norm_ is left out: max_grad_norm= above has the plan clip
+        # No accelerator.clip_grad_norm_ here: with max_grad_norm= above, the plan clips.
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()

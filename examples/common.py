@@ -1,4 +1,4 @@
-"""What the examples share: a tiny model with its tokenizer, made on the spot, or a model of yours, and some text.
+"""Shared parts of the examples: a tiny model with its tokenizer, made on the spot, or your own model, and some text.
 
 python examples/trainer.py                                    # tiny, a few seconds
 python examples/trainer.py --model Qwen/Qwen3-0.6B --gpu-budget 8GiB --steps 100
@@ -17,7 +17,7 @@ TEXTS = [text for text in pydoc_data.topics.topics.values() if len(text) > 500]
 
 
 def arguments() -> argparse.Namespace:
-    """What every example may be told."""
+    """Parse the options that every example takes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", help="folder or Hub id; default: a tiny model made on the spot")
     parser.add_argument("--gpu-budget", default="16MiB")
@@ -27,7 +27,7 @@ def arguments() -> argparse.Namespace:
 
 
 def load(name: str | None) -> tuple[torch.nn.Module, PreTrainedTokenizerFast]:
-    """A causal language model in training mode, and its tokenizer."""
+    """Return a causal language model in training mode, and its tokenizer."""
     if name is not None:
         return AutoModelForCausalLM.from_pretrained(name).train(), AutoTokenizer.from_pretrained(name)
     torch.manual_seed(0)
@@ -51,6 +51,6 @@ def _tokenizer(size: int) -> PreTrainedTokenizerFast:
 
 
 def rows(tokenizer: PreTrainedTokenizerFast, length: int = 64) -> list[dict[str, torch.Tensor]]:
-    """The texts as `input_ids` and `labels` of one length."""
+    """Cut the texts into `input_ids` and `labels` of one length."""
     ids = torch.tensor([i for ids in tokenizer(TEXTS)["input_ids"] for i in ids])
     return [{"input_ids": part, "labels": part.clone()} for part in ids[: len(ids) // length * length].view(-1, length)]

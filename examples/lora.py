@@ -1,4 +1,4 @@
-"""A low-rank adapter by peft: the frozen base streams through the device, and nothing of it is ever copied back."""
+"""A low-rank adapter with peft: the frozen base streams through the device and is never copied back."""
 
 import peft
 import torch

@@ -1,4 +1,4 @@
-"""A training loop as one writes it, in a budget: one line more."""
+"""An ordinary training loop within a budget: one extra line."""
 
 import torch
 from common import arguments, load, rows

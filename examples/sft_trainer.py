@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer in a budget, with its defaults and packing."""
+"""TRL's SFTTrainer within a budget, with its defaults and packing."""
 
 from common import TEXTS, arguments, load
 from datasets import Dataset
@@ -8,7 +8,7 @@ from offmate.integrations.transformers import OffmateTrainerMixin
 
 
 class OffmateSFTTrainer(OffmateTrainerMixin, SFTTrainer):
-    """SFTTrainer whose updates are part of the plan."""
+    """An SFTTrainer whose updates are part of the plan."""
 
 
 args = arguments()

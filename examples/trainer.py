@@ -1,4 +1,4 @@
-"""transformers' Trainer in a budget: `OffmateTrainer`, or the mixin with a Trainer of your own.
+"""transformers' Trainer within a budget: `OffmateTrainer`, or the mixin with your own Trainer.
 
 Without a planned optimizer the Trainer needs no change at all: Trainer(model=offmate.compile(model, "12GiB"), ...).
 """

@@ -1,4 +1,4 @@
-"""The command line: `offmate VERB ...`. Nothing heavy is loaded before the arguments are known to be good."""
+"""The command line: `offmate COMMAND ...`. Nothing heavy is loaded before the arguments are known to be valid."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Parameters
     ----------
-    argv: the arguments, those of the process by default.
+    argv: the arguments; those of the process by default.
 
-    Returns: the exit status: 0 all well, 1 it failed, 2 it could not start (bad arguments, a missing extra),
+    Returns: the exit status: 0 success, 1 failure, 2 it could not start (bad arguments, a missing extra),
     130 interrupted.
     """
     arguments = _parser().parse_args(argv)
@@ -43,17 +43,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="offmate", description="Train inside a device-memory budget, with plain PyTorch's numbers."
+        prog="offmate", description="Train within a GPU memory budget, with plain PyTorch's numbers."
     )
     parser.add_argument("--version", action="version", version=f"offmate {__version__}")
-    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    verbs = parser.add_subparsers(metavar="COMMAND", required=True)
 
     demo = verbs.add_parser(
         "demo",
-        help="fine-tune a small model inside a budget and compare it with plain PyTorch",
-        description="Fine-tune a Llama-architecture model of 23.9 M parameters on Python's help text inside a device "
-        "budget, then do the same with plain PyTorch and compare losses, memory and time. Exits with 1 if a loss or a "
-        "parameter differs or the budget was passed.",
+        help="fine-tune a small model within a budget and compare it with plain PyTorch",
+        description="Fine-tune a Llama-architecture model of 23.9 M parameters on Python's help text within a GPU "
+        "memory budget, then do the same with plain PyTorch and compare losses, memory and time. Exits with 1 if a "
+        "loss or a parameter differs or the budget was exceeded.",
         epilog="examples:\n  offmate demo\n  offmate demo --gpu-budget 60MiB --steps 5 --json demo.json",
         formatter_class=Help,
     )
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         "--gpu-budget",
         type=size,
         metavar="SIZE",
-        help="device budget such as 150MiB (default: 15 %% of what plain PyTorch needs)",
+        help="GPU memory budget, such as 150MiB (default: 15 %% of what plain PyTorch needs)",
     )
     demo.add_argument("--steps", type=count, default=20, metavar="N", help="steps of each run (default: 20)")
     demo.add_argument(

@@ -1,4 +1,4 @@
-"""python -m offmate.cli: as `offmate`, where the environment's commands are not on the path."""
+"""Entry point `python -m offmate.cli`: same as `offmate`, for when the environment's commands are not on the path."""
 
 import sys
 

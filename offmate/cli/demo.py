@@ -1,4 +1,4 @@
-"""The demo: a Llama-architecture model is fine-tuned inside a small budget and compared with plain PyTorch."""
+"""The demo: fine-tunes a Llama-architecture model within a small budget and compares it with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BATCH = 4
 TOKENS = 256
 LEARNING_RATE = 3e-4
 BUDGET_PERCENT = 15
-LOSS_TOLERANCE = 1e-3  # where the host updates parameters that the device would have rounded otherwise
+LOSS_TOLERANCE = 1e-3  # if the host updates parameters that the device would have rounded differently
 _MIB = 1 << 20
 
 Batch = dict[str, torch.Tensor]
@@ -37,12 +37,12 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Run:
-    """What one training run showed.
+    """The results of one training run.
 
     Parameters
     ----------
     losses: one per step.
-    step_s: median seconds per step, the first step, which warms up, left out where there are others.
+    step_s: median seconds per step; the first step, which warms up, is left out if there are others.
     parameters: the final values by name, on the host.
     """
 
@@ -53,16 +53,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Comparison:
-    """An offmate run beside plain PyTorch's on the same data.
+    """An offmate run compared with plain PyTorch on the same data.
 
     Parameters
     ----------
     ours, reference: the two runs.
     plan: the plan that ours followed.
     budget_bytes: the device budget.
-    peak_bytes: the most that was on the device during ours; on a card, what the allocator reserved.
-    reference_peak_bytes: the most that plain PyTorch needs for one step.
-    exact: whether host and device round alike, so that it cannot matter which of them updates a parameter.
+    peak_bytes: the most bytes on the device during ours; on an accelerator, the most that the allocator reserved.
+    reference_peak_bytes: the most bytes that plain PyTorch needs for one step.
+    exact: whether host and device round identically, so that it cannot matter which of them updates a parameter.
     """
 
     ours: Run
@@ -88,19 +88,19 @@ class Comparison:
 
     @property
     def loss_distance(self) -> float:
-        """The most by which a loss lies beside plain PyTorch's, as a part of it."""
+        """The largest relative difference between a loss and plain PyTorch's."""
         return max(abs(a - b) / abs(b) for a, b in zip(self.ours.losses, self.reference.losses))
 
     @property
     def holds(self) -> bool:
-        """Whether offmate kept what it promises: the same numbers, inside the budget."""
+        """Whether offmate kept its promise: the same numbers, within the budget."""
         same = self.identical and self.parameters_identical
         if not self.exact:
             same = same or self.loss_distance <= LOSS_TOLERANCE
         return same and self.peak_bytes <= self.budget_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """The comparison as plain data: bytes, seconds, losses."""
+        """Return the comparison as plain data: bytes, seconds, losses."""
         return {
             "losses": self.ours.losses,
             "reference_losses": self.reference.losses,
@@ -121,7 +121,7 @@ class Comparison:
 
 
 def demo_model() -> Any:
-    """A `LlamaForCausalLM` of 23.9 M float32 parameters with grouped heads over bytes, seeded, in training mode."""
+    """Build a seeded byte-level `LlamaForCausalLM`: 23.9 M float32 parameters, grouped heads, in training mode."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -139,12 +139,12 @@ def demo_model() -> Any:
 
 
 def demo_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
-    """The optimizer of both runs."""
+    """Build the optimizer that both runs use."""
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
 
 def demo_batches(n_batches: int) -> list[Batch]:
-    """Seeded windows of Python's own help text, as bytes: `input_ids` and `labels` of shape (BATCH, TOKENS)."""
+    """Draw seeded windows of Python's help text, as bytes: `input_ids` and `labels` of shape (BATCH, TOKENS)."""
     text = "\n".join(pydoc_data.topics.topics.values()).encode()
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(SEED)
@@ -157,7 +157,7 @@ def demo_batches(n_batches: int) -> list[Batch]:
 
 
 def train_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> float:
-    """One iteration of the usual loop; returns the loss."""
+    """Run one iteration of the usual loop and return the loss."""
     loss = model(**batch).loss
     loss.backward()
     optimizer.step()
@@ -166,16 +166,16 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> fl
 
 
 def reference_peak_bytes(device: str) -> int:
-    """The most bytes that plain PyTorch has on the device during one step, optimizer states included.
+    """Measure the most bytes that plain PyTorch has on the device during one step, optimizer states included.
 
-    On an accelerator it is what the allocator reserves, as a budget counts it.
+    On an accelerator, these are the bytes that the allocator reserves, because a budget counts those.
     """
     kind = device_kind(device)
     where = accelerator(kind)
     model = demo_model().to(where or "cpu")
     optimizer = demo_optimizer(model)
     batch = _to(demo_batches(1)[0], where)
-    # The first step makes the optimizer's states; every later one has them from its start.
+    # The first step creates the optimizer's states; every later one starts with them.
     train_step(model, optimizer, batch)
     if where is not None:
         _let_go(where)
@@ -187,7 +187,7 @@ def reference_peak_bytes(device: str) -> int:
 
 
 def _let_go(where: torch.device) -> None:
-    """Give back what the allocator holds without need, lift an earlier cap, and count the peak anew."""
+    """Release the allocator's unused memory, lift an earlier cap, and restart the peak count."""
     gc.collect()
     torch.accelerator.empty_cache()
     torch.accelerator.reset_peak_memory_stats(where)
@@ -196,16 +196,16 @@ def _let_go(where: torch.device) -> None:
 
 
 def run_demo(budget_bytes: int | None, n_steps: int, device: str, console: Console) -> Comparison:
-    """Plan, train inside the budget, train with plain PyTorch on the same data, and print each.
+    """Plan, train within the budget, train with plain PyTorch on the same data, and print the results.
 
     Parameters
     ----------
     budget_bytes: the device budget; None takes BUDGET_PERCENT of what plain PyTorch needs, in whole MiB.
     n_steps: training steps of each run, at least 1.
-    device: "emulated", "cuda", "cuda:1".
-    console: where it is shown.
+    device: "emulated", "cuda" or "cuda:1".
+    console: where to print.
 
-    Raises: OffmateError if there is no such device or no plan keeps the budget.
+    Raises: OffmateError if the device does not exist or no plan keeps the budget.
     """
     device = device_kind(device)
     batches = demo_batches(n_steps)
@@ -225,7 +225,7 @@ def run_demo(budget_bytes: int | None, n_steps: int, device: str, console: Conso
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """Memory, time and losses of both runs, with what the plan predicted."""
+    """Tabulate memory, time and losses of both runs, with the plan's predictions."""
     ours, reference, plan = comparison.ours, comparison.reference, comparison.plan
     table = Table(
         title="offmate and plain PyTorch on the same data", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False
@@ -235,7 +235,7 @@ def comparison_table(comparison: Comparison) -> Table:
         table.add_column(header, justify="right", overflow="fold")
     share = 100 * comparison.peak_bytes / comparison.reference_peak_bytes
     table.add_row(
-        "device memory, peak",
+        "GPU memory, peak",
         format_bytes(comparison.reference_peak_bytes),
         f"{format_bytes(comparison.peak_bytes)} ({share:.1f} %)",
         format_bytes(plan.predicted_peak_bytes),
@@ -252,7 +252,7 @@ def comparison_table(comparison: Comparison) -> Table:
 
 
 def _run_offmate(budget_bytes: int, batches: list[Batch], device: str, console: Console) -> tuple[Any, Run, int]:
-    """The plan, the run that followed it, and the run's peak in bytes."""
+    """Return the plan, the run that followed it, and the run's peak in bytes."""
     where = accelerator(device)
     if where is not None:
         _let_go(where)
@@ -283,7 +283,7 @@ def _train(
     console: Console,
     finish: Callable[[], object] = lambda: None,
 ) -> Run:
-    """Train on every batch once; `finish` waits for what is under way before the parameters are read."""
+    """Train on every batch once; `finish` waits for pending updates before the parameters are read."""
     losses, seconds = [], []
     with _progress(title, len(batches), console) as report:
         for batch in batches:
@@ -298,7 +298,7 @@ def _train(
 
 @contextlib.contextmanager
 def _progress(title: str, n_steps: int, console: Console) -> Iterator[Callable[[float], None]]:
-    """What to call with the loss after each step: moves a bar on a terminal, else prints about ten lines."""
+    """Yield a function to call with the loss after each step: it moves a bar on a terminal, else prints ~10 lines."""
     if not console.is_terminal:
         yield _line_printer(title, n_steps, console)
         return
@@ -338,9 +338,9 @@ def _headline(n_steps: int, device: str, budget_bytes: int, reference_bytes: int
 def _plan_line(plan: Any) -> str:
     source = "read from the cache" if plan.from_cache else "made"
     return (
-        f"Plan {source} in {plan.plan_s:.1f} s: device peak {format_bytes(plan.predicted_peak_bytes)}, host memory "
-        f"{format_bytes(plan.host_bytes)}, {plan.predicted_step_s:.2f} s per step predicted; the least budget that "
-        f"works is {format_least_bytes(plan.least_budget_bytes)}."
+        f"Plan {source} in {plan.plan_s:.1f} s. Predicted: {format_bytes(plan.predicted_peak_bytes)} of GPU memory at "
+        f"most, {format_bytes(plan.host_bytes)} of CPU memory, {plan.predicted_step_s:.2f} s per step. The least "
+        f"budget that works is {format_least_bytes(plan.least_budget_bytes)}."
     )
 
 
@@ -350,7 +350,7 @@ def _verdict(comparison: Comparison) -> str:
     if not comparison.exact and not comparison.identical and comparison.loss_distance <= LOSS_TOLERANCE:
         losses = f"within {comparison.loss_distance:.0e} of plain PyTorch's"
     if not comparison.exact and not comparison.parameters_identical:
-        parameters = "some were updated on the host, whose kernels round otherwise"
+        parameters = "some were updated on the CPU, whose kernels round differently"
     kept = "kept" if comparison.peak_bytes <= comparison.budget_bytes else "[red]EXCEEDED[/red]"
     return f"Losses: {losses}. Final parameters: {parameters}. Budget: {kept}."
 

@@ -1,4 +1,4 @@
-"""`offmate doctor`: what a problem report needs to say about a machine."""
+"""`offmate doctor`: the facts about a machine that a problem report needs."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ _EXAMPLES = """examples:
 
 
 def add_parser(verbs: Any) -> None:
-    """Add the verb `doctor` to the subparsers of the command line; its `run` is `run`."""
+    """Add the command `doctor` to the command line's subparsers; its `run` is `run`."""
     parser = verbs.add_parser(
         "doctor",
         help="print versions, devices, link rates and limits, for problem reports",
-        description="Print what matters about this machine and installation. It names no user, host or folder.",
+        description="Print the facts about this machine and installation that a problem report needs. The output names "
+        "no user, host or folder.",
         epilog=_EXAMPLES,
         formatter_class=Help,
     )
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write it to FILE")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the findings to FILE")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look at the machine and print it.
+    """Examine the machine and print the findings.
 
     Returns: the exit status, 0; 1 if no solver works.
     """
@@ -57,8 +58,8 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield (
         "host",
         (
-            f"{format_bytes(host['memory_bytes'])} of memory, {format_bytes(host['available_bytes'])} available to "
-            f"this process; default host budget {format_bytes(host['default_budget_bytes'])}"
+            f"{format_bytes(host['memory_bytes'])} of CPU memory, {format_bytes(host['available_bytes'])} available to "
+            f"this process; default CPU memory budget {format_bytes(host['default_budget_bytes'])}"
         ),
     )
     for device in found["devices"]:

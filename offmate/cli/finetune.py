@@ -1,4 +1,4 @@
-"""`offmate finetune`: its arguments. Nothing heavy is loaded before they are known to be good."""
+"""The arguments of `offmate finetune`. Nothing heavy is loaded before they are known to be valid."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ _EXAMPLES = """examples:
 _CANNOT_START = 2
 _NEEDED = ("transformers", "tokenizers", "safetensors", "yaml")
 
-# Everything that is also a setting: name, type, how its value is written, help.
+# The options that are also settings: name, type, placeholder of its value, help.
 _SETTINGS: tuple[tuple[str, Any, str, str], ...] = (
     ("model", str, "DIR_OR_ID", "folder of a transformers model, or its id on the Hub"),
     ("data", str, "FILE", "text, JSON lines with 'text' or chat 'messages', a folder of those, or hf:NAME[:SPLIT]"),
     ("output", str, "DIR", "folder of the result and its checkpoints; must not exist"),
-    ("gpu-budget", str, "SIZE", "device memory, such as 12GiB (default: what is free)"),
-    ("cpu-budget", str, "SIZE", "host memory (default: what is available)"),
-    ("device", str, "DEVICE", "cuda, cuda:1, ..., or emulated (default: an accelerator where there is one)"),
-    ("sequence-length", int, "N", "tokens of a sequence (default: 1024, or the model's limit)"),
-    ("batch-size", int, "N", "sequences of a micro-batch (default: 4)"),
-    ("accumulation", int, "N", "micro-batches of a step (default: 1)"),
+    ("gpu-budget", str, "SIZE", "GPU memory, such as 12GiB (default: what is free, less a margin)"),
+    ("cpu-budget", str, "SIZE", "CPU memory (RAM; default: what is available, less a margin)"),
+    ("device", str, "DEVICE", "cuda, cuda:1, ..., or emulated (default: an accelerator if there is one)"),
+    ("sequence-length", int, "N", "tokens per sequence (default: 1024, or the model's limit if that is less)"),
+    ("batch-size", int, "N", "sequences per micro-batch (default: 4)"),
+    ("accumulation", int, "N", "micro-batches per step (default: 1)"),
     ("epochs", int, "N", "passes over the data (default: 1)"),
-    ("steps", int, "N", "steps, instead of epochs"),
-    ("learning-rate", float, "RATE", "after warm-up (default: 2e-5, with LoRA 2e-4)"),
+    ("steps", int, "N", "number of steps, instead of epochs"),
+    ("learning-rate", float, "RATE", "learning rate after warm-up (default: 2e-5, with LoRA 2e-4)"),
     ("schedule", str, "NAME", "cosine, linear or constant (default: cosine)"),
     ("warmup-steps", int, "N", "steps of linear warm-up (default: 0)"),
     ("optimizer", str, "NAME", "adamw, adam, sgd or adafactor (default: adamw)"),
-    ("weight-decay", float, "RATE", "(default: 0)"),
+    ("weight-decay", float, "RATE", "the optimizer's weight decay (default: 0)"),
     ("max-grad-norm", float, "NORM", "clip gradients to this global norm (default: no clipping)"),
     ("precision", str, "NAME", "fp32, bf16, or bf16-master for bf16 with fp32 master weights (default: fp32)"),
     ("lora", str, "SPEC", "train a low-rank adapter: r=16, or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"),
-    ("seed", int, "N", "of data order, dropout and adapters (default: 0)"),
+    ("seed", int, "N", "seed of data order, dropout and adapters (default: 0)"),
     (
         "train-on",
         str,
         "WHAT",
-        "all, or of chats what the assistant says, if the template marks it (default: all)",
+        "all tokens, or only the assistant's in chats, if the template marks them (default: all)",
     ),
-    ("eval-fraction", float, "SHARE", "of the documents, held out for evaluation (default: 0.05)"),
+    ("eval-fraction", float, "SHARE", "share of the documents held out for evaluation (default: 0.05)"),
     ("eval-every", int, "N", "steps between evaluations (default: with every checkpoint)"),
     ("checkpoint-every", int, "N", "steps between checkpoints (default: 500)"),
-    ("keep-checkpoints", int, "N", "how many of the newest stay (default: 2)"),
+    ("keep-checkpoints", int, "N", "number of newest checkpoints to keep (default: 2)"),
 )
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the verb to a command line.
+    """Add the command `finetune` to a command line.
 
     Parameters
     ----------
@@ -62,22 +62,22 @@ def add_parser(subparsers: Any) -> None:
     """
     parser = subparsers.add_parser(
         "finetune",
-        help="fine-tune a language model on a file of text inside a device-memory budget",
-        description="Fine-tune a causal language model on a file of text inside a device-memory budget. The result is "
-        "a folder that plain transformers (or peft) loads. Every setting may also stand in a YAML file, with _ for -.",
+        help="fine-tune a language model on a text file within a GPU memory budget",
+        description="Fine-tune a causal language model on a text file within a GPU memory budget. The result is a "
+        "folder that plain transformers (or peft) loads. Every setting can also be given in a YAML file, with _ for -.",
         argument_default=argparse.SUPPRESS,
         epilog=_EXAMPLES,
         formatter_class=Help,
     )
     for name, kind, metavar, words in _SETTINGS:
         parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=words)
-    parser.add_argument("--report", nargs="+", metavar="NAME", help="tensorboard, wandb")
-    parser.add_argument("--config", type=Path, metavar="FILE", default=None, help="settings in YAML; options win")
-    parser.add_argument("--resume", action="store_true", default=False, help="go on with the run in --output")
+    parser.add_argument("--report", nargs="+", metavar="NAME", help="where else to report: tensorboard, wandb")
+    parser.add_argument("--config", type=Path, metavar="FILE", default=None, help="settings in YAML; options override")
+    parser.add_argument("--resume", action="store_true", default=False, help="continue the run in --output")
     parser.add_argument("--dry-run", action="store_true", default=False, help="show the plan and stop")
-    parser.add_argument("--yes", action="store_true", default=False, help="go on even if something looks wrong")
+    parser.add_argument("--yes", action="store_true", default=False, help="continue even if something looks wrong")
     loud = parser.add_mutually_exclusive_group()
-    loud.add_argument("--quiet", dest="mode", action="store_const", const="quiet", help="say nothing but errors")
+    loud.add_argument("--quiet", dest="mode", action="store_const", const="quiet", help="print nothing but errors")
     loud.add_argument("--json", dest="mode", action="store_const", const="json", help="JSON lines on stdout")
     parser.set_defaults(run=run, mode="normal")
 
@@ -85,7 +85,7 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Fine-tune as the arguments say.
 
-    Returns: the exit status, as `offmate.cli.main`. Raises: OffmateError for whatever cannot work.
+    Returns: the exit status, as in `offmate.cli.main`. Raises: OffmateError for everything that cannot work.
     """
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:

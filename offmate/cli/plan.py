@@ -1,4 +1,4 @@
-"""`offmate plan MODEL`: does it fit, how fast is it, what happens to each block; without weights, without a card."""
+"""`offmate plan MODEL`: whether a model fits, how fast it is and what happens to each block, without weights or GPU."""
 
 from __future__ import annotations
 
@@ -24,30 +24,33 @@ _EXAMPLES = """examples:
   offmate plan ./my-model --gpu-budget 10GiB --json plan.json
   offmate show plan.json --html plan.html
   offmate plan llama3-8b --sweep 6GiB:24GiB:2GiB --hardware rtx3090
-exit status: 0 it fits, 1 it does not or it failed, 2 the arguments cannot work
+exit status: 0 it fits, 1 it does not fit or failed, 2 the arguments cannot work
 """
 
 
 def add_parser(verbs: Any) -> None:
-    """Add the verb `plan` to the subparsers of the command line; its `run` is `run`."""
+    """Add the command `plan` to the command line's subparsers; its `run` is `run`."""
     parser = verbs.add_parser(
         "plan",
-        help="plan a model's training step for a card, without weights and without the card",
-        description="Plan one training step of a language model inside a device budget: fits or not, step time, "
-        "memory, what limits it. Nothing is trained and no weights are needed.",
+        help="plan a model's training step for a GPU, without the weights and without the GPU",
+        description="Plan one training step of a language model within a GPU memory budget: whether it fits, the step "
+        "time, the memory and what limits the step. Nothing is trained and no weights are needed.",
         epilog=_EXAMPLES,
         formatter_class=Help,
     )
     parser.add_argument("model", metavar="MODEL", help="a built-in shape (llama2-7b, gpt2, ...), a folder, or a Hub id")
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument(
-        "--gpu-budget", type=size, metavar="SIZE", help="such as 12GiB (default: the card's memory less 1/16)"
+        "--gpu-budget",
+        type=size,
+        metavar="SIZE",
+        help="GPU memory, such as 12GiB (default: that of the GPU, less 1/16)",
     )
     budget.add_argument(
         "--sweep", type=sweep, metavar="LOW:HIGH:STEP", help="plan for several budgets and show the curve"
     )
     parser.add_argument(
-        "--cpu-budget", type=size, metavar="SIZE", help="host memory (default: the machine's, if known)"
+        "--cpu-budget", type=size, metavar="SIZE", help="CPU memory (RAM; default: the machine's, if known)"
     )
     parser.add_argument(
         "--hardware", default="rtx3060", metavar="NAME", help="a hardware file's name or path (default: %(default)s)"
@@ -66,9 +69,9 @@ def add_parser(verbs: Any) -> None:
         "--dtype",
         default="bf16",
         choices=("bf16", "fp32", "fp16"),
-        help="of parameters, gradients and states (default: %(default)s)",
+        help="dtype of parameters, gradients and states (default: %(default)s)",
     )
-    parser.add_argument("--what-if", action="store_true", help="also say what more memory or a faster link would buy")
+    parser.add_argument("--what-if", action="store_true", help="also say what more memory or a faster link would gain")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the plan (or the curve) to FILE")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     parser.set_defaults(run=run)
@@ -77,7 +80,7 @@ def add_parser(verbs: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plan as the arguments say and print it.
 
-    Returns: the exit status. Raises: OffmateError for whatever cannot work but a budget that is too small.
+    Returns: the exit status. Raises: OffmateError for everything that cannot work, except a budget that is too small.
     """
     if importlib.util.find_spec("transformers") is None:
         print('offmate: plan needs transformers: pip install "offmate[hf]"', file=sys.stderr)
@@ -87,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     machine = load(arguments.hardware)
     for variable in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
-        os.environ.setdefault(variable, "error")  # what they warn of concerns weights, of which there are none
+        os.environ.setdefault(variable, "error")  # the warnings concern weights, and no weights are loaded
     with quiet(arguments.quiet):
         return _sweep(arguments, machine) if arguments.sweep else _plan(arguments, machine)
 
@@ -115,7 +118,7 @@ def _plan(arguments: argparse.Namespace, machine: Hardware) -> int:
 
 
 def _make(arguments: argparse.Namespace, machine: Hardware, budget_bytes: int) -> tuple[Plan, str]:
-    """The plan, and a line that says what it is for."""
+    """Return the plan, and a line that names the model, batch and machine."""
     import offmate
 
     from ..sizes import format_bytes
@@ -152,7 +155,7 @@ def _sweep(arguments: argparse.Namespace, machine: Hardware) -> int:
     with planning_progress() as say:
         for point in solve_each(plan, arguments.sweep):
             points.append(point)
-            say("one budget after the other", len(points) / len(arguments.sweep))
+            say("solving for each budget", len(points) / len(arguments.sweep))
     if arguments.json is not None:
         rows = [asdict(point) for point in points]
         arguments.json.write_text(json.dumps({"endless_s": plan.endless_s, "points": rows}, indent=2) + "\n")
@@ -164,6 +167,6 @@ def _sweep(arguments: argparse.Namespace, machine: Hardware) -> int:
 
 
 def _short(number: int) -> str:
-    """A number as people say it: 6.74 B, 124 M, 125 K."""
+    """Format a number in B, M or K: 6.74 B, 124 M, 125 K."""
     unit, name = next(((u, n) for u, n in ((10**9, "B"), (10**6, "M"), (10**3, "K")) if number >= u), (1, ""))
     return f"{number / unit:.3g} {name}".strip()

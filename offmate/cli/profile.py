@@ -1,4 +1,4 @@
-"""`offmate profile`: measure this machine, and write what it can do as a hardware file."""
+"""`offmate profile`: measure this machine and write its rates to a hardware file."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _EXAMPLES = """examples:
   offmate profile --json mine.json
   offmate profile --device cuda --json card.json
   offmate plan gpt2 --hardware mine.json
-exit status: 0 all well, 1 it failed, 2 the arguments cannot work
+exit status: 0 success, 1 it failed, 2 the arguments cannot work
 """
 
-_IDLE_LOAD = 1.0  # processes that wanted to run, on average
+_IDLE_LOAD = 1.0  # mean number of runnable processes (the load average)
 
 
 def add_parser(verbs: Any) -> None:
-    """Add the verb `profile` to the subparsers of the command line; its `run` is `run`."""
+    """Add the command `profile` to the command line's subparsers; its `run` is `run`."""
     parser = verbs.add_parser(
         "profile",
         help="measure this machine's copies, updates, matrix products and memory into a hardware file",
         description="Measure this machine: copy rates by size and direction, both directions at once, optimizer "
-        "updates on host and device, matrix products, memory. Takes about half a minute; let nothing else run.",
+        "updates on CPU and device, matrix products, memory. This takes about half a minute; run nothing else then.",
         epilog=_EXAMPLES,
         formatter_class=Help,
     )
@@ -39,9 +39,9 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print, write.
+    """Measure the machine, print the rates and write the file.
 
-    Returns: the exit status, 0. Raises: DeviceError if there is no such device.
+    Returns: the exit status, 0. Raises: DeviceError if the device does not exist.
     """
     from ..machines.benchmark import measure_machine
     from ..machines.devices import device_kind
@@ -72,9 +72,9 @@ def _show(data: dict[str, Any], load: float) -> None:
     screen.print(data["name"], markup=False)
     screen.print()
     screen.print(copies_table(data["copies"]))
-    updates = f"host {rate('cpu_update_bytes_per_s')}, device {rate('device_update_bytes_per_s')}"
+    updates = f"CPU {rate('cpu_update_bytes_per_s')}, device {rate('device_update_bytes_per_s')}"
     rows = [("updates", f"{updates} of float32 parameters"), ("matrices", products)]
     rows += [("memory", rate("memory_bytes_per_s")), ("launch", format_seconds(data["launch_s"]["value"]))]
     screen.print(pairs(rows))
     if load > _IDLE_LOAD:
-        screen.print(f"\nOther processes were busy (load {load:.1f} over the minute before): rates may be too low.")
+        screen.print(f"\nOther processes were busy (load {load:.1f} in the minute before), so rates may be too low.")

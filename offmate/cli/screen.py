@@ -1,4 +1,4 @@
-"""What all verbs' screens share: the console, and pairs of a word and what is said about it."""
+"""Screen output that all commands share: the console, and rows of a label and its text."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from rich.text import Text
 
 from ..sizes import format_bytes
 
-NARROW = 76  # below so many columns a table's rows become lines
+NARROW = 76  # below this width, in columns, a table's rows become lines
 
 
 def console(quiet: bool = False) -> Console:
-    """Standard output: as wide as the terminal, or as COLUMNS says; 120 columns where there is neither.
+    """Open a console on standard output, as wide as the terminal or COLUMNS says; 120 columns if neither is known.
 
     Parameters
     ----------
     quiet: print nothing.
     """
-    # Without a terminal there is no width to ask for, and rich's 80 columns would fold the tables.
+    # Without a terminal the width is unknown, and rich's 80 columns would fold the tables.
     known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
     return Console(highlight=False, width=None if known else 120, quiet=quiet)
 
 
 def pairs(rows: Iterable[tuple[str, str | Text]]) -> Table:
-    """Words on the left, what is said about them on the right, folded to the width that there is.
+    """Lay out labels on the left and their texts on the right, folded to the available width.
 
-    Brackets are printed as they are; what has a style comes as `Text`.
+    Brackets are printed as they are; pass styled text as `Text`.
     """
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="bold", no_wrap=True)
@@ -43,7 +43,7 @@ def pairs(rows: Iterable[tuple[str, str | Text]]) -> Table:
 
 
 def copies_table(copies: Iterable[dict[str, Any]]) -> Table:
-    """Copy rates, a row per size and a column per direction.
+    """Tabulate copy rates, a row per size and a column per direction.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Models without weights: by a built-in name, a configuration on disk or a Hub id, on the meta device."""
+"""Models without weights, on the meta device, from a built-in name, a configuration on disk or a Hub id."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor", "none")
 
 
 def names() -> tuple[str, ...]:
-    """Names of the built-in shapes."""
+    """List the names of the built-in shapes."""
     return tuple(_shapes())
 
 
 def build(model: str, dtype: str) -> Any:
-    """A language model on the meta device, in training mode.
+    """Build a language model on the meta device, in training mode.
 
     Parameters
     ----------
     model: a built-in name; a folder with a config.json, or such a file; or a Hub id, of which only the configuration
-        is fetched. dtype: a name in `DTYPES`.
+        is downloaded. dtype: a name in `DTYPES`.
 
-    Raises: OffmateError naming the nearest names, or what is wrong with the configuration.
+    Raises: OffmateError with the nearest names, or with what is wrong with the configuration.
     """
     config = _config(model)
     config.use_cache = False
@@ -42,7 +42,7 @@ def build(model: str, dtype: str) -> Any:
 
 
 def batch_for(model: Any, batch: int, seq_len: int) -> dict[str, torch.Tensor]:
-    """Tokens and labels on the meta device, of shape (batch, seq_len).
+    """Make tokens and labels on the meta device, of shape (batch, seq_len).
 
     Raises: OffmateError if the model has fewer positions.
     """
@@ -54,7 +54,7 @@ def batch_for(model: Any, batch: int, seq_len: int) -> dict[str, torch.Tensor]:
 
 
 def optimizer_for(model: Any, name: str) -> torch.optim.Optimizer | None:
-    """An optimizer of all parameters by its name in `OPTIMIZERS`; None for "none": your own code updates."""
+    """Make an optimizer of all parameters by its name in `OPTIMIZERS`; None for "none": the user's code updates."""
     params = model.parameters()
     if name == "none":
         return None
@@ -78,20 +78,20 @@ def _config(model: str) -> Any:
         return AutoConfig.from_pretrained(path if path.exists() else model)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        missing = "" if path.exists() else "there is no such folder, and the Hub does not give it: "
+        missing = "" if path.exists() else "no such folder, and it could not be fetched from the Hub: "
         raise OffmateError(f"model {model!r}: {missing}{reason}") from error
 
 
 def _check_hub_id(model: str, known: tuple[str, ...]) -> None:
-    """Refuse what cannot be a Hub id (owner/name) before the network is asked."""
+    """Refuse a name that cannot be a Hub id (owner/name) before using the network."""
     if model.startswith((".", "/", "~")) or model.endswith(".json") or model.count("/") > 1:
         raise OffmateError(f"model {model!r}: no such file or folder")
     if "/" not in model:
         near = difflib.get_close_matches(model.lower(), known, n=3, cutoff=0.4)
         hint = f"Did you mean {' or '.join(near)}? " if near else ""
         raise OffmateError(
-            f"model {model!r} is not known. {hint}Known are {', '.join(known)}; or name a folder with a config.json, "
-            "or a Hub id as OWNER/NAME"
+            f"model {model!r} is not known. {hint}Known models: {', '.join(known)}. Or name a folder with a "
+            "config.json, or a Hub id as OWNER/NAME"
         )
 
 

@@ -1,4 +1,4 @@
-"""`offmate show PLAN.json`: a saved plan in the terminal, as a picture, as a trace, or as text."""
+"""`offmate show PLAN.json`: show a saved plan in the terminal, as a picture, as a trace, or as text."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from ..plans.plan import Plan
 
 _EXAMPLES = """examples:
-  offmate show plan.json                     the plan in words, and per class
+  offmate show plan.json                     a summary, and a table per class
   offmate show plan.json --blocks --what-if  block by block, and what would help
   offmate show plan.json --html plan.html    a picture for the browser
-  offmate show plan.json --trace trace.json  for https://ui.perfetto.dev
+  offmate show plan.json --trace trace.json  a trace for https://ui.perfetto.dev
   offmate show plan.json --text              every action of an iteration
 """
 
 
 def add_parser(verbs: Any) -> argparse.ArgumentParser:
-    """Add the verb `show` to the subparsers of the command line; its `run` is `run`."""
+    """Add the command `show` to the command line's subparsers; its `run` is `run`."""
     parser: argparse.ArgumentParser = verbs.add_parser(
         "show",
-        help="look at a saved plan: in words, as a table, as a picture, as a trace",
-        description="Look at a plan that was saved with plan.save or `offmate plan --json`.",
+        help="show a saved plan as a summary, a table, a picture or a trace",
+        description="Show a plan that was saved with plan.save or `offmate plan --json`.",
         epilog=_EXAMPLES,
         formatter_class=Help,
     )
@@ -38,8 +38,8 @@ def add_parser(verbs: Any) -> argparse.ArgumentParser:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page with the picture")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
     parser.add_argument("--text", action="store_true", help="print every action with its bytes")
-    parser.add_argument("--blocks", action="store_true", help="block by block instead of per class")
-    parser.add_argument("--what-if", action="store_true", help="also say what more memory or a faster link would buy")
+    parser.add_argument("--blocks", action="store_true", help="rows per block, not per class; equal blocks share one")
+    parser.add_argument("--what-if", action="store_true", help="also say what more memory or a faster link would gain")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan's figures")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     parser.set_defaults(run=run)
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns: the exit status, 0.
 
-    Raises: PlanFileError if the file is no plan of this version; OffmateError if one cannot be written.
+    Raises: PlanFileError if the file is not a plan of this version; OffmateError if an output file cannot be written.
     """
     from ..plans.plan import load_plan
 
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _files(arguments: argparse.Namespace, plan: Plan) -> dict[Path, Callable[[Path], None]]:
-    """What is to be written where."""
+    """Map each output path to the function that writes it."""
     from .summary import figures
 
     return {

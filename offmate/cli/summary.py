@@ -21,9 +21,9 @@ from ..solver.explain import Explanation
 from ..solver.items import ItemKind
 from .screen import NARROW, pairs
 
-_WORDS = {"compute": "computes", "copy in": "copies in", "copy out": "copies out", "cpu": "host updates"}
-_BESIDE_BAR = {False: 34, True: 46}  # columns that the others take, without and with the host's
-_BUSY = 0.7  # a resource that works for this part of a phase is named
+_WORDS = {"compute": "compute", "copy in": "copies in", "copy out": "copies out", "cpu": "CPU updates"}
+_BESIDE_BAR = {False: 34, True: 46}  # screen columns beside the bar, without and with the CPU memory's
+_BUSY = 0.7  # a resource that works for at least this part of a phase is named
 
 
 def print_plan(
@@ -33,8 +33,8 @@ def print_plan(
 
     Parameters
     ----------
-    tokens: that one step sees, 0 if unknown. offers: also solve for what other changes would buy.
-    every_block: a row for all blocks that are treated alike, not only per class.
+    tokens: number that one step sees, 0 if unknown. offers: also solve for what other changes would gain.
+    every_block: print a row per set of blocks that are treated alike, instead of per class.
     """
     rows = list(summary(plan, tokens))
     if plan.problem is not None:
@@ -46,7 +46,7 @@ def print_plan(
 
 
 def print_blocks(console: Console, plan: Plan, *, every_block: bool) -> None:
-    """Print what happens to the blocks: as a table, or as lines per class where a table has no room."""
+    """Print what happens to the blocks: as a table, or as lines per class if the screen is too narrow for one."""
     if console.width < NARROW:
         console.print("\n".join(class_lines(plan.blocks)), markup=False)
     else:
@@ -54,7 +54,7 @@ def print_blocks(console: Console, plan: Plan, *, every_block: bool) -> None:
 
 
 def figures(plan: Plan) -> dict[str, Any]:
-    """A plan's figures as JSON's own types, in bytes and seconds."""
+    """Return a plan's figures as JSON's own types, in bytes and seconds."""
     names = (
         "budget_bytes", "predicted_peak_bytes", "least_budget_bytes", "host_bytes", "moved_bytes", "predicted_step_s",
         "endless_s", "lower_bound_s", "gap", "status",
@@ -67,7 +67,7 @@ def figures(plan: Plan) -> dict[str, Any]:
 
 
 def _classes(plan: Plan) -> Iterator[str]:
-    """Every class that has parameters, with the module that holds the largest one; numbers in its path as *."""
+    """Yield every class that has parameters with the module of its largest one; numbers in the path become *."""
     largest: dict[int, tuple[int, str]] = {}
     blocks = block_of_items(plan.schedule)
     for item, size in plan.schedule.item_bytes.items():
@@ -78,13 +78,13 @@ def _classes(plan: Plan) -> Iterator[str]:
         if index in largest and row.class_id not in seen:
             seen.add(row.class_id)
             parts = ["*" if part.isdigit() else part for part in largest[index][1].split(".")[:-1]]
-            # Below a layer one name says which part of it: self_attn, mlp.
+            # One name below a layer tells which part it is: self_attn, mlp.
             end = len(parts) - parts[::-1].index("*") + 1 if "*" in parts else len(parts)
             yield f"{row.class_id}={'.'.join(parts[:end]) or 'the model'}"
 
 
 def summary(plan: Plan, tokens: int = 0) -> Iterator[tuple[str, str | Text]]:
-    """The most important figures, each as a word and a text."""
+    """Yield the most important figures, each as a label and a text."""
     step_s, endless_s = plan.predicted_step_s, plan.endless_s
     into, out = plan.moved_bytes
     peak, budget = format_bytes(plan.predicted_peak_bytes), format_bytes(plan.budget_bytes)
@@ -94,10 +94,10 @@ def summary(plan: Plan, tokens: int = 0) -> Iterator[tuple[str, str | Text]]:
     yield "one step", f"{format_seconds(step_s)} predicted{rate}"
     yield (
         "overhead",
-        f"{_percent(step_s / endless_s - 1)} against an endless card ({format_seconds(endless_s)}, updates included)",
+        f"{_percent(step_s / endless_s - 1)} over unlimited GPU memory ({format_seconds(endless_s)}, updates included)",
     )
-    yield "device", f"{peak} at most, budget {budget}"
-    yield "host", f"{format_bytes(plan.host_bytes)} of tensors"
+    yield "GPU memory", f"{peak} at most, budget {budget}"
+    yield "CPU memory", f"{format_bytes(plan.host_bytes)} of tensors"
     yield "moved", f"{format_bytes(into)} in and {format_bytes(out)} out per step"
     yield "bound", f"{plan.bound_words}; {plan.status}"
 
@@ -109,15 +109,15 @@ def _limit_rows(found: Explanation) -> Iterator[tuple[str, str]]:
             continue
         busy = sorted(phase.busy.items(), key=lambda entry: -entry[1])
         named = [f"{_WORDS[name]} {part:.0%}" for name, part in busy if part >= _BUSY] or [
-            "nothing is busy all the time"
+            "no resource is busy all the time"
         ]
         name = phase.name.replace("_", "-")
         yield word, f"{name} ({format_seconds(phase.seconds)}): {', '.join(named)}; memory {phase.memory:.0%} full"
         word = ""
-    word = "would buy"
+    word = "would save"
     for offer in found.offers:
         less = f"less than {found.certain:.1%}"
-        saved = f"about {format_seconds(offer.saved_s)} less per step" if found.worth(offer) else less
+        saved = f"about {format_seconds(offer.saved_s)} per step" if found.worth(offer) else less
         yield word, f"{offer.change}: {saved}"
         word = ""
 
@@ -128,13 +128,13 @@ def _percent(part: float) -> str:
 
 
 def curve(points: Sequence[SweepPoint], endless_s: float, width: int) -> Table:
-    """Budget against step time as a table with bars; a budget that does not work says the least one that does."""
+    """Tabulate budget against step time, with bars and, in the caption, the least budget that works."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for heading in ("budget", "one step", "overhead"):
         table.add_column(heading, justify="right", no_wrap=True)
     wide = width >= NARROW
     if wide:
-        table.add_column("host", justify="right", no_wrap=True)
+        table.add_column("CPU memory", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     most_s = max((p.predicted_step_s for p in points if p.predicted_step_s is not None), default=1.0)
     for p in points:
@@ -153,6 +153,6 @@ def curve(points: Sequence[SweepPoint], endless_s: float, width: int) -> Table:
             ]
         table.add_row(*cells)
     least = format_least_bytes(points[0].least_budget_bytes)
-    table.caption = f"an endless card: {format_seconds(endless_s)}; the least budget that works: {least}"
+    table.caption = f"unlimited GPU memory: {format_seconds(endless_s)}; the least budget that works: {least}"
     table.caption_justify = "left"
     return table

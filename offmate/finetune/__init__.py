@@ -1,1 +1,1 @@
-"""`offmate finetune`: a causal language model and a file of text in, a folder that transformers or peft loads out."""
+"""`offmate finetune`: trains a causal language model on a text file into a folder that transformers or peft loads."""

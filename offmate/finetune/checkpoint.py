@@ -1,4 +1,4 @@
-"""Checkpoints: written aside, verified, renamed; what is there under its name is whole."""
+"""Checkpoints: written aside, verified, then renamed, so that a folder with a checkpoint's name is complete."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ _ENTRY_FILES = ("config.json", "adapter_config.json")
 
 @dataclass(frozen=True)
 class Moment:
-    """Where a run was, besides weights and states.
+    """The position of a run, besides weights and states.
 
     Parameters
     ----------
     step: steps done, from which the data position follows. tokens: digest of the run's tokens.
-    threads, torch: of which the last bits depend. split: who updates which parameter; on a card they depend on it, too.
+    threads, torch: number of threads and version of torch, on which the last bits depend.
+    split: who updates which parameter; on an accelerator the last bits depend on it, too.
     """
 
     step: int
@@ -48,7 +49,7 @@ class Moment:
 def save_checkpoint(folder: Path, moment: Moment, model: Any, updates: Updates, plan: Any, keep: int) -> Path:
     """Write a checkpoint below `folder`, and remove all but the newest `keep`.
 
-    Raises: OffmateError if weights are not finite, or it cannot be written; earlier checkpoints stay then.
+    Raises: OffmateError if weights are not finite or the checkpoint cannot be written; earlier checkpoints stay then.
     """
     _check_finite(model, moment.step)
     state = updates.state_dict()
@@ -71,9 +72,9 @@ def save_checkpoint(folder: Path, moment: Moment, model: Any, updates: Updates, 
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint that is whole; None if there is none at all. Removes what was never finished.
+    """Return the newest intact checkpoint, or None if the folder has none; remove unfinished ones.
 
-    Raises: OffmateError if there are checkpoints, but all are damaged.
+    Raises: OffmateError if there are checkpoints but all are damaged.
     """
     for unfinished in folder.glob(".*.tmp"):
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -84,25 +85,25 @@ def newest_checkpoint(folder: Path) -> Path | None:
             return path
         log.warning("%s is damaged (%s); an older checkpoint is used", path, fault)
     if found:
-        raise OffmateError(f"{folder}: none of the {len(found)} checkpoints is whole; start anew in another folder")
+        raise OffmateError(f"{folder}: all {len(found)} checkpoints are damaged; start a new run in another folder")
     return None
 
 
 def load_moment(path: Path) -> Moment:
-    """Where the run was at a checkpoint."""
+    """Read the position of the run at a checkpoint."""
     data = json.loads((path / _MOMENT).read_text())
-    # Older checkpoints have none.
+    # Older checkpoints have no split.
     split = Split.from_dict(data.pop("split", Split().to_dict()))
     return Moment(**data, split=split)
 
 
 def restore_updates(path: Path, updates: Updates) -> None:
-    """Bring optimizer states to where they were at a checkpoint."""
+    """Restore the optimizer states of a checkpoint."""
     updates.load_state_dict(torch.load(path / _UPDATES, weights_only=True, mmap=True))
 
 
 def restore_random(path: Path) -> None:
-    """Bring all random generators to where they were at a checkpoint."""
+    """Restore the states of all random generators at a checkpoint."""
     state = torch.load(path / _RANDOM, weights_only=True)
     torch.set_rng_state(state["torch"])
     version, internal, gauss = state["python"]
@@ -115,7 +116,7 @@ def restore_random(path: Path) -> None:
 
 
 def save_result(output: Path, model: Any, tokenizer: Any) -> None:
-    """Write the folder that transformers or peft loads; the file that makes it one appears last."""
+    """Write the folder that transformers or peft loads; its configuration, which makes it loadable, appears last."""
 
     def write(aside: Path) -> None:
         model.save_pretrained(aside)
@@ -133,7 +134,7 @@ def save_result(output: Path, model: Any, tokenizer: Any) -> None:
 
 
 def checkpoint_bytes(model: torch.nn.Module, updates: Updates, lora: bool) -> tuple[int, int]:
-    """Bytes on disk of a checkpoint's weights and of its states."""
+    """Return the bytes on disk of a checkpoint's weights and of its states."""
     saved = [p for p in model.parameters() if p.requires_grad or not lora]
     return sum(p.numel() * p.element_size() for p in saved), updates.state_bytes()
 
@@ -154,8 +155,8 @@ def _write_aside(target: Path, write: Callable[[Path], None], what: str) -> None
         if isinstance(error, OffmateError):
             raise
         raise OffmateError(
-            f"{what} could not be written below {target.parent}: {error}. Earlier checkpoints are untouched; make room "
-            "and go on with --resume"
+            f"{what} could not be written below {target.parent}: {error}. Earlier checkpoints are untouched; free disk "
+            "space and continue with --resume"
         ) from error
 
 
@@ -173,7 +174,7 @@ def _write_manifest(folder: Path) -> None:
 
 
 def _fault(path: Path) -> str | None:
-    """What is wrong with a checkpoint, None if nothing."""
+    """Describe what is wrong with a checkpoint; None if it is intact."""
     try:
         files = json.loads((path / _MANIFEST).read_text())
         for name, (size, digest) in files.items():
@@ -190,7 +191,7 @@ def _verify_weights(folder: Path, model: Any) -> None:
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
-                # Some architectures are stored in another arrangement than they run in.
+                # Some architectures are stored in a different layout from the one they run in.
                 if name in values and not torch.equal(opened.get_tensor(name), values[name]):
                     raise OSError(f"{name} does not read back from {file.name} as it was written")
 
@@ -217,13 +218,13 @@ def _check_finite(model: torch.nn.Module, step: int) -> None:
     for name, value in model.state_dict().items():
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
             raise OffmateError(
-                f"{name} has become infinite or NaN by step {step}; training stops and no checkpoint is written, the "
-                "earlier ones are untouched. Try a lower learning_rate, or max_grad_norm"
+                f"{name} has become infinite or NaN by step {step}; training stops and no checkpoint is written. "
+                "Earlier ones are untouched. Try a lower learning_rate, or max_grad_norm"
             )
 
 
 def _accelerator() -> Any:
-    """The module of the accelerator that is here now, None without one."""
+    """Return torch's module of the current accelerator, None without one."""
     found = torch.accelerator.current_accelerator()
     return None if found is None else torch.get_device_module(found)
 
@@ -241,12 +242,12 @@ def _random_state() -> dict[str, Any]:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """The newest first."""
+    """List the checkpoints, the newest first."""
     return sorted(folder.glob("step-*"), reverse=True)
 
 
 def _remove(path: Path) -> None:
-    """A folder that is being removed no longer has the name of a checkpoint."""
+    """Remove a checkpoint; it is renamed first, so that a partly removed folder has no checkpoint's name."""
     aside = path.with_name(f".{path.name}.old.tmp")
     os.replace(path, aside)
     shutil.rmtree(aside, ignore_errors=True)

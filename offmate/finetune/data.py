@@ -1,4 +1,4 @@
-"""Documents out of text files, JSON lines and data sets, one at a time, each with the place it came from."""
+"""Documents from text files, JSON lines and data sets, read one at a time, each with its place of origin."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ..errors import OffmateError
 _TEXT = (".txt", ".md", ".text")
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _DATASET = "hf:"
-# Text files are cut at line ends into pieces of about this size, so that none has to fit into memory.
+# Text files are cut at line ends into pieces of about this size, so that no file has to fit into memory.
 _PIECE_CHARACTERS = 1024
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A document, or a stretch of a long one.
+    """A document, or a part of a long one.
 
     Parameters
     ----------
-    content: text, or the messages of a chat. place: where it stands, for messages.
-    first, last: whether a document begins and ends with it.
+    content: text, or the messages of a chat. place: file and line, or data set and row, for error messages.
+    first, last: whether it is the first, and the last, piece of its document.
     """
 
     content: str | list[dict[str, Any]]
@@ -35,7 +35,7 @@ class Piece:
 
 
 def check_source(data: str) -> None:
-    """Look at a source without reading it.
+    """Check a source without reading it.
 
     Raises: OffmateError if it is missing, empty, of an unknown kind, or needs a library that is not installed.
     """
@@ -48,13 +48,13 @@ def check_source(data: str) -> None:
 
 
 def source_files(data: str) -> list[Path]:
-    """The files of a source: itself, or in a folder those with text or JSON lines, by name.
+    """List the files of a source: the file itself, or a folder's files with text or JSON lines, sorted by name.
 
-    Raises: OffmateError if there are none.
+    Raises: OffmateError if there are no such files.
     """
     path = Path(data)
     if not path.exists():
-        raise OffmateError(f"data {data!r}: no such file; a data set of the Hub is written hf:NAME or hf:NAME:SPLIT")
+        raise OffmateError(f"data {data!r}: no such file; write a data set of the Hub as hf:NAME or hf:NAME:SPLIT")
     if path.is_file():
         return [path]
     files = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in _TEXT + _JSON_LINES)
@@ -64,9 +64,9 @@ def source_files(data: str) -> list[Path]:
 
 
 def pieces(data: str) -> Iterator[Piece]:
-    """All documents of a source in order, never more than one line or piece in memory.
+    """Yield all documents of a source in order, with at most one line or piece in memory.
 
-    Raises: OffmateError naming file and line of what cannot be used.
+    Raises: OffmateError with the file and line of an entry that cannot be used.
     """
     if data.startswith(_DATASET):
         yield from _rows(data)
@@ -84,7 +84,7 @@ def _text(file: Path) -> Iterator[Piece]:
     held: list[str] = []
     size, first, number = 0, True, 0
     with file.open(encoding="utf-8", newline="") as lines:
-        # A line may be the whole file; readline bounds it.
+        # A single line may be the whole file; the argument of readline bounds it.
         while line := lines.readline(_PIECE_CHARACTERS):
             number += line.endswith("\n")
             if held and size >= _PIECE_CHARACTERS:
@@ -126,7 +126,7 @@ def _rows(data: str) -> Iterator[Piece]:
 
 
 def _document(row: Any, place: str) -> Piece | None:
-    """A row's document; None if its text is empty."""
+    """Return a row's document; None if its text is empty."""
     if not isinstance(row, dict):
         raise OffmateError(f"{place}: a {type(row).__name__} instead of an object with 'text' or 'messages'")
     if isinstance(row.get("text"), str):
@@ -137,4 +137,4 @@ def _document(row: Any, place: str) -> Piece | None:
             if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
                 raise OffmateError(f"{place}: a message without 'role' and 'content': {str(message)[:80]}")
         return Piece(messages, place)
-    raise OffmateError(f"{place}: neither 'text' nor 'messages' that can be used (keys: {', '.join(map(str, row))})")
+    raise OffmateError(f"{place}: no usable 'text' or 'messages' (keys: {', '.join(map(str, row))})")

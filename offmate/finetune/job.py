@@ -1,4 +1,4 @@
-"""A fine-tuning run from its settings to its result. Only this file knows all the phases."""
+"""A fine-tuning run from its settings to its result. This is the only file that knows all phases."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _GLIMPSE_PIECES = 256
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A run's model with its optimizer, and where an earlier run left off."""
+    """A run's model with its optimizer, and the position where an earlier run stopped."""
 
     folder: Path
     tokenizer: Any
@@ -69,11 +69,11 @@ def finetune(given: Mapping[str, Any], *, resume: bool, dry_run: bool, yes: bool
 
     Parameters
     ----------
-    given: settings by name, as `Settings` has them. resume: go on with the run in `output`.
-    dry_run: stop before training, and leave nothing behind. yes: go on even if something looks wrong.
+    given: settings by name, as in `Settings`. resume: continue the run in `output`.
+    dry_run: stop before training, and leave no files behind. yes: continue even if something looks wrong.
     mode: "normal", "quiet" or "json".
 
-    Raises: OffmateError for whatever cannot work, nearly all of it before training.
+    Raises: OffmateError for everything that cannot work, nearly always before training.
     """
     _hush()
     settings = _settings(given, resume)
@@ -123,27 +123,27 @@ def _settings(given: Mapping[str, Any], resume: bool) -> Settings:
         settings = make_settings(given)
         output = Path(settings.output)
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
-            hint = "go on with it by --resume, or " if (output / SETTINGS).is_file() else ""
+            hint = "continue it with --resume, or " if (output / SETTINGS).is_file() else ""
             raise OffmateError(f"output {settings.output!r} exists already; {hint}name another folder")
         return settings
     if not given.get("output"):
-        raise OffmateError("--resume needs --output, the folder of the run to go on with")
+        raise OffmateError("--resume needs --output, the folder of the run to continue")
     path = Path(given["output"]) / SETTINGS
     if not path.is_file():
-        raise OffmateError(f"there is no run to resume in {given['output']!r}: no {SETTINGS} there")
+        raise OffmateError(f"there is no run to resume in {given['output']!r}: it has no {SETTINGS}")
     saved = make_settings(read_yaml(path))
     found = differences(saved, given)
     if found:
         raise OffmateError(
-            "the run was started with other settings, which would change its numbers:\n  "
+            "the run was started with other settings, and the new ones would change its numbers:\n  "
             + "\n  ".join(found)
-            + "\nResume without them, or start a new run in another folder"
+            + "\nResume without the new settings, or start a new run in another folder"
         )
     return make_settings({**saved.to_dict(), **given})
 
 
 def _resolved(settings: Settings, folder: Path) -> Settings:
-    """The settings with every default that depends on the model filled in."""
+    """Fill in every default that depends on the model."""
     limit = getattr(load_config(folder).get_text_config(), "max_position_embeddings", None)
     length = settings.sequence_length
     if length is not None and limit is not None and length > limit:
@@ -171,7 +171,7 @@ def _check_vocabulary(tokenizer: Any, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _place(output: Path, keep: bool, dry_run: bool) -> Iterator[tuple[Path, list[bool]]]:
-    """A folder to work in, and a list to fill when training begins; before that, a failure leaves nothing behind."""
+    """Yield a folder to work in and a list to fill when training begins; an earlier failure leaves no files behind."""
     if dry_run:
         near = next(parent for parent in output.absolute().parents if parent.is_dir())
         with tempfile.TemporaryDirectory(prefix=".offmate-", dir=near) as folder:
@@ -199,7 +199,7 @@ def _load(settings: Settings, folder: Path, tokenizer: Any, place: Path) -> _Loa
         torch.set_num_threads(moment.threads)
         if moment.torch != torch.__version__:
             log.warning(
-                "the run was begun with torch %s, this is %s: last bits may differ", moment.torch, torch.__version__
+                "the run began with torch %s, this is %s: last bits may differ", moment.torch, torch.__version__
             )
     model = build_model(settings, folder, checkpoint)
     updates = Updates(model, settings)
@@ -209,7 +209,7 @@ def _load(settings: Settings, folder: Path, tokenizer: Any, place: Path) -> _Loa
 
 
 def _plan(settings: Settings, loaded: _Loaded) -> tuple[Plan, Config]:
-    """The plan, and its configuration: a run that goes on updates every parameter where it did before."""
+    """Return the plan and its configuration; a resumed run updates every parameter where it did before."""
     split = loaded.moment.split if loaded.moment is not None else Split()
     config = Config(updates=split) if split != Split() else Config()
     try:
@@ -217,7 +217,7 @@ def _plan(settings: Settings, loaded: _Loaded) -> tuple[Plan, Config]:
     except InfeasibleBudget:
         if device_kind(settings.device) != EMULATED or split == Split():
             raise
-        log.info("the split of updates so far does not fit the new budget; another one changes no bits here")
+        log.info("the earlier split of updates does not fit the new budget; a new one changes no bits on this device")
         config = Config()
         plan = _planned(settings, loaded, config)
     return _earlier(plan, loaded.checkpoint) or plan, config
@@ -239,7 +239,7 @@ def _planned(settings: Settings, loaded: _Loaded, config: Config) -> Plan:
 
 
 def _earlier(plan: Plan, checkpoint: Path | None) -> Plan | None:
-    """The plan that an earlier run followed, if it is for the same problem."""
+    """Return the plan that an earlier run followed, if it is for the same problem."""
     if checkpoint is None:
         return None
     try:
@@ -260,7 +260,7 @@ def _tokens(settings: Settings, loaded: _Loaded, place: Path) -> Packed:
         if not verify_tokens(packed):
             raise OffmateError(f"{folder}: the run's tokens have changed; start a new run in another folder")
     if loaded.moment is not None and packed.digest != loaded.moment.tokens:
-        raise OffmateError(f"{settings.data!r} is not what the run was begun with; restore it, or start a new run")
+        raise OffmateError(f"{settings.data!r} is not the data that the run began with; restore it, or start a new run")
     return packed
 
 
@@ -301,7 +301,7 @@ def _train(
     shutil.rmtree(output / TOKENS)
 
 
-# -- words ------------------------------------------------------------------------------------------------------------
+# -- messages ---------------------------------------------------------------------------------------------------------
 
 
 def _finished(output: Path) -> bool:
@@ -309,13 +309,13 @@ def _finished(output: Path) -> bool:
 
 
 def _agree(doubts: list[str], yes: bool, mode: str) -> None:
-    """Ask whether to go on if something looks wrong; where nobody can answer, refuse."""
+    """Ask whether to continue if something looks wrong; refuse if nobody can answer."""
     if not doubts or yes:
         return
     words = "something looks wrong:\n  " + "\n  ".join(doubts)
     if mode != "normal" or not sys.stdin.isatty():
-        raise OffmateError(f"{words}\nAdd --yes to go on all the same")
-    if input(f"{words}\nGo on all the same? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise OffmateError(f"{words}\nAdd --yes to continue anyway")
+    if input(f"{words}\nContinue anyway? [y/N] ").strip().lower() not in ("y", "yes"):
         raise OffmateError("stopped before training")
 
 
@@ -327,7 +327,7 @@ def _say(mode: str, words: str, **event: Any) -> None:
 
 
 def _hush() -> None:
-    """The run tells how it goes; the libraries' bars would run through its own."""
+    """Silence the libraries' progress bars, which would disturb the run's own."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     from transformers.utils import logging as transformers_logging
 

@@ -1,4 +1,4 @@
-"""One run at a time in an output folder."""
+"""A lock that allows one run at a time in an output folder."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _NAME = ".lock"
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other runs out of a folder for the body; the system lets go when the process ends, however it ends.
+    """Keep other runs out of a folder during the body; the system releases the lock however the process ends.
 
-    Raises: OffmateError naming the process that is at work there.
+    Raises: OffmateError naming the process that holds the lock.
     """
     path = folder / _NAME
     with path.open("a+") as file:

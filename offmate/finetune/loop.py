@@ -1,4 +1,4 @@
-"""The training loop: the usual one, around a compiled model."""
+"""The usual training loop, around a compiled model."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _SPEED_STEPS = 20  # over which the speed is averaged
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that a training loop works with.
+    """The inputs of a training loop.
 
     Parameters
     ----------
-    model: compiled, in training mode. start: steps that are done. n_steps: of the whole run.
+    model: compiled, in training mode. start: number of steps already done. n_steps: number of steps of the whole run.
     checkpoints: folder of the checkpoints.
     """
 
@@ -52,7 +52,7 @@ def train(run: Run) -> None:
     """Train from `run.start` to `run.n_steps`, with a checkpoint at the end.
 
     Raises: OffmateError if the loss is not finite or a checkpoint cannot be written. KeyboardInterrupt after Ctrl-C or
-    SIGTERM, when the step is done and its checkpoint written.
+    SIGTERM, once the step is done and its checkpoint is written.
     """
     settings = run.settings
     _tell(run, lambda r: r.start(run.start, run.n_steps))
@@ -73,12 +73,12 @@ def train(run: Run) -> None:
             if saves or evaluates:
                 clock.forget()
             if asked and not last:
-                log.warning("stopped after step %d of %d; --resume goes on from there", done, run.n_steps)
+                log.warning("stopped after step %d of %d; --resume continues from there", done, run.n_steps)
                 raise KeyboardInterrupt
 
 
 def evaluate(model: Any, batches: Iterable[Batch]) -> float | None:
-    """The mean loss per predicted token of held-out text; None if there is none."""
+    """Compute the mean loss per predicted token of held-out text; None if there are no such tokens."""
     total, counted = 0.0, 0
     model.eval()
     try:
@@ -152,7 +152,7 @@ def _tell(run: Run, what: Callable[[Reporter], None]) -> None:
 
 
 class _Clock:
-    """Seconds per step, over the last few; what is not training is left out."""
+    """Averages seconds per step over the last few; time outside training is left out."""
 
     def __init__(self) -> None:
         self._taken: list[float] = []
@@ -162,7 +162,7 @@ class _Clock:
         now = time.perf_counter()
         self._taken = [*self._taken[-_SPEED_STEPS + 1 :], now - self._last_s]
         self._last_s = now
-        # The first step brings everything to the device.
+        # The first step copies everything to the device, so it is left out.
         steady = self._taken[1:] or self._taken
         return sum(steady) / len(steady)
 
@@ -172,7 +172,7 @@ class _Clock:
 
 @contextmanager
 def _asked_to_stop() -> Iterator[list[int]]:
-    """A list that is not empty any more once Ctrl-C or SIGTERM has come; the second one acts at once."""
+    """Yield a list that fills when Ctrl-C or SIGTERM arrives; a second one interrupts at once."""
     asked: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield asked
@@ -182,7 +182,7 @@ def _asked_to_stop() -> Iterator[list[int]]:
         if asked:
             raise KeyboardInterrupt
         asked.append(number)
-        log.warning("stopping after this step and its checkpoint; once more stops at once")
+        log.warning("stopping after this step and its checkpoint; interrupt again to stop at once")
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -1,4 +1,4 @@
-"""Tokens on disk, cut into sequences of one length, and which of them each step reads."""
+"""Tokens on disk, cut into sequences of one length, and the order in which steps read them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .data import Piece, pieces
 
 Batch = dict[str, torch.Tensor]
 
-IGNORED = -100  # a label that no loss counts
+IGNORED = -100  # the label that losses ignore
 _BATCH_PIECES = 1024
 _TOKEN_BYTES = 4
 _TRAIN, _EVAL, _META = "train.bin", "eval.bin", "tokens.json"
@@ -30,12 +30,12 @@ _TRAIN, _EVAL, _META = "train.bin", "eval.bin", "tokens.json"
 
 @dataclass(frozen=True)
 class Packed:
-    """Tokens of a run, on disk.
+    """The tokens of a run, on disk.
 
     Parameters
     ----------
-    train, eval: all tokens of each split; one that is read but not trained on as its bitwise complement, which is
-        negative. digest: of both, by which a resumed run knows them again.
+    train, eval: all tokens of each split. A token that is read but not trained on is stored as its bitwise complement,
+        which is negative. digest: hash of both splits, by which a resumed run recognises them.
     """
 
     train: np.ndarray
@@ -51,12 +51,12 @@ def write_tokens(
     say: Callable[[int], None] = lambda n_tokens: None,
     assistant_only: bool = False,
 ) -> Packed:
-    """Tokenize a source into a folder, streamed; the folder appears whole or not at all.
+    """Tokenize a source into a folder as a stream; the folder appears complete or not at all.
 
     Documents follow one another, each closed by the tokenizer's end-of-sequence token if it has one. Every
-    1 / `eval_fraction`-th document (of plain text: every such piece) is held out.
+    1 / `eval_fraction`-th document (in plain text: every such piece) is held out.
 
-    Raises: OffmateError naming the place of what cannot be used.
+    Raises: OffmateError with the place of an entry that cannot be used.
     """
     aside = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
@@ -81,9 +81,9 @@ def write_tokens(
 
 
 def read_tokens(folder: Path) -> Packed:
-    """The tokens that `write_tokens` wrote, mapped, not read.
+    """Map the tokens that `write_tokens` wrote, without reading them into memory.
 
-    Raises: OffmateError if they are not those that were written.
+    Raises: OffmateError if the files are damaged.
     """
     try:
         meta = json.loads((folder / _META).read_text())
@@ -94,7 +94,7 @@ def read_tokens(folder: Path) -> Packed:
 
 
 def verify_tokens(packed: Packed) -> bool:
-    """Whether the tokens on disk are those that were written, read piece by piece."""
+    """Return whether the tokens on disk are those that were written, reading them piece by piece."""
     hashes = []
     for split in (packed.train, packed.eval):
         digest = hashlib.sha256()
@@ -106,11 +106,12 @@ def verify_tokens(packed: Packed) -> bool:
 
 @dataclass(frozen=True)
 class Batches:
-    """Which sequences each step reads: a permutation per epoch, a function of the seed and the step alone.
+    """The sequences that each step reads: one permutation per epoch, which depends only on the seed and the step.
 
     Parameters
     ----------
-    tokens: of the training split. sequence_length: tokens. batch_size: sequences. accumulation: batches of a step.
+    tokens: those of the training split. sequence_length: in tokens. batch_size: in sequences.
+    accumulation: batches per step.
     """
 
     tokens: np.ndarray
@@ -121,12 +122,12 @@ class Batches:
 
     @property
     def n_sequences(self) -> int:
-        """Whole sequences in the split."""
+        """The number of whole sequences in the split."""
         return len(self.tokens) // self.sequence_length
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole steps of an epoch; what is left over waits for the next epoch's permutation."""
+        """The number of whole steps in an epoch; leftover sequences wait for the next epoch's permutation."""
         return self.n_sequences // (self.batch_size * self.accumulation)
 
     def check(self) -> None:
@@ -134,13 +135,13 @@ class Batches:
         if self.steps_per_epoch == 0:
             needed = self.sequence_length * self.batch_size * self.accumulation
             raise OffmateError(
-                f"the data hold {len(self.tokens)} training tokens, less than the {needed} of one step "
+                f"the data hold {len(self.tokens)} training tokens, fewer than the {needed} of one step "
                 f"({self.batch_size} × {self.sequence_length} × accumulation {self.accumulation}); use more "
                 "data or a smaller step"
             )
 
     def steps(self, start: int) -> Iterator[list[Batch]]:
-        """The micro-batches of every step from `start` on, without end."""
+        """Yield the micro-batches of every step from `start` on, endlessly."""
         step = start
         while True:
             epoch = step // self.steps_per_epoch
@@ -155,7 +156,7 @@ class Batches:
                 step += 1
 
     def batch(self, numbers: list[int]) -> Batch:
-        """The given sequences as `input_ids` and `labels`."""
+        """Return the given sequences as `input_ids` and `labels`."""
         length = self.sequence_length
         rows = np.stack([self.tokens[n * length : (n + 1) * length] for n in numbers])
         input_ids, labels = _read_and_trained(rows)
@@ -163,7 +164,7 @@ class Batches:
 
 
 def eval_batches(tokens: np.ndarray, sequence_length: int, batch_size: int) -> Iterator[Batch]:
-    """Every held-out token, in batches of the training shape; what fills up the last one has no labels."""
+    """Yield all held-out tokens in batches of the training shape; the padding of the last one has no labels."""
     size = sequence_length * batch_size
     for start in range(0, len(tokens), size):
         part = tokens[start : start + size]
@@ -177,7 +178,7 @@ def eval_batches(tokens: np.ndarray, sequence_length: int, batch_size: int) -> I
 
 
 def _read_and_trained(tokens: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the model reads, and the labels: `IGNORED` where it is not trained."""
+    """Return the model's input tokens and the labels, which are `IGNORED` where the model is not trained."""
     found = torch.from_numpy(tokens.astype(np.int64))
     return torch.where(found < 0, ~found, found), torch.where(found < 0, IGNORED, found)
 
@@ -189,11 +190,11 @@ def _mapped(path: Path, n_tokens: int) -> np.ndarray:
 
 
 def tokenized(source: Iterator[Piece], tokenizer: Any, assistant_only: bool = False) -> Iterator[list[int]]:
-    """Token ids of every piece, tokenized many at a time.
+    """Yield the token ids of every piece, tokenizing many pieces at a time.
 
     Parameters
     ----------
-    assistant_only: complement those of a chat that are not the assistant's.
+    assistant_only: store a chat's tokens that are not the assistant's as their complements.
 
     Raises: OffmateError if the tokenizer has no chat template, or one that does not mark the assistant's tokens.
     """
@@ -213,7 +214,7 @@ def _marked(piece: Piece, ids: list[int], tokenizer: Any) -> list[int]:
     marked = tokenizer.apply_chat_template(
         piece.content, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    assert list(marked["input_ids"]) == ids, "a chat template writes the same tokens every time"
+    assert list(marked["input_ids"]) == ids, "a chat template must yield the same tokens every time"
     return [i if own else ~i for i, own in zip(ids, marked["assistant_masks"])]
 
 

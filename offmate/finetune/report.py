@@ -1,4 +1,4 @@
-"""What a run tells while it runs: on a terminal, as JSON lines, to TensorBoard and to wandb."""
+"""Progress reports of a run: on a terminal, as JSON lines, to TensorBoard and to wandb."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class StepRow:
 
     Parameters
     ----------
-    step: counted from 1. gradient_norm: before clipping; None where nothing has measured it.
-    left_s: predicted seconds to the end. device_bytes: peak so far. host_bytes: of this process now.
+    step: counted from 1. gradient_norm: before clipping; None if nothing measured it.
+    left_s: estimated seconds to the end. device_bytes: peak so far. host_bytes: memory of this process now.
     """
 
     step: int
@@ -43,26 +43,26 @@ class StepRow:
 
 
 class Reporter(Protocol):
-    """Someone who is told how a run goes."""
+    """A receiver of a run's progress."""
 
     def start(self, step: int, n_steps: int) -> None:
-        """Training begins after `step` steps of `n_steps`."""
+        """Report that training begins after `step` steps of `n_steps`."""
 
     def step(self, row: StepRow) -> None:
-        """A step is done."""
+        """Report that a step is done."""
 
     def evaluation(self, step: int, loss: float) -> None:
-        """The held-out loss after a step."""
+        """Report the held-out loss after a step."""
 
     def checkpoint(self, step: int, path: Path) -> None:
-        """A checkpoint is on disk."""
+        """Report that a checkpoint is on disk."""
 
     def close(self) -> None:
-        """The run has ended, well or not."""
+        """Report that the run has ended, successfully or not."""
 
 
 def make_reporters(names: tuple[str, ...], output: Path, settings: dict[str, Any], mode: str) -> list[Reporter]:
-    """The reporters of a run.
+    """Make the reporters of a run.
 
     Parameters
     ----------
@@ -87,11 +87,11 @@ def check_reporters(names: tuple[str, ...]) -> None:
     """Raise OffmateError if a reporter's library is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
-            raise OffmateError(f"report {name!r}: it is not installed; pip install {name}")
+            raise OffmateError(f"report {name!r}: the library is not installed; pip install {name}")
 
 
 class ConsoleReporter:
-    """A progress bar on a terminal; elsewhere a line every few seconds."""
+    """A reporter that shows a progress bar on a terminal, and elsewhere prints a line every few seconds."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -129,7 +129,7 @@ class ConsoleReporter:
 
 
 class JsonReporter:
-    """One JSON object per line, with its "event"."""
+    """A reporter that prints one JSON object per line, each with its "event"."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -154,18 +154,18 @@ class JsonReporter:
 
 
 class ScalarReporter:
-    """Named numbers per step, for services that draw curves.
+    """A reporter of named numbers per step, for services that draw curves.
 
     Parameters
     ----------
-    log: takes numbers by name, and their step. close: ends the service's run.
+    log: called with numbers by name, and their step. close: ends the service's run.
     """
 
     def __init__(self, log: Callable[[dict[str, float], int], None], close: Callable[[], None]) -> None:
         self._log, self._close = log, close
 
     def start(self, step: int, n_steps: int) -> None:
-        """Nothing to tell."""
+        """Do nothing: there is no number to report."""
 
     def step(self, row: StepRow) -> None:
         numbers = {f"train/{k}": v for k, v in asdict(row).items() if k != "step" and v is not None}
@@ -175,14 +175,14 @@ class ScalarReporter:
         self._log({"eval/loss": loss}, step)
 
     def checkpoint(self, step: int, path: Path) -> None:
-        """Nothing to draw."""
+        """Do nothing: there is no number to draw."""
 
     def close(self) -> None:
         self._close()
 
 
 def tensorboard_reporter(output: Path, settings: dict[str, Any]) -> ScalarReporter:
-    """Event files below the output folder."""
+    """Make a reporter that writes TensorBoard's event files below the output folder."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(output / "tensorboard"))
@@ -195,7 +195,7 @@ def tensorboard_reporter(output: Path, settings: dict[str, Any]) -> ScalarReport
 
 
 def wandb_reporter(output: Path, settings: dict[str, Any]) -> ScalarReporter:
-    """A wandb run, of the project and mode that wandb's own environment variables say."""
+    """Make a reporter to a wandb run, whose project and mode come from wandb's environment variables."""
     import wandb
 
     run = wandb.init(dir=str(output), config=settings, name=output.name)
@@ -203,7 +203,7 @@ def wandb_reporter(output: Path, settings: dict[str, Any]) -> ScalarReporter:
 
 
 def host_bytes() -> int:
-    """What this process has in host memory now; where the system does not tell, its peak."""
+    """Return the host memory of this process now, or its peak if the system does not tell."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
@@ -213,7 +213,7 @@ def host_bytes() -> int:
 
 
 def format_left(seconds: float) -> str:
-    """A duration as people say it."""
+    """Format a duration in seconds, minutes or hours."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 90 * 60:
@@ -224,7 +224,7 @@ def format_left(seconds: float) -> str:
 def _words(row: StepRow) -> str:
     norm = "" if row.gradient_norm is None else f", gradient norm {row.gradient_norm:.3g}"
     end = time.strftime("%H:%M" if row.left_s < 12 * 3600 else "%a %H:%M", time.localtime(time.time() + row.left_s))
-    memory = f"device {format_bytes(row.device_bytes)}, host {format_bytes(row.host_bytes)}"
+    memory = f"GPU memory {format_bytes(row.device_bytes)}, CPU memory {format_bytes(row.host_bytes)}"
     return (
         f"loss {row.loss:.4f}, lr {row.learning_rate:.3g}{norm}, {row.tokens_per_s:,.0f} tokens/s, {memory}, "
         f"{format_left(row.left_s)} left (until {end})"

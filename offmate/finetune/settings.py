@@ -1,4 +1,4 @@
-"""What a fine-tuning run is told, in one frozen place: from the command line, from YAML, and from an earlier run."""
+"""The frozen settings of a fine-tuning run, from the command line, from YAML and from an earlier run."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PRECISIONS = ("fp32", "bf16", "bf16-master")
 TRAINED_ON = ("all", "assistant")
 REPORTERS = ("tensorboard", "wandb")
 
-# Settings that do not change the numbers, so that a run may be resumed with others; budgets do not, since checkpoints
-# say who updates what and a resumed run keeps to it.
+# Settings that do not change the numbers, so a run may be resumed with other values. Budgets are among them, since
+# checkpoints store who updates what and a resumed run keeps that split.
 _FREE = ("gpu_budget", "cpu_budget", "eval_every", "checkpoint_every", "keep_checkpoints", "report", "output")
 
 
 @dataclass(frozen=True)
 class Lora:
-    """A low-rank adapter: rank, scale, dropout, and names of the layers that get one (none: peft's choice)."""
+    """A low-rank adapter: rank, scale, dropout, and names of the layers that get one (empty: peft's choice)."""
 
     r: int
     alpha: int = 16
@@ -44,25 +44,25 @@ class Lora:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides a fine-tuning run.
+    """All settings of a fine-tuning run.
 
     Parameters
     ----------
     model: folder or Hub id. data: file, folder, or "hf:NAME[:SPLIT]". output: folder of the result.
     gpu_budget, cpu_budget: sizes or "auto". device: as in `offmate.compile`.
-    sequence_length: tokens of a sequence; None takes 1024, or the model's limit if that is less.
-    batch_size: sequences of a micro-batch. accumulation: micro-batches of a step.
-    epochs, steps: how long; steps wins if both are given.
-    learning_rate: None takes 2e-5, with LoRA 2e-4. warmup_steps: during which it rises from zero.
+    sequence_length: tokens per sequence; None takes 1024, or the model's limit if that is less.
+    batch_size: sequences per micro-batch. accumulation: micro-batches per step.
+    epochs, steps: length of the run; steps wins if both are given.
+    learning_rate: None takes 2e-5, or 2e-4 with LoRA. warmup_steps: number of steps in which it rises from zero.
     max_grad_norm: gradients are clipped to this global norm; None does not clip, so that updates can begin during the
         backward.
     precision: "bf16-master" computes in bf16 and updates fp32 copies, which are part of the optimizer's state.
-    train_on: "all" tokens, or of chats the "assistant"'s only, where the tokenizer's template marks them; text counts
-        whole in any case.
-    eval_fraction: of the documents, held out. eval_every: steps; None evaluates with every checkpoint.
-    keep_checkpoints: how many of the newest stay on disk. report: "tensorboard", "wandb".
+    train_on: "all" tokens, or in chats only the "assistant"'s, if the tokenizer's template marks them; plain text is
+        always trained on as a whole.
+    eval_fraction: share of the documents that is held out. eval_every: in steps; None evaluates with every checkpoint.
+    keep_checkpoints: number of newest checkpoints that stay on disk. report: "tensorboard", "wandb".
 
-    Raises: OffmateError naming the setting, its value and what it may be.
+    Raises: OffmateError with the setting, its value and the values that it may have.
     """
 
     model: str
@@ -122,18 +122,18 @@ class Settings:
 
     @property
     def assistant_only(self) -> bool:
-        """Whether of a chat only what the assistant says is trained on."""
+        """Whether only the assistant's tokens of a chat are trained on."""
         return self.train_on == "assistant"
 
     @property
     def gate(self) -> dict[str, Any]:
-        """What `offmate.plan` and `offmate.compile` are told of clipping and accumulation."""
+        """The arguments of `offmate.plan` and `offmate.compile` for clipping and accumulation."""
         measured = math.inf if self.accumulation > 1 else None
         norm = self.max_grad_norm if self.max_grad_norm is not None else measured
         return {"max_grad_norm": norm, "accumulation_steps": self.accumulation}
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, as YAML and JSON hold it."""
+        """Convert to plain data for YAML and JSON."""
         plain = dataclasses.asdict(self)
         plain["report"] = list(self.report)
         if self.lora is not None:
@@ -146,23 +146,23 @@ class Settings:
 
 
 def make_settings(values: Mapping[str, Any]) -> Settings:
-    """Settings out of plain values, absent ones by default.
+    """Make settings from plain values; absent ones take their defaults.
 
-    Raises: OffmateError for an unknown name (with the nearest one), a missing or a bad value.
+    Raises: OffmateError for an unknown name (with all known ones), a missing or a bad value.
     """
     known = {f.name: f for f in dataclasses.fields(Settings)}
     for name in values:
         if name not in known:
-            raise OffmateError(f"there is no setting {name!r}; there are: {', '.join(known)}")
+            raise OffmateError(f"there is no setting {name!r}; known settings: {', '.join(known)}")
     values = {"model": "", "data": "", "output": "", **values}
     converted = {name: _CONVERSIONS.get(name, _same)(value) for name, value in values.items()}
     return Settings(**converted)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The settings in a YAML file, not yet checked.
+    """Read the settings in a YAML file, without checking them.
 
-    Raises: OffmateError if there is no such file or it is not a mapping.
+    Raises: OffmateError if the file does not exist, cannot be read as YAML or is not a mapping.
     """
     try:
         data = yaml.safe_load(path.read_text())
@@ -173,12 +173,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if data is None:
         return {}
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        raise OffmateError(f"{path}: must hold names with values, such as 'learning_rate: 2e-5'")
+        raise OffmateError(f"{path}: the file must map names to values, such as 'learning_rate: 2e-5'")
     return data
 
 
 def differences(saved: Settings, given: Mapping[str, Any]) -> list[str]:
-    """The given settings that would change a run's numbers, each as "name: saved, now given"."""
+    """List the given settings that would change a run's numbers, each as "NAME: SAVED in the run, GIVEN now"."""
     wanted = make_settings({**saved.to_dict(), **given})
     return [
         f"{name}: {getattr(saved, name)!r} in the run, {getattr(wanted, name)!r} now"
@@ -188,7 +188,7 @@ def differences(saved: Settings, given: Mapping[str, Any]) -> list[str]:
 
 
 def parse_lora(value: Any) -> Lora | None:
-    """A LoRA setting from text such as "r=16,alpha=32,targets=q_proj+v_proj", or from a mapping."""
+    """Parse a LoRA setting from text such as "r=16,alpha=32,targets=q_proj+v_proj", or from a mapping."""
     if value is None or isinstance(value, Lora):
         return value
     if isinstance(value, str):

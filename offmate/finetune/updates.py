@@ -17,14 +17,14 @@ _LEARNING_RATE, _LORA_LEARNING_RATE = 2e-5, 2e-4
 
 
 def base_learning_rate(settings: Settings) -> float:
-    """The learning rate after warm-up."""
+    """Return the learning rate after warm-up."""
     if settings.learning_rate is not None:
         return settings.learning_rate
     return _LEARNING_RATE if settings.lora is None else _LORA_LEARNING_RATE
 
 
 def learning_rate(settings: Settings, step: int, n_steps: int) -> float:
-    """The learning rate of one step; linear warm-up, then the schedule down to nearly zero at the last step."""
+    """Compute the learning rate of a step: linear warm-up, then the schedule, down to nearly zero at the last step."""
     base, warm = base_learning_rate(settings), settings.warmup_steps
     if step < warm:
         return base * (step + 1) / warm
@@ -35,9 +35,9 @@ def learning_rate(settings: Settings, step: int, n_steps: int) -> float:
 
 
 class Updates:
-    """A model's optimizer, and what surrounds its step.
+    """A model's optimizer with its learning rate, step and saved state.
 
-    State: the optimizer's; in precision "bf16-master" with an fp32 copy of every bf16 parameter.
+    State: that of the optimizer; in precision "bf16-master" it includes an fp32 copy of every bf16 parameter.
     """
 
     def __init__(self, model: Any, settings: Settings) -> None:
@@ -52,13 +52,13 @@ class Updates:
             group["lr"] = value
 
     def step(self) -> float | None:
-        """Update and clear; returns the norm of all gradients, None where nothing has measured it."""
+        """Update and clear the gradients; return the norm of all gradients, None if nothing measured it."""
         self.optimizer.step()
         self.optimizer.zero_grad()
         return self.model.offmate.grad_norm.item() if self.measures_norm else None
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state."""
+        """Return the optimizer's state."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ class Updates:
         self.optimizer.load_state_dict(state)
 
     def state_bytes(self) -> int:
-        """What the states will take on disk."""
+        """Return the bytes that the states will take on disk."""
         updater = Updater(self.optimizer, self.params)
         return sum(sum(state_bytes(updater, p, updater.groups[n])) for p, n in self.params.items())
 

@@ -1,4 +1,4 @@
-"""A model and its tokenizer out of a folder or the Hub; weights go tensor by tensor into host storage."""
+"""A model and its tokenizer from a folder or the Hub; weights are read tensor by tensor into host memory."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _SAFETENSORS = {
 
 
 def model_folder(model: str) -> Path:
-    """The local folder of a model, fetched first if it is a Hub id.
+    """Return the local folder of a model, downloaded first if it is a Hub id.
 
-    Raises: OffmateError if there is neither.
+    Raises: OffmateError if neither a folder nor a Hub model has that name.
     """
     path = Path(model)
     if path.is_dir():
@@ -43,11 +43,16 @@ def model_folder(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise OffmateError(f"model {model!r}: no such folder, and the Hub does not give it: {reason}") from error
+        raise OffmateError(
+            f"model {model!r}: no such folder, and it could not be fetched from the Hub: {reason}"
+        ) from error
 
 
 def load_config(folder: Path) -> Any:
-    """A model's configuration. Raises: OffmateError if transformers does not know it as a causal language model."""
+    """Load a model's configuration.
+
+    Raises: OffmateError if it cannot be read or transformers does not know it as a causal language model.
+    """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     try:
@@ -60,7 +65,7 @@ def load_config(folder: Path) -> Any:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """A model's tokenizer. Raises: OffmateError if there is none."""
+    """Load a model's tokenizer. Raises: OffmateError if it cannot be loaded."""
     from transformers import AutoTokenizer
 
     try:
@@ -70,24 +75,24 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def build_model(settings: Settings, folder: Path, checkpoint: Path | None) -> torch.nn.Module:
-    """The model that a run trains, in training mode, with an adapter if there is to be one.
+    """Build the model that a run trains, in training mode, with an adapter if the settings ask for one.
 
     Parameters
     ----------
-    folder: of the base model. checkpoint: of an earlier moment of the run, None at its start.
+    folder: that of the base model. checkpoint: folder of the run's newest checkpoint, None at its start.
     """
     torch.manual_seed(settings.seed)
     dtype = DTYPES[settings.precision]
     if settings.lora is None:
         return load_model(checkpoint or folder, dtype).train()
     model = load_model(folder, dtype)
-    # peft writes into the adapter's configuration what it belongs to.
+    # peft writes the base model's name into the adapter's configuration.
     model.name_or_path = settings.model
     return _with_adapter(model, settings.lora, checkpoint).train()
 
 
 def load_model(folder: Path, dtype: torch.dtype) -> Any:
-    """A causal language model whose weights are in memory of its own, with never more than one copy of them.
+    """Load a causal language model into its own memory, with at most one copy of the weights at any time.
 
     Raises: OffmateError if weights are missing or cannot be read.
     """
@@ -98,7 +103,7 @@ def load_model(folder: Path, dtype: torch.dtype) -> Any:
     choices = classes if isinstance(classes, tuple | list) else (classes,)
     named = [c for c in choices if getattr(c, "__name__", "") in (config.architectures or ())]
     model_class: Any = (named or choices)[0]
-    # The modules that a class keeps in float32 must not lose digits on the way.
+    # The modules that a class keeps in float32 must not lose digits while they are read.
     exact = kept_in_float32(model_class)
     state = dict(_read_weights(folder, dtype, exact))
     try:
@@ -156,7 +161,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _read_file(file: Path, dtype: torch.dtype, exact: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Read, not mapped: mapped pages count as memory of the process, and converting would touch all of them."""
+    """Read a file without mapping it: mapped pages count as process memory, and a conversion would touch them all."""
     with file.open("rb", buffering=0) as source:
         size = int.from_bytes(source.read(8), "little")
         if size > file.stat().st_size:

@@ -1,1 +1,1 @@
-"""What offmate adds to other libraries' training loops; each module needs its library."""
+"""Integrations with other libraries' training loops; each module needs its library."""

@@ -1,4 +1,4 @@
-"""`transformers.Trainer`, and trainers made from it, with updates that are part of the plan."""
+"""`transformers.Trainer`, and trainers derived from it, with updates that are part of the plan."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ PLANS = "offmate"
 
 
 class OffmateCallback(TrainerCallback):
-    """Adds to the Trainer's own log how steps went, and saves the plans with every checkpoint.
+    """A callback that adds step times, peaks and stalls to the Trainer's log and saves the plans with checkpoints.
 
     Logged with every loss: `offmate_step_s` (seconds of a step, the mean since the last log) beside
     `offmate_predicted_step_s`, `offmate_peak_gib` beside `offmate_predicted_peak_gib`, and `offmate_stall_s`, the
     seconds of the last step in which the device waited for a copy or an update.
 
-    Reporters see what is added if this callback comes before them: use `OffmateTrainerMixin`, or `add_to(trainer)`.
+    Reporters see these figures if this callback comes before them: use `OffmateTrainerMixin`, or `add_to(trainer)`.
 
-    State: `_taken_s`, seconds of the steps since the last log; `_recording`, the step that is under way.
+    State: `_taken_s`, seconds of the steps since the last log; `_recording`, the recording of the current step.
     """
 
     def __init__(self) -> None:
@@ -42,11 +42,11 @@ class OffmateCallback(TrainerCallback):
         self._recording: Any = None
 
     def add_to(self, trainer: Trainer) -> None:
-        """Have a trainer call this callback before all others."""
+        """Make a trainer call this callback before all others."""
         trainer.callback_handler.callbacks.insert(0, self)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Start the clock."""
+        """Start the clock and the recording of the step."""
         handle = _handle(model)
         if handle is not None:
             self._recording = handle.record()
@@ -54,14 +54,14 @@ class OffmateCallback(TrainerCallback):
         self._began_s = time.perf_counter()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop it: evaluation and saving do not count."""
+        """Stop the clock and the recording, so that evaluation and saving do not count."""
         self._taken_s.append(time.perf_counter() - self._began_s)
         if self._recording is not None:
             self._recording.__exit__(None, None, None)
             self._recording = None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **kwargs: Any) -> None:
-        """Add to what is logged."""
+        """Add offmate's figures to the logged ones."""
         handle = _handle(model)
         if handle is None or handle.plan is None or logs is None or "loss" not in logs:
             return
@@ -79,22 +79,23 @@ class OffmateCallback(TrainerCallback):
         state.log_history[-1].update(found)
 
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Put the plans and the split of updates beside the weights, for `OffmateTrainerMixin` when it resumes."""
+        """Save the plans and the split of updates beside the weights, for `OffmateTrainerMixin` when it resumes."""
         handle = _handle(model)
         if handle is not None:
             handle.save_plans(Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", PLANS))
 
 
 class OffmateTrainerMixin(PlannedSteps):
-    """Makes a Trainer compile its model with its own optimizer, clipping and accumulation, when training starts.
+    """A mixin whose Trainer compiles its model with its optimizer, clipping and accumulation when training starts.
 
-    `class MyTrainer(OffmateTrainerMixin, Trainer)`, likewise with TRL's `SFTTrainer`. Taken from the arguments:
-    `max_grad_norm`, `gradient_accumulation_steps`, the optimizer (`optim`, or the one handed in) and its scheduler,
-    `bf16`. With `max_grad_norm=0` updates overlap the backward, and no gradient norm is logged.
+    Write `class MyTrainer(OffmateTrainerMixin, Trainer)`; TRL's `SFTTrainer` works the same way. The mixin takes from
+    the trainer's arguments: `max_grad_norm`, `gradient_accumulation_steps`, the optimizer (`optim`, or the one passed
+    in) and its scheduler, and `bf16`. With `max_grad_norm=0` updates overlap the backward, and no gradient norm is
+    logged.
 
     Parameters
     ----------
-    gpu_budget, cpu_budget, device, config: as in `offmate.compile`. All others: as the trainer has them.
+    gpu_budget, cpu_budget, device, config: as in `offmate.compile`. All others: as in the trainer.
 
     Raises: OffmateError when training starts with what a plan cannot do: fp16, torch.compile, several processes.
     """
@@ -119,7 +120,7 @@ class OffmateTrainerMixin(PlannedSteps):
         OffmateCallback().add_to(self)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """The optimizer, and with it the plan."""
+        """Create the optimizer, and compile the model with it."""
         optimizer = super().create_optimizer(model)
         if isinstance(self.model, PlannedModule):
             return optimizer
@@ -144,13 +145,13 @@ class OffmateTrainerMixin(PlannedSteps):
             handle.load_plans(Path(checkpoint, PLANS))
 
     def planned_norm(self, grad_norm: Any) -> Any:
-        """The norm that the plan has measured."""
+        """Return the gradient norm that the plan measured; `grad_norm` itself if the model is not compiled."""
         handle = _handle(self.model)
         return grad_norm if handle is None else handle.grad_norm
 
 
 class OffmateTrainer(OffmateTrainerMixin, Trainer):
-    """`transformers.Trainer` inside a device-memory budget; see `OffmateTrainerMixin`."""
+    """`transformers.Trainer` within a GPU memory budget; see `OffmateTrainerMixin`."""
 
 
 def _handle(model: Any) -> Any:
@@ -158,12 +159,12 @@ def _handle(model: Any) -> Any:
 
 
 def _check_arguments(args: Any) -> None:
-    """Refuse what a plan cannot do, each with the reason and what to do instead."""
+    """Refuse arguments that a plan cannot follow, each with the reason and what to do instead."""
     refused = {
         "fp16=True": (args.fp16, "scaling float16 gradients reads each of them between backward and step; use bf16"),
-        "torch_compile=True": (args.torch_compile, "offmate runs its own graph of the model; leave it out"),
-        "fsdp": (args.fsdp, "offmate plans one unsharded model on one device; leave it out"),
-        "deepspeed": (args.deepspeed, "it places tensors itself; leave it out"),
+        "torch_compile=True": (args.torch_compile, "offmate runs its own graph of the model; turn it off"),
+        "fsdp": (args.fsdp, "offmate plans one unsharded model on one device; turn it off"),
+        "deepspeed": (args.deepspeed, "DeepSpeed places tensors itself; turn it off"),
         "auto_find_batch_size=True": (args.auto_find_batch_size, "a plan keeps its budget; choose a batch size"),
         f"{args.world_size} processes": (args.world_size > 1, "offmate runs one process on one device so far"),
     }

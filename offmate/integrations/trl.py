@@ -1,8 +1,8 @@
-"""TRL's `SFTTrainer`: its language-model head in operators that a plan can keep, recompute and differentiate.
+"""TRL's `SFTTrainer` with a language-model head of operators that a plan can keep, recompute and differentiate.
 
-TRL computes per-token log-probabilities by an autograd function of its own, written into buffers tile by tile so that
-the logits never exist as a whole. A graph cannot hold it. Here the same numbers, up to rounding, come from plain
-operators on tiles of tokens; what of each tile stays for the backward is the plan's choice.
+TRL computes per-token log-probabilities with its own autograd function, which writes buffers tile by tile so that the
+logits never exist as a whole. A graph cannot hold that function. This module computes the same numbers, up to rounding,
+with plain operators on tiles of tokens; the plan chooses which values of each tile stay for the backward.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from unittest import mock
 import torch
 from torch.nn import functional
 
-# Of tokens; the logits of one tile are what exists at once if the plan recomputes them.
+# In tokens. If the plan recomputes logits, those of one tile exist at a time.
 _TILE = 1024
 _MADE_BY = "add_fused_lm_head"
 DIFFERENTIATED = "log_probs"
 
 
 class PlainLogProbs:
-    """Takes the place of TRL's autograd function; see there for what the arguments mean."""
+    """A replacement for TRL's autograd function, with the same arguments."""
 
     @staticmethod
     def apply(
@@ -36,7 +36,7 @@ class PlainLogProbs:
         scale: float,
         outputs: tuple[str, ...],
     ) -> tuple[torch.Tensor | None, ...]:
-        """Log-probabilities of the targets, and for metrics entropy and whether a target is the likeliest."""
+        """Compute log-probabilities of the targets and, for metrics, entropy and whether a target is the likeliest."""
         tiles = [
             _tile(h, weight, bias, t, temperature, softcap, scale)
             for h, t in zip(hidden.split(_TILE), targets.split(_TILE))
@@ -66,7 +66,7 @@ def _tile(
 
 
 def make_plannable(model: torch.nn.Module) -> bool:
-    """Have a model that SFTTrainer has given its head use plain operators; false if there is none."""
+    """Make the head that SFTTrainer has put on a model use plain operators; return whether the model has one."""
     found = False
     for module in model.modules():
         fused = module.__dict__.get("forward")
@@ -77,7 +77,7 @@ def make_plannable(model: torch.nn.Module) -> bool:
 
 
 def _is_fused(forward: Any) -> bool:
-    # TRL gives its function the name of the one that it wraps, but not its code.
+    # TRL gives its function the name of the one that it wraps, but the code is TRL's.
     code = getattr(getattr(forward, "__func__", None), "__code__", None)
     return _MADE_BY in getattr(code, "co_qualname", "")
 

@@ -1,1 +1,1 @@
-"""Plans and traces as people look at them: pictures, trace files, comparisons. Nothing here changes a plan."""
+"""Views of plans and traces: pictures, trace files and data frames. None of them changes a plan."""

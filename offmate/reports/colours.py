@@ -1,7 +1,7 @@
-"""The colours of all pictures, chosen to be told apart by everybody, on white and on black.
+"""The colours of all pictures, chosen so that everybody can tell them apart, on white and on black.
 
-The kinds of bytes have Okabe and Ito's palette. Blocks have a ramp that gets lighter along the chain, so that it can be
-read without hues; what belongs to a block has its colour in every row.
+The kinds of bytes use Okabe and Ito's palette. Blocks use a ramp that gets lighter along the chain, so that it can be
+read without hues; everything that belongs to a block has its colour in every row.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _RAMP = ((75, 79, 163), (61, 110, 168), (43, 138, 155), (42, 163, 135), (79, 185
 
 
 def block_colour(block: int | None, n_blocks: int) -> str:
-    """The colour of what belongs to a block, as #rrggbb; neighbours differ a little in lightness too.
+    """Return the colour of a block, as #rrggbb; neighbours differ a little in lightness too.
 
     Parameters
     ----------
-    block: 0 .. n_blocks - 1, or None for what belongs to no block.
+    block: 0 .. n_blocks - 1, or None for items that belong to no block.
     """
     if block is None:
         return NO_BLOCK_COLOUR
@@ -38,7 +38,7 @@ def block_colour(block: int | None, n_blocks: int) -> str:
 
 
 def text_on(colour: str) -> str:
-    """Black or white, whichever is read better on a colour."""
+    """Return black or white, whichever is more readable on a colour."""
     red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     luminance = 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2
     return "#fff" if luminance < 0.2 else "#000"

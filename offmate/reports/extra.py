@@ -1,4 +1,4 @@
-"""What the extra `viz` brings, imported when it is needed."""
+"""The libraries of the extra `viz`, imported on first use."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from types import ModuleType
 
 
 def viz(module: str) -> ModuleType:
-    """A module of the extra `viz`.
+    """Import a module of the extra `viz`.
 
-    Raises: ImportError that says what to install.
+    Raises: ImportError with the command that installs it.
     """
     try:
         return importlib.import_module(module)

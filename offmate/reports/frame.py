@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 def schedule_frame(schedule: Schedule, simulation: Simulation, fixed_bytes: int = 0) -> pandas.DataFrame:
-    """The actions of one iteration in the order in which the executor takes them, one row each.
+    """Tabulate the actions of one iteration in the order in which the executor takes them, one row each.
 
     Parameters
     ----------
-    simulation: the schedule's dry run. fixed_bytes: on the device whatever the schedule does.
+    simulation: the schedule's dry run. fixed_bytes: bytes on the device whatever the schedule does.
 
     Returns: a frame with the columns step, part (forward, backward, turn-around), action, name (of the item, tensor or
-    compute), kind (of its bytes), block, resource, bytes (copied or freed), start_s and end_s (on the resource; of a
-    free the executor's own), and device_bytes (the most on the device meanwhile).
+    compute), kind (of its bytes), block, resource, bytes (copied or freed), start_s and end_s (on the resource; for a
+    free, the executor's own times), and device_bytes (the most on the device during the action).
 
     Raises: ImportError if pandas is not installed.
     """

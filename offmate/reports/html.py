@@ -1,4 +1,4 @@
-"""One self-contained picture of an iteration as HTML: no network, and without scripts still all of it but the zoom."""
+"""One self-contained picture of an iteration as HTML: without network access, with scripts only to hover and zoom."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from .style import SCRIPT, STYLE
 from .timeline import THIN, Bar, Sample, Timeline, Wait
 from .units import byte_ticks, format_seconds, second_ticks, ticks
 
-_X = 8000  # the memory curve's resolution: moments that fall together are shown by the highest of them
+_X = 8000  # the memory curve's resolution: of the moments in one column, the highest is shown
 _Y = 1000
 _BAR_X = 100_000  # the rows' resolution
-_LABEL_PARTS = 640  # a bar narrower than this part of the iteration never shows its name, however far zoomed in
+_LABEL_PARTS = 640  # a bar narrower than 1 / this of the iteration never shows its name, at any zoom
 _FINE = 80  # marks of the time axis when it is zoomed
-_ROOM = 1.06  # above the curve
-_FAR = 1.8  # a budget above so many peaks is named instead of drawn: it would flatten the curve
+_ROOM = 1.06  # height of the axis, in curve heights
+_FAR = 1.8  # a budget above this many peaks is named instead of drawn: it would flatten the curve
 
 
 def save_document(
     timelines: Sequence[Timeline], title: str, lines: Sequence[str], path: str | os.PathLike[str]
 ) -> None:
-    """Write a page as `document` makes it, whole or not at all."""
+    """Write the page that `document` makes, completely or not at all."""
     write_whole(Path(path), document(timelines, title, lines))
 
 
 def document(timelines: Sequence[Timeline], title: str, lines: Sequence[str] = ()) -> str:
-    """A whole HTML page with the picture.
+    """Make a whole HTML page with the picture.
 
     Parameters
     ----------
-    timelines, lines: as for `figure`. title: of the page.
+    timelines, lines: as for `figure`. title: the page's title.
     """
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -50,12 +50,12 @@ def document(timelines: Sequence[Timeline], title: str, lines: Sequence[str] = (
 
 
 def figure(timelines: Sequence[Timeline], title: str, lines: Sequence[str] = ()) -> str:
-    """The picture to be put into a page or a notebook.
+    """Make the picture for a page or a notebook.
 
     Parameters
     ----------
     timelines: one, or predicted and measured, drawn below each other on one axis.
-    lines: what is said above the picture, in plain text.
+    lines: plain text above the picture.
 
     Returns: one element with its own style, colours for light and dark, and a script for hovering and zooming.
     """
@@ -72,7 +72,7 @@ def figure(timelines: Sequence[Timeline], title: str, lines: Sequence[str] = ())
 
 
 def _block_style(timelines: Sequence[Timeline]) -> str:
-    """One class per block: bars are many, colours few."""
+    """Make one CSS class per block, because there are many bars but few colours."""
     n_blocks = max((timeline.n_blocks for timeline in timelines), default=0)
     rules = [f".om-{block}{{fill:{block_colour(block, n_blocks)}}}" for block in range(n_blocks)]
     return "".join([*rules, f".om-n{{fill:{NO_BLOCK_COLOUR}}}"])
@@ -122,7 +122,7 @@ def _side(timeline: Timeline, row: Resource) -> str:
 
 
 def _row(timeline: Timeline, row: Resource, end_s: float) -> str:
-    """One row: bars in a drawing that stretches with the page, and over it what must not be stretched."""
+    """Draw one row: bars in a drawing that stretches with the page, and over it the labels, which must not stretch."""
     bars = [bar for bar in timeline.wrapped() if bar.row == row and bar.end_s > bar.start_s]
     rects = "".join(_bar(bar, end_s) for bar in bars)
     svg = f'<svg viewBox="0 0 {_BAR_X} 100" preserveAspectRatio="none">{rects}</svg>'
@@ -184,7 +184,7 @@ def _grid(end_s: float) -> str:
 
 
 def _time_axis(end_s: float) -> str:
-    """The marks, and those between them that there is room for once the picture is zoomed."""
+    """Draw the marks, and the finer ones that have room once the picture is zoomed."""
     coarse = {text for _, text in second_ticks(end_s)}
     marks = [
         f'<span{"" if text in coarse else " class=om-fine"} style="left:{_percent(t, end_s)}%">{text}</span>'
@@ -213,7 +213,7 @@ def _byte_axis(top_bytes: int) -> str:
 
 
 def _columns(timeline: Timeline, end_s: float) -> Iterator[tuple[int, int, Sample]]:
-    """The curve at its resolution: first and last column, and the highest sample that starts in the first."""
+    """Yield the curve at its resolution: first and last column, and the highest sample that starts in the first."""
     best: Sample | None = None
     last: Sample | None = None
     column = 0
@@ -233,7 +233,7 @@ def _columns(timeline: Timeline, end_s: float) -> Iterator[tuple[int, int, Sampl
 
 
 def _curve(timeline: Timeline, end_s: float, top_bytes: int) -> str:
-    """The stacked areas, each from its lower to its upper edge, and the budget."""
+    """Draw the stacked areas, each from its lower to its upper edge, and the budget."""
     columns = list(_columns(timeline, end_s))
     lower = [0] * len(columns)
     areas = []
@@ -273,7 +273,7 @@ def _kind_legend(timeline: Timeline) -> str:
 
 
 def _hover_data(timeline: Timeline, end_s: float) -> dict[str, object]:
-    """What the script shows over the memory curve: for every moment its part of the width and bytes per kind."""
+    """Collect what the script shows over the memory curve: every moment's column, action and bytes per kind."""
     kinds = timeline.kinds()
     places = [KINDS.index(kind) for kind in kinds]
     moments = [

@@ -1,4 +1,4 @@
-"""What the names of a schedule's items say: the kind of their bytes, their tensor, the block that they belong to."""
+"""Descriptions of a schedule's items: the kind of their bytes, their tensor, and the block that they belong to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS = (
     "shared",
     "fixed",
     "workspace",
-)  # the order in which the memory curve stacks them: what changes most comes last
+)  # in the order in which the memory curve stacks them: the kind that changes most comes last
 
 ACTION_WORDS = {
     Kind.PREFETCH: "bring in",
@@ -35,26 +35,26 @@ _COMPUTE_WORDS = {
 
 
 def item_of(action: Action) -> str:
-    """The item that an action is about; a compute's own name, and the parameter of an update."""
+    """Return the item that an action is about: a compute's own name; for an update, the parameter."""
     if action.kind is Kind.COMPUTE or isinstance(action.name, Item):
         return action.name
     return items.parameter(action.name)
 
 
 def parts_of(schedule: Schedule) -> list[tuple[str, tuple[Action, ...]]]:
-    """The parts of an iteration by name, in order; of several micro-batches one middle pass stands for all."""
+    """List the parts of an iteration by name, in order; one middle pass stands for all middle micro-batches."""
     return [(f"{part.direction.value}{_which(schedule, part)}", part.actions) for part in schedule.parts]
 
 
 def _which(schedule: Schedule, part: Part) -> str:
-    """The number of a part's micro-batch; of the middle ones the first's."""
+    """Return the number of a part's micro-batch; for the middle ones, that of the first of them."""
     if schedule.micro_batches == 1 or part.direction is Direction.TURN_AROUND:
         return ""
     return f" {schedule.micro_batches if part.of_pass == schedule.parts[-1].of_pass else part.of_pass + 1}"
 
 
 def describe_item(item: str) -> str:
-    """An item in words, such as "gradient of lm_head.weight"; anything else as it is."""
+    """Describe an item, such as "gradient of lm_head.weight"; return anything else unchanged."""
     if not isinstance(item, Item):
         return item
     rows = f"[{item.rows[0]}:{item.rows[1]}]" if item.rows else ""
@@ -62,7 +62,7 @@ def describe_item(item: str) -> str:
 
 
 def describe_action(action: Action) -> str:
-    """An action in words, such as "free value embedding" or "forward of block 3"."""
+    """Describe an action, such as "free value embedding" or "forward of block 3"."""
     if action.kind is not Kind.COMPUTE:
         return f"{ACTION_WORDS[action.kind]} {describe_item(action.name)}"
     direction = {"F": "forward", "B": "backward"}.get(action.name[0])
@@ -70,10 +70,10 @@ def describe_action(action: Action) -> str:
 
 
 def block_of_items(schedule: Schedule) -> dict[str, int]:
-    """The block of every item that belongs to one, and of every forward and backward.
+    """Map every item that belongs to a block, and every forward and backward, to its block.
 
-    A parameter, its gradient and its state belong to the first block that reads it; what is made in a forward to the
-    block that makes it.
+    A parameter, its gradient and its state belong to the first block that reads it; a value that a forward makes
+    belongs to the block that makes it.
     """
     blocks: dict[str, int] = {}
     for i in range(len(schedule.options)):

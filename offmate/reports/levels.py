@@ -1,4 +1,4 @@
-"""What is on the device by kind of bytes, as actions bring it, make it and let it go."""
+"""Bytes on the device by kind, as actions bring, make and release items."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .items import KINDS
 
 
 class Levels:
-    """Bytes per kind of `KINDS`; `begin` and `end` of each action change them, as `memory_highs` counts."""
+    """Bytes per kind of `KINDS`. `begin` and `end` of each action change them, counted as in `memory_highs`."""
 
     def __init__(self, schedule: Schedule, fixed_bytes: int) -> None:
         self._schedule = schedule
@@ -18,12 +18,12 @@ class Levels:
             self._add(item)
 
     def begin(self, action: Action) -> None:
-        """What is there as soon as an action starts."""
+        """Add the bytes that an action takes as soon as it starts."""
         if action.kind is Kind.PREFETCH:
             self._add(action.item)
 
     def end(self, action: Action) -> None:
-        """What has come and gone when an action ends."""
+        """Add the items that an action has brought by its end, and subtract those that it released."""
         does = effect(action, self._schedule)
         for item in does.brings if action.kind is not Kind.PREFETCH else ():
             self._add(item)
@@ -31,11 +31,11 @@ class Levels:
             self._add(item, -1)
 
     def bytes(self, workspace_bytes: int = 0) -> tuple[int, ...]:
-        """Bytes in the order of `KINDS`, with what a running compute holds on top."""
+        """Return bytes in the order of `KINDS`, with what a running compute holds on top."""
         return tuple((self._bytes | {"workspace": workspace_bytes}).values())
 
     def bytes_of(self, total_bytes: int) -> tuple[int, ...]:
-        """Bytes in the order of `KINDS` where so many were seen: what no item accounts for is workspace."""
+        """Split a measured total in the order of `KINDS`: bytes that no item accounts for are workspace."""
         beyond = total_bytes - sum(self._bytes.values())
         kind = "workspace" if beyond >= 0 else "activations"
         return tuple((self._bytes | {kind: self._bytes[kind] + beyond}).values())

@@ -1,4 +1,4 @@
-"""A recorded iteration as a timeline, to be drawn beside the predicted one."""
+"""Timelines of recorded iterations, to be drawn beside the predicted ones."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from .timeline import Bar, Sample, Timeline, Wait, word_of
 
 
 def measured_timeline(recording: Recording, budget_bytes: int, name: str = "measured") -> Timeline:
-    """What happened in a recorded iteration.
+    """Build the timeline of a recorded iteration.
 
-    The executor's waits follow from the jobs: it waits for the copies of what an action reads, overwrites or releases.
-    Memory is the ledger's, split by kind as the schedule's items tell; what they do not account for is workspace.
+    The executor's waits follow from the jobs: it waits for the copies of items that an action reads, overwrites or
+    releases. Memory is the ledger's, split by kind according to the schedule's items; bytes that no item accounts for
+    are workspace.
 
     Parameters
     ----------
-    budget_bytes: what the memory curve must stay below.
+    budget_bytes: the limit that the memory curve must not exceed.
     """
     blocks = block_of_items(recording.schedule)
     waiting = _Waiting(recording)
@@ -61,9 +62,9 @@ def _bar(action: Action, row: Resource, start_s: float, end_s: float, size: int,
 
 
 def _joined(jobs: Iterable[Event]) -> Iterator[Event]:
-    """One job for the parts of an action: an item of several tensors, such as a state, is copied tensor by tensor.
+    """Join the jobs of an action: an item of several tensors, such as a state, is copied tensor by tensor.
 
-    Jobs of one resource need not be done in the order given: one that waits lets others pass, between parts even.
+    Jobs of one resource need not run in the given order: one that waits lets others pass, even between its parts.
     """
     in_order = sorted(jobs, key=lambda job: (job.resource, job.start_s))
     for _, group in groupby(in_order, key=lambda job: (job.resource, id(job.action))):
@@ -82,7 +83,7 @@ def _phases(recording: Recording) -> tuple[tuple[str, float, float], ...]:
 
 
 class _Waiting:
-    """What the executor waited for: the jobs for an action's items that ended while it was being taken."""
+    """The jobs that the executor waited for: those for an action's items that ended while it was being taken."""
 
     def __init__(self, recording: Recording) -> None:
         self._schedule = recording.schedule
@@ -102,11 +103,11 @@ class _Waiting:
                     jobs[item].append(job)
 
     def until_s(self, one: Taken) -> float:
-        """When an action could begin, at the earliest when it was taken."""
+        """Return when an action could begin, at the earliest when it was taken."""
         return max((job.end_s for job in self._awaited(one)), default=one.start_s)
 
     def causes(self, one: Taken, ready_s: float) -> Iterator[Wait]:
-        """The wait before an action, in two parts if what it waited for had to wait for another resource."""
+        """Yield the wait before an action, in two parts if the awaited job itself waited for another resource."""
         if ready_s <= one.start_s:
             return
         last = max(self._awaited(one), key=lambda job: job.end_s)
@@ -130,7 +131,7 @@ class _Waiting:
         return [job for job in found if one.start_s < job.end_s <= one.end_s]
 
     def _before(self, job: Event, since_s: float) -> Event | None:
-        """What another resource had to do for a job first, if it was done with that only after the waiting began."""
+        """Return the job that another resource had to do first, if it ended only after the waiting began."""
         earlier = [
             j
             for j in self._jobs[item_of(job.action)]
@@ -140,7 +141,7 @@ class _Waiting:
 
 
 def _memory(recording: Recording, taken: list[tuple[Taken, float]]) -> Iterator[Sample]:
-    """One sample per action, two for one that waits before it starts, and one for the user's code between walks."""
+    """Yield one sample per action, two for a compute that waits first, and one for the user's code between walks."""
     levels = Levels(recording.schedule, recording.fixed_bytes)
     ends_s = [one.start_s for one, _ in taken[1:]] + [recording.step_s]
     last = {id(walk[-1]) for walk in recording.walks if walk}

@@ -1,4 +1,4 @@
-"""Where every tensor is at each step, as plain data."""
+"""The places of every tensor at each step, as plain data."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ..solver.schedule import Direction, Schedule
 
 
 class Place(IntEnum):
-    """Where an item is during a step; ordered from the host to the device."""
+    """The place of an item during a step, ordered from the host to the device."""
 
     HOST = 0  # or nowhere: not made yet, or no longer needed
-    LEAVING = 1  # on the device, and gone at the step's end
+    LEAVING = 1  # on the device, but released by the step's end
     ARRIVING = 2  # brought in or made during the step
     DEVICE = 3
 
 
 @dataclass(frozen=True)
 class Track:
-    """One item through the steps of an iteration.
+    """The places of one item through the steps of an iteration.
 
     Parameters
     ----------
@@ -35,15 +35,15 @@ class Track:
 
 
 def step_order(schedule: Schedule) -> tuple[int, ...]:
-    """The steps of an iteration in the order in which the executor meets them."""
+    """List the steps of an iteration in the order in which the executor meets them."""
     return tuple(dict.fromkeys(action.step for action in schedule.actions))
 
 
 def tracks(schedule: Schedule) -> tuple[Track, ...]:
-    """All items and where they are, in the order of the schedule's sizes."""
+    """List all items with their places, in the order of the schedule's sizes."""
     columns = {step: column for column, step in enumerate(step_order(schedule))}
     places = {item: [Place.HOST] * len(columns) for item in schedule.item_bytes}
-    since = dict.fromkeys(schedule.resident, -1)  # the column in which an item came; -1: it was there before
+    since = dict.fromkeys(schedule.resident, -1)  # the column in which an item came; -1: before the iteration
     starts = {id(part.actions[0]) for part in schedule.parts if part.of_pass and part.direction is Direction.FORWARD}
     for action in schedule.actions:
         column = columns[action.step]
@@ -62,7 +62,7 @@ def tracks(schedule: Schedule) -> tuple[Track, ...]:
 
 
 def _age_outputs(places: dict[Item, list[Place]], since: dict[Item, int], column: int) -> None:
-    """A new pass starts: the outputs of the one before are old ones from here on."""
+    """Turn the outputs of the previous pass into old ones when a new pass starts."""
     for item in [item for item in since if after_pass(item) != item]:
         _stay(places[item], since.pop(item), column - 1, Place.DEVICE)
         since[after_pass(item)] = column

@@ -1,4 +1,4 @@
-"""Pictures with matplotlib, in the user's own style (rcParams), light or dark."""
+"""Plots with matplotlib, in the user's own style (rcParams), light or dark."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 _TENSOR_KINDS = ("parameters", "optimizer states", "activations")
 _LEAST_PART = 0.12
-_FAR = 1.8  # a budget above so many peaks is not drawn: it would flatten the curve
+_FAR = 1.8  # a budget above this many peaks is not drawn: it would flatten the curve
 
 
 class Point(Protocol):
-    """A budget and what a step takes in it: a plan, or a point of `offmate.sweep`; None where no plan fits."""
+    """A budget with its step time: a plan, or a point of `offmate.sweep`. Times are None if no plan fits."""
 
     @property
     def budget_bytes(self) -> int: ...
@@ -39,7 +39,7 @@ class Point(Protocol):
 
 
 def draw_timeline(timeline: Timeline, ax: Axes | None = None) -> Axes:
-    """Draw what compute, the links and the CPU do when, coloured by block, and where the executor waits.
+    """Draw the work of compute, links and CPU over time, coloured by block, and where the executor waits.
 
     Parameters
     ----------
@@ -71,14 +71,14 @@ def draw_timeline(timeline: Timeline, ax: Axes | None = None) -> Axes:
 
 
 def draw_memory(timeline: Timeline, ax: Axes | None = None, beside: Timeline | None = None) -> Axes:
-    """Draw what is on the device over one iteration, stacked by kind, and the budget.
+    """Draw the bytes on the device over one iteration, stacked by kind, and the budget.
 
     Parameters
     ----------
-    beside: another timeline, whose total is drawn as a line over it. The others: as for `draw_timeline`.
+    beside: another timeline, whose total is drawn as a line over the areas. The others: as for `draw_timeline`.
     """
     ax = ax or _axes(10, 3.6)
-    # Two points per sample make the steps, and keep the spikes of samples that take no time.
+    # Two points per sample draw the steps, and preserve the spikes of samples that take no time.
     times = [seconds for sample in timeline.memory for seconds in (sample.start_s, sample.end_s)]
     kinds = timeline.kinds()
     levels = [[sample.bytes[KINDS.index(kind)] for sample in timeline.memory for _ in range(2)] for kind in kinds]
@@ -106,7 +106,7 @@ def draw_memory(timeline: Timeline, ax: Axes | None = None, beside: Timeline | N
 def draw_tensors(schedule: Schedule, ax: Axes | None = None) -> Axes:
     """Draw where parameters, optimizer states and activations are at each step; `ax` as for `draw_timeline`.
 
-    Within a kind the height of a row is the tensor's size: the coloured area is bytes times steps on the device.
+    Within a kind, the height of a row is the tensor's size, so the coloured area is bytes times steps on the device.
     """
     ax = ax or _axes(10, 6)
     order = {kind: number for number, kind in enumerate(_TENSOR_KINDS)}
@@ -128,17 +128,17 @@ def draw_tensors(schedule: Schedule, ax: Axes | None = None) -> Axes:
 
 
 def plot_sweep(plans: Iterable[Point] | Mapping[str, Iterable[Point]], ax: Axes | None = None) -> Axes:
-    """Budget against step time: one curve per name, with its lower bound and the least budget that works.
+    """Plot budget against step time: one curve per name, with its lower bound and the least budget that works.
 
     Parameters
     ----------
-    plans: of one model for several budgets, or points of `offmate.sweep`; or such by name, for example by card.
-        Points that do not fit are left out.
+    plans: plans of one model for several budgets, or points of `offmate.sweep`; or a mapping from names, such as those
+        of GPUs, to them. Points that do not fit are left out.
     ax: axes to draw on; new ones if None.
 
     Returns: the axes.
 
-    Raises: ValueError without plans; ImportError if matplotlib is not installed.
+    Raises: ValueError if no plan fits; ImportError if matplotlib is not installed.
     """
     curves = plans if isinstance(plans, Mapping) else {"": plans}
     sorted_plans = {name: _that_fit(some) for name, some in curves.items()}
@@ -159,7 +159,7 @@ def plot_sweep(plans: Iterable[Point] | Mapping[str, Iterable[Point]], ax: Axes 
     ax.set_ylim(0, top_s)
     ax.set_xticks(byte_ticks(top_bytes), [format_bytes(tick) for tick in byte_ticks(top_bytes)])
     ax.set_yticks([tick for tick, _ in marks], [text for _, text in marks])
-    ax.set_xlabel("device budget; thin line: the least that works")
+    ax.set_xlabel("GPU memory budget; thin line: the least that works")
     ax.set_ylabel("one step")
     ax.set_title("What a budget costs", loc="left")
     ax.grid(alpha=0.25)
@@ -208,7 +208,7 @@ def _place_colours(kind: str, places: tuple[Place, ...]) -> list[tuple[float, fl
 
 
 def _rows(shown: list[Track]) -> tuple[list[float], dict[str, tuple[float, float]]]:
-    """Borders of the rows, and of the kinds; kinds of few bytes are drawn larger, so that their names have room."""
+    """Return the borders of the rows and of the kinds; kinds of few bytes are enlarged, so that their names fit."""
     totals = {kind: sum(t.bytes for t in shown if t.kind == kind) for kind in _TENSOR_KINDS}
     least = _LEAST_PART * max(sum(totals.values()), 1)
     edges, borders = [0.0], {}

@@ -1,4 +1,4 @@
-"""Style and script of the HTML picture, kept small: both are repeated in every notebook cell that shows one."""
+"""Style and script of the HTML picture, kept small because every notebook cell that shows a picture repeats them."""
 
 STYLE = """
 .om{--paper:#fff;--ink:#1b1f24;--soft:#59636e;--line:#e3e6ea;--band:#f3f5f7;--tip:#1b1f24;--tipink:#fff;

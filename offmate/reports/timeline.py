@@ -1,4 +1,4 @@
-"""One iteration as plain data: what every resource does when, where the executor waits, and what memory is made of."""
+"""One iteration as plain data: what every resource does when, where the executor waits, and what memory holds."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ THIN = ("update on the device", "begin the total", "add to the total")  # comput
 
 @dataclass(frozen=True)
 class Bar:
-    """What one resource did in one stretch; seconds from the start of the iteration.
+    """A piece of work of one resource, in seconds from the start of the iteration.
 
     Parameters
     ----------
-    name: the item, tensor or compute. word: what is done with it. block: the one that it belongs to, None if to none.
-    end_s: may lie after the iteration's end: tails run on into the next one.
-    bytes: that are copied, 0 for what copies nothing.
+    name: the item, tensor or compute. word: what is done with it. block: the block that it belongs to, None if none.
+    end_s: may lie after the iteration's end, because tails run on into the next one.
+    bytes: number of bytes copied, 0 if nothing is copied.
     """
 
     row: Resource
@@ -55,7 +55,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Wait:
-    """The executor waits for `cause` before it can go on with `action`."""
+    """A wait of the executor for `cause` before it can continue with `action`."""
 
     cause: Resource
     action: Action
@@ -65,10 +65,10 @@ class Wait:
 
 @dataclass(frozen=True)
 class Sample:
-    """What is on the device while the executor carries out an action, in bytes per kind, in the order of `KINDS`.
+    """Bytes on the device while the executor carries out an action, per kind, in the order of `KINDS`.
 
-    A compute's workspace is the most that it needs on top of what was there when it started; what it makes is part of
-    that, and appears under its own kind when it ends.
+    A compute's workspace is the most that it needs on top of the bytes that were there when it started. Its results are
+    part of that, and appear under their own kind when it ends.
     """
 
     start_s: float
@@ -87,12 +87,12 @@ class Timeline:
 
     Parameters
     ----------
-    name: what it is, such as "predicted". n_blocks: of the chain.
-    phases: name, start and end in seconds of the forward part, the backward part and the turn-around.
+    name: label, such as "predicted". n_blocks: number of blocks in the chain.
+    phases: name, start and end in seconds of each forward part, each backward part and the turn-around.
     bars, waits: in the order of the actions. memory: in the order of time, without gaps.
-    budget_bytes: what the memory curve must stay below.
-    stall_s: seconds in which the executor waits. skipped_s: of micro-batches that are counted but not shown.
-    cyclic: whether what runs past the iteration's end is what it begins with, as in a steady prediction.
+    budget_bytes: the limit that the memory curve must not exceed.
+    stall_s: seconds in which the executor waits. skipped_s: seconds of micro-batches that are counted but not shown.
+    cyclic: whether work that runs past the iteration's end continues at its start, as in a steady prediction.
     """
 
     name: str
@@ -122,20 +122,20 @@ class Timeline:
         return self.rows.get(row, str(row))
 
     def busy_s(self, row: Resource) -> float:
-        """Seconds of what is shown in which a resource works."""
+        """Return the seconds in which a resource works, within the part that is shown."""
         return sum(bar.end_s - bar.start_s for bar in self.wrapped() if bar.row == row)
 
     def busy(self, row: Resource) -> float:
-        """The part of what is shown in which a resource works."""
+        """Return the fraction of the shown time in which a resource works."""
         shown_s = self.step_s - self.skipped_s
         return self.busy_s(row) / shown_s if shown_s > 0 else 0.0
 
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of bytes that there are, in the order of `KINDS`."""
+        """List the kinds of bytes that occur, in the order of `KINDS`."""
         return tuple(kind for i, kind in enumerate(KINDS) if any(sample.bytes[i] for sample in self.memory))
 
     def wrapped(self) -> Iterator[Bar]:
-        """The bars, with what runs past the iteration's end cut off there and, in a cycle, continued at its start."""
+        """Yield the bars, cut off at the iteration's end and, in a cycle, continued at its start."""
         for bar in self.bars:
             if bar.start_s < self.step_s:
                 yield replace(bar, end_s=min(bar.end_s, self.step_s))
@@ -146,12 +146,12 @@ class Timeline:
 def build_timeline(
     schedule: Schedule, simulation: Simulation, name: str = "predicted", fixed_bytes: int = 0, budget_bytes: int = 0
 ) -> Timeline:
-    """The iteration that a dry run predicts.
+    """Build the timeline of the iteration that a dry run predicts.
 
     Parameters
     ----------
     schedule, simulation: a schedule and its dry run.
-    fixed_bytes: on the device whatever the schedule does. budget_bytes: the schedule's own budget if 0.
+    fixed_bytes: bytes on the device whatever the schedule does. budget_bytes: 0 takes the schedule's own budget.
 
     Returns: a timeline; without fixed bytes its peak is the dry run's, to the byte.
     """
@@ -179,14 +179,14 @@ def _bar(event: Event, block: int | None) -> Bar:
 
 
 def word_of(action: Action) -> str:
-    """What an action does, as the word of its bar."""
+    """Return the word for an action's bar."""
     if action.kind is not Kind.COMPUTE:
         return BAR_WORDS[action.kind]
     return _COMPUTE_WORDS.get(action.name) or {"F": "forward", "B": "backward"}[action.name[0]]
 
 
 def _phases(schedule: Schedule, simulation: Simulation) -> tuple[tuple[str, float, float], ...]:
-    """The parts one after the other, and between them the middle micro-batches that are only counted."""
+    """List the parts in order, and between them the middle micro-batches that are only counted."""
     phases: list[tuple[str, float, float]] = []
     done, at_s = 0, 0.0
     for name, actions in parts_of(schedule):
@@ -203,7 +203,7 @@ def _phases(schedule: Schedule, simulation: Simulation) -> tuple[tuple[str, floa
 
 
 def _waits(schedule: Schedule, simulation: Simulation) -> tuple[Wait, ...]:
-    """The dry run's stalls with the actions that they hold up; pieces of one wait are put together."""
+    """List the dry run's stalls with the actions that they delay; pieces of one wait are joined."""
     waits: list[Wait] = []
     spans = iter(zip(schedule.actions, simulation.taken))
     action, (_, end_s) = next(spans)
@@ -221,7 +221,7 @@ def _waits(schedule: Schedule, simulation: Simulation) -> tuple[Wait, ...]:
 
 
 def _memory(schedule: Schedule, simulation: Simulation, fixed_bytes: int) -> tuple[Sample, ...]:
-    """One sample per action, two for a compute that waits before it starts; as `memory_highs`, split by kind."""
+    """Make one sample per action, two for a compute that waits first; counted as in `memory_highs`, split by kind."""
     levels = Levels(schedule, fixed_bytes)
     starts = {e.action: e.start_s for e in simulation.timeline if e.action.kind is Kind.COMPUTE}
     samples: list[Sample] = []

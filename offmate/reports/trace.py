@@ -1,4 +1,4 @@
-"""Timelines as a Chrome trace: open the file in https://ui.perfetto.dev or chrome://tracing, no network needed."""
+"""Timelines as a Chrome trace: open the file in https://ui.perfetto.dev or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ..files import write_whole
 from .items import KINDS, describe_action, describe_item
 from .timeline import Timeline
 
-# Numbered from 1: viewers take thread 0 for the idle one and leave it out. The waits come after the resources.
+# Numbered from 1: viewers treat thread 0 as the idle thread and leave it out. The waits come after the resources.
 
 
 def save_trace(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> None:
-    """Write timelines as one trace file, each as a process of its own: predicted and measured side by side.
+    """Write timelines to one trace file, each as its own process: predicted and measured side by side.
 
     Parameters
     ----------
-    timelines: with different names. path: of the file, written whole or not at all.
+    timelines: must have different names. path: the file's path; it is written completely or not at all.
     """
     write_whole(Path(path), json.dumps(trace(timelines), separators=(",", ":")))
 
 
 def trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """The trace as JSON's own types: the Trace Event Format's object form, times in microseconds."""
+    """Return the trace as JSON's own types: the Trace Event Format's object form, times in microseconds."""
     events = [event for number, timeline in enumerate(timelines, 1) for event in _events(number, timeline)]
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
@@ -60,7 +60,7 @@ def _names(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
 def _span(
     process: int, track: int, name: str, category: str, start_s: float, end_s: float, arguments: dict[str, Any]
 ) -> dict[str, Any]:
-    # Both ends are rounded alike, so that what follows without a gap does not overlap.
+    # Both ends are rounded the same way, so that spans without a gap between them do not overlap.
     start, end = _nanoseconds(start_s), _nanoseconds(end_s)
     return {
         "ph": "X", "pid": process, "tid": track, "name": name, "cat": category, "ts": start / 1000,
@@ -69,7 +69,7 @@ def _span(
 
 
 def _counters(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """The memory curve, a value per kind; of samples at one nanosecond the highest and the last."""
+    """Yield the memory curve, a value per kind; for samples at one nanosecond, the highest and the last."""
     kinds = [(kind, KINDS.index(kind)) for kind in timeline.kinds()]
     moments: dict[int, list[tuple[int, ...]]] = {}
     for sample in timeline.memory:

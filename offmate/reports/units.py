@@ -1,4 +1,4 @@
-"""Seconds as people read them, and round numbers for axes."""
+"""Readable seconds, and round numbers for axes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _SECOND_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds to three significant digits, such as "13.7 s" or "480 µs"."""
+    """Format seconds to three significant digits, such as "13.7 s" or "480 µs"."""
     magnitude = abs(seconds)
     if magnitude < 1e-9:
         return "0 s"
@@ -19,7 +19,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def ticks(end: float, about: int = 8) -> list[float]:
-    """Round numbers from 0 to `end`, about so many: multiples of 1, 2 or 5 times a power of ten."""
+    """List about `about` round numbers from 0 to `end`: multiples of 1, 2 or 5 times a power of ten."""
     if end <= 0:
         return [0.0]
     rough = end / about
@@ -29,12 +29,15 @@ def ticks(end: float, about: int = 8) -> list[float]:
 
 
 def second_ticks(end_s: float, about: int = 8) -> list[tuple[float, str]]:
-    """Round seconds from 0 to `end_s` as an axis names them, all in one unit."""
+    """List round seconds from 0 to `end_s` with their labels for an axis, all in one unit."""
     unit, name = next(((u, n) for u, n in _SECOND_UNITS if end_s >= u), _SECOND_UNITS[-1])
     return [(tick, f"{round(tick / unit, 6):g} {name}") for tick in ticks(end_s, about)]
 
 
 def byte_ticks(end_bytes: float, about: int = 5) -> list[int]:
-    """Round numbers of bytes from 0 to `end_bytes`: multiples of 1, 2 or 5 times a power of ten of a binary unit."""
+    """List round numbers of bytes from 0 to `end_bytes`: multiples of 1, 2 or 5 times a power of ten of a unit.
+
+    The unit is the largest binary one that fits.
+    """
     unit = 1024 ** int(math.log(max(end_bytes, 1), 1024))
     return [round(tick * unit) for tick in ticks(end_bytes / unit, about)]

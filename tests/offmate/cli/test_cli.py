@@ -54,7 +54,7 @@ def test_demo_defaults():
 
 
 def test_a_verb_is_needed(capsys):
-    assert "VERB" in refused(capsys)
+    assert "COMMAND" in refused(capsys)
 
 
 @pytest.mark.parametrize(

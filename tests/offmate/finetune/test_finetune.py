@@ -88,7 +88,7 @@ def test_only_what_changes_the_numbers_is_a_difference():
     assert differences(saved, {"seed": 3}) == ["seed: 0 in the run, 3 now"]
 
 
-@pytest.mark.parametrize(("text", "said"), [("- a", "must hold names with values"), ("a: [", "cannot be read as YAML")])
+@pytest.mark.parametrize(("text", "said"), [("- a", "must map names to values"), ("a: [", "cannot be read as YAML")])
 def test_a_bad_configuration_file(tmp_path, text, said):
     path = tmp_path / "c.yaml"
     path.write_text(text)
@@ -129,7 +129,7 @@ def test_text_pieces_are_the_text(tmp_path_factory, text):
     [
         ("a.jsonl", '{"text": "x"}\n\n{"text": \n', "a.jsonl, line 3: broken JSON"),
         ("a.jsonl", "[1]\n", "line 1: a list instead of an object"),
-        ("a.jsonl", '{"body": "x"}\n', "line 1: neither 'text' nor 'messages' that can be used (keys: body)"),
+        ("a.jsonl", '{"body": "x"}\n', "line 1: no usable 'text' or 'messages' (keys: body)"),
         ("a.jsonl", '{"messages": [{"role": "user"}]}\n', "line 1: a message without 'role' and 'content'"),
         ("a.txt", b"abc\xff", "not UTF-8 text"),
     ],
@@ -273,7 +273,7 @@ def test_an_epoch_reads_every_sequence_once_and_any_step_can_begin():
 
 
 def test_too_little_data_for_a_step():
-    with pytest.raises(OffmateError, match="hold 7 training tokens, less than the 8 of one step"):
+    with pytest.raises(OffmateError, match="hold 7 training tokens, fewer than the 8 of one step"):
         Batches(np.arange(7, dtype=np.int32), 4, 2, 1, 0).check()
 
 
@@ -357,7 +357,7 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path, trained, caplog):
     assert load_moment(newest_checkpoint(tmp_path)).step == 2
     assert "model.safetensors has changed" in caplog.text
     (tmp_path / "step-00000002" / "optimizer.pt").unlink()
-    with pytest.raises(OffmateError, match="none of the 2 checkpoints is whole"):
+    with pytest.raises(OffmateError, match="all 2 checkpoints are damaged"):
         newest_checkpoint(tmp_path)
 
 
@@ -407,7 +407,7 @@ def test_bad_input_is_refused_before_anything_runs(base, tmp_path, capsys):
 
 def test_too_little_disk_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(preview.shutil, "disk_usage", lambda place: types.SimpleNamespace(free=10))
-    with pytest.raises(OffmateError, match="need up to 11 B, the disk has 10 B free"):
+    with pytest.raises(OffmateError, match="need up to 11 B, but the disk has 10 B free"):
         preview.check_disk(tmp_path / "not" / "yet", 11)
 
 

@@ -210,7 +210,7 @@ def test_a_budget_that_does_not_work_is_refused_and_leaves_nothing(base, tmp_pat
 
 def test_what_looks_wrong_is_asked(base, tmp_path, capsys):
     argv = [a for a in usual(base, tmp_path / "out", warmup_steps=99) if a != "--yes"]
-    assert "it never ends" in refused(argv, capsys)
+    assert "the warm-up never ends" in refused(argv, capsys)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -220,7 +220,7 @@ def test_resume_with_another_configuration_shows_the_differences(base, tmp_path,
     assert "stopped" in refused(usual(base, output), capsys)
     said = refused(usual(base, output, resume=True, learning_rate=5e-3, seed=1), capsys)
     assert "learning_rate: 0.01 in the run, 0.005 now" in said and "seed: 0 in the run, 1 now" in said
-    assert "exists already; go on with it by --resume" in refused(usual(base, output), capsys)
+    assert "exists already; continue it with --resume" in refused(usual(base, output), capsys)
 
 
 def split_of(output: Path) -> dict[str, list[str]]:
