@@ -68,7 +68,7 @@ def test_budget_smaller_than_what_is_fixed():
 
 def test_host_memory_too_small():
     with pytest.raises(
-        InfeasibleBudget, match=r"20 KiB of host memory do not suffice.*need \S+ [KM]iB.*Raise cpu_budget"
+        InfeasibleBudget, match=r"20 KiB of host memory are not enough.*needs \S+ [KM]iB.*Raise cpu_budget"
     ):
         planned(optimizer=None, cpu_budget="20KiB")
 
@@ -250,13 +250,13 @@ def test_plan_of_another_model():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"max_grad_norm": 1.0}, "without max_grad_norm= there, with here"),
-        ({"accumulation_steps": 2}, "accumulation_steps=1 there, 2 here"),
-        ({"gpu_budget": AMPLE}, "budget .* there, 1 GiB here"),
-        ({"optimizer": None}, "there with optimizer=, here without"),
+        ({"max_grad_norm": 1.0}, "plan without max_grad_norm=, now with"),
+        ({"accumulation_steps": 2}, "accumulation_steps=1 in the plan, 2 now"),
+        ({"gpu_budget": AMPLE}, "budget .* in the plan, 1 GiB now"),
+        ({"optimizer": None}, "plan with optimizer=, now without"),
         (
             {"config": dataclasses.replace(NO_CACHE, updates="host")},
-            r"parameters are updated on another side there .* here",
+            r"the plan updates parameters on another side than Config\(updates=\) says",
         ),
     ],
 )
