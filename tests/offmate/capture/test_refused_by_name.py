@@ -455,7 +455,7 @@ def test_what_a_backward_needs_and_the_forward_overwrites_is_named(forward):
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         made(Overwriting, False)[0](x).backward()
     model, _ = made(Overwriting, True)
-    words = r"with plain PyTorch its backward fails likewise: one of the variables.*version 0 instead\. Let the forward"
+    words = r"its backward fails in plain PyTorch, too: one of the variables.*version 0 instead\. Let the forward"
     with pytest.raises(CaptureError, match=words):
         model(x)
     with torch.no_grad():
