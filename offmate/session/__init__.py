@@ -1,1 +1,1 @@
-"""Sessions: a compiled model at work, its loop, its truth on the host, and what the user may do around it."""
+"""Sessions: run a compiled model: its training loop, its state on the host, and the user's actions around it."""
