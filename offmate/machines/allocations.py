@@ -66,7 +66,7 @@ class _OneAtATime(abc.ABC):
         self._thread, self._process = threading.current_thread(), os.getpid()
 
     def _begin(self) -> None:
-        """Become the log under way. Raises: ProtocolError if the current one cannot be ended now."""
+        """Become the log under way. Raises: ProtocolError if another thread's is, or this one's inside a backward."""
         before = _OneAtATime._under_way
         if before is not None and before.can_end:
             before.cut_short = True

@@ -31,10 +31,10 @@ def device_kind(device: str | torch.device | None) -> str:
 
     Raises: DeviceError if this machine has no such device.
     """
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    available = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
-        name = EMULATED if here is None else f"{here.type}:{torch.accelerator.current_device_index()}"
-        log.info("device: %s", f"{name} (the CPU emulates the device)" if here is None else name)
+        name = EMULATED if available is None else f"{available.type}:{torch.accelerator.current_device_index()}"
+        log.info("device: %s", f"{name} (the CPU emulates the device)" if available is None else name)
         return name
     name = str(device)
     if name == EMULATED:
@@ -43,8 +43,8 @@ def device_kind(device: str | torch.device | None) -> str:
         asked = torch.device(name)
     except RuntimeError:
         raise DeviceError(f"device={name!r} is not known; use 'cuda', 'cuda:1' or 'emulated'") from None
-    if here is None or asked.type != here.type:
-        found = "no accelerator" if here is None else f"only {here.type!r}"
+    if available is None or asked.type != available.type:
+        found = "no accelerator" if available is None else f"only {available.type!r}"
         raise DeviceError(
             f"device={name!r}: torch {torch.__version__} sees {found} here; use device='emulated', which runs anywhere"
             + (", or install a torch build with CUDA" if asked.type == "cuda" else "")

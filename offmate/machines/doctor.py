@@ -71,9 +71,9 @@ def _has_release() -> bool:
 
 def _devices() -> list[dict[str, Any]]:
     """Describe the emulated device and every card that torch sees, with their link rates."""
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    count = 0 if here is None else torch.accelerator.device_count()
-    cards = [torch.device(here.type, index) for index in range(count)] if here is not None else []
+    available = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = 0 if available is None else torch.accelerator.device_count()
+    cards = [torch.device(available.type, index) for index in range(count)] if available is not None else []
     return [{"name": EMULATED, **_link(EMULATED)}, *map(_card, cards)]
 
 
