@@ -1,4 +1,4 @@
-"""Forward-only plans: parameters stream through the device, as many blocks ahead as the budget allows."""
+"""Forward-only plans: parameters stream through the device, one block ahead of compute if the budget allows."""
 
 from __future__ import annotations
 

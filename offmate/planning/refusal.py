@@ -49,13 +49,13 @@ def refusal(
     host_words = ""
     if alone < needed:
         host_words = (
-            f"; host memory binds too: with more than the {format_bytes(host_budget_bytes)} of cpu_budget, "
+            f"; host memory is a limit, too: with more than the {format_bytes(host_budget_bytes)} of cpu_budget, "
             f"{format_least_bytes(alone)} would do"
         )
     return InfeasibleBudget(
         f"a budget of {format_bytes(budget_bytes)} cannot work; the least that does is "
-        f"{format_least_bytes(needed)}, where {where} binds{host_words}. Raise gpu_budget to that, or make the batch "
-        "or the sequence shorter, or keep fewer outputs (Config(outputs=...))" + sides,
+        f"{format_least_bytes(needed)}, where {where} is the bottleneck{host_words}. Raise gpu_budget to that, or make "
+        "the batch or the sequence shorter, or keep fewer outputs (Config(outputs=...))" + sides,
         budget_bytes=budget_bytes,
         least_budget_bytes=needed,
         block=least.block,

@@ -76,7 +76,9 @@ def test_host_memory_too_small():
 def test_both_budgets_tight():
     """With little host memory states stay on the device; the message says that more of it would help, and how much."""
     least = plan("ample").least_budget_bytes
-    with pytest.raises(InfeasibleBudget, match=r"host memory binds too.*40 KiB of cpu_budget.*would do") as caught:
+    with pytest.raises(
+        InfeasibleBudget, match=r"host memory is a limit, too.*40 KiB of cpu_budget.*would do"
+    ) as caught:
         planned(gpu_budget=least, cpu_budget="40KiB")
     assert caught.value.least_budget_bytes > least
 
