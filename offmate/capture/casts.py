@@ -65,7 +65,7 @@ class Casts(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _region(self) -> object:
-        """Return a key for the lifetime of the copy: equal keys mean the same copy."""
+        """Return a key for the lifetime of the copy: casts with equal keys and precisions share one copy."""
         assert self._at is not None
         region = self._at.meta["region"]
         if self._around:

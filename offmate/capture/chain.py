@@ -202,7 +202,7 @@ def _check_writes(captured: Captured, facts: dict[fx.Node, Facts], chain: list[f
 
 
 def _cuts(chain: list[fx.Node], facts: dict[fx.Node, Facts], captured: Captured) -> list[int]:
-    """List the positions k, ascending, where chain[k] begins a new block."""
+    """List the positions k, ascending, such that chain[k] may begin a new block."""
     widths = _widths(chain, facts, captured)
     cuts = [k for k, width in enumerate(widths) if k and width is not None and width[0] == 1]
     cuts = _first_of_runs(cuts, chain, facts)

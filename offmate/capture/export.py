@@ -1,4 +1,4 @@
-"""Exports a model with a batch into one flat ATen graph, with submodules inlined."""
+"""Exports a model with a batch into one flat ATen graph, whose nodes keep their grad mode and autocast region."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Captured:
 
     @property
     def n_results(self) -> int:
-        """How many leaves of the outputs belong to the model's result."""
+        """The number of leaves of the outputs that belong to the model's result."""
         return len(self.outputs) - sum(by_product.n_tensors for by_product in self.by_products)
 
     def trains(self, output: str) -> frozenset[str]:

@@ -25,7 +25,7 @@ _CPU = torch.device("cpu")
 def faked(model: torch.nn.Module, device: torch.device = _CPU) -> Iterator[FakeTensorMode]:
     """Replace the model's parameters and buffers inside the body by fake tensors of the same shapes and dtypes.
 
-    A tied parameter stays tied. Yields: the mode that the fake tensors belong to.
+    A tied parameter stays tied. Returns: the mode that the fake tensors belong to.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, torch.Tensor] = {}

@@ -46,7 +46,7 @@ _PLAIN = (
 # Whether a function is being inspected; functions that it applies itself are part of it.
 _looking = contextvars.ContextVar("looking", default=False)
 
-# Tensors like those that the captured call returns; autocast, which may affect their dtypes, ends at its node.
+# Tensors like those that the captured call returns: its node runs without autocast, which the function may query.
 _seen: contextvars.ContextVar[tuple[torch.Tensor, ...] | None] = contextvars.ContextVar("seen", default=None)
 
 

@@ -50,7 +50,7 @@ def check_outputs(captured: Captured) -> None:
         if isinstance(output, str) and output in held:
             own = held[output].split()[1]
             raise CaptureError(
-                f"the model's output {name!r} is the {held[output]} itself, which no iteration hands out; return "
+                f"the model's output {name!r} is the {held[output]} itself, which a replay cannot return; return "
                 f"{own}.clone() instead, or leave it out and read {own} from the model after the call"
             )
 

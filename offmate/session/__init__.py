@@ -1,1 +1,1 @@
-"""Sessions: run a compiled model: its training loop, its state on the host, and the user's actions around it."""
+"""Sessions of compiled models: the training loop, the state on the host, and the user's actions around it."""

@@ -52,7 +52,7 @@ class PlannedOptimizer:
             hook(self, (), {})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients from outside the plan, and those that wait behind a gate; the plan has consumed the others."""
+        """Clear gradients from outside the plan and those behind a gate; the plan has consumed the others."""
         self._offmate.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:

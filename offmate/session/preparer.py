@@ -40,7 +40,7 @@ log = logging.getLogger("offmate")
 
 
 class Preparer:
-    """Finds the variant that a call needs, or has it planned.
+    """Finds the variant that a call needs, or plans it.
 
     It knows nothing about the loop: the caller has made sure that a call is allowed now.
 

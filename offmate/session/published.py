@@ -110,7 +110,7 @@ class Published:
         self._note(param, name)
 
     def uncounted(self, names: tuple[str, ...]) -> dict[str, str]:
-        """Describe, per parameter among these, a tensor of another size than planned that the user put into its state."""
+        """Describe, per parameter among these, a tensor in its state that has another size than planned."""
         found: dict[str, str] = {}
         for param, name in self._updater.names.items():
             own = self._host.states.get(name) if name in names else None
