@@ -52,7 +52,7 @@ class Plan:
     classes: how programs are rebuilt from the model, by class key.
     budget_bytes: the device budget that was asked for. fixed_bytes: part of it that no decision changes.
     least_budget_bytes: the smallest device budget that works.
-    lower_bound_s: no plan of the same problem is faster. gap: the relative distance of the program's solution from this bound.
+    lower_bound_s: no plan of the same problem is faster. gap: the relative distance of the program's solution from it.
     status: how the search ended, with advice.
     user_bytes: reserved for what the user's code holds between the model's return and backward().
     allocator_bytes: the part of `fixed_bytes` that the device's allocator takes beyond the tensors in it.
