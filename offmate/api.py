@@ -1,4 +1,4 @@
-"""`offmate.compile` and `offmate.plan`."""
+"""The two entry points: `offmate.compile` and `offmate.plan`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .split import Split
 log = logging.getLogger("offmate")
 
 _ENDLESS_BYTES = 2**62
-_SIZING_S = 20.0  # the most that the search for one batch size takes
+_SIZING_S = 20.0  # time limit of the search for one batch size
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -54,27 +54,27 @@ def compile(
 ) -> Model:
     """Make a model train inside a device-memory budget, with the numbers that plain PyTorch gives.
 
-    The loop around it does not change. Capture, profiling and solving happen at the first batch, or ahead with
-    `offmate.plan`.
+    The training loop around it stays as it is. Capture, profiling and solving happen at the first batch, or ahead of
+    time with `offmate.plan`.
 
     On the emulated device losses, parameters and optimizer states are bit for bit those of the same loop in plain
     PyTorch on a CPU, whatever the split of updates. On a card they are those of plain PyTorch with the same form of
     updates and the same split of them between CPU and card (`model.offmate.split`), since optimizer kernels there round
-    differently; there all plans of a session keep the split of the first one, and a resumed run keeps it by
+    differently. There, all plans of a session keep the split of the first one, and a resumed run keeps it through
     `Config(updates=...)` or `model.offmate.load_plans`.
 
     Parameters
     ----------
     model: any module that torch.export can capture; it is changed in place and stays an instance of its class.
     gpu_budget: device bytes, as an integer or text such as "12GiB"; "auto" takes what is free, less a margin.
-    optimizer: the instance that the loop steps; its updates become part of the plan. `fused` and `foreach` are obeyed;
-        without either it updates as plain PyTorch does on a CPU, on a card fused. Without an optimizer gradients land
-        in `.grad` on the host.
+    optimizer: the instance that the loop steps; its updates become part of the plan. `fused` and `foreach` are
+        respected. If neither is given, updates run as in plain PyTorch on a CPU, and fused on a card. Without an
+        optimizer, gradients end up in `.grad` on the host.
     max_grad_norm: clip the global norm of all gradients to this, as `torch.nn.utils.clip_grad_norm_` before the step
         would; infinity only measures it (`model.offmate.grad_norm`). Needs optimizer=.
-    accumulation_steps: how many forwards and backwards make one optimizer step. Fewer before a step work, but that
-        update then waits for the host. Needs optimizer=; without one, gradients add up in `.grad` as usual.
-    device: "cuda", "cuda:1" or "emulated"; None takes a card where there is one.
+    accumulation_steps: how many forwards and backwards make one optimizer step. A step after fewer of them works, but
+        its update then waits for the host. Needs optimizer=; without one, gradients add up in `.grad` as usual.
+    device: "cuda", "cuda:1" or "emulated"; None takes a card if there is one.
     cpu_budget: host bytes; None or "auto" takes what is available to this process, less a margin.
     plan: one that `offmate.plan` or `offmate.load_plan` returned.
     config: settings of planning.
@@ -120,10 +120,11 @@ def plan(
     Parameters
     ----------
     example_inputs: one batch, as keyword arguments (dict) or positional ones (tuple).
-    hardware: name of a hardware file ("rtx3060", ...) or path of one (`offmate profile` writes such): plan for that
-        machine instead of this one, from its rates. Parameters and batch may then be on the meta device.
+    hardware: name ("rtx3060", ...) or path of a hardware file (`offmate profile` writes one): plan for that machine
+        instead of this one, from its rates. Parameters and batch may then be on the meta device.
     batch_size: plan for this many samples instead of the example's; "auto" takes the size with the most predicted
-        samples per second (`Plan.batch_size`), for training that does not mind. The others: as in `compile`.
+        samples per second (`Plan.batch_size`), for training that tolerates any size.
+    The others: as in `compile`.
 
     Returns: the plan, to look at, save, or hand to `compile`. Raises: as `compile`, and InfeasibleBudget.
     """
@@ -131,11 +132,11 @@ def plan(
     _check_gate(max_grad_norm, accumulation_steps, optimizer is not None)
     check_batch_size(batch_size)
     check_model(model)
-    # No backend changes the plan, and there is nothing to run.
+    # The plan is the same for every backend, and nothing runs.
     config = replace(config, backend="eager")
-    # A machine that is not here has its own device; which one is found here says nothing.
-    here = device if hardware is None else device or "emulated"
-    request = _request(gpu_budget, cpu_budget, here, config, None)
+    # Another machine has its own device, so there is no need to look for one on this machine.
+    planned_device = device if hardware is None else device or "emulated"
+    request = _request(gpu_budget, cpu_budget, planned_device, config, None)
     request = replace(request, micro_batches=accumulation_steps, clips=max_grad_norm is not None)
     names = parameter_names(model, optimizer) if optimizer is not None else {}
     _check_updates(config, names)
@@ -173,7 +174,7 @@ def _machine(hardware: str | None, model: torch.nn.Module) -> Hardware | None:
 
 
 def _elsewhere(request: Request, machine: Hardware, gpu_budget: int | str) -> Request:
-    """The request for a machine that is not here: what was left open is that machine's."""
+    """Return the request for another machine; budgets that were left open become that machine's defaults."""
     if request.automatic_host:
         request = replace(request, host_budget_bytes=machine.host_memory_bytes or _ENDLESS_BYTES)
     if gpu_budget == "auto":
@@ -190,7 +191,7 @@ def _sized(
     machine: Hardware | None,
     say: Progress,
 ) -> Plan:
-    """Plan for a batch of this size; "auto" first asks the solver for the fastest one."""
+    """Plan for a batch of this size; "auto" stands for the size that the solver predicts to be the fastest."""
 
     def planned(size: int | None) -> Plan:
         args, kwargs = batch if size is None else resized(batch, size)

@@ -1,4 +1,4 @@
-"""The settings that few people need to touch, in one frozen place."""
+"""Settings that few users need to change."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _UPDATES = ("auto", "host", "device")
 
 
 def default_cache_dir() -> str:
-    """The cache's folder: `OFFMATE_CACHE_DIR`, else `offmate` in `XDG_CACHE_HOME`, else in `~/.cache`."""
+    """Return the cache folder: `OFFMATE_CACHE_DIR`, else `offmate` in `XDG_CACHE_HOME`, else in `~/.cache`."""
     own = os.environ.get("OFFMATE_CACHE_DIR")
     if own:
         return str(Path(own).expanduser())
     base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification says that a relative path there is invalid and to be ignored.
+    # The XDG specification says that a relative path is invalid and must be ignored.
     folder = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     return str(folder / "offmate")
 
@@ -37,27 +37,28 @@ class Config:
     ----------
     solver_time_limit_s: seconds after which the search for a faster plan ends; the best one found is used.
     solver_gap: the search also ends when the plan is proven within this fraction of the fastest.
-    options_per_block: the most ways to run a block (keep, recompute, offload) that the planner chooses from.
-    outputs: names of the model outputs that are returned, the others are None; "all" returns every one.
-    gradients_into: names of the outputs into which backward() hands a gradient; "auto" takes a scalar output (the loss)
-        where there is one, else every output that can have a gradient.
-    cache_dir: folder of cached plans and profiles, None caches nothing.
-    solver: "highs" or "cbc"; None takes HiGHS where it is installed, else CBC.
+    options_per_block: the planner chooses from at most this many ways to run a block (keep, recompute, offload).
+    outputs: names of the model outputs to return, the others are None; "all" returns every one.
+    gradients_into: names of the outputs that receive a gradient from backward(); "auto" takes a scalar output (the
+        loss) if there is one, otherwise every output that can have a gradient.
+    cache_dir: folder of cached plans and profiles; None disables caching.
+    solver: "highs" or "cbc"; None takes HiGHS if it is installed, otherwise CBC.
     turn_around_steps: steps without compute between the last backward and the next forward, for the updates
         of the first blocks.
-    shape_buckets: sizes, ascending. A batch takes over the decisions of the plan for a larger one, without a search of
-        its own, if for every dimension both sizes lie between the same two of these; without any, always. Batches are
-        never padded, since that changes numbers.
-    max_plans: how many plans are kept in memory, for training and for evaluation each; the one used longest ago goes.
-    backend: what runs the blocks. "eager": PyTorch's own operators, one by one, with their bits. "inductor": each class
-        of blocks compiled with torch's Inductor, where that needs no more memory than planned. Its numbers differ from
-        plain PyTorch's by rounding, and the plan goes on predicting eager's seconds.
-    updates: who makes planned updates. "auto": the planner decides for each parameter; "host" and "device": that one
-        makes all of them; a `Split`, such as `plan.split`: each parameter is updated where an earlier plan had it
-        updated. On the emulated device this changes no bits. On a card it does, since the kernels of a CPU and of a
-        card round differently: numbers are the same bit for bit where the split is.
+    shape_buckets: ascending sizes. A batch reuses the decisions of the plan for a larger one, without a search, if in
+        every dimension both sizes lie between the same two of these. An empty tuple always allows this. Batches are
+        never padded, since that would change numbers.
+    max_plans: how many plans are kept in memory, for training and for evaluation each; the least recently used one is
+        dropped.
+    backend: what runs the blocks. "eager": PyTorch's own operators, one by one, bit for bit. "inductor": each class of
+        blocks is compiled with torch's Inductor, where that needs no more memory than planned. Its numbers differ from
+        plain PyTorch's by rounding, and the plan still predicts the seconds of eager execution.
+    updates: which side makes the planned updates. "auto": the planner decides for each parameter; "host" or "device":
+        that side makes all of them; a `Split`, such as `plan.split`: each parameter is updated on the side where an
+        earlier plan had it updated. On the emulated device this changes no bits. On a card it does, since CPU and GPU
+        kernels round differently: numbers are the same bit for bit if the split is the same.
 
-    Raises: TypeError, ValueError naming the field, its value and what it may be.
+    Raises: TypeError, ValueError naming the field, its value and the values that are allowed.
     """
 
     solver_time_limit_s: float = 60.0

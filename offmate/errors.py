@@ -1,21 +1,22 @@
-"""Every error that offmate raises on purpose. Each says what happened, the values, and what to try."""
+"""The errors that offmate raises on purpose; each says what happened, with which values, and what to try."""
 
 from __future__ import annotations
 
 
 class OffmateError(RuntimeError):
-    """The root of all errors below; `except OffmateError` catches whatever offmate refuses to do."""
+    """Base class of all errors below; `except OffmateError` catches everything that offmate refuses to do."""
 
 
 class InfeasibleBudget(OffmateError):
-    """No plan keeps the budgets.
+    """No plan stays within the budgets.
 
-    Raised before training, or before the second iteration of a kind where the first one has shown that the user's own
-    code holds more on the device between forward and backward() than the budget leaves; never inside an iteration.
+    Raised before training, or before the second iteration of a kind if the first one has shown that the user's own
+    code holds more on the device between forward and backward() than the budget leaves. Never raised inside an
+    iteration.
 
     Parameters
     ----------
-    message: what does not fit, the values, and ways out.
+    message: what does not fit, the values, and remedies.
     budget_bytes: the device budget that was asked for.
     least_budget_bytes: the smallest device budget that works, None if none does (too little host memory).
     block: name of the block that binds at the least budget, None if no block does.
@@ -50,12 +51,12 @@ class ProtocolError(OffmateError):
 
 
 class PlanFileError(OffmateError):
-    """A saved plan cannot be read, or is of another model, batch, device or version."""
+    """A saved plan cannot be read, or belongs to another model, batch, device or version."""
 
 
 class DeviceError(OffmateError):
-    """The device is absent, cannot do what is asked, or failed; parameters and states are of one update."""
+    """The device is absent, cannot do what is asked, or failed; parameters and states all belong to one update."""
 
 
 class BudgetExceeded(DeviceError):
-    """The device's ledger would pass its limit; the allocation was refused and the budget kept."""
+    """The device's ledger would exceed its limit; the allocation was refused and the budget kept."""

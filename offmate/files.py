@@ -1,4 +1,4 @@
-"""Files written whole or not at all."""
+"""Atomic file writes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write text to a file that until then has its old content, or none; missing folders are made."""
+    """Write text to a file atomically, so that it holds the old content or the new; create missing folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -1,4 +1,4 @@
-"""Progress of planning on screen, where there is one."""
+"""Progress bars of planning, shown where stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 Progress = Callable[[str, float], None]
-"""Told the phase of planning and how much of it is done, from 0 to 1."""
+"""A callback that takes the phase of planning and the fraction of it that is done, from 0 to 1."""
 
 _quiet: list[bool] = []
 
 
 @contextlib.contextmanager
 def quiet(wanted: bool) -> Iterator[None]:
-    """No progress bars inside the `with` block, if wanted."""
+    """Suppress progress bars inside the `with` block, if wanted."""
     _quiet.extend([True] * wanted)
     try:
         yield
@@ -28,7 +28,7 @@ def quiet(wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def planning_progress(what: str = "planning") -> Iterator[Progress]:
-    """A progress bar on stderr with the phase of planning, or of `what`; nothing where stderr is no terminal."""
+    """Show a progress bar of planning, or of `what`, on stderr; none inside `quiet` or if stderr is not a terminal."""
     if _quiet or not sys.stderr.isatty():
         yield lambda phase, share: None
         return

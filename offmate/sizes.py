@@ -1,4 +1,4 @@
-"""Sizes in bytes, read from what people write and written as people read them."""
+"""Sizes in bytes: parsed from what users write, and formatted for reading."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNIT_BYTES |= {f"{prefix}IB": 1024**power for power, prefix in enumerate(_PREFI
 
 
 def parse_bytes(value: int | str) -> int:
-    """The number of bytes that a size means, fractions of a byte rounded down.
+    """Parse a size into a number of bytes, rounding fractions of a byte down.
 
     Parameters
     ----------
@@ -25,7 +25,7 @@ def parse_bytes(value: int | str) -> int:
     Returns: bytes, at least 1.
 
     Raises: TypeError for anything but an integer or text (a float is not a number of bytes), ValueError for
-    text that is no size, an unknown unit, bits (a lower-case b), and a size that is not positive.
+    text that is not a size, an unknown unit, bits (a lower-case b), and a size that is not positive.
     """
     if isinstance(value, str):
         return _positive(_parse_text(value), value)
@@ -35,7 +35,7 @@ def parse_bytes(value: int | str) -> int:
 
 
 def format_bytes(size_bytes: int) -> str:
-    """The size in binary units to three significant digits, such as "1.5 GiB", rounded to the nearest.
+    """Format a size in binary units with three significant digits, such as "1.5 GiB", rounded to the nearest.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ def format_bytes(size_bytes: int) -> str:
 
 
 def format_least_bytes(size_bytes: int) -> str:
-    """The size in binary units, rounded up, so that what is printed suffices when it is typed as a budget.
+    """Format a size in binary units, rounded up, so that the printed size suffices when typed as a budget.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ def _positive(size_bytes: int, value: int | str) -> int:
 
 
 def _binary_unit(size_bytes: int) -> tuple[int, str]:
-    """The largest binary unit that the size reaches, in bytes, and its name."""
+    """Return the largest binary unit that the size reaches, in bytes, and its name."""
     for power in range(len(_PREFIXES), 0, -1):
         if size_bytes >= 1024**power:
             return 1024**power, f"{_PREFIXES[power - 1]}iB"
@@ -92,7 +92,7 @@ def _binary_unit(size_bytes: int) -> tuple[int, str]:
 
 
 def _decimals(size_bytes: int, unit_bytes: int) -> int:
-    """Digits after the point that make three significant ones; whole bytes have none."""
+    """Return the number of decimals that gives three significant digits; whole bytes have none."""
     if unit_bytes == 1:
         return 0
     whole_digits = len(str(size_bytes // unit_bytes))

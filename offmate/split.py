@@ -1,4 +1,4 @@
-"""Who updates which parameter, to be kept from one plan to the next."""
+"""The split of updates: which side updates which parameter, to be kept from one plan to the next."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Updates = Literal["auto", "host", "device"]
 
 @dataclass(frozen=True)
 class Split:
-    """Which parameters the host updates, and which the device; the planner decides about all others.
+    """The parameters that the host updates, and those that the device updates; the planner decides about all others.
 
-    Kernels of a CPU and of a card round differently. So numbers stay the same from one plan to another only if each
+    CPU and GPU kernels round differently. So numbers stay the same from one plan to another only if each
     parameter is updated on the same side: take `plan.split` or `model.offmate.split`, and give it as
     `Config(updates=...)`.
 
     Parameters
     ----------
-    host, device: names of parameters, as `model.named_parameters()` has them; kept in order.
+    host, device: names of parameters, as in `model.named_parameters()`; they are stored sorted.
 
-    Raises: TypeError, ValueError if these are no names, or one is on both sides.
+    Raises: TypeError if these are not names, ValueError if one is on both sides.
     """
 
     host: tuple[str, ...] = ()
@@ -40,36 +40,36 @@ class Split:
             raise ValueError(f"{min(both)} is on both sides of a split")
 
     def side_of(self, name: str) -> Side:
-        """Who updates a parameter; "any" leaves it to the planner."""
+        """Return the side that updates a parameter; "any" leaves it to the planner."""
         return "host" if name in self.host else "device" if name in self.device else "any"
 
     def agrees(self, other: Split) -> bool:
-        """Whether no parameter is on one side here and on the other side there."""
+        """Return whether no parameter is on opposite sides of the two splits."""
         return not set(self.host) & set(other.device) and not set(self.device) & set(other.host)
 
     def joined(self, newer: Split) -> Split:
-        """Both splits as one; where they do not agree the newer one counts."""
+        """Merge both splits; where they disagree, the newer one counts."""
         known = {*newer.host, *newer.device}
         host, device = (set(names) - known for names in (self.host, self.device))
         return Split((*host, *newer.host), (*device, *newer.device))
 
     def among(self, names: tuple[str, ...]) -> Split:
-        """What it says of these parameters."""
+        """Restrict the split to these parameters."""
         known = set(names)
         return Split(tuple(known & set(self.host)), tuple(known & set(self.device)))
 
     def to_dict(self) -> dict[str, list[str]]:
-        """As JSON's own types."""
+        """Convert the split to JSON types."""
         return {"host": list(self.host), "device": list(self.device)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Split:
-        """The split that `to_dict` gave `data` for. Raises: KeyError, TypeError, ValueError if it is damaged."""
+        """Rebuild a split from the output of `to_dict`. Raises: KeyError, TypeError, ValueError if it is damaged."""
         return cls(tuple(data["host"]), tuple(data["device"]))
 
 
 def side_of(updates: Updates | Split, name: str) -> Side:
-    """Who may update a parameter under a setting of `Config.updates`."""
+    """Return the side that may update a parameter under a setting of `Config.updates`."""
     if isinstance(updates, Split):
         return updates.side_of(name)
     return "any" if updates == "auto" else updates

@@ -1,7 +1,7 @@
-"""What is used of transformers without being public there: the one place to look at when another version comes.
+"""Private names of transformers that are used: the one place to check when a new version comes out.
 
-Everything here is known to be right in transformers 5.23.0. Deciders that an older one lacks are passed over.
-`tests/house/private_names.py` lists the names, as those of torch.
+Everything in this module is known to be right for transformers 5.23.0. Deciders that an older version lacks are
+skipped. `tests/house/private_names.py` lists the names, together with those of torch.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ DECIDERS = (PACKED, "_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa
 """The functions that look at the batch and pick attention kernels for it; models call them by themselves."""
 
 COLLECTING = "transformers.utils.output_capturing"
-"""The module of hooks that only collect outputs, put on at the first forward; they carry no mark."""
+"""The module of the hooks that only collect outputs; the first forward installs them, and they carry no mark."""
 
 HOOKS_INSTALLED = "_output_capturing_hooks_installed"
-"""The attribute that says that they are there."""
+"""The attribute that says that these hooks are installed."""
 
 
 def masking() -> Any:
-    """Give the module that the deciders are in, None where there is none."""
+    """Return the module that holds the deciders, or None if it cannot be imported."""
     if importlib.util.find_spec("transformers") is None:
         return None
     try:
@@ -45,11 +45,11 @@ def masking() -> Any:
 
 @contextlib.contextmanager
 def deciders_replaced(module: Any, by: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Have other functions decide while the block runs.
+    """Let other functions decide inside the `with` block.
 
     Parameters
     ----------
-    module: what `masking` gives. by: from a decider's name and itself to what takes its place.
+    module: the one that `masking` returns. by: maps a decider's name and the decider to its replacement.
     """
     with contextlib.ExitStack() as stack:
         for name in DECIDERS:
@@ -60,11 +60,11 @@ def deciders_replaced(module: Any, by: Callable[[str, Callable[..., Any]], Calla
 
 @contextlib.contextmanager
 def masks_as_in_eager(module: Any) -> Iterator[None]:
-    """Have deciders look at the batch during export too.
+    """Let the deciders look at the batch during export, too.
 
     Parameters
     ----------
-    module: what `masking` gives.
+    module: the one that `masking` returns.
     """
     if not hasattr(module, "is_torchdynamo_exporting"):  # not in all versions
         yield
@@ -75,7 +75,7 @@ def masks_as_in_eager(module: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def experts_as_in_export() -> Iterator[None]:
-    """Have experts take the road that export takes: their grouped product has no fake kernel for float32."""
+    """Make experts take the code path of export: their grouped product has no fake kernel for float32."""
     found = importlib.util.find_spec("transformers.integrations.moe") is not None
     experts = importlib.import_module("transformers.integrations.moe") if found else None
     if not hasattr(experts, "is_torchdynamo_compiling"):
@@ -86,24 +86,24 @@ def experts_as_in_export() -> Iterator[None]:
 
 
 def kept_in_float32(model_class: Any) -> list[str]:
-    """Give the names of the modules that a class keeps in float32, whatever dtype it is loaded in."""
+    """List the names of the modules that a class keeps in float32, whatever dtype it is loaded in."""
     return [*(model_class._keep_in_fp32_modules or ()), *(model_class._keep_in_fp32_modules_strict or ())]
 
 
 def let_see_one_gpu(arguments: Any) -> None:
-    """Have training arguments know of one GPU at most; several would be for DataParallel, which has no switch."""
+    """Let training arguments know of one GPU at most: with several, DataParallel would run, which has no switch."""
     arguments._n_gpu = min(arguments.n_gpu, 1)
 
 
 class PlannedSteps(_Base):
-    """Mixed into a Trainer whose plan clips: where it clips, logs and loads without a public way to join in."""
+    """Mixin for a Trainer whose plan clips: overrides where it clips, logs and loads, which has no public hook."""
 
     def loaded_from(self, checkpoint: str) -> None:
-        """Tell that the optimizer and the scheduler were loaded."""
+        """Handle that the optimizer and the scheduler were loaded."""
         raise NotImplementedError
 
     def planned_norm(self, grad_norm: Any) -> Any:
-        """Give the gradient norm to log, from what the Trainer would."""
+        """Return the gradient norm to log, given the one that the Trainer would log."""
         raise NotImplementedError
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
@@ -112,10 +112,10 @@ class PlannedSteps(_Base):
             self.loaded_from(checkpoint)
 
     def _clip_grad_norm(self, model: Any) -> None:
-        """The plan clips."""
+        """Do nothing, since the plan clips."""
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
-        """The plan measures the norm when the optimizer steps."""
+        """Return None, since the plan measures the norm when the optimizer steps."""
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(tr_loss, self.planned_norm(grad_norm), *args, **kwargs)

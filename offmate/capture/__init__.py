@@ -1,1 +1,1 @@
-"""Capture: from a model and a batch to a chain of blocks, each traced as eager runs it."""
+"""Capture: turns a model and a batch into a chain of blocks, each traced as eager mode runs it."""

@@ -1,4 +1,4 @@
-"""How plain PyTorch's gradients arrive at parameters: in which order, and which of them in several parts."""
+"""The arrival of gradients at parameters in plain PyTorch: their order, and which of them come in several parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Arrivals:
 
     Parameters
     ----------
-    order: in which they are complete. summed: those that autograd adds up from several places of the model.
+    order: names in the order of completion. summed: those that autograd adds up from several places of the model.
     """
 
     order: tuple[str, ...] = ()
@@ -23,7 +23,7 @@ class Arrivals:
 
 
 def arrivals(blocks: Sequence[TracedBlock], params: dict[str, str]) -> Arrivals:
-    """How the gradients arrive that a chain of blocks makes.
+    """Find out how the gradients that a chain of blocks makes arrive.
 
     Parameters
     ----------

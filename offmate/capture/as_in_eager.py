@@ -1,4 +1,4 @@
-"""What a trace would do otherwise than eager, done as eager does: writes, strides, and autocast in the backward."""
+"""Corrections where a trace would differ from eager mode: writes, strides, and autocast in the backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .functions import as_eager
 
 
 def copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """What a write leaves in `target`; of a slice, the kernel of `copy` would make the whole storage."""
+    """Return what a write leaves in `target`; for a slice, the kernel of `copy` would make the whole storage."""
     order = sorted(range(target.dim()), key=target.stride, reverse=True)
     value = source.expand(target.shape).permute(order).to(target.dtype)
     back = sorted(range(target.dim()), key=order.__getitem__)
@@ -22,7 +22,7 @@ def copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
 
 
 def run_openly(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator so that the trace shows what its kernel writes without saying so."""
+    """Run an operator so that the trace shows the writes of its kernel that the schema does not declare."""
     copies = {position: args[position].clone() for position in _silent_writes(target, args)}
     result = as_eager(target)(*(copies.get(position, value) for position, value in enumerate(args)), **kwargs)
     for position, copy in copies.items():
@@ -31,7 +31,7 @@ def run_openly(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _silent_writes(target: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Positions of such arguments: the running statistics that cuDNN's batch normalisation writes in training."""
+    """Return the positions of such arguments: running statistics that cuDNN's batch norm writes in training."""
     if target is not torch.ops.aten.batch_norm.default or args[0].device.type != "cuda" or not args[5]:
         return ()
     return tuple(position for position in (3, 4) if args[position] is not None)
@@ -40,13 +40,13 @@ def _silent_writes(target: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
 class LayoutsKept(TorchDispatchMode):
     """Lets a tensor that was written in place keep its strides.
 
-    The operator that takes the place of a write gives its result strides of its own. Kernels round by the layout of
-    what they read: of a slice, vectors end with every row.
+    The operator that replaces a write gives its result other strides. But rounding in kernels depends on the layout of
+    their inputs: in a slice, vectors end with every row.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         written = args[0] if schema_of(func).is_mutable and args else None
-        # `transpose_` and its like write no value: strides are what they change.
+        # `transpose_` and similar operators write no value: they change strides.
         if not isinstance(written, FunctionalTensor) or torch.Tag.inplace_view in func.tags:
             return func(*args, **(kwargs or {}))
         stride = written.stride()

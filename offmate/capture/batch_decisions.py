@@ -1,8 +1,8 @@
-"""Rule 1 of capture: what eager decides from data, capture decides alike.
+"""Rule 1 of capture: decisions that eager mode takes from data are the same in capture.
 
 transformers looks at the batch ("is nothing padded?", "is this a packed sequence?") and picks other kernels for it.
-Under tracing it cannot look. So those decisions are recorded on the real batch, held while the model is exported, and
-asked again for every batch: another outcome needs another capture.
+Under tracing it cannot look. So those decisions are recorded on the real batch, fixed while the model is exported, and
+taken again for every batch: another outcome needs another capture.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .data_dependent import named
 
 @dataclass(frozen=True)
 class Decision:
-    """One decision that eager took from data.
+    """A decision that eager mode took from data.
 
     Parameters
     ----------
     decider: name of the function that decided.
     outcome: True if it found nothing special (no mask is needed, nothing is packed).
     source: index of the batch tensor it looked at, in flattening order; None if it looked at none.
-    args: its other arguments, kept to ask it again.
+    args: its other arguments, kept to call it again.
     """
 
     decider: str
@@ -43,8 +43,8 @@ class Decision:
 def record(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Decision, ...]:
     """Run the model once with fake parameters and the real batch, and note what it decides from the batch.
 
-    Whatever depends on a parameter is fake and costs nothing; whatever depends on the batch alone is computed as eager
-    does.
+    Everything that depends on a parameter is fake and costs nothing; everything that depends on the batch alone is
+    computed as in eager mode.
 
     Returns: the decisions in the order in which they were taken; empty where transformers is absent.
     """
@@ -134,7 +134,7 @@ def _depends(
     position: int,
     looked_at: torch.Tensor | None,
 ) -> bool:
-    """Whether what the decider looked at changes with that batch tensor: several may hold the same values."""
+    """Return whether the decider's tensor changes with that batch tensor, since several may hold the same values."""
     changed = list(leaves)
     changed[leaf] = (leaves[leaf] == 0).to(leaves[leaf].dtype)
     calls = _listen(module, model, *pytree.tree_unflatten(changed, spec))
@@ -146,7 +146,7 @@ def _may_decide(model: torch.nn.Module) -> bool:
 
 
 def ask_again(decisions: tuple[Decision, ...], batch: list[torch.Tensor]) -> tuple[bool, ...]:
-    """The outcomes for another batch of the same shapes.
+    """Take the decisions again for another batch of the same shapes.
 
     Parameters
     ----------
@@ -169,7 +169,7 @@ def ask_again(decisions: tuple[Decision, ...], batch: list[torch.Tensor]) -> tup
 
 @contextlib.contextmanager
 def hold(decisions: tuple[Decision, ...]) -> Iterator[None]:
-    """Let the deciders answer during export what they answered on the real batch, in the same order."""
+    """Let the deciders give during export the answers that they gave on the real batch, in the same order."""
     module = masking()
     if module is None or not decisions:
         yield

@@ -1,4 +1,4 @@
-"""From the chain to specified and traced blocks: who reads what, who gets a gradient from whom, which are one class."""
+"""Specifies and traces the blocks of a chain: what each reads, where gradients flow, and which share a class."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class TracedBlock:
 
     Parameters
     ----------
-    spec: what this very block reads and hands on.
-    key: its class.
+    spec: what this particular block reads and hands on.
+    key: the key of its class.
     joint: the class's graph; externals and results correspond by position.
     """
 
@@ -45,8 +45,8 @@ def trace_blocks(
     Parameters
     ----------
     trainable: placeholder names of parameters that require a gradient.
-    differentiated: names of the nodes among the model's outputs into which the user's backward hands a gradient.
-    progress: told how many of how many blocks are done.
+    differentiated: names of the output nodes that receive a gradient from the user's backward.
+    progress: called with the number of blocks done, and of all blocks.
 
     Returns: the blocks in chain order.
     """
@@ -68,7 +68,7 @@ def trace_blocks(
 
 
 class _Layout:
-    """Who reads what across blocks; `gradients` (strides by node) grows while blocks are traced from last to first."""
+    """Dependences across blocks; `gradients` (strides by node) grows while blocks are traced from last to first."""
 
     def __init__(
         self, captured: Captured, chain: Chain, trainable: frozenset[str], differentiated: frozenset[str]
@@ -93,7 +93,7 @@ class _Layout:
         self.gradients = {n: dense_stride(n.meta["fake"]) for n in captured.graph.nodes if n.name in differentiated}
 
     def _with_views(self, block: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
-        """The block's nodes, preceded by those views of resting tensors that it reads from earlier blocks."""
+        """Return the block's nodes, preceded by the views of resting tensors that it reads from earlier blocks."""
         own = set(block)
         pulled: list[fx.Node] = []
 
@@ -112,7 +112,7 @@ class _Layout:
         return (*pulled, *block)
 
     def _gathers(self, node: fx.Node) -> bool:
-        """Whether gradients of several blocks add up in a view of a parameter before they reach the parameter."""
+        """Return whether gradients of several blocks add up in a view of a parameter before reaching the parameter."""
         readers = {self.chain.made_in[user] for user in node.users if user in self.chain.made_in}
         return len(readers) > 1 and any(self.chain.facts[node].requires_grad)
 

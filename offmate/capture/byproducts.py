@@ -1,4 +1,4 @@
-"""What a forward leaves besides its result: attributes that it sets, and values that hooks look at."""
+"""By-products of a forward: attributes that it sets, and values that hooks look at."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tree:
-    """Tensors and other values in containers, without the tensors.
+    """The structure of nested containers of tensors and other values, without the tensors.
 
     Parameters
     ----------
-    rest: per leaf None for a tensor, else the leaf in a tuple. spec: how the leaves belong together.
+    rest: per leaf None for a tensor, else the leaf in a tuple. spec: the structure of the containers.
     """
 
     rest: tuple[tuple[Any] | None, ...]
@@ -29,13 +29,13 @@ class Tree:
 
     @staticmethod
     def of(value: Any) -> tuple[Tree, list[torch.Tensor]]:
-        """A value's tree, and its tensors."""
+        """Split a value into its tree and its tensors."""
         leaves, spec = pytree.tree_flatten(value)
         rest = tuple(None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves)
         return Tree(rest, spec), [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def filled(self, tensors: list[torch.Tensor]) -> Any:
-        """The value with these tensors."""
+        """Rebuild the value with these tensors."""
         values = iter(tensors)
         return pytree.tree_unflatten([next(values) if r is None else r[0] for r in self.rest], self.spec)
 
@@ -54,17 +54,17 @@ class Setting:
     tree: Tree
 
     def deliver(self, tensors: list[torch.Tensor]) -> None:
-        """Set it."""
+        """Set the attribute or entry."""
         put(self.holder, self.name, self.tree.filled(tensors))
 
 
 @dataclass(frozen=True)
 class Look:
-    """A forward hook inside the model that only looks.
+    """A forward hook inside the model that only looks at values.
 
     Parameters
     ----------
-    tree: of what it is given besides the module.
+    tree: the structure of its arguments besides the module.
     """
 
     hook: Callable[..., Any]
@@ -72,18 +72,18 @@ class Look:
     tree: Tree
 
     def deliver(self, tensors: list[torch.Tensor]) -> None:
-        """Call it."""
+        """Call the hook."""
         self.hook(self.module, *self.tree.filled(tensors))
 
 
 @dataclass(frozen=True)
 class ByProduct:
-    """One thing that a forward leaves besides its result.
+    """A by-product of a forward: an attribute that it sets, or a hook that looks.
 
     Parameters
     ----------
-    name: of the attribute, or of the module and its hook. n_tensors: how many it consists of. use: what is done with
-        those of a call.
+    name: of the attribute, or of the module and its hook. n_tensors: how many tensors it consists of. use: what is done
+        with the tensors of a call.
     """
 
     name: str
@@ -95,7 +95,7 @@ GONE = object()
 
 
 def put(holder: Any, name: Any, value: Any) -> None:
-    """Set an attribute or an entry, past what setting a module's attribute does besides; `GONE` takes it away."""
+    """Set an attribute or an entry, bypassing a module's own `__setattr__`; the value `GONE` deletes it."""
     entries = holder if isinstance(holder, dict | list | collections.deque) else getattr(holder, "__dict__", None)
     if entries is None:
         setattr(holder, name, value)
@@ -106,7 +106,7 @@ def put(holder: Any, name: Any, value: Any) -> None:
 
 
 def deliver(by_products: list[tuple[ByProduct, list[torch.Tensor]]], watch: Watch) -> None:
-    """Set the attributes that a call has set, and call the hooks that look at its values."""
+    """Set the attributes that the call of the forward sets, and call the hooks that look at its values."""
     settings = [(b.use, tensors) for b, tensors in by_products if isinstance(b.use, Setting)]
     for setting, tensors in settings:
         setting.deliver(tensors)

@@ -1,7 +1,7 @@
-"""Which parameters autocast casts once for several uses, as its cache does, so that their gradients add up rounded.
+"""Finds parameters that autocast's cache casts once for several uses, so that their gradients add up rounded.
 
-Under `torch.autocast` eager casts a parameter at its first use and keeps the copy until the region ends. Gradients of
-later uses are added in the lower precision, to the copy's, before they are cast back.
+Under `torch.autocast`, eager mode casts a parameter at its first use and keeps the copy until the region ends. The
+gradients of all uses are added up in the lower precision, at the copy, before they are cast back.
 """
 
 from __future__ import annotations
@@ -23,13 +23,10 @@ _EXPLICIT = (*CASTS, "offmate.")
 
 
 class Casts(TorchDispatchMode):
-    """Sees which parameters autocast casts for which node, while a flat graph runs.
+    """Watches which parameters autocast casts for which node, while a flat graph runs.
 
-    State: `_seen`, per parameter the region and precision of every cast.
-
-    Parameters
-    ----------
-    params: placeholders' values by identity are filled in by `knows`.
+    State: `_nodes`, placeholders of trained parameters by the identity of their values, from `knows`; `_seen`, per
+    parameter the region and precision of every cast.
     """
 
     def __init__(self) -> None:
@@ -41,12 +38,12 @@ class Casts(TorchDispatchMode):
         self._at: fx.Node | None = None
 
     def knows(self, node: fx.Node, value: torch.Tensor) -> None:
-        """The placeholder of a trained parameter has this value."""
+        """Note that the placeholder of a trained parameter has this value."""
         self._nodes[id(value)] = node
 
     @contextlib.contextmanager
     def of(self, node: fx.Node) -> Iterator[None]:
-        """Watch the casts for a node, if it can have any; without a cache, so that each one is seen."""
+        """Watch the casts for a node, if it can have any; the cache is off, so that each one is seen."""
         region = node.meta["region"]
         explicit = str(node.target).startswith(_EXPLICIT)
         if explicit or not region.grad or not (self._around or region.autocast is not None):
@@ -68,7 +65,7 @@ class Casts(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _region(self) -> object:
-        """What the copy lives as long as."""
+        """Return a key for the lifetime of the copy: casts with equal keys and precisions share one copy."""
         assert self._at is not None
         region = self._at.meta["region"]
         if self._around:
@@ -77,9 +74,9 @@ class Casts(TorchDispatchMode):
         return region.instance if (self._shared if cache is None else cache) else object()
 
     def rounded(self, graph: fx.Graph) -> dict[fx.Node, torch.dtype]:
-        """Parameters of which one copy has several uses, with its precision.
+        """Return the parameters of which one copy has several uses, with the copy's precision.
 
-        Raises: CaptureError for one that has other uses too, whose sum is not known to be eager's.
+        Raises: CaptureError for one that has other uses, too: then the order of the sum in eager mode is not known.
         """
         uses: Counter[fx.Node] = Counter()
         for node in graph.nodes:
@@ -99,6 +96,6 @@ class Casts(TorchDispatchMode):
 
 
 def added(total: torch.Tensor, part: torch.Tensor, precision: torch.dtype | None) -> torch.Tensor:
-    """The sum of two gradients; where both are of one copy in a lower precision, rounded as there."""
+    """Add two gradients; if both belong to one copy in a lower precision, round the sum to that precision."""
     both = total + part
     return both if precision is None else both.to(precision).to(both.dtype)

@@ -1,4 +1,4 @@
-"""From the flat graph to a chain of blocks: what depends on parameters, where the chain is narrow, where to cut."""
+"""Cuts the flat graph into a chain of blocks: finds what depends on parameters, and cuts where the chain is narrow."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from .effects import is_random, updates_stats, writes
 from .export import Captured
 from .functions import as_eager
 
-_LONG_BLOCK_NODES = 48  # a longer stretch without a narrow point is cut at the narrowest wider one
+_LONG_BLOCK_NODES = 48  # a longer stretch without a narrow point is cut at its narrowest point
 _WIDEST_INTERFACE = 8
 _SMALL_BLOCK_SHARE = 0.02  # of the mean block's bytes: smaller ones are merged into a neighbour
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a node's value is, found by running the graph on fake tensors.
+    """Facts about a node's value, found by running the graph on fake tensors.
 
     Parameters
     ----------
     value: fake tensor, or a tuple of them.
     storages: identity of the storage behind each tensor of the value.
-    requires_grad: per tensor of the value.
+    requires_grad: whether each tensor of the value requires a gradient.
     written: storages that the node writes into.
     """
 
@@ -53,7 +53,7 @@ class Chain:
     blocks: the nodes of each block, in program order.
     facts: per node of the flat graph.
     made_in: block index of every chain node.
-    rounded: parameters whose gradients add up in a lower precision, and which (`Casts`).
+    rounded: parameters whose gradients add up in a lower precision -> that precision (see `Casts`).
     """
 
     prelude: tuple[fx.Node, ...]
@@ -100,7 +100,7 @@ def partition(captured: Captured, trainable: frozenset[str]) -> Chain:
 def run_fake(captured: Captured, trainable: frozenset[str]) -> tuple[dict[fx.Node, Facts], dict[fx.Node, torch.dtype]]:
     """Run the flat graph on fake tensors with autograd on, and note storages and gradients of every node.
 
-    Returns: the facts, and the parameters whose gradients add up in a lower precision.
+    Returns: the facts, and the parameters whose gradients add up in a lower precision, with that precision.
     """
     mode, casts = FakeTensorMode(), Casts()
     env: dict[fx.Node, Any] = {}
@@ -119,7 +119,7 @@ def run_fake(captured: Captured, trainable: frozenset[str]) -> tuple[dict[fx.Nod
                     casts.knows(node, value)
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
-            # A leaf may not be written in place under autograd; what eager allows there is under no_grad.
+            # Autograd forbids writing into a leaf; where eager mode allows it, the region is under no_grad.
             with mode, node.meta["region"].entered(), casts.of(node):
                 value = as_eager(node.target)(*args, **kwargs)
             if writes(node):
@@ -132,7 +132,7 @@ def run_fake(captured: Captured, trainable: frozenset[str]) -> tuple[dict[fx.Nod
             (),
             written,
         )
-    # Asked at the end: a write through a view makes its base require a gradient later.
+    # Read at the end, since a write through a view makes its base require a gradient later.
     facts = {n: replace(f, requires_grad=_require_grad(f.value)) for n, f in facts.items()}
     return facts, casts.rounded(captured.graph)
 
@@ -152,7 +152,7 @@ def _written(node: fx.Node, args: Any, kwargs: dict[str, Any]) -> tuple[int, ...
 
 
 def _reads_of_writes(captured: Captured, facts: dict[fx.Node, Facts]) -> list[tuple[fx.Node, fx.Node]]:
-    """Who writes into a storage, with everyone who reads it afterwards."""
+    """List pairs of a node that writes into a storage and a later node that reads it."""
     edges: list[tuple[fx.Node, fx.Node]] = []
     writers: dict[int, fx.Node] = {}
     for node in captured.graph.nodes:
@@ -165,19 +165,19 @@ def _reads_of_writes(captured: Captured, facts: dict[fx.Node, Facts]) -> list[tu
 
 
 def written_storages(node: fx.Node, captured: Captured, facts: dict[fx.Node, Facts]) -> frozenset[int]:
-    """Storages that a node writes into, running statistics included."""
+    """Return the storages that a node writes into, including running statistics."""
     stats = [a for a in node.all_input_nodes if a.name in captured.buffers] if updates_stats(node) else []
     return frozenset({*facts[node].written, *(s for a in stats for s in facts[a].storages)})
 
 
 def _touches_state(node: fx.Node, captured: Captured) -> bool:
-    """Writes into buffers belong to the chain, so that they happen in program order, once."""
+    """Return whether a node writes into buffers: it then belongs to the chain, to run once and in program order."""
     reads_buffer = any(a.name in captured.buffers for a in node.all_input_nodes)
     return reads_buffer and (writes(node) or updates_stats(node))
 
 
 def _written_late(graph: fx.Graph, facts: dict[fx.Node, Facts], chained: set[fx.Node]) -> set[fx.Node]:
-    """Nodes whose storage a chain node writes are of the chain, with all that depends on them."""
+    """Find nodes whose storage a chain node writes, and all that depends on them; they belong to the chain, too."""
     targets = {s for n in chained if n in facts for s in facts[n].written}
     late: set[fx.Node] = set()
     for node in graph.nodes:
@@ -202,7 +202,7 @@ def _check_writes(captured: Captured, facts: dict[fx.Node, Facts], chain: list[f
 
 
 def _cuts(chain: list[fx.Node], facts: dict[fx.Node, Facts], captured: Captured) -> list[int]:
-    """Positions k such that a block may end before chain[k], ascending."""
+    """List the positions k, ascending, such that chain[k] may begin a new block."""
     widths = _widths(chain, facts, captured)
     cuts = [k for k, width in enumerate(widths) if k and width is not None and width[0] == 1]
     cuts = _first_of_runs(cuts, chain, facts)
@@ -214,7 +214,7 @@ def _cuts(chain: list[fx.Node], facts: dict[fx.Node, Facts], captured: Captured)
 
 
 def _wider_cuts(start: int, end: int, widths: list[tuple[int, int] | None]) -> list[int]:
-    """Where a stretch is long and has no narrow point, cut at the narrowest of its wider ones."""
+    """Cut a long stretch without a narrow point recursively at its narrowest points."""
     if end - start <= _LONG_BLOCK_NODES:
         return []
     margin = _LONG_BLOCK_NODES // 6
@@ -232,10 +232,10 @@ def _wider_cuts(start: int, end: int, widths: list[tuple[int, int] | None]) -> l
 
 
 def _widths(chain: list[fx.Node], facts: dict[fx.Node, Facts], captured: Captured) -> list[tuple[int, int] | None]:
-    """Per position, how many storages are live across it and their bytes; None where a cut is not allowed.
+    """Return per position how many storages are live across it and their bytes; None where a cut is not allowed.
 
-    Parameters' storages do not count (they are always there), nor does what only the model's output reads. No cut
-    separates a storage's making from its last writing.
+    Storages of placeholders do not count (they are always there), nor do those that only the model's output reads. No
+    cut separates the making of a storage from the last write into it.
     """
     resting = {s for n in captured.graph.nodes if n.op == "placeholder" for s in facts[n].storages}
     made: dict[int, int] = {}
@@ -274,7 +274,7 @@ def _widths(chain: list[fx.Node], facts: dict[fx.Node, Facts], captured: Capture
 
 
 def _first_of_runs(cuts: list[int], chain: list[fx.Node], facts: dict[fx.Node, Facts]) -> list[int]:
-    """Neighbouring cuts separated by views only are one cut: keep the first."""
+    """Keep the first of neighbouring cuts that are separated by views only."""
     kept: list[int] = []
     for k in cuts:
         before = kept[-1] if kept else 0

@@ -1,4 +1,4 @@
-"""Models that cannot be compiled as they are, each refused by name with the remedy."""
+"""Checks of models: those that cannot be compiled as they are get an error that names the cause and the remedy."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _WRAPPERS = {
 
 
 def check_model(model: torch.nn.Module) -> None:
-    """Raise OffmateError if the model is of a kind that cannot be planned, naming it and what to do."""
+    """Raise OffmateError if the model is of a kind that cannot be planned, naming the kind and the remedy."""
     if not isinstance(model, torch.nn.Module):
         raise OffmateError(f"offmate.compile takes a torch.nn.Module, not {type(model).__name__}")
     name = type(model).__name__
     if "_offmate_session" in model.__dict__:
         own = model.__dict__["_offmate_session"].plain_class.__name__
         raise OffmateError(
-            f"this {own} has been compiled by offmate already, and a model is compiled once. To compile it anew take "
+            f"this {own} has been compiled by offmate already, and a model is compiled once. To compile it anew, take "
             "copy.deepcopy(model), which is a plain model; build an optimizer of its parameters, load "
             "optimizer.state_dict() of the old one into that, and compile the copy"
         )
@@ -68,13 +68,14 @@ def check_module_hooks(model: torch.nn.Module) -> None:
 
 
 def check_hooks(parameters: tuple[tuple[str, torch.nn.Parameter], ...], planned: bool) -> None:
-    """Raise ProtocolError if parameters whose gradients the planned optimizer takes have hooks, naming the first.
+    """Raise ProtocolError for hooks that the plan would not call, naming the first.
 
-    So do hooks around the call that may change what autograd saves.
+    These are hooks on parameters whose gradients a planned optimizer takes, and hooks around the call that may change
+    what autograd saves.
 
     Parameters
     ----------
-    parameters: of the model, by name. planned: whether an optimizer's updates are.
+    parameters: of the model, by name. planned: whether an optimizer's updates are planned.
     """
     saved = hooks_on_saved()
     if saved is not None and keeps_another_value(saved[0]):
@@ -93,13 +94,13 @@ def check_hooks(parameters: tuple[tuple[str, torch.nn.Parameter], ...], planned:
 
 
 def hooked(params: Mapping[str, torch.nn.Parameter]) -> list[str]:
-    """Names of the parameters with hooks on their gradients."""
+    """Return the names of the parameters with hooks on their gradients."""
     with without_torch_function():
         return [n for n, p in params.items() if gradient_hooks(p) or late_gradient_hooks(p)]
 
 
 def _check_overlaps(model: torch.nn.Module) -> None:
-    """Parameters that share memory without being the same one would be moved and updated twice."""
+    """Raise OffmateError if different parameters share memory, which would be moved and updated twice."""
     sharing: dict[int, list[tuple[str, torch.nn.Parameter]]] = {}
     for name, param in model.named_parameters():
         if param.device.type == "cpu" and param.layout is torch.strided and param.numel():
@@ -117,8 +118,8 @@ def _check_disjoint(alike: list[tuple[str, torch.nn.Parameter]]) -> None:
         own = taken.as_strided((*param.shape, size), (*steps, 1), param.storage_offset() * size)
         if own.any():
             raise OffmateError(
-                f"{name} shares memory with {', '.join(other for other, _ in alike[:index])}, but they are parameters "
-                "of their own, so that an update of one changes the other; make them one parameter (assign the same "
+                f"{name} shares memory with {', '.join(other for other, _ in alike[:index])}, but they are separate "
+                "parameters, so that an update of one changes the other; make them one parameter (assign the same "
                 "nn.Parameter to both), or copy one"
             )
         own.fill_(True)
@@ -138,8 +139,8 @@ def _check_tensors(model: torch.nn.Module) -> None:
             )
         if "_offmate" in vars(param) or hasattr(type(param), "_of_a_compiled_model"):
             raise OffmateError(
-                f"{name} belongs to another model that is compiled already, and one plan moves and updates a "
-                "parameter. Give the two models parameters of their own, or compile one model that holds both"
+                f"{name} belongs to another model that is compiled already, and only one plan can move and update a "
+                "parameter. Give the two models separate parameters, or compile one model that holds both"
             )
         if type(param) not in (torch.nn.Parameter, torch.Tensor):
             kind = type(param).__name__

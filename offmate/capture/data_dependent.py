@@ -1,4 +1,4 @@
-"""Sizes, and Python numbers, that a forward makes from a tensor's values: no plan can hold them; refused by name."""
+"""Refuses sizes and Python numbers that a forward makes from a tensor's values, which no plan can hold."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_sizes(graph: fx.Graph) -> None:
 
     Parameters
     ----------
-    graph: captured for sizes that are all known, so that any other one is made from values.
+    graph: captured with all input sizes known, so that any symbolic size comes from values.
     """
     for node in graph.nodes:
         leaves = pytree.tree_leaves(node.meta.get("val"))
@@ -44,7 +44,7 @@ def check_sizes(graph: fx.Graph) -> None:
 
 @contextlib.contextmanager
 def named() -> Iterator[None]:
-    """Raise CaptureError if a forward on fake tensors, in the body, makes a size or a Python number from values."""
+    """Raise CaptureError if a forward on fake tensors in the body makes a size or a Python number from values."""
     try:
         yield
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
@@ -55,19 +55,19 @@ def named() -> Iterator[None]:
 
 
 def line_of(error: Exception) -> str:
-    """The model's own line that an error comes from, in words that follow a name; empty where it is not known."""
+    """Return the model's own line that an error comes from, as text that follows a name; empty if it is unknown."""
     found = traceback.extract_tb(error.__traceback__)
     return _line((frame.filename, frame.lineno, frame.line or "") for frame in found)
 
 
 def _line(frames: Any) -> str:
-    """The innermost of the frames (file, line, code) that is the model's."""
+    """Format the innermost frame (file, line, code) that belongs to the model."""
     own = [frame for frame in frames if _is_the_models(frame[0])]
     return f" (`{own[-1][2].strip()}`, {own[-1][0]}, line {own[-1][1]})" if own else ""
 
 
 def _is_the_models(file: str) -> bool:
-    # Outside of a virtual environment packages are in a folder of the standard library.
+    # Outside a virtual environment, packages are in a folder of the standard library.
     return not file.startswith(_PACKAGES) and (not file.startswith(_STANDARD) or "site-packages" in file)
 
 
@@ -79,8 +79,8 @@ def _refusal(culprit: Any, line: str, number: bool) -> CaptureError:
     if number:
         return CaptureError(
             f"{culprit}{line} takes a Python number out of a tensor (.item(), .tolist(), int(), an `if` or a bound of "
-            "a slice), which a plan that is made before the values are known cannot hold. Keep it a tensor, which "
-            "takes part in arithmetic and in masks (torch.where), or pass the number as an argument of the call"
+            "a slice), but a plan is made before the values are known. Keep it a tensor, which can take part in "
+            "arithmetic and in masks (torch.where), or pass the number as an argument of the call"
         )
     return CaptureError(
         f"{culprit}{line} gives a result whose shape depends on values, which cannot be planned. Keep a fixed size: "

@@ -1,8 +1,8 @@
-"""Random draws in a traced block, as eager makes them.
+"""Random draws in a traced block, made as in eager mode.
 
-Eager draws in place, and how numbers fall into a tensor depends on its strides. In a functional graph a draw makes a
-tensor of its own, whose kernel takes strides of its own: of a transposed input dropout would get another mask. So a
-draw there says which strides it fills. Generators of a model's own never come here: they do not export.
+Eager mode draws in place, and the order in which numbers fill a tensor depends on its strides. In a functional graph a
+draw makes a new tensor, whose kernel chooses other strides: dropout of a transposed input would get another mask. So a
+draw in such a graph states which strides it fills. A model's own generators never occur here, since they do not export.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ FUNCTIONAL: dict[Any, Callable[..., torch.Tensor]] = {
     **{target: _drawing(method) for target, method in _METHODS.items()},
     aten.bernoulli.Tensor: _drawing_by_chances,
 }
-"""What a draw in place becomes in a functional graph, by the operator that functionalisation makes of it."""
+"""The functional form of each draw in place, by the operator into which functionalisation turns it."""
 
 
 def _bernoulli(like: torch.Tensor, p: float = 0.5, generator: None = None) -> torch.Tensor:
-    # Not drawn in place: a tensor of its own, always contiguous.
+    # Not drawn in place: the result is a new tensor, always contiguous.
     return torch.empty(like.shape, dtype=like.dtype, device=like.device).bernoulli_(p)
 
 
 def _randint_like(like: torch.Tensor, *numbers: Any, **options: Any) -> torch.Tensor:
-    # Python's binding passes autograd by; the operator has no derivative.
+    # Python's binding bypasses autograd; the operator has no derivative.
     return torch.randint_like(like.detach(), *numbers, **options)
 
 
@@ -65,4 +65,4 @@ BY_HAND: dict[Any, Callable[..., torch.Tensor]] = {
     aten.bernoulli.p: _bernoulli,
     **{getattr(aten.randint_like, name): _randint_like for name in aten.randint_like.overloads() if "out" not in name},
 }
-"""What to run for a draw of the flat graph, where the operator by itself would not do what eager did."""
+"""Replacements for draws of the flat graph whose operator by itself would not do what eager mode did."""

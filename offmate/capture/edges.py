@@ -1,4 +1,4 @@
-"""How many gradients autograd adds up at a leaf: its own graph says, whatever operators it was made from."""
+"""Counts the gradients that autograd adds up at a leaf, from autograd's own graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 
 
 def edges_into(outputs: Iterable[torch.Tensor], leaves: Sequence[torch.Tensor]) -> list[int]:
-    """Per leaf, by how many edges a backward through the outputs reaches it; 0 for one that needs no gradient."""
+    """Count per leaf the edges by which a backward through the outputs reaches it; 0 for one without gradient."""
     found: Counter[Any] = Counter()
     waiting = [out.grad_fn for out in outputs if out.grad_fn is not None]
     seen = set(waiting)

@@ -1,4 +1,4 @@
-"""What a node of a graph does besides giving a value: draws, and writes into what it is given."""
+"""Side effects of a node of a graph: random draws, and writes into its arguments."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..runtime.torch_names.operators import ATTENTION, OpOverload, schema_of
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether a node must stay although nobody reads it: placeholders, outputs, draws and writes."""
+    """Return whether a node must stay although nothing reads it: placeholders, outputs, draws and writes."""
     if node.op in ("placeholder", "output"):
         return True
     return isinstance(node.target, OpOverload) and (is_random(node) or writes(node) or updates_stats(node))
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the node draws random numbers."""
+    """Return whether the node draws random numbers."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
@@ -31,7 +31,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def _dropout_probability(node: fx.Node) -> float | None:
-    """The probability of operators that draw only if it is above 0, None for those that always draw."""
+    """Return the probability of an operator that draws only if it is above 0; None for one that always draws."""
     target: Any = node.target
     arguments: dict[str, Any] = {a.name: v for a, v in zip(schema_of(target).arguments, node.args)} | dict(node.kwargs)
     if arguments.get("train") is False or arguments.get("training") is False:
@@ -46,14 +46,14 @@ def _dropout_probability(node: fx.Node) -> float | None:
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether the node's schema says that it writes into an argument."""
+    """Return whether the node's schema declares a write into an argument."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     return bool(schema_of(node.target).is_mutable)
 
 
 def written_into(node: fx.Node) -> fx.Node | None:
-    """The argument that a node writes into and returns, as `add_` does; None for any other node."""
+    """Return the argument that a node writes into and returns, as `add_` does; None for any other node."""
     if not writes(node):
         return None
     schema = schema_of(node.target)
@@ -68,7 +68,7 @@ def written_into(node: fx.Node) -> fx.Node | None:
 
 
 def updates_stats(node: fx.Node) -> bool:
-    """Whether it writes running statistics, as batch_norm in training does without its schema saying so."""
+    """Return whether a node writes running statistics, as batch_norm does in training without declaring it."""
     if not str(node.target).startswith(("aten.batch_norm", "aten.instance_norm")):
         return False
     given = dict(zip(("input", "weight", "bias", "mean", "var", "own"), node.args)) | dict(node.kwargs)
@@ -76,7 +76,7 @@ def updates_stats(node: fx.Node) -> bool:
 
 
 def base_of(node: Any) -> Any:
-    """The node whose memory a node's value lies in, as far as schemas say."""
+    """Return the node in whose memory a node's value lies, as far as schemas tell."""
     while isinstance(node, fx.Node) and node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
         schema = schema_of(node.target)
         views = schema is not None and schema.arguments[0].alias_info is not None

@@ -1,4 +1,4 @@
-"""From a model and a batch to one flat ATen graph: export, inline, and note what the nodes' values are."""
+"""Exports a model with a batch into one flat ATen graph, whose nodes keep their grad mode and autocast region."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ _instances = itertools.count(1)
 
 @dataclass(frozen=True)
 class Region:
-    """The modes that a node runs under: grad mode and, inside the model's own autocast regions, that region.
+    """The modes under which a node runs: grad mode and, inside the model's own autocast regions, that region.
 
-    autocast: (device type, dtype, enabled, cache enabled), None outside any region of the model's own.
-    instance: number of the outermost autocast region; blocks that differ in it alone are alike.
+    autocast: (device type, dtype, enabled, cache enabled); None outside the model's own regions.
+    instance: number of the outermost autocast region; blocks that differ only in it are alike.
     """
 
     grad: bool = True
@@ -74,14 +74,14 @@ class Captured:
     params: placeholder name -> canonical parameter name (a tied weight is one placeholder).
     buffers: placeholder name -> canonical buffer name.
     constants: placeholder name -> tensor lifted by export.
-    inputs: per leaf of the flattened (args, kwargs): placeholder name, or None for a leaf that is no tensor.
+    inputs: per leaf of the flattened (args, kwargs): placeholder name, or None for a leaf that is not a tensor.
     outputs: per leaf of the flattened output: node name, or the constant itself wrapped in a 1-tuple.
     output_names: readable path of every output leaf, such as "loss".
     out_spec: how to rebuild the output.
-    taken: decisions that were held (rule 1).
-    by_products: what the forward leaves besides its result; their tensors are the last leaves of the outputs.
+    taken: decisions that were fixed during export (rule 1).
+    by_products: by-products of the forward; their tensors are the last leaves of the outputs.
     read: attributes of modules that the forward read, by path. free: those that it sets itself, so that their values
-        before a call do not matter. changed: numbers among them: where they are, and what the forward leaves there.
+        before a call do not matter. changed: numbers among them, as (holder, name, value that the forward leaves).
     """
 
     graph: fx.Graph
@@ -100,11 +100,11 @@ class Captured:
 
     @property
     def n_results(self) -> int:
-        """How many leaves of the outputs are of the model's result."""
+        """The number of leaves of the outputs that belong to the model's result."""
         return len(self.outputs) - sum(by_product.n_tensors for by_product in self.by_products)
 
     def trains(self, output: str) -> frozenset[str]:
-        """Names of the parameters that get a gradient through an output."""
+        """Return the names of the parameters that get a gradient through an output."""
         found, waiting = set(), [next(node for node in self.graph.nodes if node.name == output)]
         while waiting:
             node = waiting.pop()
@@ -131,8 +131,8 @@ def capture(
     ----------
     model: in the mode (train or eval) in which it will run.
     args, kwargs: one batch; only shapes, dtypes, Python values and the decisions of rule 1 are taken from it.
-    real: the batch to take those decisions on, where `args` and `kwargs` are fake.
-    device: what to capture for, where it is not the one that parameters are on: kernels depend on it.
+    real: the batch on which to take those decisions, if `args` and `kwargs` are fake.
+    device: the device to capture for, if it is not the one that parameters are on: kernels depend on it.
 
     Returns: the flat graph. Raises: CaptureError naming the construct that does not export.
     """
@@ -179,7 +179,7 @@ def capture(
 
 
 def check_dense(model: torch.nn.Module) -> None:
-    """Raises: CaptureError naming a trained module that asks for sparse gradients."""
+    """Raise CaptureError if a trained module asks for sparse gradients, naming it."""
     for name, module in model.named_modules():
         trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
         if trained and isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
@@ -191,7 +191,7 @@ def check_dense(model: torch.nn.Module) -> None:
 
 
 def _fixed(kinds: dict[InputKind, dict[str, Any]], graph: fx.Graph, program: Any, observed: Observer) -> frozenset[str]:
-    """Placeholders whose values no call changes: constants that the forward does not set, buffers that none writes."""
+    """Return placeholders whose values no call changes: constants that the forward does not set, unwritten buffers."""
     written = {a.name for n in graph.nodes if writes(n) or updates_stats(n) for a in n.all_input_nodes}
     constants = {
         n for n, target in kinds[InputKind.CONSTANT_TENSOR].items() if not observed.sets(program.constants[target])
@@ -200,7 +200,7 @@ def _fixed(kinds: dict[InputKind, dict[str, Any]], graph: fx.Graph, program: Any
 
 
 def _tied(model: torch.nn.Module, graph: fx.Graph, params: dict[str, str]) -> dict[str, str]:
-    """Placeholder name -> canonical parameter name, a tied weight's placeholders made one."""
+    """Map placeholder names to canonical parameter names, merging the placeholders of a tied weight."""
     canonical = {param: name for name, param in model.named_parameters()}
     every = dict(model.named_parameters(remove_duplicate=False))
     first: dict[str, fx.Node] = {}
@@ -213,9 +213,9 @@ def _tied(model: torch.nn.Module, graph: fx.Graph, params: dict[str, str]) -> di
 
 
 def _distinct(leaf: Any) -> Any:
-    """A copy, since export merges two inputs that are one tensor, and the next batch may hold two.
+    """Copy a tensor, since export merges two inputs that are one tensor, and the next batch may hold two.
 
-    It has the strides of the original: a forward may ask for them.
+    The copy has the strides of the original, since a forward may read them.
     """
     if isinstance(leaf, FakeTensor) or not isinstance(leaf, torch.Tensor):
         return leaf
@@ -232,7 +232,7 @@ def _on_host(leaf: Any) -> Any:
 def _on_device(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device | None
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The batch, for the body, for a model that is as if on that device."""
+    """Make the model fake on that device inside the body, and yield the batch to go with it."""
     if device is None:
         yield args, kwargs
         return
@@ -243,15 +243,15 @@ def _on_device(
 def _observed_export(
     model: torch.nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]], taken: tuple[batch_decisions.Decision, ...]
 ) -> tuple[Any, Observer]:
-    """Export the model, and what its forward does besides.
+    """Export the model, and observe the side effects of its forward.
 
-    Raises: CaptureError if the forward counts its calls, or otherwise goes on from what an earlier call has left.
+    Raises: CaptureError if the forward counts its calls, or otherwise depends on state that an earlier call has left.
     """
     observer = Observer(model)
     with observer.watching():
         program = _export(model, *batch)
     if observer.unsettled:
-        # What it would find at the next call: a cache is then as it leaves it, a counter is not.
+        # Export again from the state of the next call: a cache then stays as it is, a counter does not.
         observer.put_changes()
         again = Observer(model)
         with batch_decisions.hold(taken), again.watching():
@@ -273,13 +273,13 @@ def _export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         raise CaptureError(
             f"{type(model).__name__} does not export{line_of(error)}: {type(error).__name__}: {first}. torch.export "
             "follows no branch on a tensor's values, no data-dependent shape and no object it does not know (a cache, "
-            "for example); run torch.export.export(model, args, kwargs, strict=False) to see all that it says, replace "
+            "for example); run torch.export.export(model, args, kwargs, strict=False) to see its full message, replace "
             "that construct, or choose attn_implementation='sdpa' or 'eager' for a Hugging Face model"
         ) from error
 
 
 def _caches_as_in_eager() -> contextlib.AbstractContextManager[Any]:
-    """Tracing switches autocast's cache off; a region that says nothing of it is to say what it would in eager."""
+    """Give autocast regions the cache setting of eager mode, although tracing switches the cache off."""
     cached, made = torch.is_autocast_cache_enabled(), torch.autocast.__init__
 
     def make(
@@ -292,7 +292,7 @@ def _caches_as_in_eager() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _checkpointing_off(model: torch.nn.Module) -> Iterator[None]:
-    """Gradient checkpointing of the model's own is off during capture: the plan recomputes better."""
+    """Switch off the model's own gradient checkpointing during capture: the plan recomputes better."""
     switched = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
     if switched:
         log.info("gradient checkpointing of the model is ignored: the plan decides what is recomputed")

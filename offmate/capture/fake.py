@@ -1,8 +1,8 @@
-"""A model without memory: fake tensors in place of its parameters, so that it can be captured and counted.
+"""Models without memory: fake tensors replace the parameters, so that a model can be captured and its bytes counted.
 
-For a card that is here they are on it, so that what is captured is what eager runs there. For one that is not here they
-are on the CPU rather than on meta, where attention traces to its plain formula (S x S matrices kept); on the CPU it
-stays one node that keeps its output and a log-sum-exp per row, as a card's fused kernel does.
+For a card of this machine they are on that card, so that the captured graph is what eager mode runs there. For a card
+of another machine they are on the CPU rather than on meta, where attention traces to its plain formula (S x S matrices
+kept). On the CPU it stays one node that keeps its output and a log-sum-exp per row, as a card's fused kernel does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CPU = torch.device("cpu")
 
 @contextlib.contextmanager
 def faked(model: torch.nn.Module, device: torch.device = _CPU) -> Iterator[FakeTensorMode]:
-    """Replace the model's parameters and buffers, for the body, by fake tensors of the same shapes and dtypes.
+    """Replace the model's parameters and buffers inside the body by fake tensors of the same shapes and dtypes.
 
     A tied parameter stays tied. Returns: the mode that the fake tensors belong to.
     """
@@ -54,7 +54,7 @@ def faked(model: torch.nn.Module, device: torch.device = _CPU) -> Iterator[FakeT
 
 
 def fake_batch(mode: FakeTensorMode, batch: Any, device: torch.device = _CPU) -> Any:
-    """A batch's tensors as fake tensors of their own, of the same strides.
+    """Return the batch with new fake tensors of the same strides.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ def fake_batch(mode: FakeTensorMode, batch: Any, device: torch.device = _CPU) ->
 
 
 def stand_in(batch: Any) -> Any:
-    """A real batch to decide on where the given one has no data: nothing padded, nothing packed."""
+    """Return a batch with data for data-dependent decisions: meta tensors become ones (nothing padded or packed)."""
 
     def real(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.device.type != "meta":
@@ -82,12 +82,12 @@ def stand_in(batch: Any) -> Any:
 
 
 def is_without_memory(model: torch.nn.Module) -> bool:
-    """Whether some of the model's parameters have no data."""
+    """Return whether some of the model's parameters have no data."""
     return any(p.device.type == "meta" for p in model.parameters())
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """A number that tensors in the same memory share: its address, or where it has none its storage."""
+    """Return a number that tensors in the same memory share: their address, or, if they have none, their storage."""
     storage = tensor.untyped_storage()
     without = tensor.device.type == "meta" or isinstance(tensor, FakeTensor)
     return storage_key(storage) if without else storage.data_ptr()

@@ -1,8 +1,8 @@
-"""Custom autograd functions: one operator of the captured graph each, opened again where its block is traced.
+"""Custom autograd functions: each is one operator of the captured graph, and is expanded where its block is traced.
 
-Export differentiates what a function's forward does and never asks its backward. So during export every `apply` becomes
-one node that names the function and its plain arguments; where the graph is run under autograd, the function itself
-runs, and the trace sees its own forward and its own backward.
+Export differentiates what a function's forward does, and ignores its backward. So during export every `apply` becomes
+one node that names the function and its plain arguments. Where the graph runs under autograd, the function itself runs,
+and the trace sees its own forward and its own backward.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _PLAIN = (
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
 
-# Whether what runs is a function that is being looked at; what it applies itself is a part of it.
+# Whether a function is being inspected; functions that it applies itself are part of it.
 _looking = contextvars.ContextVar("looking", default=False)
 
-# Tensors like those that the call which is being captured returns; autocast, which it may ask for, ends at its node.
+# Tensors like those that the captured call returns: its node runs without autocast, which the function may query.
 _seen: contextvars.ContextVar[tuple[torch.Tensor, ...] | None] = contextvars.ContextVar("seen", default=None)
 
 
@@ -66,7 +66,7 @@ class _Call:
 
     Parameters
     ----------
-    function: the class. spec: of its arguments. leaves: of them, tensors marked.
+    function: the class. spec: structure of its arguments. leaves: leaves of its arguments, tensors replaced by a mark.
     """
 
     function: type[torch.autograd.Function]
@@ -82,12 +82,12 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Found:
-    """What applying a function does.
+    """The effects of applying a function.
 
     Parameters
     ----------
-    tupled: whether it returns a tuple. outputs: what it returns, tensors marked.
-    made: the fake tensors among them. draws: whether its forward draws random numbers.
+    tupled: whether it returns a tuple. outputs: what it returns, tensors replaced by a mark.
+    made: the fake tensors among the outputs. draws: whether its forward draws random numbers.
     """
 
     tupled: bool
@@ -97,11 +97,11 @@ class _Found:
 
 
 _calls: dict[str, _Call] = {}
-"""Every call that was captured, by its name; grows only."""
+"""Every call that was captured, by its name; entries are never removed."""
 
 
 def _name_of(call: _Call) -> str:
-    """A name under which a call is known again, in another process too: class, code, and plain arguments."""
+    """Return a name that identifies a call, even in another process: class, code, and plain arguments."""
     function = call.function
     methods = [getattr(function, name, None) for name in ("forward", "setup_context", "backward", "vjp")]
     codes = [getattr(inspect.unwrap(method), "__code__", None) for method in methods if method is not None]
@@ -114,7 +114,7 @@ def _name_of(call: _Call) -> str:
 
 
 def as_eager(target: Any) -> Callable[..., Any]:
-    """What to run for a node of the flat graph so that autograd sees what it sees in eager."""
+    """Return what to run for a node of the flat graph so that autograd sees the same as in eager mode."""
     if target in _NODES:
         return _open
     run: Callable[..., Any] = draws.BY_HAND.get(target, target)
@@ -122,7 +122,7 @@ def as_eager(target: Any) -> Callable[..., Any]:
 
 
 def _open(tensors: list[torch.Tensor], name: str) -> list[torch.Tensor]:
-    """Apply the function behind a node: the tensors that it returns."""
+    """Apply the function behind a node, and return the tensors that it returns."""
     result = _calls[name](tensors)
     outputs = result if isinstance(result, tuple) else (result,)
     return [output for output in outputs if isinstance(output, torch.Tensor)]
@@ -133,7 +133,7 @@ def _open(tensors: list[torch.Tensor], name: str) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def functions_kept() -> Iterator[None]:
-    """Have every custom autograd function that the body exports become one node of the graph.
+    """Make every custom autograd function that the body exports one node of the graph.
 
     Raises: CaptureError naming a function that cannot be kept.
     """
@@ -150,13 +150,13 @@ def functions_kept() -> Iterator[None]:
             return run(*args, **kwargs)
         return _as_node(cls, args)
 
-    # Function.apply asks its base class last, whoever holds a reference to it.
+    # Function.apply calls its base class's `apply` in the end, so that this also covers stored references.
     with mock.patch.object(FunctionBase, "apply", classmethod(apply), create=True):
         yield
 
 
 def _unchecked(body: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-    """What reentrant checkpointing computes: nothing has a gradient unless one of its arguments has."""
+    """Compute what reentrant checkpointing computes: nothing has a gradient unless one of its arguments has."""
     differentiates = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     with contextlib.nullcontext() if differentiates else torch.no_grad():
         return body(*args)
@@ -168,9 +168,9 @@ def _as_node(function: Any, args: tuple[Any, ...]) -> Any:
         if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
             raise _refusal(
                 function,
-                f"is handed an object of {type(leaf).__name__}",
-                "hand it tensors and plain values (numbers, strings, dtypes); what a module or a callable does belongs "
-                "before or behind the function",
+                f"is given an object of {type(leaf).__name__}",
+                "give it tensors and plain values (numbers, strings, dtypes), and call modules or callables before or "
+                "after the function",
             )
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     call = _Call(function, spec, tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves))
@@ -198,7 +198,7 @@ def _refusal(function: Any, what: str, remedy: str) -> CaptureError:
 
 
 class _Watch(TorchDispatchMode):
-    """State: `drew`, the operators that drew random numbers."""
+    """Watches for random draws. State: `drew`, the operators that drew random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class _Watch(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _aside() -> Iterator[None]:
-    """Run the body without anything being traced."""
+    """Run the body without tracing anything."""
     token = _looking.set(True)
     try:
         with outside_of_modes(), without_torch_function_modes():
@@ -223,7 +223,7 @@ def _aside() -> Iterator[None]:
 
 
 def _look_at(call: _Call, tensors: list[torch.Tensor]) -> _Found:
-    """Apply a function to fake tensors, forward and backward, and see what it does.
+    """Apply a function to fake tensors, forward and backward, and note what it does.
 
     Raises: CaptureError naming the function if a graph cannot hold what it does.
     """
@@ -280,13 +280,13 @@ def _check_untouched(function: Any, tensors: list[torch.Tensor], what: str) -> N
 
 
 def _as_refusal(function: Any, error: Exception) -> CaptureError:
-    """The refusal for what a function raised on fake tensors."""
+    """Turn an error that a function raised on fake tensors into a refusal."""
     words = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if "FakeTensorMode" in words or "fake mode" in words.lower():
         return _refusal(
             function,
             "reads a tensor that is not among its arguments",
-            "hand parameters, buffers and constants over as arguments of apply",
+            "pass parameters, buffers and constants as arguments of apply",
         )
     return _refusal(
         function,
@@ -318,5 +318,5 @@ def _differentiated(ctx: Any, *gradients: Any) -> Any:
 for _node in ("function", "function_that_draws"):
     _LIBRARY.impl(_node, _open, "CompositeExplicitAutograd")
     torch.library.register_fake(f"offmate::{_node}", _outputs_alike, lib=_LIBRARY)
-    # Outputs have to require a gradient where the function's do: a model may ask.
+    # Outputs must require a gradient where the function's do, since a model may read `requires_grad`.
     torch.library.register_autograd(f"offmate::{_node}", _differentiated, lib=_LIBRARY)

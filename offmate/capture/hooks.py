@@ -1,4 +1,4 @@
-"""Hooks while a model is exported: which are called, which are refused."""
+"""Hooks during the export of a model: which are called, and which are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import CaptureError
 from ..guards.python_objects import is_collecting
 from ..runtime.torch_names.modules import CALL, FORWARD_HOOKS
 
-# Their hooks are part of what their models compute; what they leave behind nobody reads.
+# The hooks of these packages are part of what their models compute; nothing reads what they leave behind.
 _PACKAGES = frozenset(("torch", "transformers", "peft", "accelerate", "trl"))
 
 
@@ -30,8 +30,8 @@ def _no_seed(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         if str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0] == "torch":
             return original(*args, **kwargs)
         raise CaptureError(
-            f"the forward calls torch.{name}(), which a graph cannot hold: what it draws would not be what plain "
-            "PyTorch draws. Set the seed outside of the model, or draw once and pass what was drawn"
+            f"the forward calls torch.{name}(), which a graph cannot hold: it would draw other numbers than plain "
+            "PyTorch. Set the seed outside of the model, or draw once and pass what was drawn"
         )
 
     return refused
@@ -44,23 +44,23 @@ SAVED_WORDS = (
 
 
 def keeps_another_value(pack: Any) -> bool:
-    """Whether a hook on what autograd saves may change it; those of libraries only move it or make it again."""
+    """Return whether a hook may change what autograd saves; hooks of libraries only move it or recompute it."""
     return not of_a_package(pack)
 
 
 def hook_name(hook: Any) -> str:
-    """What a hook is called, for a message."""
+    """Return the name of a hook for a message."""
     return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
 
 def of_a_package(hook: Any) -> bool:
-    """Whether a hook is part of what a library's models compute."""
+    """Return whether a hook is part of what a library's models compute."""
     return str(getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0] in _PACKAGES
 
 
 @contextlib.contextmanager
 def hooks_replaced(model: torch.nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    """Have every forward hook inside the model called through `call`; the model's own run around what is captured."""
+    """Call every forward hook inside the model through `call`; the model's own hooks run around what is captured."""
     kept: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
     names = {module: name for name, module in model.named_modules()}
     try:
@@ -91,7 +91,7 @@ def _called(table: dict[Any, Any], path: str, call: Callable[..., Any]) -> dict[
 
 
 def only_packages_hooks(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """For the body no hook of the user's runs inside the model, and none of the model's own."""
+    """Disable the user's hooks inside the model, and the model's own hooks, for the body."""
     return hooks_replaced(model, lambda _, hook, module, given: hook(module, *given) if of_a_package(hook) else None)
 
 

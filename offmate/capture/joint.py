@@ -1,8 +1,8 @@
-"""One block's forward and backward as one functional graph, traced as eager runs them.
+"""One block's forward and backward as one functional graph, traced as eager mode runs them.
 
 Rule 2: the backward is what `torch.autograd.grad` runs without `create_graph`. Rule 3: a value that several blocks read
-gets one leaf per use, and its gradients are added in reverse program order to what later blocks have left in the
-accumulator. Rule 4: every node runs under the grad mode and autocast region that it had.
+gets one leaf per use, and its gradients are added in reverse program order to those that later blocks have left in
+the accumulator. Rule 4: every node runs under the grad mode and autocast region that it had in the model.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def trace(spec: BlockSpec, own_results: bool = True) -> Joint:
     Parameters
     ----------
     spec: the block; its nodes' fake values are read from `meta["fake"]`.
-    own_results: whether results that are views of what the block was given get storage of their own.
+    own_results: whether results that are views of the block's inputs get their own storage.
 
     Returns: the functional joint graph, split into forward and backward.
     """
@@ -64,7 +64,7 @@ def trace(spec: BlockSpec, own_results: bool = True) -> Joint:
 
 
 def _rnn_layer(*arguments: Any) -> Any:
-    """The kernel asks for the grad mode, which is off where a plan runs."""
+    """Record the layer for a backward if grad mode is on: the kernel reads the mode, which is off during a replay."""
     return recorded_rnn_layer(*arguments) if torch.is_grad_enabled() else NotImplemented
 
 
@@ -80,7 +80,7 @@ class _Run:
         self.written: list[int] = []
 
     def example(self) -> list[torch.Tensor]:
-        """Fake arguments, leaves requiring grad where a gradient is wanted."""
+        """Make fake arguments; leaves require grad where a gradient is wanted."""
         spec = self.spec
         arguments = []
         for external in spec.externals:
@@ -104,7 +104,7 @@ class _Run:
             return base.as_strided(like.shape, stride, offset).detach()
 
     def functional(self, *arguments: torch.Tensor) -> list[torch.Tensor]:
-        """The block on functional tensors: results, gradients, new values of written buffers."""
+        """Run the block on functional tensors: return results, gradients, new values of written buffers."""
         with FunctionalTensorMode(), LayoutsKept():
             wrapped = [to_functional(a) for a in arguments]
             results, grads = self._compute(wrapped)
@@ -146,7 +146,7 @@ class _Run:
         outputs = [results[i] for i, _ in spec.tangents]
         self.parts = edges_into(outputs, leaves)
         if outputs and wanted:
-            # Eager's backward runs outside the user's autocast region.
+            # In eager mode the backward runs outside the user's autocast region.
             with no_autocast(), _overwriting_named():
                 given = list(torch.autograd.grad(outputs, wanted, tangents, allow_unused=True))
         found = iter(given)
@@ -174,14 +174,14 @@ def _overwriting_named() -> Iterator[None]:
             raise
         sentence = str(error).partition(" Hint:")[0].rstrip(".")
         raise CaptureError(
-            f"the model cannot be trained, with plain PyTorch its backward fails likewise: {sentence}. Let the forward "
+            f"the model cannot be trained; its backward fails in plain PyTorch, too: {sentence}. Let the forward "
             "make a new tensor (h = h + 1) instead of writing in place (h += 1, h.add_(1)); "
             "torch.autograd.set_detect_anomaly(True) around the plain model shows which operation needs the old values"
         ) from error
 
 
 def _drop_aliases(graph: fx.Graph) -> None:
-    """detach and alias only matter to autograd, which has done its work."""
+    """Remove detach and alias, which matter only to autograd, and dead code."""
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             node.replace_all_uses_with(node.args[0])
@@ -237,7 +237,7 @@ def _split(graph: fx.Graph, run: _Run, own_results: bool) -> Joint:
 
 
 def _own_storages(graph: fx.Graph, before: fx.Node, nodes: list[fx.Node], placeholders: list[fx.Node]) -> list[fx.Node]:
-    """Results that are views of what the block was given get storage of their own."""
+    """Copy results that are views of the block's inputs, so that they have their own storage."""
     given = {s for p in placeholders for s in storages_of(p)}
     owned = []
     for node in nodes:
@@ -255,7 +255,7 @@ def _settle_gradients(
     placeholders: list[fx.Node],
     results: list[fx.Node],
 ) -> None:
-    """Every gradient gets storage of its own; a parameter's complete gradient also takes the parameter's layout."""
+    """Give every gradient its own storage, and a parameter's complete gradient the parameter's layout."""
     taken = {s for p in [*placeholders, *results] for s in storages_of(p)}
     for index, node in enumerate(grads):
         external = spec.externals[index]

@@ -1,4 +1,4 @@
-"""Caches of keys, values and states: training never reads them, and they are no outputs that a plan knows."""
+"""Caches of keys, values and states: training never reads them, and a plan cannot return them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ _CACHES = ("past_key_values", "cache_params")
 
 
 def has_cache(model: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether a call with these arguments would make a cache."""
+    """Return whether a call with these arguments would make a cache."""
     return bool(getattr(getattr(model, "config", None), "use_cache", False)) and kwargs.get("use_cache") is not False
 
 
 def without_cache(model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments with which the model makes no cache that matters.
+    """Return arguments with which the model makes no cache, unless the cache affects its numbers.
 
-    A cache copies keys and values. Attention with dropout runs by its plain formula, whose products round by the
-    layout of what they read: there the copies are kept and only the output is dropped, for the sake of equal numbers.
-    Layers that keep a state compute by another formula where they have a cache: there it is kept too, in evaluation
-    as well.
+    A cache copies keys and values. Attention with dropout runs by its plain formula, in which the rounding of products
+    depends on the layout of their inputs. There the cache stays on in training, and only the output is dropped. Layers
+    that keep a state compute by another formula if they have a cache. There it stays on in evaluation, too.
     """
     if not has_cache(model, kwargs) or (model.training and _drops_attention(model)) or _keeps_states(model):
         return kwargs
@@ -41,7 +40,7 @@ def _drops_attention(model: torch.nn.Module) -> bool:
 
 
 def _keeps_states(model: torch.nn.Module) -> bool:
-    """Whether some layer's cache holds more than keys and values, such as the state of a state-space model."""
+    """Return whether some layer's cache holds more than keys and values, such as the state of a state-space model."""
     config = getattr(model, "config", None)
     kinds = {kind for name in _KINDS for kind in getattr(config, name, None) or ()}
     return not kinds <= _KEEPS_KEYS_AND_VALUES

@@ -1,4 +1,4 @@
-"""Tensors and modules of a model with which one graph would give other numbers; each refused by name."""
+"""Refuses tensors and modules of a model with which a graph would give other numbers than plain PyTorch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .observe import entry_of
 
 
 def check_leaves(model: torch.nn.Module, captured: Captured) -> None:
-    """Raise CaptureError if a tensor that is no parameter of the model would get a gradient in plain PyTorch."""
+    """Raise CaptureError if a tensor that is not a parameter of the model would get a gradient in plain PyTorch."""
     own = {id(param) for param in model.parameters()}
     found = Found(model)
     held = {path: entry_of(holder, name) for path, (holder, name) in found.places.items()}
@@ -26,19 +26,19 @@ def check_leaves(model: torch.nn.Module, captured: Captured) -> None:
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad and id(tensor) not in own:
             raise CaptureError(
                 f"the forward reads {name.lstrip('.')}, a tensor of shape {tuple(tensor.shape)} that requires a "
-                "gradient but is no parameter of the model, so it would get none. Register it (an nn.Parameter as an "
-                "attribute, or in an nn.ParameterList), or detach it"
+                "gradient but is not a parameter of the model, so it would get none. Register it (an nn.Parameter as "
+                "an attribute, or in an nn.ParameterList), or detach it"
             )
 
 
 def check_elements(model: torch.nn.Module, captured: Captured) -> None:
-    """Raise CaptureError if the forward reads a parameter without elements, of which nothing can be moved."""
+    """Raise CaptureError if the forward reads a parameter without elements, which cannot be moved."""
     params = dict(model.named_parameters(remove_duplicate=False))
     for name in captured.params.values():
         if name in params and not params[name].numel():
             raise CaptureError(
                 f"the forward reads {name}, a parameter of shape {tuple(params[name].shape)} without elements, which "
-                "no plan can hold. Make it a buffer, or leave it out where it has none"
+                "no plan can hold. Make it a buffer, or leave it out if it has no elements"
             )
 
 
@@ -50,7 +50,7 @@ def check_outputs(captured: Captured) -> None:
         if isinstance(output, str) and output in held:
             own = held[output].split()[1]
             raise CaptureError(
-                f"the model's output {name!r} is the {held[output]} itself, which no iteration hands out; return "
+                f"the model's output {name!r} is the {held[output]} itself, which a replay cannot return; return "
                 f"{own}.clone() instead, or leave it out and read {own} from the model after the call"
             )
 
@@ -60,7 +60,7 @@ def check_shared_buffers(buffers: dict[str, torch.Tensor], captured: Captured, c
 
     Parameters
     ----------
-    buffers: of the model, by every name.
+    buffers: the model's buffers under all their names.
     """
     owner = {s: n for n in captured.graph.nodes if n.op == "placeholder" for s in chain.facts[n].storages}
     written = {owner[s].name for facts in chain.facts.values() for s in facts.written if s in owner}
@@ -76,7 +76,7 @@ def check_shared_buffers(buffers: dict[str, torch.Tensor], captured: Captured, c
         if len(names) > 1 and written & {*names}:
             raise CaptureError(
                 f"the forward writes into {names[0]}, whose memory {names[1]} shares; a graph would not see the one "
-                "change with the other. Give each memory of its own, or read both through one buffer"
+                "change with the other. Give each its own memory, or read both through one buffer"
             )
 
 

@@ -1,4 +1,4 @@
-"""A captured model cut into traced blocks: everything about it that no number enters."""
+"""A captured model cut into traced blocks: everything about it that needs no measurement."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("offmate")
 
 @dataclass(frozen=True)
 class Traced:
-    """A captured model cut into traced blocks, before any number is known."""
+    """A captured model cut into traced blocks, before anything is measured."""
 
     captured: Captured
     chain: Chain
@@ -47,7 +47,7 @@ def trace_model(
 
     Parameters
     ----------
-    gradients: whether a backward is wanted. say: told of progress.
+    gradients: whether a backward is wanted. say: reports progress.
     real, device: as in `capture`.
     """
     say("capture", 0.0)
@@ -84,7 +84,7 @@ def select_outputs(captured: Captured, config: Config) -> Captured:
 
 
 def choose_differentiated(captured: Captured, chain: Chain, config: Config) -> frozenset[str]:
-    """Names of the output nodes into which backward() will hand a gradient."""
+    """Choose the output nodes that receive a gradient from backward(), and return their names."""
     able = {}
     for output, name in zip(captured.outputs, captured.output_names):
         node = next((n for n in chain.made_in if n.name == output), None)
@@ -100,7 +100,7 @@ def choose_differentiated(captured: Captured, chain: Chain, config: Config) -> f
             if able[name].target is torch.ops.aten.clone.default:
                 raise CaptureError(
                     f"gradients_into names {name}, into which the forward writes after it was kept; the gradient of "
-                    "what is kept is not known then. Let the forward make a new tensor instead of writing in place "
+                    "the kept value is then unknown. Let the forward make a new tensor instead of writing in place "
                     "(inplace=False), or return the tensor"
                 )
         return frozenset(able[name].name for name in config.gradients_into)
@@ -112,10 +112,10 @@ def choose_differentiated(captured: Captured, chain: Chain, config: Config) -> f
 
 
 def structure(traced: Traced) -> str:
-    """A hash of everything about a traced model but its sizes.
+    """Hash everything about a traced model except its sizes.
 
-    Two batches with one structure have the same blocks, values and storages under the same names, so that what is
-    decided for one can be done with the other.
+    Two batches with the same structure have the same blocks, values and storages under the same names, so that the
+    decisions for one apply to the other.
     """
     captured = traced.captured
     lines = [
@@ -132,7 +132,7 @@ def structure(traced: Traced) -> str:
 
 
 def _target(node: fx.Node) -> str:
-    """What a node runs, in words that are the same in every process."""
+    """Return the name of what a node runs, which is the same in every process."""
     return node.target.__name__ if inspect.isfunction(node.target) else str(node.target)
 
 

@@ -1,8 +1,8 @@
-"""Watches a forward while it is exported: what its Python reads and changes, and what it leaves besides its result.
+"""Watches a forward during export: what its Python code reads and changes, and its by-products.
 
-A graph keeps what operators compute. What else a forward does would be lost without a word: attributes that it sets,
-hooks that look at values, numbers drawn from Python's own generators, hooks on gradients. Each is either made part of
-the graph's outputs (a by-product), found to make no difference, or refused by name.
+A graph keeps what operators compute. Everything else that a forward does would be lost silently: attributes that it
+sets, hooks that look at values, numbers drawn from Python's own generators, hooks on gradients. Each of these either
+becomes part of the graph's outputs (a by-product), is found to make no difference, or is refused by name.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from .plain import forward_replaced
 class Observer:
     """Watches one forward of a model.
 
-    State: everything below, filled while the forward runs.
+    State: all fields below except `model`, filled while the forward runs.
 
     Parameters
     ----------
-    by_products: in the order in which they came, each with its tensors. kept: attributes among them that were read
-        before they were set, by path with their index. read: attributes of modules that were read, by path.
-    changed: what the forward set that is no tensor, by path: where, the value, and whether it was read before.
+    by_products: in order of occurrence, each with its tensors. kept: attributes among them that were read before they
+        were set: path -> index of the by-product. read: attributes of modules that were read, by path.
+    changed: non-tensors that the forward set: path -> (holder, name, value, whether it was read before).
     """
 
     model: torch.nn.Module
@@ -60,7 +60,7 @@ class Observer:
 
     @property
     def unsettled(self) -> tuple[str, ...]:
-        """What the forward set after it had read it: the next call may find another value, and do something else."""
+        """Paths that the forward read and then set: the next call may find another value, and act differently."""
         return tuple(path for path, (*_, first) in self.changed.items() if first)
 
     @property
@@ -70,12 +70,12 @@ class Observer:
         return frozenset(self._attributes[path] for path in set_)
 
     def sets(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is the value, before the forward, of an attribute that the forward sets."""
+        """Return whether a tensor is the value, before the forward, of an attribute that the forward sets."""
         settings = [b.use for b, _ in self.by_products if isinstance(b.use, Setting)]
         return any(entry_of(setting.holder, setting.name) is tensor for setting in settings)
 
     def put_changes(self) -> None:
-        """Leave the model as the forward has left it, with zeros for the values of tensors."""
+        """Set the model to the state in which the forward has left it, with zeros for the values of tensors."""
         for holder, name, value, _ in self.changed.values():
             put(holder, name, value)
         for by_product, tensors in self.by_products:
@@ -100,7 +100,7 @@ class Observer:
             yield
 
     def _watched(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The forward, returning what it leaves beside its result as well."""
+        """Run the forward, and return the tensors of its by-products together with its result."""
         before, drawn = Found(self.model), random_states()
         sources = _sources(before)
         values = {path: entry_of(holder, name) for path, (holder, name) in before.places.items()}
@@ -139,7 +139,7 @@ class Observer:
         def get(module: Any, name: str) -> Any:
             key = id(module), name
             if name == "__dict__" and not _is_torch(sys._getframe(1)):
-                # Who looks into the dictionary itself may read anything.
+                # Code that takes the dictionary itself may read anything in it.
                 read.update((id(module), own) for own in object.__getattribute__(module, name))
             read.add(key)
             if key not in written:
@@ -157,11 +157,11 @@ class Observer:
             yield
 
     def _note_changes(self, before: Found, values: dict[str, Any], after: Found) -> None:
-        """Sort what the forward has set: tensors become by-products, numbers are noted.
+        """Classify what the forward has set: tensors become by-products, numbers are noted.
 
         Parameters
         ----------
-        values: of the attributes before, by path.
+        values: values of the attributes before the forward, by path.
         """
         for attribute in sorted({*before.description, *after.description}):
             was, now = before.description.get(attribute), after.description.get(attribute)
@@ -170,7 +170,7 @@ class Observer:
             holder, name = after.places.get(attribute) or before.places[attribute]
             value = entry_of(holder, name)
             if value is GONE or is_simple(value) or value is values.get(attribute):
-                # The order of keys has no place of its own; the keys that changed it have.
+                # The order of keys has no place in the model; the keys that changed it have one.
                 paths = {*(was or {}), *(now or {})} & {*before.places, *after.places}
                 for path in sorted(paths):
                     if (was or {}).get(path) != (now or {}).get(path):
@@ -179,13 +179,13 @@ class Observer:
                 self._note_replaced(attribute, holder, name, value)
 
     def _note_replaced(self, attribute: str, holder: Any, name: str, value: Any) -> None:
-        """An attribute was set to a tensor, or to a container of its own."""
+        """Note an attribute that was set to a tensor, or to a new container."""
         self._attributes[attribute] = attribute
         tree, tensors = Tree.of(value)
         odd = [rest[0] for rest in tree.rest if rest is not None and not is_simple(rest[0])]
         if odd:
             raise CaptureError(
-                f"the forward sets {attribute[1:]} to another {type(odd[0]).__name__} at every call, which a graph "
+                f"the forward sets {attribute[1:]} to a new {type(odd[0]).__name__} at every call, which a graph "
                 "cannot follow; make it once, in __init__"
             )
         first = attribute in self._read_first
@@ -197,7 +197,7 @@ class Observer:
         self.by_products.append((ByProduct(attribute[1:], len(tensors), Setting(holder, name, tree)), tensors))
 
     def _note_change(self, attribute: str, path: str, before: Found, after: Found) -> None:
-        """A number, or an entry of a container that is the same as before, has changed."""
+        """Note a change of a number, or of an entry of a container that is the same object as before."""
         holder, name = after.places.get(path) or before.places[path]
         value = entry_of(holder, name)
         self._attributes[path] = attribute
@@ -209,7 +209,7 @@ class Observer:
                 "what it keeps, or register a buffer"
             )
         if tensor:
-            # Which entries were read is not known.
+            # It is not known which entries were read.
             self.kept[path] = len(self.by_products)
             tree, tensors = Tree.of(value)
             self.by_products.append((ByProduct(path[1:], 1, Setting(holder, name, tree)), tensors))
@@ -220,7 +220,7 @@ class Observer:
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def _seen_by(self, path: str, hook: Callable[..., Any], module: torch.nn.Module, given: tuple[Any, ...]) -> Any:
-        """Call a hook; if it only looks, it is to be called with the values of every call."""
+        """Call a hook; if it only looks, note it, so that it is called with the values of every call."""
         tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
         state = [*map(version_of, tensors)], {n: id(v) for n, v in vars(module).items()}, _versions(module)
         try:
@@ -231,8 +231,8 @@ class Observer:
             first = (str(error).strip().splitlines() or ["no words"])[0]
             raise CaptureError(
                 f"the hook {hook_name(hook)} of {path} failed with {type(error).__name__}: {first}. Capture calls "
-                "every hook inside the model once with tensors that have no values; let it return at once where "
-                "torch.compiler.is_exporting() is true, it is called with real values afterwards"
+                "every hook inside the model once with tensors that have no values; let it return at once if "
+                "torch.compiler.is_exporting() is true, since it is called with real values afterwards"
             ) from error
         now = [*map(version_of, tensors)], {n: id(v) for n, v in vars(module).items()}, _versions(module)
         if result is None and state == now and not of_a_package(hook):
@@ -254,7 +254,7 @@ class Observer:
 
 
 def _sources(found: Found) -> dict[str, str]:
-    """Generators and iterators that a model holds, as text that changes when something is taken from them."""
+    """Describe generators and iterators that a model holds, as text that changes when an item is taken from them."""
     held = {path: entry_of(holder, name) for path, (holder, name) in found.places.items()}
     states = {}
     for path, value in held.items():
@@ -270,7 +270,7 @@ def _sources(found: Found) -> dict[str, str]:
 
 
 def check_settled(observed: Observer, again: Observer) -> None:
-    """Raise CaptureError if a second forward, which found what the first had left, has left something else."""
+    """Raise CaptureError if a second forward, which starts from the state that the first left, leaves another one."""
     for path in again.unsettled:
         was = observed.changed[path][2] if path in observed.changed else "what it was"
         raise CaptureError(
@@ -282,14 +282,14 @@ def check_settled(observed: Observer, again: Observer) -> None:
 
 
 def check_kept(observed: Observer, graph: fx.Graph, outputs: tuple[Any, ...], fixed: frozenset[str]) -> None:
-    """Raise CaptureError if an attribute that the forward reads and then sets to a tensor carries values between calls.
+    """Raise CaptureError if a tensor attribute that the forward reads and then sets carries values between calls.
 
-    A cache of what depends on nothing but constants does not: it holds what would be made again.
+    A cache of values that depend only on constants does not: recomputing it gives the same values.
 
     Parameters
     ----------
-    outputs: of the graph, those of the by-products last. fixed: placeholders of constants and of buffers that no
-        forward writes.
+    outputs: outputs of the graph, by-products last. fixed: placeholders of constants and of buffers that no forward
+        writes.
     """
     counts = [by_product.n_tensors for by_product, _ in observed.by_products]
     node_of = {node.name: node for node in graph.nodes}
@@ -298,14 +298,14 @@ def check_kept(observed: Observer, graph: fx.Graph, outputs: tuple[Any, ...], fi
         made = [o for o in outputs[first : first + counts[index]] if isinstance(o, str)]
         if any(_depends(node_of[name], fixed) for name in made):
             raise CaptureError(
-                f"the forward reads {path[1:]} and sets it to a new tensor, so that every call goes on from the one "
+                f"the forward reads {path[1:]} and sets it to a new tensor, so that every call continues from the one "
                 "before, which a graph cannot follow. Register it as a buffer (register_buffer) from the start, or let "
-                "the forward set an attribute of its own before it reads it"
+                "the forward set the attribute before it reads it"
             )
 
 
 def _depends(node: fx.Node, fixed: frozenset[str]) -> bool:
-    """Whether a node's value may differ from call to call."""
+    """Return whether a node's value may differ from call to call."""
     waiting, seen = [node], set()
     while waiting:
         now = waiting.pop()
@@ -321,7 +321,7 @@ def _depends(node: fx.Node, fixed: frozenset[str]) -> bool:
 
 
 def entry_of(holder: Any, name: Any) -> Any:
-    """What is at a place of a model, `GONE` if there is nothing."""
+    """Return the value at a place of a model, `GONE` if there is nothing."""
     if isinstance(holder, dict):
         return holder.get(name, GONE)
     if isinstance(holder, list | tuple | collections.deque):

@@ -1,4 +1,4 @@
-"""A flat graph's outputs: which nodes make them, what they are called, and which are kept as the very tensors."""
+"""A flat graph's outputs: the nodes that make them, their names, and which are kept without a copy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .observe import Observer
 
 
 def outputs_of(program: Any, graph: fx.Graph) -> tuple[str | tuple[Any], ...]:
-    """Per leaf of the model's output the node that makes it; export lists written buffers first."""
+    """Return per leaf of the model's output the node that makes it; export lists written buffers first."""
     returned = next(n for n in graph.nodes if n.op == "output").args[0]
     leaves: list[str | tuple[Any]] = []
     for spec, value in zip(program.graph_signature.output_specs, returned):
@@ -28,9 +28,10 @@ def outputs_of(program: Any, graph: fx.Graph) -> tuple[str | tuple[Any], ...]:
 
 
 def as_kept(graph: fx.Graph, outputs: tuple[Any, ...], observed: Observer) -> tuple[Any, ...]:
-    """The outputs, with what hooks and attributes keep as the very tensors that the model goes on with.
+    """Return the outputs, in which hooks and attributes keep the model's own tensors instead of copies.
 
-    A copy's gradient would be added to such a tensor's in another order. What the forward writes into later stays one.
+    The gradient of a copy would be added to the tensor's gradient in another order. Tensors that the forward writes
+    into later remain copies.
     """
     written = {base_of(node.args[0]) for node in graph.nodes if writes(node) and node.args}
     nodes = {node.name: node for node in graph.nodes}

@@ -1,4 +1,4 @@
-"""A compiled model as it was before."""
+"""Restores a compiled model temporarily to what it was before."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import torch
 
 @dataclass(frozen=True)
 class Plainness:
-    """What compiling a model hides: its class, and a forward of the instance's own, if it had one."""
+    """The parts of a model that compiling hides: its class, and the instance's own forward, if it had one."""
 
     model_class: type[torch.nn.Module]
     forward: Callable[..., Any] | None
 
     @contextlib.contextmanager
     def of(self, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-        """The compiled model, plain while this lasts."""
+        """Make the compiled model plain inside the body."""
         compiled = type(model)
         params = {p: type(p) for p in model.parameters()}
-        # Others put a forward on the instance: before, it is the one to run; since then, it leads here (accelerate's).
+        # Libraries may set a forward on the instance. One set before compiling is the one to run; one set afterwards
+        # (by accelerate) calls the compiled model.
         around = model.__dict__.pop("forward", None)
         if self.forward is not None:
             model.__dict__["forward"] = self.forward
@@ -42,7 +43,7 @@ class Plainness:
 
 @contextlib.contextmanager
 def forward_replaced(model: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Have the model run this forward, for the body; one that others put on the instance comes back."""
+    """Make the model run this forward inside the body; afterwards restore one that was set on the instance."""
     own = model.__dict__.get("forward")
     model.__dict__["forward"] = forward
     try:

@@ -1,4 +1,4 @@
-"""What of the model a block is, what comes of tracing it, and when two blocks are one class."""
+"""Specifications of blocks, the graphs that tracing makes of them, and the key that tells their class."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..runtime.torch_names.tensors import storage_key
 
 @dataclass(frozen=True)
 class External:
-    """Something that a block reads and did not make.
+    """A value that a block reads and did not make.
 
     Parameters
     ----------
@@ -22,10 +22,10 @@ class External:
     kind: "param", "buffer", "shared" or "value".
     leaves: how many leaves it enters as: one per use where rule 3 asks for it, else 1.
     differentiable: whether a gradient with respect to it is wanted.
-    accumulates: strides of the gradient that a later block (or the user) has left and to which this block's is added;
-        None if there is none.
-    final: whether this block's is the last part of the gradient (a parameter's gradient then takes its layout).
-    rounded: the lower precision in which eager adds its parts up, None if there is none.
+    accumulates: strides of the gradient that a later block (or the user) has left and to which this block adds its own;
+        None if there is no such gradient.
+    final: whether this block adds the last part of the gradient (a parameter's gradient then takes its layout).
+    rounded: the lower precision in which eager mode adds up its parts, None if it does not round.
     changes: whether some block's forward writes into its memory, so that a backward would find other values there.
     """
 
@@ -41,7 +41,7 @@ class External:
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """What one block reads, runs and hands on, in terms of the flat graph.
+    """The inputs, operators and results of a block, in terms of the flat graph.
 
     Parameters
     ----------
@@ -64,11 +64,11 @@ class Joint:
     Parameters
     ----------
     graph: functional ATen graph; every node's `meta["val"]` is its fake value.
-    leaves: per external the placeholders it enters as.
+    leaves: per external the placeholders as which it enters.
     tangents: placeholder per tangent. accumulators: per external its accumulator's placeholder or None.
     results: node per result of the block. grads: per external the node of its gradient or None.
-    gradient_parts: per external, of how many gradients autograd makes the sum in this block.
-    writes: external index of a buffer -> node with its new value. changing: externals that some block writes.
+    gradient_parts: per external, how many gradients autograd adds up in this block.
+    writes: external index of a buffer -> node with its new value. changing: indices of externals that a block writes.
     forward: nodes that the forward runs, in order. backward: the rest.
     """
 
@@ -86,10 +86,10 @@ class Joint:
 
 
 def class_key(spec: BlockSpec) -> str:
-    """A hash of the block's canonical form: two blocks with one key are one class.
+    """Hash the block's canonical form: two blocks with the same key are one class.
 
-    Nodes are numbered in program order and externals by first use, so names do not count; shapes, dtypes, strides,
-    constants, grad modes and which storages are shared do.
+    Nodes are numbered in program order and externals by first use, so names do not count. Shapes, dtypes, strides,
+    constants, grad modes, autocast regions and the sharing of storages do.
     """
     number: dict[fx.Node, str] = {e.node: f"e{i}" for i, e in enumerate(spec.externals)}
     number |= {n: f"n{i}" for i, n in enumerate(spec.nodes)}
@@ -121,11 +121,11 @@ def _signature(node: fx.Node, storages: dict[int, int]) -> str:
 
 
 def storages_of(node: fx.Node) -> tuple[int, ...]:
-    """Identities of the storages behind a traced node's value."""
+    """Return the identities of the storages behind a traced node's value."""
     values = pytree.tree_leaves(node.meta.get("val"))
     return tuple(storage_key(value.untyped_storage()) for value in values if isinstance(value, torch.Tensor))
 
 
 def dense_stride(like: torch.Tensor) -> tuple[int, ...]:
-    """The strides of a dense tensor that is laid out as `like`: its own if it is dense."""
+    """Return the strides of a dense tensor that is laid out like `like`: its own strides if it is dense."""
     return torch.empty_like(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")).stride()

@@ -1,4 +1,4 @@
-"""A flat graph without what does nothing: assertions, casts to the same dtype, operators that return their argument."""
+"""Removes nodes without effect from a flat graph: assertions, no-op casts, operators that return their argument."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .effects import base_of, has_effect, updates_stats, writes, written_into
 def tidy(graph: fx.Graph) -> None:
     """Drop assertions, operators that return their argument, and dead code (random and writing operators stay).
 
-    What returns the buffer that it writes is read as the buffer.
+    Readers of an operator that returns the buffer it writes then read the buffer.
 
     Raises: CaptureError if a size, or a number that is needed, depends on values.
     """
@@ -32,13 +32,13 @@ def tidy(graph: fx.Graph) -> None:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif (target := written_into(node)) is not None and base_of(target).op == "placeholder":
-            # Who reads what the write returns reads the buffer, which is there for every block.
+            # Readers of the write's result then read the buffer, which every block can reach.
             node.replace_all_uses_with(target)
     graph.eliminate_dead_code(is_impure_node=has_effect)
 
 
 def _is_noop_cast(node: fx.Node) -> bool:
-    """`to` returns its very argument when nothing changes, in eager as here."""
+    """Return whether a cast changes nothing, so that `to` returns its argument itself, as in eager mode."""
     source, value = node.args[0], node.meta.get("val")
     before = source.meta.get("val") if isinstance(source, fx.Node) else None
     copies = node.kwargs.get("copy", False) or any(a is True for a in node.args[2:])
@@ -51,7 +51,7 @@ def _is_noop_cast(node: fx.Node) -> bool:
 
 
 def _returns_its_argument(node: fx.Node) -> bool:
-    """Whether eager goes on with the argument itself, as `flatten(1)` of a matrix does, so that it is the one used."""
+    """Return whether eager mode returns the argument itself, as `flatten(1)` of a matrix does."""
     source = node.args[0] if node.args else None
     before, value = (n.meta.get("val") if isinstance(n, fx.Node) else None for n in (source, node))
     if not (isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor) and node.all_input_nodes == [source]):
@@ -66,4 +66,4 @@ def _returns_its_argument(node: fx.Node) -> bool:
     try:
         return target(*args, **kwargs) is like
     except (RuntimeError, NotImplementedError):
-        return False  # It asks for values or for its device, so it computes.
+        return False  # It needs values or its device, so it computes.

@@ -1,1 +1,1 @@
-"""What of a model's Python, and of torch around it, decides its numbers, and whether that has changed."""
+"""Guards: detect changes of the Python state of a model, and of torch's settings, that decide its numbers."""

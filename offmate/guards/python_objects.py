@@ -1,4 +1,4 @@
-"""A model's Python as containers to look into and values to compare: modules, attributes, and settings in them."""
+"""A model's Python state as containers to search and values to compare: modules, attributes, and settings in them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from ..runtime.torch_names.modules import (
 from ..transformers_names import COLLECTING, HOOKS_INSTALLED
 from .settings import class_settings, is_settings, is_simple, of_a_user, settings_of
 
-# What torch keeps in every module besides; none of it is read by a forward.
+# Attributes that torch gives every module; no forward reads them.
 _STANDARD = frozenset(vars(torch.nn.Module())) - {"training"}
 OWN = frozenset({"_offmate_session", "offmate", "forward"})
-# Set by transformers at the first forward, together with hooks that only collect outputs; what capture switches off
-# anyway; and what recurrent layers keep of their own parameters.
+# Attributes without effect on a forward: one that transformers sets together with its hooks that only collect outputs,
+# one that capture switches off anyway, and what recurrent layers keep about their own parameters.
 _BOOKKEEPING = frozenset({HOOKS_INSTALLED, "gradient_checkpointing", *RECURRENT_WEIGHTS})
 
-# By path: values of parameters, buffers, hooks and classes, and of attributes, whose paths begin with a dot.
+# Maps paths to values: of parameters, buffers, hooks and classes, and of attributes, whose paths begin with a dot.
 Description = dict[str, Any]
 
 
 class Same:
-    """An object that equals itself alone; it does not keep what it stands for alive if that can be helped."""
+    """A stand-in for an object, equal by identity; where possible it does not keep that object alive."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -52,7 +52,7 @@ class Same:
             return f"a tensor of shape {tuple(it.shape)}"
         if callable(it) and hasattr(it, "__name__"):
             return str(it.__name__)
-        return "an object that is gone" if it is None else f"a {type(it).__name__}"
+        return "an object that no longer exists" if it is None else f"a {type(it).__name__}"
 
 
 class _Absent:
@@ -64,27 +64,27 @@ ABSENT = _Absent()
 
 
 def is_collecting(hook: Any) -> bool:
-    """Whether a hook is one of those by which transformers collects outputs inside its own forward."""
+    """Return whether a hook is one of those with which transformers collects outputs inside its own forward."""
     return getattr(hook, "__module__", "") == COLLECTING
 
 
 def _described(value: Any) -> Any:
-    """A value that equals another one if a forward cannot tell them apart."""
+    """Wrap a value so that it equals another one if a forward cannot tell them apart."""
     if isinstance(value, float | complex):
         return type(value), repr(value)
     return (type(value), value) if is_simple(value) else Same(value)
 
 
 class Found:
-    """Walks a model and what can be reached from it.
+    """Walks a model and everything that can be reached from it.
 
     State: the containers found, in the order of the walk; the description; `places`, the object and the name or key of
-    every value by its whole path; `paths`, of modules by identity.
+    every value by its whole path; `paths`, the path of every module by its identity.
 
     Parameters
     ----------
-    model: its own hooks and forward are left out, since they run around what is captured. Nor is it among the
-        containers, so that whoever keeps these does not keep it alive; `attributes_of` gives what it holds itself.
+    model: its own hooks and forward are left out, since they run around what is captured. The model is not one of the
+        containers either, so that keeping these does not keep it alive; `attributes_of` returns what it holds itself.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -132,7 +132,7 @@ class Found:
                 self.description[attribute] = entries
 
     def _class(self, path: str, cls: type) -> None:
-        """What users' classes hold for all their modules: a forward may be put there, or a number."""
+        """Describe what users' classes hold for all their modules, such as a replaced forward or a number."""
         for base in cls.__mro__:
             if of_a_user(base) and id(base) not in self._visited:
                 self._visited.add(id(base))
@@ -176,21 +176,21 @@ class Found:
 
 
 def attributes_of(model: torch.nn.Module) -> dict[str, Any]:
-    """What a model holds itself, without what compiling has put there."""
+    """Return the attributes that a model holds itself, without those that compiling has added."""
     return {name: value for name, value in vars(model).items() if name not in OWN}
 
 
 def attribute_path(module: str, name: str) -> str:
-    """The path of a module's attribute in a description."""
+    """Return the path of a module's attribute in a description."""
     return f".{module}.{name}" if module else f".{name}"
 
 
 def difference(before: Description, now: Description, counts: Callable[[str], bool] = lambda path: True) -> str:
-    """The first differences of two descriptions in words.
+    """Describe the first differences of two descriptions as text.
 
     Parameters
     ----------
-    counts: whether what is at a path is compared.
+    counts: tells whether the value at a path is compared.
     """
     listed = []
     for path in {**before, **now}:
@@ -200,7 +200,7 @@ def difference(before: Description, now: Description, counts: Callable[[str], bo
         if isinstance(one, dict) and isinstance(other, dict):
             listed.append(difference(one, other))
         elif isinstance(one, dict) or isinstance(other, dict):
-            listed.append(f"{path.lstrip('.')} {'came' if one is ABSENT else 'went'}")
+            listed.append(f"{path.lstrip('.')} was {'added' if one is ABSENT else 'removed'}")
         else:
             words = f" was {_words(one)}, is {_words(other)}" if path.startswith(".") else ""
             listed.append(f"{path.lstrip('.')}{words}")

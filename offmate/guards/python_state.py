@@ -1,4 +1,4 @@
-"""What Python itself holds of a model, to compare and to put back: attributes, settings, and random states."""
+"""A model's state in Python, to compare and to restore: attributes, settings, and random states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .python_objects import Found
 
 
 def random_states() -> dict[str, Any]:
-    """Of the generators that Python and numpy share out, by what they are called in a message."""
+    """Return the states of Python's and numpy's global generators, by the names they have in messages."""
     states: dict[str, Any] = {"Python's random": random.getstate()}
     if "numpy" in sys.modules:
         states["numpy.random"] = sys.modules["numpy"].random.get_state()
@@ -23,7 +23,7 @@ def random_states() -> dict[str, Any]:
 
 
 def same_state(one: Any, other: Any) -> bool:
-    """Whether a generator draws the same from both states."""
+    """Return whether a generator draws the same numbers from both states."""
     return all(map(_same_part, one, other))
 
 

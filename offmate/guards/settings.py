@@ -1,4 +1,4 @@
-"""Which Python objects hold settings that a forward may read, and what is in them."""
+"""Python objects that hold settings which a forward may read, and the contents of these objects."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-MOST_ENTRIES = 1000  # of one container: a larger one is data, a vocabulary for example
+MOST_ENTRIES = 1000  # per container; a larger one is data, such as a vocabulary
 _DEEPEST = 8
 _SIMPLE = (
     bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device, torch.layout, enum.Enum,
 )  # fmt: skip
-# Objects of these packages are machinery: what is in them changes without meaning.
+# Objects of these packages are machinery: changes of their contents mean nothing.
 _MACHINERY = frozenset(
     ("torch", "numpy", "builtins", "logging", "threading", "weakref", "functools", "types", "inspect", "re", "random",
      "collections", "typing", "abc", "contextlib", "queue", "multiprocessing", "concurrent", "asyncio", "offmate",
@@ -29,12 +29,12 @@ _CODE = (
 
 
 def is_simple(value: Any) -> bool:
-    """Whether a value cannot change and is known by its own equality."""
+    """Return whether a value is immutable and can be compared with `==`."""
     return isinstance(value, _SIMPLE) and (type(value) in _SIMPLE or isinstance(value, enum.Enum))
 
 
 def is_settings(value: Any, depth: int) -> bool:
-    """Whether an attribute's value is a container of settings that is looked into."""
+    """Return whether an attribute's value is a container of settings that is searched."""
     if depth >= _DEEPEST or isinstance(value, torch.Tensor):
         return False
     if isinstance(value, dict | list | tuple | set | frozenset | collections.deque):
@@ -50,9 +50,9 @@ def is_settings(value: Any, depth: int) -> bool:
 
 
 def settings_of(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
-    """The dictionary, list or tuple that holds an object's settings, and its entries by key or attribute.
+    """Return the container that holds an object's settings, and its entries by key or attribute.
 
-    Returns: None as the container where there is none, for classes, objects with slots and partial functions.
+    Returns: None as the container of classes, objects with slots and partial functions, which have none.
     """
     if isinstance(value, dict):
         return value, list(dict.items(value))
@@ -72,7 +72,7 @@ def settings_of(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
 
 
 def class_settings(cls: type) -> list[tuple[str, Any]]:
-    """What a class holds for all its objects: numbers, flags and functions, without those that Python makes."""
+    """List the simple values and functions that a class holds for all its objects, without dunder names."""
     return [
         (name, value) for name, value in vars(cls).items()
         if not name.startswith("__") and (is_simple(value) or isinstance(value, types.FunctionType))
@@ -80,7 +80,7 @@ def class_settings(cls: type) -> list[tuple[str, Any]]:
 
 
 def of_a_user(cls: type) -> bool:
-    """Whether a class is not a library's, so that its attributes may be set to something else."""
+    """Return whether a class belongs to no library, so that its attributes may be set to something else."""
     return cls.__module__.partition(".")[0] not in _MACHINERY | _LIBRARIES
 
 

@@ -1,4 +1,4 @@
-"""Settings of torch around a call that decide which kernels run and what they compute with."""
+"""Settings of torch during a call that decide which kernels run and how they compute."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PRECISIONS = (
 
 
 def surroundings() -> tuple[Any, ...]:
-    """The settings that hold now: of autocast, attention kernels, determinism, precision of products, and defaults.
+    """Return torch's current settings: autocast, attention kernels, determinism, precision of products, defaults.
 
     Returns: a value that equals another one if the same operators run under both.
     """
@@ -39,12 +39,12 @@ def surroundings() -> tuple[Any, ...]:
 
 
 def inside_autocast() -> bool:
-    """Whether a `torch.autocast` is open, if only a disabled one: copies of parameters are kept until it ends."""
+    """Return whether a `torch.autocast` is open, even a disabled one: copies of parameters are kept until it ends."""
     return autocast_depth() > 0
 
 
 def _precisions() -> tuple[Any, ...]:
-    """Of float32 products; asking in the older way raises where the newer one was used to set them."""
+    """Return the precisions of float32 products; the older getter raises if the newer setter was used."""
     if not hasattr(torch.backends, "fp32_precision"):
         return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     return tuple(where.fp32_precision for where in _PRECISIONS if where is not None)

@@ -1,10 +1,10 @@
-"""What of a model's Python decides its numbers, and whether it is still what it was.
+"""Tracks the Python state that decides a model's numbers, and whether it has changed.
 
 A graph is captured once. What the Python behind it reads (modes, numbers, flags, configurations, hooks, which modules
-there are) is fixed in it. So every call asks here which state that Python is in, and each state has plans of its own.
+there are) is fixed in it. So every call asks a `Watch` which state that Python is in, and each state has its own plans.
 
-Looking costs one comparison by identity per attribute. Only where something is another object than before, everything
-is described by value, so that a number set to itself is no change and going back finds the state from before.
+A look costs one comparison by identity per attribute. Only if some object was replaced is everything described by
+value, so that a number set to the same value is no change, and setting it back finds the earlier state.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Tables = tuple[dict[Any, Any], ...]
 
 @dataclass(frozen=True)
 class _Seen:
-    """A model's Python as it was looked at: containers, and what was in them.
+    """A snapshot of a model's Python state: containers, and their contents.
 
     Parameters
     ----------
-    holders: objects whose class counts. tables: dictionaries. settings: those whose `keys` and their order count.
-    rows: lists, tuples and sets. odd: attributes of objects without a dictionary, by object. own: what the model holds
-        itself. parameters: by canonical name. number: of the state.
+    holders: objects whose class counts. tables: dictionaries. settings: dictionaries whose `keys`, and their order,
+        count. rows: lists, tuples and sets. odd: attributes of objects without a dictionary, by object. own: the
+        attributes that the model holds itself. parameters: by canonical name. number: the number of the state.
     """
 
     holders: tuple[Any, ...]
@@ -54,7 +54,7 @@ class _Seen:
 
     @staticmethod
     def of(model: torch.nn.Module, found: Found, number: int) -> _Seen:
-        """The model as it is now."""
+        """Take a snapshot of the model as it is now."""
         tables, rows, odd = tuple(found.tables), tuple(found.rows), tuple(found.odd)
         parameters = tuple(model.named_parameters())
         return _Seen(
@@ -74,7 +74,7 @@ class _Seen:
         )
 
     def holds(self, model: torch.nn.Module) -> bool:
-        """Whether everything is the same object as then."""
+        """Return whether every object is still the one in the snapshot."""
         own = attributes_of(model)
         return (
             own.keys() == self.own.keys()
@@ -99,8 +99,8 @@ class Watch:
     """Numbers the states that a model's Python has been in.
 
     State: `_states`, every state by its number; `_recent`, how the model looked when it was last in some of them, the
-    latest first; `_read`, the attributes that a captured forward has read, None before the first capture; `_free`, what
-    does not count since the forward itself sets it; `_last` and `_before_last`, the states it was in last.
+    latest first; `_read`, the attributes that a captured forward has read, None before the first capture; `_free`, the
+    attributes that do not count since the forward itself sets them; `_last` and `_before_last`, its last two states.
     Changed on the training thread only.
 
     Parameters
@@ -119,22 +119,22 @@ class Watch:
 
     @property
     def parameters(self) -> tuple[tuple[str, torch.nn.Parameter], ...]:
-        """The model's parameters by canonical name, as last looked at; none when the model is gone."""
+        """The model's parameters by canonical name, as of the last look; empty once the model has been freed."""
         return self._recent[0].parameters if self._model() is not None else ()
 
     @property
     def trains(self) -> bool:
-        """Whether any parameter required a gradient when last looked at."""
+        """Return whether any parameter required a gradient at the last look."""
         return any(self._recent[0].requires)
 
     @property
     def changes(self) -> str:
-        """What was different, in words, when the model last entered another state."""
+        """A description of what had changed when the model last entered another state."""
         before = self._states[self._before_last]
         return difference(before, self._states[self._last], self._counts)
 
     def look(self) -> int:
-        """The number of the state that the model is in now; equal numbers mean equal forwards."""
+        """Return the number of the state that the model is in now; equal numbers mean equal forwards."""
         number = self._number()
         if number != self._last:
             self._last, self._before_last = number, self._last
@@ -152,7 +152,7 @@ class Watch:
             return self._look_closely(model)
 
     def learn(self, read: frozenset[str], free: frozenset[str]) -> None:
-        """A forward was captured: what it read counts from now on, what it sets itself does not.
+        """Learn from a captured forward: what it reads counts from now on, what it sets itself does not.
 
         Parameters
         ----------
@@ -162,7 +162,7 @@ class Watch:
         self._free |= free
 
     def settle(self) -> None:
-        """What is different now does not count: the session itself has set it."""
+        """Accept all differences since the last look, since the session itself has made them."""
         model, seen = self._model(), self._recent[0]
         assert model is not None
         self._recent[0] = replace(
@@ -187,7 +187,7 @@ class Watch:
         return all(one.get(path, ABSENT) == other.get(path, ABSENT) for path in {**one, **other} if self._counts(path))
 
     def _counts(self, path: str) -> bool:
-        """Whether what is at a path can change numbers: an attribute that no captured forward has read cannot."""
+        """Return whether a path can change numbers: an attribute that no captured forward has read cannot."""
         if path in self._free:
             return False
         return self._read is None or not path.startswith(".") or path in self._read

@@ -1,1 +1,1 @@
-"""Lowering: from traced and profiled blocks to the solver's plain numbers, and from its answer back to tensors."""
+"""Lowering: turns traced and profiled blocks into the solver's plain numbers, and its answer back into tensors."""

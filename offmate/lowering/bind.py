@@ -1,4 +1,4 @@
-"""From the solver's answer back to tensors: which register of which program each item fills."""
+"""Binds the solver's answer to tensors: which register of which program each item fills."""
 
 from __future__ import annotations
 

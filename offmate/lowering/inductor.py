@@ -1,7 +1,8 @@
 """Block classes compiled with torch's Inductor: each chosen option's forward and backward as one function.
 
-The plan does not change: it counts what the operators one by one hold, and a compiled program is used only where it was
-measured to hold no more. What is refused stays as it is, with one log line.
+The plan does not change: it counts what the operators hold when they run one by one, and a compiled program is used
+only if it was measured to fit in that and the schedule's spare room. A refused program stays as it is, with one log
+line.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ log = logging.getLogger("offmate")
 
 Function = Callable[[list[torch.Tensor]], Any]
 
-_LEAST_OPERATORS = 2  # of one alone Inductor calls the same kernel
+_LEAST_OPERATORS = 2  # for a single one Inductor calls the same kernel
 _UNLIMITED = 2**62
-_ROUNDING = 0.05  # several operators' in bfloat16
+_ROUNDING = 0.05  # of several operators in bfloat16
 
 
 @dataclass(frozen=True)
 class _Key:
-    """What a compiled program depends on: class, saved storages, direction, device; on a CPU also how many threads."""
+    """The key of a compiled program: class, saved storages, direction, device; on a CPU also the number of threads."""
 
     class_key: str
     saved: frozenset[int]
@@ -54,7 +55,7 @@ _known: dict[_Key, tuple[Function, int]] = {}
 
 
 def check_inductor(kind: str) -> None:
-    """Raise DeviceError if Inductor cannot compile for a kind of device here, naming what is missing."""
+    """Raise DeviceError if Inductor cannot compile for a kind of device on this machine, naming what is missing."""
     from ..runtime.torch_names import inductor  # takes seconds to import
 
     where = accelerator(kind)
@@ -76,13 +77,13 @@ def check_inductor(kind: str) -> None:
 
 
 def compiled(lowered: Lowered, schedule: Schedule, kind: str, say: Progress) -> Lowered:
-    """The blocks' programs compiled, each class's once per option that a block has.
+    """Compile the blocks' programs, each class's once per option that a block has.
 
     Parameters
     ----------
-    schedule: what will be replayed. kind: of device. say: told of progress.
+    schedule: the one that will be replayed. kind: of device. say: reports progress.
 
-    Returns: the same, with `Program.fused` where Inductor's code keeps the schedule's peak.
+    Returns: `lowered` with `Program.fused` set where Inductor's code stays within the schedule's peak.
     """
     members: dict[tuple[str, int], list[int]] = {}
     for index, (block, option) in enumerate(zip(lowered.blocks, schedule.options)):
@@ -103,7 +104,9 @@ def compiled(lowered: Lowered, schedule: Schedule, kind: str, say: Progress) -> 
         both = [program for program in (programs.forward, programs.backward) if program.instructions]
         done += sum(program.fused is not None for program in both)
         total += len(both)
-    log.info("Inductor runs %d of the %d programs of the blocks' classes, the others run as before", done, total)
+    log.info(
+        "Inductor runs %d of the %d programs of the block classes; the others run operator by operator", done, total
+    )
     return replace(lowered, classes=classes)
 
 
@@ -114,14 +117,14 @@ def _compiled_pair(
     decision = _decided_again(graph, programs)
     if decision is not None:
         log.info(
-            "%s: not compiled, since the backward runs %s again, and rounded otherwise it might decide otherwise",
+            "%s: not compiled, since the backward runs %s again, which might decide differently if rounded differently",
             words, decision,
         )  # fmt: skip
         return programs
 
     def one(program: Program, direction: str) -> Program:
         names = [f"{direction[0].upper()}{index}" for index in indices]
-        # An evaluation has no backwards.
+        # An evaluation has no backward.
         rooms = [room[name] for name in names if name in room]
         if not rooms or sum(bool(step.makes) for step in program.instructions) < _LEAST_OPERATORS:
             return program
@@ -132,7 +135,7 @@ def _compiled_pair(
 
 
 def _decided_again(graph: ClassGraph, programs: Programs) -> str | None:
-    """An operator that turns numbers into indices (the choice of experts) and that the backward runs again."""
+    """Find an operator that turns numbers into indices (the choice of experts) and that the backward runs again."""
     again = {register for step in programs.backward.instructions for _, register in step.outs}
     for node in graph.joint.forward:
         value = node.meta["val"]
@@ -149,11 +152,11 @@ def _is_index(value: torch.Tensor) -> bool:
 
 
 def _compiled_or_not(graph: ClassGraph, program: Program, key: _Key, words: str, room: int) -> Program:
-    """The program with what Inductor made of it, if that keeps every promise of the plan's.
+    """Return the program with Inductor's code for it, if that code keeps every promise of the plan.
 
     Parameters
     ----------
-    room: bytes that it may hold more than the operators one by one.
+    room: how many bytes more it may hold than the operators one by one.
     """
     try:
         _check_operators(program)
@@ -180,7 +183,7 @@ def _compiled_or_not(graph: ClassGraph, program: Program, key: _Key, words: str,
 
 
 def _compile(graph: ClassGraph, program: Program, ports: Outline, kind: str) -> tuple[Function, int]:
-    """A program's function, checked on samples, and the bytes by which it rises."""
+    """Compile a program and check it on samples; return the function, and the bytes by which it rises."""
     plain = as_function(graph, program, ports)
     function = compile_function(plain, likes(graph, ports), left_like(graph, ports), ports.donated)
     _check_results(graph, program, ports, function, kind)
@@ -196,8 +199,8 @@ def _check_operators(program: Program) -> None:
         if not own or schema_of(target).is_mutable:
             raise Unfit(f"{target} is not one of PyTorch's functional operators")
         if "as_strided" in str(target):
-            # It counts from the start of a storage, of which Inductor knows only the view that it is given.
-            raise Unfit(f"{target} looks behind the tensors that the block is given")
+            # It counts from the start of the storage, of which Inductor knows only the view that it is given.
+            raise Unfit(f"{target} reads memory outside the tensors that the block is given")
         if target is torch.ops.aten.cudnn_batch_norm.default:
             raise Unfit(f"{target} writes running statistics without saying so")
 
@@ -208,15 +211,15 @@ def compile_function(
     left: list[torch.Tensor],
     donated: tuple[int, ...],
 ) -> Function:
-    """Compile a functional Python function of tensors; the function of this name that is called says what is what."""
-    from ..runtime.torch_names import inductor  # takes seconds to import, and only who compiles needs it
+    """Compile a functional Python function of tensors; see the `compile_function` that is called."""
+    from ..runtime.torch_names import inductor  # takes seconds to import, and only compilation needs it
 
     compiled_function: Function = inductor.compile_function(function, given, left, donated)
     return compiled_function
 
 
 def _check_results(graph: ClassGraph, program: Program, ports: Outline, function: Function, kind: str) -> None:
-    """Run a compiled program once, which also warms it up; what it draws must be what the operators draw."""
+    """Run a compiled program once, which also warms it up; it must draw the same random numbers as the operators."""
     where = accelerator(kind)
     given, _ = samples(graph, ports)
     with torch.no_grad():
@@ -228,7 +231,7 @@ def _check_results(graph: ClassGraph, program: Program, ports: Outline, function
         end = _generator_state(where)
         _set_generator_state(where, start)
         registers: list[Any] = [None] * program.n_registers
-        # Only forwards draw, and a forward lets go of nothing that it was given.
+        # Only forwards draw, and a forward frees none of its inputs.
         draws = not program.given and any(map(is_random, graph.joint.forward))
         if draws:
             for register, tensor in zip(ports.inputs, given):
@@ -244,7 +247,7 @@ def _check_results(graph: ClassGraph, program: Program, ports: Outline, function
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are the same but for rounding: of what was dropped elsewhere, most elements differ."""
+    """Return whether two tensors are equal up to rounding: with another dropout mask, most elements would differ."""
     if not a.dtype.is_floating_point:
         return torch.equal(a, b)
     largest = a.nan_to_num().abs().max().item() if a.numel() else 0.0
@@ -263,7 +266,7 @@ def _set_generator_state(where: torch.device | None, state: torch.Tensor) -> Non
 
 
 def measure_peak(graph: ClassGraph, ports: Outline, function: Function) -> int:
-    """The most bytes by which a compiled program holds more than when it starts, inputs that it lets go subtracted."""
+    """Measure the most bytes that a compiled program holds above its start, less the inputs that it frees."""
     device = likes(graph, ports)[0].device
     with torch.no_grad(), allocation_log(device) as changes:
         tensors, held = samples(graph, ports)

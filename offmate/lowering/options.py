@@ -1,4 +1,4 @@
-"""Options of a block class: what of its forward stays, leaves or is computed again, each with its programs."""
+"""Options of a block class: which tensors of its forward stay, leave or are recomputed, each with its programs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..solver.options.choices import choices
 from ..solver.problem import Option
 from .stored import StoredOption
 
-# What is smaller never leaves: no budget gains by it. And fused attention keeps the few bytes of its seed in the host's
-# own memory and has to find them there.
+# Smaller tensors never leave, since no budget gains by it. And fused attention keeps the few bytes of its seed in the
+# host's own memory, and must find them there.
 _TINY_BYTES = 512
 
 
 @dataclass(frozen=True)
 class ClassOption:
-    """One option of a class: its programs, and which of the saved storages stay or leave."""
+    """An option of a class: its programs, and which of the saved storages stay or leave."""
 
     name: str
     programs: Programs
@@ -38,7 +38,7 @@ class BlockClass:
 
     @cached_property
     def backward_reads(self) -> frozenset[int]:
-        """Registers that the backward of any option reads."""
+        """The registers that the backward of any option reads."""
         return frozenset().union(*(self.graph.read_registers(o.programs.backward) for o in self.options))
 
 
@@ -49,7 +49,7 @@ def class_options(
 
     Parameters
     ----------
-    costs: per node. link_bytes_per_s: at which offloaded values travel. max_options: how many to keep.
+    costs: per node. link_bytes_per_s: the rate at which offloaded values travel. max_options: how many to keep.
     last: whether the class's blocks have no time to offload anything (the chain's last block).
     """
     graph = ClassGraph(joint, costs)
@@ -83,11 +83,11 @@ def _block_graph(graph: ClassGraph) -> BlockGraph:
 
 
 def option_numbers(option: ClassOption, incoming_bytes: int) -> Option:
-    """The solver's view of an option.
+    """Return the solver's view of an option.
 
     Parameters
     ----------
-    incoming_bytes: gradients that the backward is handed and lets go.
+    incoming_bytes: bytes of the gradients that the backward is given and frees.
     """
     programs = option.programs
     saved = sum(programs.saved_bytes[s] for s in option.kept)
@@ -106,7 +106,7 @@ def option_numbers(option: ClassOption, incoming_bytes: int) -> Option:
 def stored_options(
     traced: Traced, costs: dict[str, dict[str, NodeCost]], out_bytes_per_s: float, most: int, say: Progress
 ) -> dict[str, tuple[StoredOption, ...]]:
-    """Solve the options of every class, as plan files keep them.
+    """Solve the options of every class, in the form that plan files keep.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""From traced and profiled blocks to plain numbers: options per class, and the problem that the solver gets."""
+"""Turns traced and profiled blocks into plain numbers: the problem for the solver."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .options import BlockClass, option_numbers
 
 @dataclass(frozen=True)
 class Trainable:
-    """What training a parameter takes: bytes of its optimizer state that move, and seconds on host and device.
+    """The cost of training a parameter: bytes of its optimizer state that move, and seconds on host and device.
 
     Parameters
     ----------
-    by_rows: whether rows of it can be updated on their own.
-    cpu_update_s, device_update_s: to update it. cpu_add_s, device_add_s: to add up a micro-batch's gradient.
-    side: who may update it.
+    by_rows: whether its rows can be updated separately.
+    cpu_update_s, device_update_s: seconds to update it. cpu_add_s, device_add_s: to add a micro-batch's gradient.
+    side: which side may update it.
     """
 
     state_bytes: int
@@ -42,11 +42,11 @@ class Trainable:
 
 @dataclass(frozen=True)
 class Lowered:
-    """The model as the solver's problem, and what is needed to bind its answer back to tensors.
+    """The model as the solver's problem, with everything needed to bind the answer back to tensors.
 
     Parameters
     ----------
-    value_item: name of a handed-on node -> item that holds its storage, `v:...` or `o:...`.
+    value_item: name of a node that a block hands on -> item that holds its storage, `v:...` or `o:...`.
     """
 
     problem: Problem
@@ -61,8 +61,8 @@ class Lowering:
 
     Parameters
     ----------
-    outputs: names of the nodes that the model returns. differentiated: those into which the user hands a gradient.
-    trainable: per canonical parameter name what training it takes.
+    differentiated: names of the output nodes that receive a gradient from the user.
+    trainable: the cost of training, per canonical parameter name.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Lowering:
         return 2 * self.n - 1 - block
 
     def problem(self, rates: LinkRates, shared_cores: bool, **budgets: Any) -> Lowered:
-        """The problem. budgets: the remaining fields of `Problem`."""
+        """Build the problem. budgets: the remaining fields of `Problem`."""
         values, outputs, value_item = self._values()
         blocks = tuple(
             Block(
@@ -112,7 +112,7 @@ class Lowering:
         return sum(graph.bytes[s] for t in joint.tangents for s in graph.storages(t))
 
     def _uses(self, node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Steps whose compute reads a node, and backward steps that make a part of its gradient."""
+        """Return the steps whose compute reads a node, and the backward steps that make a part of its gradient."""
         uses, grads = set(), set()
         for index, (block, graph) in enumerate(zip(self.blocks, self.graphs)):
             for external, leaves, grad in zip(block.spec.externals, block.joint.leaves, block.joint.grads):
@@ -147,14 +147,14 @@ class Lowering:
         return tuple(values), tuple(outputs), value_item
 
     def _outputs_of(self, nodes: list[fx.Node], index: int, size: int) -> list[Output]:
-        """Outputs on one storage: the first holds its bytes."""
+        """Build the outputs on one storage: the first holds its bytes."""
         return [Output(n.name, size if n is nodes[0] else 0, index, self._user_gradient_bytes(n)) for n in nodes]
 
     def _user_gradient_bytes(self, node: fx.Node) -> int:
         return _dense_bytes(node.meta["fake"]) if node.name in self.differentiated else 0
 
     def _values_of(self, nodes: list[fx.Node], index: int, size: int) -> list[Value]:
-        """Values on one storage: the first holds its bytes and is used wherever one of them is."""
+        """Build the values on one storage: the first holds its bytes and is used wherever any of them is."""
         found = []
         all_uses = {u for n in nodes for u in self._uses(n)[0]}
         for node in nodes:
@@ -164,7 +164,7 @@ class Lowering:
             if not uses:
                 continue
             own_gradient = grads and not self._user_gradient_bytes(node)
-            # A value that is an output too shares its storage with it, and needs a name of its own.
+            # A value that is also an output shares the output's storage, and needs another name.
             name = f"{node.name}~" if node.name in self.outputs else node.name
             gradient_bytes = _dense_bytes(node.meta["fake"]) if own_gradient else 0
             found.append(Value(name, amount, index, uses, gradient_bytes, grads if own_gradient else ()))

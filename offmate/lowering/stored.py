@@ -1,4 +1,4 @@
-"""A class's options as a plan file keeps them: programs follow from them and the model."""
+"""A class's options as saved in a plan file; the programs follow from them and the model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StoredOption:
-    """A class's option as it is saved: which storages stay and which leave; programs follow from it."""
+    """A class's option as it is saved: which storages stay and which leave."""
 
     name: str
     kept: tuple[int, ...]
@@ -16,7 +16,7 @@ class StoredOption:
 
 @dataclass(frozen=True)
 class StoredClass:
-    """A class's options, and by node name its kernel's workspace, followed by what its results reserve if that is more.
+    """A class's options, and per node name the kernel's workspace, then what its results reserve if that differs.
 
     All in bytes; nodes without either are left out.
     """

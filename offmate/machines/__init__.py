@@ -1,1 +1,1 @@
-"""Machines: this one's devices, memory and measured rates, and files of others that are not here."""
+"""Machines: the devices, memory and measured rates of this machine, and hardware files of others."""

@@ -1,4 +1,4 @@
-"""Measuring bytes that the host's allocator hands out while something runs."""
+"""Logs of the bytes that an allocator hands out while something runs, on the host or a device."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _MARK = "offmate::"
 
 
 def allocation_log(device: torch.device) -> AllocationLog | DeviceAllocationLog:
-    """What watches the allocator of a device."""
+    """Return a log that watches the allocator of a device."""
     return AllocationLog() if device.type == "cpu" else DeviceAllocationLog(device)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """libkineto writes two lines to stderr for every session unless told otherwise."""
+    """Silence libkineto, which otherwise writes two lines to stderr for every session."""
     before = os.environ.get("KINETO_LOG_LEVEL")
     os.environ["KINETO_LOG_LEVEL"] = "99"
     try:
@@ -42,10 +42,10 @@ def _quiet() -> Iterator[None]:
 
 @functools.cache
 def _let_children_end() -> None:
-    """See that a process that is forked from this one ends when it exits.
+    """Make sure that a process forked from this one ends when it exits.
 
-    Once the profiler has run, libkineto waits on exit for a thread of its own, which no forked child has. So a child
-    leaves past what libraries do on exit; Python has ended its own affairs by then.
+    Once the profiler has run, libkineto waits at exit for its own thread, which no forked child has. So a child skips
+    the exit handlers of libraries; Python has finished its own by then.
     """
     libc = ctypes.CDLL(None)
     if hasattr(os, "register_at_fork") and hasattr(libc, "on_exit"):
@@ -53,10 +53,10 @@ def _let_children_end() -> None:
 
 
 class _OneAtATime(abc.ABC):
-    """A process logs its allocations once at a time: a log that begins ends the one under way in its thread.
+    """A log of allocations, one at a time per process: a log that begins ends the one under way in its thread.
 
     State: `cut_short`, whether another log began before this one ended, or another thread asked it to end, so that it
-    saw a part only.
+    saw only a part.
     """
 
     _under_way: ClassVar[_OneAtATime | None] = None
@@ -66,7 +66,7 @@ class _OneAtATime(abc.ABC):
         self._thread, self._process = threading.current_thread(), os.getpid()
 
     def _begin(self) -> None:
-        """Be the log under way. Raises: ProtocolError if another thread's is."""
+        """Become the log under way. Raises: ProtocolError if another thread's is, or this one's inside a backward."""
         before = _OneAtATime._under_way
         if before is not None and before.can_end:
             before.cut_short = True
@@ -87,41 +87,41 @@ class _OneAtATime(abc.ABC):
 
     @property
     def is_here(self) -> bool:
-        """Whether this thread began it; one of a forked process did not."""
+        """Return whether this thread began the log; a thread of a forked process did not."""
         return self._thread is threading.current_thread() and self._process == os.getpid()
 
     @property
     def is_alive(self) -> bool:
-        """Whether whoever began it can still end it."""
+        """Return whether the thread that began the log can still end it."""
         return self._process == os.getpid() and self._thread.is_alive()
 
     @property
     def can_end(self) -> bool:
-        """Whether it can be ended now: by its own thread, and not in a backward, which restores what it has found."""
+        """Return whether it can be ended now: by its own thread, and not in a backward, which restores the profiler."""
         return self.is_here and backward_under_way() == -1
 
     def __exit__(self, *error: object) -> None:
         if _OneAtATime._under_way is self and self.can_end:
             _OneAtATime._under_way = None
             self._stop()
-        else:  # Another log has ended it; or the next log does, or the end of the process.
+        else:  # Another log has ended it, or the next one will, or the end of the process.
             self.cut_short = True
 
     @abc.abstractmethod
     def _stop(self) -> None:
-        """End it."""
+        """End the log."""
 
 
 @atexit.register
 def _end_with_the_process() -> None:
-    """A process that ends while a log is under way would crash on its way out."""
+    """End the log under way, since the process would crash at exit otherwise."""
     log = _OneAtATime._under_way
     if log is not None:
         log.__exit__()
 
 
 def profiler_is_taken() -> bool:
-    """Whether the user profiles this thread, or another thread is measured, so that nothing can be measured here."""
+    """Return whether the user profiles this thread, or another thread is measured, so that this one cannot be."""
     own = _OneAtATime._under_way
     if own is not None and not own.can_end:
         return own.is_alive
@@ -129,7 +129,7 @@ def profiler_is_taken() -> bool:
 
 
 class AllocationLog(_OneAtATime):
-    """Allocations and frees on the host, in order, by the named stretches in which they happened.
+    """A log of allocations and frees on the host, in order, by the named stretches in which they happened.
 
     Use as a context manager around the work; name stretches with `stretch`. Raises: ProtocolError if the user profiles.
     """
@@ -168,21 +168,21 @@ class AllocationLog(_OneAtATime):
             return work()
 
     def peak_bytes(self, until: str | None = None) -> int:
-        """The most by which all allocations lay above their level at the start, up to the stretch named `until`."""
+        """Return the peak of all allocations above their level at the start, up to the stretch named `until`."""
         ends = [start for start, _, name in self._stretches if name == f"{_MARK}{until}"]
         last = min(ends, default=None)
         return _peak(nbytes for at, nbytes in self._changes if last is None or at <= last)[0]
 
     def rise_bytes(self, name: str) -> int:
-        """The most by which all allocations lay above their level at the stretch's start, while it lasted.
+        """Return the peak of all allocations during a stretch, above their level at its start.
 
-        Of what was allocated before the log began, frees are not seen.
+        Frees of memory that was allocated before the log began are not seen.
         """
         ((start, end),) = ((start, end) for start, end, own in self._stretches if own == _MARK + name)
         return _peak(nbytes for at, nbytes in self._changes if start <= at <= end)[0]
 
     def workspace_bytes(self) -> dict[str, int]:
-        """Per stretch, the most that was held beyond what was still held at its end."""
+        """Return per stretch the most bytes that were held beyond those still held at its end."""
         found: dict[str, int] = {}
         changes = iter(self._changes)
         change = next(changes, None)
@@ -198,7 +198,7 @@ class AllocationLog(_OneAtATime):
 
 
 class DeviceAllocationLog(_OneAtATime):
-    """The same of an accelerator's caching allocator, which keeps count itself. Stretches may not overlap."""
+    """The same for an accelerator's caching allocator, which keeps count itself. Stretches may not overlap."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -228,15 +228,15 @@ class DeviceAllocationLog(_OneAtATime):
         return result
 
     def peak_bytes(self, until: str | None = None) -> int:
-        """The most by which what was allocated lay above its level at the start, up to the stretch named `until`."""
+        """Return the peak of allocated bytes above their level at the start, up to the stretch named `until`."""
         return self._end if until is None else self._marks.get(until, self._end)
 
     def rise_bytes(self, name: str) -> int:
-        """The most by which what was allocated lay above its level at the stretch's start, while it lasted."""
+        """Return the peak of allocated bytes during a stretch, above their level at its start."""
         return self._rise[name]
 
     def workspace_bytes(self) -> dict[str, int]:
-        """Per stretch, the most that was held beyond what was still held at its end."""
+        """Return per stretch the most bytes that were held beyond those still held at its end."""
         return self._workspace
 
 

@@ -1,4 +1,4 @@
-"""What this machine can do, measured: the figures of a hardware file, each with its source."""
+"""Benchmarks of this machine: the figures of a hardware file, each with its source."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HOST_CLOCK = clock_of(torch.device("cpu"))
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured at a time.
+    """The sizes of the operations that are timed.
 
     Parameters
     ----------
@@ -49,11 +49,10 @@ def measure_machine(say: Progress, sizes: Sizes | None = None, kind: str = EMULA
 
     Parameters
     ----------
-    say: told of progress. sizes: how much at a time; None takes more where a card computes. kind: as `device_kind`
-        gives it.
+    say: reports progress. sizes: None takes larger ones for a card. kind: of device, from `device_kind`.
 
-    Returns: a hardware file as JSON's own types. Every figure is the best of a few repeats, after one to warm up:
-    what else runs on the machine can only slow it down.
+    Returns: a hardware file as JSON types. Every figure is the best of a few repeats, after one to warm up: other
+    programs on the machine can only slow it down.
     """
     card = accelerator(kind)
     where = torch.device("cpu") if card is None else card
@@ -99,27 +98,27 @@ def measure_machine(say: Progress, sizes: Sizes | None = None, kind: str = EMULA
 
 
 def _capacities(card: torch.device | None) -> dict[str, tuple[int, str]]:
-    """Memory of the device and of the host."""
+    """Return the memory of the device and of the host, each with its source."""
     available = available_host_bytes()
     if card is None:
         half = available // 2
-        text = "half of the host memory that was available: the CPU plays the device"
+        text = "half of the host memory that was available: the CPU emulates the device"
         return {"device_memory_bytes": (half, text), "host_memory_bytes": (half, "the other half")}
     total = torch.accelerator.get_memory_info(card)[1]
     return {
         "device_memory_bytes": (total, "as torch reports it"),
-        "host_memory_bytes": (available, "what was available"),
+        "host_memory_bytes": (available, "as available when it was measured"),
     }
 
 
 def _figure(value: float, source: str) -> dict[str, Any]:
-    """A figure to four significant digits; more would be noise."""
+    """Round a figure to four significant digits, since more would be noise, and add its source."""
     rounded = float(f"{value:.4g}")
     return {"value": int(rounded) if rounded >= 1e4 else rounded, "source": source}
 
 
 def machine_words() -> str:
-    """This machine's processor, its threads, and the versions that matter, for a figure's source."""
+    """Describe this machine's processor, threads, and relevant versions, for a figure's source."""
     return (
         f"{processor()} with {torch.get_num_threads()} threads (PyTorch {torch.__version__}, Python "
         f"{platform.python_version()})"
@@ -127,7 +126,7 @@ def machine_words() -> str:
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name as the system gives it."""
+    """Return the processor's name as the system reports it."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
@@ -145,7 +144,7 @@ def _seconds(work: Callable[[], object], clock: Callable[[Callable[[], object]],
 
 
 def _copies(device: Device, sizes_bytes: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Rates by size and direction; "both" adds up a copy each way at once."""
+    """Measure copy rates by size and direction; "both" adds up one copy each way at the same time."""
     return [
         {"direction": direction, "bytes": size, "bytes_per_s": round(_copy_rate(device, direction, size))}
         for size in sizes_bytes
@@ -154,10 +153,10 @@ def _copies(device: Device, sizes_bytes: tuple[int, ...]) -> list[dict[str, Any]
 
 
 def _copy_rate(device: Device, direction: str, size_bytes: int) -> float:
-    # Written once, so that every page is memory of its own.
+    # Filled with ones, so that every page has its own memory.
     host = device.pinned(torch.ones(size_bytes, dtype=torch.uint8))
     inside, back = device.empty_like(host).fill_(1), device.empty_host_like(host).fill_(1)
-    # Where the CPU plays the device, what leaves is not what comes in at the same time.
+    # Where the CPU emulates the device, the copy out must not read what the copy in writes at the same time.
     leaves = host if direction == "both" and device.torch_device.type == "cpu" else inside
 
     def copy() -> None:
@@ -170,20 +169,20 @@ def _copy_rate(device: Device, direction: str, size_bytes: int) -> float:
 
 
 def _stepper(elements: int, where: torch.device) -> Any:
-    """One AdamW step of one float32 parameter."""
+    """Return a function that makes one AdamW step of one float32 parameter."""
     param = torch.nn.Parameter(torch.zeros(elements, device=where))
     param.grad = torch.full_like(param, 1e-3)
     return torch.optim.AdamW([param], fused=True).step
 
 
 def _update_on_worker(device: Device, elements: int) -> float:
-    """Bytes of float32 parameters per second that AdamW updates on the host's update worker."""
+    """Measure the bytes of float32 parameters per second that AdamW updates on the host's update worker."""
     step = _stepper(elements, torch.device("cpu"))
     return 4 * elements / _seconds(lambda: device.update_on_host(step, ()).synchronize())
 
 
 def _update(where: torch.device, elements: int) -> float:
-    """The same where operators run."""
+    """Measure the same on the device where operators run."""
     return 4 * elements / _seconds(_stepper(elements, where), clock_of(where))
 
 

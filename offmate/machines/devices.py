@@ -23,18 +23,18 @@ _LEAST_MARGIN_BYTES = 1 << 28
 
 
 def device_kind(device: str | torch.device | None) -> str:
-    """The device that a user names: "emulated", or an accelerator of torch's with its index, such as "cuda:0".
+    """Resolve the device that a user names: "emulated", or a torch accelerator with its index, such as "cuda:0".
 
     Parameters
     ----------
-    device: None takes an accelerator where there is one.
+    device: None takes an accelerator if there is one.
 
-    Raises: DeviceError if there is none such here.
+    Raises: DeviceError if this machine has no such device.
     """
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    available = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
-        name = EMULATED if here is None else f"{here.type}:{torch.accelerator.current_device_index()}"
-        log.info("device: %s", f"{name} (the CPU plays the device)" if here is None else name)
+        name = EMULATED if available is None else f"{available.type}:{torch.accelerator.current_device_index()}"
+        log.info("device: %s", f"{name} (the CPU emulates the device)" if available is None else name)
         return name
     name = str(device)
     if name == EMULATED:
@@ -43,8 +43,8 @@ def device_kind(device: str | torch.device | None) -> str:
         asked = torch.device(name)
     except RuntimeError:
         raise DeviceError(f"device={name!r} is not known; use 'cuda', 'cuda:1' or 'emulated'") from None
-    if here is None or asked.type != here.type:
-        found = "no accelerator" if here is None else f"only {here.type!r}"
+    if available is None or asked.type != available.type:
+        found = "no accelerator" if available is None else f"only {available.type!r}"
         raise DeviceError(
             f"device={name!r}: torch {torch.__version__} sees {found} here; use device='emulated', which runs anywhere"
             + (", or install a torch build with CUDA" if asked.type == "cuda" else "")
@@ -56,9 +56,9 @@ def device_kind(device: str | torch.device | None) -> str:
 
 
 def default_budget_bytes(kind: str) -> int:
-    """The budget that "auto" stands for: what is free on the device and what this process holds, less a margin.
+    """Return the budget that "auto" stands for: memory that is free or held by this process, less a margin.
 
-    The emulated device takes half of the host's.
+    The emulated device takes half of the host's budget.
     """
     where = accelerator(kind)
     if where is None:
@@ -68,7 +68,7 @@ def default_budget_bytes(kind: str) -> int:
 
 
 def check_budget(kind: str, budget_bytes: int) -> None:
-    """Raise DeviceError if a device does not have that much."""
+    """Raise DeviceError if a device does not have that much memory."""
     where = accelerator(kind)
     if where is None:
         return
@@ -92,25 +92,25 @@ def check_budget(kind: str, budget_bytes: int) -> None:
 
 
 def accelerator(kind: str) -> torch.device | None:
-    """The torch device behind a kind of `device_kind`; None where the CPU plays it."""
+    """Return the torch device of a kind from `device_kind`; None if the CPU emulates it."""
     return None if kind == EMULATED else torch.device(kind)
 
 
 def make_device(kind: str, limit_bytes: int) -> Device:
-    """The device of a kind, with a budget."""
+    """Make a device of a kind, with a budget."""
     where = accelerator(kind)
     return EmulatedDevice(limit_bytes) if where is None else StreamDevice(where, limit_bytes)
 
 
 def words(device: torch.device) -> str:
-    """The device's name as its maker gives it."""
+    """Return the device's name as its maker gives it."""
     module: Any = torch.get_device_module(device)
     return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else str(device)
 
 
 @contextlib.contextmanager
 def rng_untouched(device: torch.device | None) -> Iterator[None]:
-    """Let what the body draws change no generator of the host's or the device's."""
+    """Restore the generators of the host and the device after the body has drawn random numbers."""
     if device is None:
         with torch.random.fork_rng(devices=[]):
             yield

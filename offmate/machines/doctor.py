@@ -1,4 +1,4 @@
-"""What of this machine and its installation matters for a problem report: versions, devices, link rates, limits."""
+"""Facts about this machine and its installation for a problem report: versions, devices, link rates, limits."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _PROBE_BYTES = 1 << 30
 
 
 def examine() -> dict[str, Any]:
-    """Look at the machine. Nothing in the result names a user, a host or a folder of theirs.
+    """Examine the machine. Nothing in the result names a user, a host or one of their folders.
 
-    Returns: JSON's own types, in sections: versions, system, host, devices, pinned, solvers, cache; bytes as integers.
+    Returns: JSON types, in sections: versions, system, host, devices, pinned, solvers, cache; bytes as integers.
     """
     return {
         "versions": {"offmate": _version("offmate"), **{name: _version(name) for name in (*_NEEDED, *_EXTRAS)}},
@@ -70,10 +70,10 @@ def _has_release() -> bool:
 
 
 def _devices() -> list[dict[str, Any]]:
-    """The emulated device with its link rates, and every card that torch sees."""
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    count = 0 if here is None else torch.accelerator.device_count()
-    cards = [torch.device(here.type, index) for index in range(count)] if here is not None else []
+    """Describe the emulated device and every card that torch sees, with their link rates."""
+    available = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = 0 if available is None else torch.accelerator.device_count()
+    cards = [torch.device(available.type, index) for index in range(count)] if available is not None else []
     return [{"name": EMULATED, **_link(EMULATED)}, *map(_card, cards)]
 
 
@@ -92,12 +92,12 @@ def _card(card: torch.device) -> dict[str, Any]:
         found["capability"] = ".".join(map(str, torch.cuda.get_device_capability(card)))
     try:
         return found | _link(str(card))
-    except RuntimeError as error:  # a card that is full, or lost, is what a report may be about
+    except RuntimeError as error:  # the report may be about a card that is full or lost
         return found | {"link": str(error).splitlines()[0]}
 
 
 def _pinned() -> dict[str, Any]:
-    """How much memory may be locked, and whether a gigabyte can be pinned where there is a card to pin it for."""
+    """Return how much memory may be locked, and, if there is a card, whether a gigabyte can be pinned."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = None if soft == resource.RLIM_INFINITY else soft
     if not torch.accelerator.is_available():

@@ -1,4 +1,4 @@
-"""Hardware files: what a machine that is not here can do, each figure with its source."""
+"""Hardware files: the rates and sizes of other machines, each figure with its source."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Hardware:
 
     Parameters
     ----------
-    device_memory_bytes, host_memory_bytes: what it has; host 0 where the file does not say.
+    device_memory_bytes, host_memory_bytes: its memory; 0 for the host if the file does not say.
     matrix_flops_per_s: of large matrix products, by dtype name.
-    memory_bytes_per_s: device memory traffic. launch_s: seconds that a kernel takes at least.
+    memory_bytes_per_s: device memory traffic. launch_s: the least seconds that a kernel takes.
     in_bytes_per_s, out_bytes_per_s, both_bytes_per_s: of the link to the host, each way alone and both together.
     cpu_update_bytes_per_s, device_update_bytes_per_s: bytes of float32 parameters that Adam updates per second.
-    manage_s: H, seconds of the CPU per step for everything else.
+    manage_s: H, seconds per step that the CPU needs for everything else.
     shared_cores: compute, copies and CPU updates share the same cores (the emulated device).
     """
 
@@ -55,22 +55,22 @@ class Hardware:
 
     @property
     def default_budget_bytes(self) -> int:
-        """Device memory less a sixteenth, for the context and what others hold."""
+        """Device memory less a sixteenth, for the context and other processes."""
         return self.device_memory_bytes - self.device_memory_bytes // 16
 
     def flops_per_s(self, dtype: str) -> float:
-        """Rate of matrix products in a dtype; float32's where the file does not name it."""
+        """Return the rate of matrix products in a dtype; that of float32 if the file does not name the dtype."""
         rates = dict(self.matrix_flops_per_s)
         return rates.get(dtype, rates["float32"])
 
 
 def names() -> tuple[str, ...]:
-    """Names of the hardware files that come with offmate."""
+    """Return the names of the hardware files that come with offmate."""
     return tuple(sorted(p.name.removesuffix(".json") for p in _folder().iterdir() if p.name.endswith(".json")))
 
 
 def load(name_or_path: str) -> Hardware:
-    """A machine by the name of a file that comes with offmate, or by the path of one's own.
+    """Load a machine by the name of a file that comes with offmate, or by the path of a user's file.
 
     Raises: OffmateError naming the nearest names, or what is wrong in the file.
     """

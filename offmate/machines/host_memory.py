@@ -1,4 +1,4 @@
-"""How much host memory this process may use: what the machine has free, and what its control group allows."""
+"""The host memory that this process may use: what is free on the machine and what its control group allows."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _LEAST_MARGIN_BYTES = 1 << 30
 
 
 def available_host_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
-    """Bytes that this process can still allocate without swapping and without meeting a limit.
+    """Return the bytes that this process can still allocate without swapping and without reaching a limit.
 
-    The least of MemAvailable and, for the process's control group and each of its parents (version 1 or 2),
+    This is the minimum of MemAvailable and, for the process's control group and each of its parents (version 1 or 2),
     the limit less the memory in use. Page cache that the kernel can drop at once counts as free.
 
     Parameters
@@ -31,9 +31,9 @@ def available_host_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
 
 
 def default_host_budget_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
-    """The host budget if the user gives none: what is available less a margin of 10 %, at least 1 GiB.
+    """Return the host budget if the user gives none: available memory less a margin of 10 %, at least 1 GiB.
 
-    The margin is for what no plan sees: the interpreter, data loading, other processes. The result may be 0.
+    The margin is for memory that no plan counts: the interpreter, data loading, other processes. The result may be 0.
     """
     available_bytes = available_host_bytes(proc, cgroup)
     return max(0, available_bytes - max(available_bytes // 10, _LEAST_MARGIN_BYTES))
@@ -47,10 +47,10 @@ def _mem_available_bytes(meminfo: Path) -> int:
 
 
 def _own_groups(proc: Path, mount: Path, controller: str) -> list[Path]:
-    """The folders of the process's control group and its parents below `mount`, innermost first.
+    """List the folders of the process's control group and its parents below `mount`, innermost first.
 
-    In a container the path may be the host's, which does not exist inside: then only the mount remains,
-    which is the container's own group.
+    In a container the path may be the host's, which does not exist inside. Then only the mount remains, which is the
+    container's own group.
     """
     for line in _read(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -85,7 +85,7 @@ def _stat_bytes(group: Path, key: str) -> int:
 
 
 def _read(path: Path) -> str:
-    """The file's text, empty if it cannot be read: every file here may be absent on some machine."""
+    """Return a file's text, empty if it cannot be read: each of these files is absent on some machines."""
     try:
         return path.read_text()
     except OSError:

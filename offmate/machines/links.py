@@ -1,4 +1,4 @@
-"""Links between host and device: their copy rates, as files give them or measured."""
+"""Links between host and device: their copy rates, from hardware files or measured."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LinkRates:
 
 
 _COPY_BYTES = 16 * 2**20
-_COPIES = 3  # timed, after a first one
+_COPIES = 3  # timed copies, after a first one that does not count
 
 
 def measure_link(device: Any) -> LinkRates:
@@ -33,7 +33,7 @@ def measure_link(device: Any) -> LinkRates:
 
     Returns: rates in bytes per second.
     """
-    # Ones: pages that were never written are all the same one, which stays in the processor's cache.
+    # Ones, since all pages that were never written are the same page, which stays in the processor's cache.
     host = device.pinned(torch.ones(_COPY_BYTES, dtype=torch.uint8))
     inside, back = device.empty_like(host), device.empty_host_like(host)
 

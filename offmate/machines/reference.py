@@ -1,4 +1,4 @@
-"""What plain PyTorch needs for the same step, measured as the ledger counts."""
+"""The memory that plain PyTorch needs for the same step, measured as the ledger counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .allocations import AllocationLog
 
 
 class ReferenceMeter:
-    """Counts the bytes of a plain training step: parameters, buffers, states and gradients, and what the step adds.
+    """Measures the bytes of a plain training step: parameters, buffers, states, gradients, and what the step adds.
 
     Use as a context manager around one step of a model that was not compiled; `peak_bytes` is valid afterwards.
 

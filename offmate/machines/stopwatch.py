@@ -1,4 +1,4 @@
-"""Seconds that work takes where it runs."""
+"""Timers for work on the host or on a device."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 def clock_of(device: torch.device) -> Callable[[Callable[[], object]], float]:
-    """What runs work and says how many seconds it took on a device.
+    """Return a function that runs work and returns how many seconds it took on a device.
 
-    On an accelerator these are the device's own seconds between two events: what launching takes is hidden as long as
+    On an accelerator these are the device's own seconds between two events: the time of launches is hidden as long as
     the device is kept busy.
     """
     return _host_s if device.type == "cpu" else _Stopwatch(device)

@@ -1,1 +1,1 @@
-"""Optimizers: the user's own implementation, one tensor or some rows of it at a time."""
+"""Optimizers: the user's own implementation, run on one tensor or some of its rows at a time."""

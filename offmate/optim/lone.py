@@ -1,4 +1,4 @@
-"""An optimizer for some tensors alone, with everything else as another one has it."""
+"""Copies of an optimizer that hold only some of its tensors."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 from ..runtime.torch_names.modules import STEP_HOOKS
 
-OWN = ("param_groups", "state", "step", *STEP_HOOKS)  # `step` may be wrapped; hooks are for the whole step, once
+OWN = ("param_groups", "state", "step", *STEP_HOOKS)  # `step` may be wrapped; hooks run once per whole step
 
 
 def lone(
     kind: type, attributes: Mapping[str, Any], groups: list[dict[str, Any]], state: Mapping[Any, dict[str, Any]]
 ) -> Any:
-    """An optimizer of a kind that holds these groups and nothing else, and calls no hooks.
+    """Build an optimizer of a class that holds only these groups, and calls no hooks.
 
     Parameters
     ----------
-    attributes: of the optimizer that it stands for. groups: hyperparameters and tensors. state: by tensor.
+    attributes: those of the optimizer that it stands in for. groups: hyperparameters and tensors. state: by tensor.
     """
     single: Any = object.__new__(kind)
     single.__dict__.update({key: value for key, value in attributes.items() if key not in OWN})

@@ -1,4 +1,4 @@
-"""Optimizers that update float32 copies of parameters of less precision."""
+"""Optimizers that update float32 copies of parameters of lower precision (master weights)."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ MASTER = "master"
 
 @functools.cache
 def with_master_weights(kind: type[torch.optim.Optimizer]) -> Any:
-    """The class of optimizers that do what `kind` does, on float32 copies of bfloat16 and float16 parameters.
+    """Return a class of optimizers that do what `kind` does, on float32 copies of bfloat16 and float16 parameters.
 
-    A copy is a part of its parameter's state, under "master", and so are moments in float32: saved, loaded and moved
-    as any state. Parameters of float32 are updated as they are.
+    A copy is part of its parameter's state, under "master", next to moments in float32. It is saved, loaded and moved
+    like any state. Float32 parameters are updated directly.
 
     Parameters
     ----------
     kind: a torch.optim class whose update is per parameter, such as `torch.optim.AdamW`.
 
-    Returns: the class; it takes what `kind` takes.
+    Returns: the class; it takes the same arguments as `kind`.
     """
     return type(f"{kind.__name__}WithMasters", (WithMasters, kind), {"_kind": kind, "__module__": kind.__module__})
 
 
 class WithMasters:
-    """Mixed into an optimizer class, `_kind`; see `with_master_weights`."""
+    """Mixin for an optimizer class, `_kind`; see `with_master_weights`."""
 
     _kind: Any
     param_groups: list[dict[str, Any]]
@@ -37,7 +37,7 @@ class WithMasters:
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update every parameter that has a gradient, then give it its copy's value."""
+        """Update every parameter that has a gradient; one with a master copy then takes the copy's value."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -63,7 +63,7 @@ class WithMasters:
             param.copy_(leaf)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; float32 stays float32, where torch would give it the parameter's dtype."""
+        """Load a state, keeping float32 tensors where torch would cast them to the parameter's dtype."""
         super().load_state_dict(state_dict)  # type: ignore[misc]
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]

@@ -1,4 +1,4 @@
-"""Whether an optimizer updates each parameter by itself, found out by letting it update tiny stand-ins."""
+"""A test that an optimizer updates each parameter independently, made by letting it update tiny stand-ins."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         raise OffmateError(f"{name} draws random numbers in its update, in an order that a plan changes; {_REMEDY}")
     if not all(map(_same, together, alone)):
         raise OffmateError(
-            f"{name} looks across parameters: two updated together come out otherwise than each by itself, and a plan "
-            f"updates each when its gradient is there; {_REMEDY}"
+            f"{name} looks across parameters: updating two together gives other values than updating each by itself, "
+            f"and a plan updates each one as soon as its gradient is ready; {_REMEDY}"
         )
 
 
@@ -71,7 +71,7 @@ def _check_attributes(optimizer: torch.optim.Optimizer, name: str) -> None:
 
 
 def _stand_ins(group: dict[str, Any]) -> Group:
-    """A group's hyperparameters, and a tiny tensor for each number of dimensions and dtype; two at least."""
+    """Return a group's hyperparameters, and a tiny tensor for each number of dimensions and dtype; at least two."""
     hyper = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
     kinds = sorted({(p.dim(), p.dtype) for p in group["params"]}, key=str)
     generator = torch.Generator().manual_seed(0)
@@ -80,9 +80,9 @@ def _stand_ins(group: dict[str, Any]) -> Group:
 
 
 def _trained(optimizer: torch.optim.Optimizer, groups: list[Group]) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-    """Stand-ins after some steps of an optimizer that holds nothing else, each with its state.
+    """Return stand-ins after some steps of an optimizer that holds nothing else, each with its state.
 
-    Raises: OffmateError if the optimizer keeps state of its own besides that of its parameters.
+    Raises: OffmateError if the optimizer keeps state besides that of its parameters.
     """
     base: Any = type(optimizer)
     leaves = [[torch.nn.Parameter(t.clone()) for t in tensors] for _, tensors in groups]
@@ -99,7 +99,7 @@ def _trained(optimizer: torch.optim.Optimizer, groups: list[Group]) -> list[tupl
                 leaf.grad = (leaf.detach() * (step + 1)).cos()
         base.step(single)
         now = _extras(single)
-        # The first step may settle something once, such as a check of devices.
+        # The first step may set an attribute once, for example after a check of devices.
         changed = [k for k, v in now.items() if step > 0 and not _equal(v, before.get(k))]
         before = now
         if changed:
@@ -111,7 +111,7 @@ def _trained(optimizer: torch.optim.Optimizer, groups: list[Group]) -> list[tupl
 
 
 def _extras(single: Any) -> dict[str, Any]:
-    """Attributes and hyperparameters that are plain data; no step may change them."""
+    """Return the attributes and hyperparameters that are plain data; no step may change them."""
     kept = {k: v for k, v in single.__dict__.items() if k not in ("param_groups", "state")}
     for index, group in enumerate(single.param_groups):
         kept |= {f"{key} of group {index}": value for key, value in group.items() if key != "params"}

@@ -1,4 +1,4 @@
-"""Which tensors can be updated some rows at a time, with the bits of one update."""
+"""Row-wise updates: which tensors can be updated some rows at a time, with the bits of one whole update."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from ..capture.spec import dense_stride
 from ..solver.options.pieces import Grid
 
-# What an element becomes depends on its own gradient and state, and on numbers that a tensor's elements share. Classes
-# derived from these may do something else.
+# Element-wise optimizers: an element's new value depends on its own gradient and state, and on numbers that all
+# elements of a tensor share. Subclasses of these may do something else.
 _BY_ELEMENT = frozenset(
     {
         torch.optim.SGD,
@@ -25,25 +25,25 @@ _BY_ELEMENT = frozenset(
         torch.optim.Rprop,
     }
 )
-# Elements that no kernel treats apart: what a processor takes at once, and a cache line. Where the rest of a tensor
-# that makes no whole number of them is updated in another way, only its own last ones are, cut or not.
+# Number of elements that no kernel separates: a vector register's or a cache line's. If a kernel updates a shorter
+# remainder in another way, then that remainder is the end of the tensor, whether the tensor is cut or not.
 _TOGETHER = 64
 
 
-# Their fused kernels treat all elements alike in less precision than float32, too, and give threads whole cache lines.
+# Their fused kernels treat all elements alike in lower precision than float32, too, and give threads whole cache lines.
 _FUSED_ALIKE = frozenset({torch.optim.Adam, torch.optim.AdamW})
 
 
 def works_by_element(kind: Any) -> bool:
-    """Whether an optimizer class, with master weights or without, updates every element of a tensor by itself."""
+    """Return whether an optimizer class, with master weights or without, updates every element independently."""
     return getattr(kind, "_kind", kind) in _BY_ELEMENT
 
 
 def depends_on_threads(kind: Any, hyper: dict[str, Any], dtype: torch.dtype) -> bool:
-    """Whether the bits of an update on a CPU may depend on how many threads share a tensor, and so on where it is cut.
+    """Return whether the bits of a CPU update may depend on how many threads share a tensor, and so on its cuts.
 
-    Sums over a tensor do; and in less precision than float32 the last elements of each thread, which fill no vector,
-    are rounded more often than the others.
+    Sums over a tensor do. And in lower precision than float32, the last elements of each thread, which do not fill a
+    vector, are rounded more often than the others.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ def depends_on_threads(kind: Any, hyper: dict[str, Any], dtype: torch.dtype) -> 
 
 
 def grid_of(tensor: torch.Tensor) -> Grid | None:
-    """Where a tensor may be cut into rows that are stretches of memory without gaps; None if nowhere.
+    """Return where a tensor may be cut into rows that are contiguous stretches of memory; None if nowhere.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Bytes of an optimizer's state for a tensor that is too large, or not there, to be updated for a try."""
+"""Bytes of an optimizer's state for a tensor that is too large for a trial update, or has no data."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _PRIMES = (2, 3, 5, 7, 11, 13)
 
 
 def state_bytes(updater: Updater, like: torch.Tensor, hyper: dict[str, Any]) -> tuple[int, int]:
-    """Bytes of state that move with a tensor, and of scalars that stay."""
+    """Return the bytes of state that move with a tensor, and the bytes of scalars that stay."""
     parts, scalars = state_parts(updater, like, hyper)
     return sum(parts), scalars
 
 
 def state_parts(updater: Updater, like: torch.Tensor, hyper: dict[str, Any]) -> tuple[list[int], int]:
-    """Bytes of each tensor of state that moves with a tensor, as an update makes them, and of scalars that stay.
+    """Return the bytes of each state tensor that moves with a tensor, and the bytes of scalars that stay.
 
-    A tiny tensor with a different prime in every dimension is updated instead; each dimension of its state is then
-    read as the dimension of `like` whose prime it is.
+    A tiny tensor with a different prime in every dimension is updated instead; each dimension of its state then stands
+    for the dimension of `like` that has the same prime.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The user's optimizer, one tensor at a time, by its own torch implementation."""
+"""Runs the user's optimizer on one tensor at a time, with its own torch implementation."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _TIMED_ELEMENTS = 2**22
 _REPEATS = 3
 _CPU = torch.device("cpu")
 PLAIN = "_offmate_plain"  # the attribute of a planned optimizer's class that names the plain one
-_SHOWN_ELEMENTS = 2**18  # of the stand-in on which both forms of an update are timed
+_SHOWN_ELEMENTS = 2**18  # size of the stand-in on which both forms of an update are timed
 
 
 @dataclass(frozen=True)
 class UpdateCost:
-    """What updating a parameter takes: bytes of state that can move, bytes of scalar state, seconds on each side.
+    """The cost of updating a parameter: bytes of state that can move, bytes of scalar state, seconds on each side.
 
     Parameters
     ----------
@@ -46,12 +46,12 @@ class UpdateCost:
 
 
 class Updater:
-    """Runs the optimizer's step on single tensors, with the hyperparameters of one moment.
+    """Runs the optimizer's step on single tensors, with the hyperparameters of the last snapshot.
 
     On the emulated device an optimizer that was given neither `fused` nor `foreach` runs what plain PyTorch runs on a
     CPU; on an accelerator it runs fused, where it can.
 
-    State: `groups`, the hyperparameters per parameter, and `threads`, those that compute, as of the last `snapshot`.
+    State: `groups`, the hyperparameters per parameter, and `threads`, how many compute, as of the last `snapshot`.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ class Updater:
         self.snapshot()
 
     def _may_fuse(self) -> bool:
-        """Whether the user left the form of an update open, and the fused one exists for these tensors."""
+        """Return whether the user left the form of an update open, and the fused one exists for these tensors."""
         groups = self.optimizer.param_groups
         if any("fused" not in g or g["fused"] is not None or g.get("foreach") is not None for g in groups):
             return False
@@ -86,7 +86,7 @@ class Updater:
         return True
 
     def say_form(self) -> None:
-        """Tell the log which form an update has, where the user left that open, and what the other one would save."""
+        """Log which form an update has, if the user left that open, and what the other form would save."""
         if not log.isEnabledFor(logging.INFO) or not (self.fuse or self._may_fuse()):
             return
         kind = self.base.__name__
@@ -107,15 +107,15 @@ class Updater:
 
     @property
     def by_element(self) -> bool:
-        """Whether an update treats every element of a tensor by itself."""
+        """Return whether an update treats every element of a tensor independently."""
         return works_by_element(self.base)
 
     def by_rows(self, name: str, dtype: torch.dtype) -> bool:
-        """Whether the device can update rows of a parameter on their own, with the bits of one update."""
+        """Return whether the device can update rows of a parameter separately, with the bits of one whole update."""
         return self.by_element and not (self.emulated and depends_on_threads(self.base, self.groups[name], dtype))
 
     def snapshot(self) -> None:
-        """Take the hyperparameters as they are now, and the training thread's number of threads."""
+        """Copy the current hyperparameters, and the training thread's number of threads."""
         self.groups = {}
         self.threads = torch.get_num_threads()
         for group in self.optimizer.param_groups:
@@ -143,7 +143,8 @@ class Updater:
 
     def __call__(self, name: str, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
         """Update `param` in place."""
-        # A worker has one thread; here it needs as many as plain PyTorch takes. What new threads get stays as it is.
+        # A worker has one thread; for these updates it needs as many as plain PyTorch takes. The default for new
+        # threads does not change.
         if torch.get_num_threads() != self.threads and depends_on_threads(self.base, self.groups[name], param.dtype):
             torch.set_num_threads(self.threads)
         self.step_one(self.groups[name], param, grad, state)
@@ -162,26 +163,26 @@ class Updater:
             state.update(single.state[leaf])
 
     def cost(self, like: torch.Tensor, hyper: dict[str, Any], device: torch.device = _CPU) -> UpdateCost:
-        """Bytes of state and seconds for a tensor, by updating a stand-in of its shape.
+        """Measure bytes of state and seconds for a tensor, by updating a stand-in of its shape.
 
         Parameters
         ----------
         like: shape and dtype; no data are read. hyper: the group's hyperparameters. device: where operators run; on the
-            CPU a worker has one thread where the training thread has all, unless bits depend on it.
+            CPU a worker has one thread and the training thread has all, unless bits depend on their number.
         """
-        here = self._times(like, hyper, device)
-        there = here if device == _CPU else self._times(like, hyper, _CPU)
+        on_device = self._times(like, hyper, device)
+        on_cpu = on_device if device == _CPU else self._times(like, hyper, _CPU)
         share = torch.get_num_threads() if device == _CPU else 1
         update_share = 1 if depends_on_threads(self.base, hyper, like.dtype) else share
-        tensors = [v for v in here.state.values() if isinstance(v, torch.Tensor)]
+        tensors = [v for v in on_device.state.values() if isinstance(v, torch.Tensor)]
         return UpdateCost(
             state_bytes=sum(t.untyped_storage().nbytes() for t in tensors if is_bulk(t)),
             scalar_bytes=sum(t.untyped_storage().nbytes() for t in tensors if not is_bulk(t)),
-            cpu_update_s=update_share * there.update_s,
-            device_update_s=here.update_s,
-            cpu_add_s=share * there.add_s,
-            device_add_s=here.add_s,
-            norm_s=here.norm_s,
+            cpu_update_s=update_share * on_cpu.update_s,
+            device_update_s=on_device.update_s,
+            cpu_add_s=share * on_cpu.add_s,
+            device_add_s=on_device.add_s,
+            norm_s=on_device.norm_s,
         )
 
     def _times(self, like: torch.Tensor, hyper: dict[str, Any], device: torch.device) -> _Times:
@@ -204,13 +205,13 @@ class _Times(NamedTuple):
 
 
 def _seconds(work: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """The median after a first run that does not count."""
+    """Return the median time in seconds, after a first run that does not count."""
     clock = clock_of(device)
     return statistics.median([clock(work) for _ in range(repeats)][1:])
 
 
 def _place_scalars(state: dict[str, Any], device: torch.device) -> None:
-    """Scalars of a state go where torch's optimizers keep them for parameters that are there."""
+    """Move a state's scalars to the device where torch's optimizers keep them."""
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device != device:
             state[key] = value.to(device)
@@ -227,9 +228,10 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
-    """Canonical name of every parameter of an optimizer.
+    """Return the canonical name of every parameter of an optimizer.
 
-    Raises: OffmateError if a parameter is not the model's, or the model is trained by none of them.
+    Raises: OffmateError if `optimizer` is not a torch.optim.Optimizer, or holds a tensor that is not a parameter of the
+        model.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OffmateError(
@@ -250,5 +252,5 @@ def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def plain_class(optimizer: torch.optim.Optimizer) -> Any:
-    """The optimizer's own class, also where a planned one has taken its place."""
+    """Return the optimizer's own class, even if a planned one has taken its place."""
     return getattr(type(optimizer), PLAIN, type(optimizer))

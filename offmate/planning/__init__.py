@@ -1,1 +1,1 @@
-"""Planning: the road from a model, a batch and a budget to a plan, or to a refusal that says what to change."""
+"""Planning: turns a model, a batch and a budget into a plan, or into a refusal that says what to change."""

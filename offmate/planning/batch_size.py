@@ -1,4 +1,4 @@
-"""Batches of another size than the example: made from it, and the size that trains fastest found by the solver."""
+"""Batch sizes: resizes the example batch, and searches for the size that trains fastest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger("offmate")
 
 
 def batch_size_of(batch: Any) -> int:
-    """How many samples a batch holds: the first dimension of its first tensor that has one.
+    """Return how many samples a batch holds: the first dimension of its first tensor that has one.
 
     Raises: OffmateError if no tensor has one.
     """
@@ -32,11 +32,11 @@ def batch_size_of(batch: Any) -> int:
 
 
 def resized(batch: Any, batch_size: int) -> Any:
-    """The batch with `batch_size` samples: its own ones again and again, or the first ones.
+    """Resize a batch to `batch_size` samples, by repeating its samples or by keeping the first ones.
 
     Parameters
     ----------
-    batch: tensors in any structure. Those whose first dimension is the batch's size are changed.
+    batch: tensors in any structure. Those whose first dimension equals the batch's size are changed.
     """
     size = batch_size_of(batch)
     if batch_size == size:
@@ -59,11 +59,11 @@ def check_batch_size(batch_size: object) -> None:
 
 
 def fastest_batch_size(problem: Problem, batch_size: int, time_limit_s: float, gap: float, say: Progress) -> int:
-    """The batch size with the most predicted samples per second.
+    """Find the batch size with the most predicted samples per second.
 
     Parameters
     ----------
-    problem: for a batch of `batch_size`. time_limit_s, gap: of each of about eight solves. say: told of progress.
+    problem: for a batch of `batch_size`. time_limit_s, gap: for each of about eight solves. say: reports progress.
 
     Source: OffMate, appendix A.
     """
@@ -77,9 +77,9 @@ def fastest_batch_size(problem: Problem, batch_size: int, time_limit_s: float, g
 
 
 def planned_within(planned: Callable[[int], Plan], batch_size: int) -> Plan:
-    """The plan for the largest batch of `batch_size`, or half of it and so on, that fits.
+    """Plan for a batch of `batch_size`, halving it until it fits.
 
-    Raises: InfeasibleBudget if a single sample does not.
+    Raises: InfeasibleBudget if a single sample does not fit.
     """
     while True:
         try:

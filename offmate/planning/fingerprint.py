@@ -1,4 +1,4 @@
-"""Hashes by which plans and measurements are known again."""
+"""Hashes that identify plans and measurements."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fingerprint_of(
     machine: Hardware | None,
     budgets: bool = True,
 ) -> str:
-    """A hash of everything that the plan depends on, or without `budgets` of what measuring depends on."""
+    """Hash everything that the plan depends on, or, without `budgets`, everything that measuring depends on."""
     captured = traced.captured
     wiring = [(b.key, [e.node.name for e in b.spec.externals], [n.name for n in b.spec.results]) for b in traced.blocks]
     optimizer: Any = None
@@ -52,33 +52,33 @@ def fingerprint_of(
 
 
 def _batch(captured: Captured) -> list[tuple[Any, ...]]:
-    """Layouts of the inputs: those that no block reads are in no block's key."""
+    """List the layouts of the inputs; blocks' keys do not include inputs that no block reads."""
     values = (node.meta["fake"] for node in captured.graph.nodes if node.name in captured.inputs)
     return [(tuple(v.shape), tuple(v.stride()), v.dtype) for v in values if isinstance(v, torch.Tensor)]
 
 
 def differences(plan: Plan, request: Request, planned: bool) -> list[str]:
-    """What is known to differ between what a plan was made for and a request, in words.
+    """List the known differences between a plan and a request, as text.
 
     Parameters
     ----------
-    planned: whether an optimizer's updates are.
+    planned: whether an optimizer's updates are planned.
     """
     there, updates = plan.schedule, request.config.updates
     found = []
     if plan.problem is not None and (plan.problem.update == "planned") != planned:
-        found.append("there without optimizer=, here with" if planned else "there with optimizer=, here without")
+        found.append("plan without optimizer=, now with" if planned else "plan with optimizer=, now without")
     if there.micro_batches != request.micro_batches:
-        found.append(f"accumulation_steps={there.micro_batches} there, {request.micro_batches} here")
+        found.append(f"accumulation_steps={there.micro_batches} in the plan, {request.micro_batches} now")
     clipped = there.gate and (there.micro_batches == 1 or (plan.problem is not None and plan.problem.gate_s > 0))
     if clipped != request.clips:
-        found.append(f"{_with(clipped)} max_grad_norm= there, {_with(request.clips)} here")
+        found.append(f"plan {_with(clipped)} max_grad_norm=, now {_with(request.clips)}")
     if plan.budget_bytes != request.budget_bytes:
-        found.append(f"budget {format_bytes(plan.budget_bytes)} there, {format_bytes(request.budget_bytes)} here")
+        found.append(f"budget {format_bytes(plan.budget_bytes)} in the plan, {format_bytes(request.budget_bytes)} now")
     sides = {"host": plan.split.device, "device": plan.split.host}
     agrees = updates.agrees(plan.split) if isinstance(updates, Split) else not sides.get(updates)
     if not agrees:
-        found.append("parameters are updated on another side there than Config(updates=) says here")
+        found.append("the plan updates parameters on another side than Config(updates=) says")
     return found
 
 
@@ -92,5 +92,5 @@ def _device_words(request: Request, machine: Hardware | None) -> str:
 
 
 def _planning(config: Config) -> Config:
-    """What of a configuration decides a plan."""
+    """Return a configuration with all fields that do not affect a plan set to fixed values."""
     return replace(config, cache_dir=None, shape_buckets=(), max_plans=1, backend="eager")

@@ -1,4 +1,4 @@
-"""Forward only: parameters stream through the device, as many blocks ahead as the budget allows."""
+"""Forward-only plans: parameters stream through the device, one block ahead of compute if the budget allows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_stream(
     ----------
     model: plain, in the mode in which it will run. args, kwargs: one real batch.
 
-    Raises: CaptureError; InfeasibleBudget if no single block fits.
+    Raises: CaptureError; InfeasibleBudget if some block does not fit.
     """
     start = time.perf_counter()
     traced = trace_model(
@@ -60,8 +60,8 @@ def make_stream(
     schedule, needed = stream_schedule(lowered.problem)
     if schedule is None:
         raise InfeasibleBudget(
-            f"a budget of {format_bytes(request.budget_bytes)} cannot hold one block of the forward; the least that "
-            f"works is {format_least_bytes(needed + fixed)}. Raise gpu_budget or make the batch smaller",
+            f"a budget of {format_bytes(request.budget_bytes)} cannot hold one block of the forward; the least budget "
+            f"that works is {format_least_bytes(needed + fixed)}. Raise gpu_budget or make the batch smaller",
             budget_bytes=request.budget_bytes,
             least_budget_bytes=needed + fixed,
         )

@@ -1,4 +1,4 @@
-"""Plans that fit the device's allocator, which needs every tensor in one piece and rounds its size."""
+"""Fits plans to the device's allocator, which keeps every tensor in one piece and rounds its size."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from .request import Prepared
 
 log = logging.getLogger("offmate")
 
-_PROBED_ELEMENTS = 1 << 18  # of the tensor on which an update's workspace is measured
-_PLANS = 6  # tried until one fits; after these comes the one that takes the least
+_PROBED_ELEMENTS = 1 << 18  # size of the tensor on which an update's workspace is measured
+_PLANS = 6  # plans tried until one fits; after these comes the one that takes the least
 
 
 def fitted(
@@ -35,16 +35,16 @@ def fitted(
     device: torch.device,
     budget_bytes: int,
 ) -> tuple[Prepared, Place]:
-    """A plan whose allocations fit into the budget on this device, and where they come from.
+    """Find a plan whose allocations fit into the budget on this device, and where they come from.
 
-    Plans take ever less of the budget until one can be placed. The last one takes the least that any can, so that a
-    budget is refused only if every smaller one is.
+    Plans take less and less of the budget until one can be placed. The last one takes the least that any can, so that
+    a budget is refused only if every smaller one is.
 
     Parameters
     ----------
-    make: plans with so many bytes of the budget left to the allocator.
+    make: plans with that many bytes of the budget left to the allocator.
 
-    Returns: the plan, what the allocator needs beyond its tensors counted as bytes that no decision changes.
+    Returns: the plan, in which the bytes that the allocator needs beyond its tensors count as fixed; and the place.
     Raises: InfeasibleBudget if none fits.
     """
     margin, prepared, tried = 0, make(0), 1
@@ -53,14 +53,14 @@ def fitted(
         found = reserve(device, rehearsals(prepared, model, updated), budget_bytes)
         if isinstance(found, Reserved):
             place = replace(found.place, updated={name: updated(name) for name in plan.schedule.update_device_s})
-            log.info("%s move aside on the device in an iteration, to make room", format_bytes(place.moved_bytes))
+            log.info("%s per iteration are moved within the device, to make room", format_bytes(place.moved_bytes))
             return _placed(prepared, found), place
         least_taken = plan.least_budget_bytes - plan.allocator_bytes
         if margin >= budget_bytes - least_taken:
             break
         needed = max(found.needed_bytes, budget_bytes * 101 // 100)
         log.info("a plan needs %s, gaps in the allocator's memory included", format_bytes(needed))
-        # Gaps are about in proportion to what is taken, as this plan takes it: it need not take all that it may.
+        # Gaps are roughly proportional to what the plan really takes, which may be less than its budget.
         taken = (plan.predicted_peak_bytes - plan.allocator_bytes) * budget_bytes // needed
         margin = budget_bytes - (max(taken, least_taken) if tried < _PLANS else least_taken)
         try:
@@ -71,22 +71,22 @@ def fitted(
 
 
 def pockets(device: torch.device, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, ...]:
-    """Places on the device for what no plan knows of: the user's batches and numbers, an optimizer's scalars.
+    """Reserve places on the device for tensors outside any plan: the user's batches and scalars, optimizer scalars.
 
-    Returns: what keeps the places apart; to be held for as long as plans are replayed.
+    Returns: tensors that keep the places apart; hold them for as long as plans are replayed.
     """
-    # For every parameter the scalars of its state, and its norm while gradients are clipped.
+    # Per parameter, the scalars of its state, and its norm while gradients are clipped.
     numbers = 2 * sum(1 for _ in model.parameters())
     leaves = pytree.tree_leaves(batch)
     return make_pockets(device, numbers, [leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)])
 
 
 def rehearsals(prepared: Prepared, model: torch.nn.Module, updated: Callable[[str], Updated]) -> tuple[Rehearsal, ...]:
-    """Every way in which an iteration of the plan may start, rehearsed.
+    """Rehearse an iteration of the plan from every state in which it may start.
 
     Parameters
     ----------
-    updated: what the optimizer holds of a parameter.
+    updated: returns what the optimizer holds of a parameter.
     """
     buffers = dict(model.named_buffers(remove_duplicate=False))
     buffer_bytes = [buffers[name].nbytes for name in prepared.binding.buffers]
@@ -97,7 +97,7 @@ def rehearsals(prepared: Prepared, model: torch.nn.Module, updated: Callable[[st
 
 
 def holdings(model: torch.nn.Module, updater: Updater | None, device: torch.device) -> Callable[[str], Updated]:
-    """What an optimizer holds of a parameter, measured on the device once per kind."""
+    """Return a function that tells what an optimizer holds of a parameter, measured on the device once per kind."""
     params = dict(model.named_parameters())
     held: dict[str, Updated] = {}
     per_element: dict[Any, int] = {}
@@ -117,13 +117,13 @@ def holdings(model: torch.nn.Module, updater: Updater | None, device: torch.devi
 
 
 def _workspace_share(updater: Updater, dtype: torch.dtype, hyper: dict[str, Any], device: torch.device) -> int:
-    """Bytes per element that an update takes on the device while it runs."""
+    """Measure the bytes per element that an update takes on the device while it runs."""
     param, grad = (torch.zeros(_PROBED_ELEMENTS, dtype=dtype, device=device) for _ in range(2))
     state: dict[str, Any] = {}
     updater.step_one(hyper, param, grad, state)
     with DeviceAllocationLog(device) as log:
         log.stretch("update", lambda: updater.step_one(hyper, param, grad, state))
-    # Numbers are small beside these; they go where the user's go.
+    # Scalars are small compared to these; they go where the user's scalars go.
     return log.workspace_bytes()["update"] // _PROBED_ELEMENTS
 
 
@@ -143,9 +143,9 @@ def _placed(prepared: Prepared, reserved: Reserved) -> Prepared:
 def _refusal(budget_bytes: int, needed_bytes: int, plan: Plan) -> InfeasibleBudget:
     tensors = plan.predicted_peak_bytes - plan.allocator_bytes
     free = plan.problem is None or all(group.side == "any" for group in plan.problem.groups)
-    pinned = "" if free else ", or let Config(updates='auto') choose who updates what, which can change last bits"
+    pinned = "" if free else ", or let Config(updates='auto') choose who updates what, which can change the last bits"
     return InfeasibleBudget(
-        f"no plan could be placed in a budget of {format_bytes(budget_bytes)}: the one that takes least needs "
+        f"no plan could be placed in a budget of {format_bytes(budget_bytes)}: the smallest one needs "
         f"{format_bytes(tensors)} for its tensors, and more for the gaps between them; "
         f"{format_least_bytes(needed_bytes)} works. Raise gpu_budget or make the batch smaller{pinned}",
         budget_bytes=budget_bytes,

@@ -1,4 +1,4 @@
-"""The road from a model and a batch to a plan bound to tensors. Only this file knows all the phases."""
+"""The planner: turns a model and a batch into a plan bound to tensors. Only this module knows all the phases."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ from .restore import cached, fitting, kernel_bytes, restore_class
 
 log = logging.getLogger("offmate")
 
-_USER_COPIES = 3  # of an output that the user differentiates: its gradient, and what a loss keeps and makes
+_USER_COPIES = 3  # copies of an output that the user differentiates: its gradient, and what a loss keeps and makes
 
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is planned: a model, traced with a batch, for a request; `machine` is not here, or None."""
+    """The subject of planning: a model, traced with a batch, for a request; `machine` is another machine, or None."""
 
     model: torch.nn.Module
     args: tuple[Any, ...]
@@ -82,11 +82,11 @@ def make_plan(
     ----------
     model: plain, in the mode in which it will run. args, kwargs: one real batch.
     updater: the optimizer, None if the user's code updates.
-    say: told of progress. given: a plan to use instead of searching for one.
-    machine: rates of a machine that is not here; nothing is measured then, and model and batch may be fake.
-    real: the batch to take data-dependent decisions on, where the given one is fake.
-    near: plans for larger batches of the same kind; the decisions of the first one that can be are taken over.
-    kept: plans of an earlier run by fingerprint, used where one fits.
+    say: reports progress. given: a plan to use instead of searching for one.
+    machine: rates of another machine; nothing is measured then, and model and batch may be fake.
+    real: the batch on which to take data-dependent decisions, if the given one is fake.
+    near: plans for larger batches of the same kind; the decisions of the first suitable one are reused.
+    kept: plans of an earlier run by fingerprint, used if one fits.
 
     Returns: the plan, bound to the model's tensors.
     Raises: CaptureError, InfeasibleBudget, PlanFileError.
@@ -105,7 +105,7 @@ def make_plan(
         known = differences(given, request, updater is not None)
         raise PlanFileError(
             "the plan was made for another model, batch, optimizer, budget, max_grad_norm, accumulation_steps or "
-            f"Config ({'; '.join([*known, f'fingerprint {given.fingerprint}, here {fingerprint}'])}); plan again with "
+            f"Config ({'; '.join([*known, f'fingerprint {given.fingerprint}, now {fingerprint}'])}); plan again with "
             "offmate.plan and the same arguments"
         )
     path = _path(request, fingerprint)
@@ -135,7 +135,7 @@ def _path(request: Request, fingerprint: str) -> Path | None:
 
 
 def _earlier(request: Request, known_as: list[str], kept: Mapping[str, Plan]) -> Plan | None:
-    """A plan that was made before, for this request or with the split left open; it then has the one that is pinned."""
+    """Find an earlier plan, made for this request or with the split left open but agreeing with the pinned one."""
     for fingerprint in known_as:
         plan = fitting(kept.get(fingerprint), request) or cached(_path(request, fingerprint), request)
         if plan is not None and _as_pinned(plan, request):
@@ -144,7 +144,7 @@ def _earlier(request: Request, known_as: list[str], kept: Mapping[str, Plan]) ->
 
 
 def _as_pinned(plan: Plan, request: Request) -> bool:
-    """Whether a plan updates nothing on another side than is pinned."""
+    """Return whether a plan updates nothing on another side than the pinned one."""
     updates = request.config.updates
     return not isinstance(updates, Split) or updates.agrees(plan.split)
 
@@ -158,9 +158,10 @@ def plan_elsewhere(
     machine: Hardware,
     say: Progress = lambda phase, share: None,
 ) -> Plan:
-    """Plan for a machine that is not here; parameters and batch may be on the meta device.
+    """Plan for another machine; parameters and batch may be on the meta device.
 
-    Attention is planned as a card's fused kernel keeps it (see `offmate.capture.fake`); seconds follow from the rates.
+    Attention is planned with the memory of a card's fused kernel (see `offmate.capture.fake`); seconds follow from the
+    rates.
 
     Returns: the plan. Raises: CaptureError, InfeasibleBudget.
     """
@@ -191,7 +192,7 @@ def _user_bytes(traced: Traced, request: Request) -> int:
 
 
 def _follow(subject: _Subject, near: tuple[Prepared, ...]) -> tuple[Plan, Lowered] | None:
-    """Take over the decisions of a larger batch's plan: bytes and seconds are measured anew, nothing is solved."""
+    """Reuse the decisions of a larger batch's plan: bytes and seconds are measured anew, nothing is solved."""
     traced, request = subject.traced, subject.request
     own = structure(traced) if near else ""
     for known in near:
@@ -229,7 +230,7 @@ def _follow(subject: _Subject, near: tuple[Prepared, ...]) -> tuple[Plan, Lowere
 
 
 def _search(subject: _Subject, fingerprint: str, start: float) -> tuple[Plan, Lowered]:
-    """Measure, solve the options, state and solve the problem."""
+    """Measure, solve the options, and formulate and solve the problem."""
     traced, request, say = subject.traced, subject.request, subject.say
     config = request.config
     measured = _measured(subject)
@@ -270,7 +271,7 @@ def _search(subject: _Subject, fingerprint: str, start: float) -> tuple[Plan, Lo
 
 
 def _measured(subject: _Subject) -> Measured:
-    """Costs of this model on its device, from an earlier run where nothing has changed that they depend on."""
+    """Return the costs of this model on its device, from an earlier run if nothing that they depend on has changed."""
     model, traced, request, updater, say = (
         subject.model, subject.traced, subject.request, subject.updater, subject.say,
     )  # fmt: skip
@@ -298,7 +299,7 @@ def _lower(
     updates: dict[str, UpdateCost],
     rates: LinkRates,
 ) -> tuple[Lowered, int]:
-    """The problem, and the bytes on the device that no decision changes."""
+    """Build the problem; return it and the bytes on the device that no decision changes."""
     traced, request = subject.traced, subject.request
     captured = traced.captured
     prelude = lower_prelude(captured, traced.chain, traced.blocks, prelude_costs)
@@ -334,7 +335,7 @@ def _lower(
 
 
 def fixed_bytes(model: torch.nn.Module, captured: Captured, updates: dict[str, UpdateCost]) -> int:
-    """Bytes of buffers, constants and optimizer scalars, which are on the device all the time."""
+    """Count the bytes of buffers, constants and optimizer scalars, which are on the device all the time."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     tensors = [buffers[name] for name in captured.buffers.values()] + list(captured.constants.values())
     storages = {storage_key(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}

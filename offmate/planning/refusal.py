@@ -1,4 +1,4 @@
-"""A plan in a table's rows, and a budget that cannot work in words."""
+"""Texts about plans: the rows of a plan's table, and the refusal of a budget that cannot work."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _AMPLE_HOST_BYTES = 2**44  # more than any machine has, and few enough for the s
 def refusal(
     lowered: Lowered, budget_bytes: int, host_budget_bytes: int, fixed: int, config: Config
 ) -> InfeasibleBudget:
-    """Say what does not fit, what would, and what to change."""
+    """Build the error that says what does not fit, what would, and what to change."""
     problem = lowered.problem
     sides = _sides(problem, fixed, config)
     least = least_budget(problem, time_limit_s=config.solver_time_limit_s, backend=config.solver)
     if least.resource == "host":
         return InfeasibleBudget(
-            f"{format_bytes(host_budget_bytes)} of host memory do not suffice: even an endless device would "
-            f"need {format_least_bytes(least.bytes)} there. Raise cpu_budget or free host memory, raise gpu_budget so "
+            f"{format_bytes(host_budget_bytes)} of host memory are not enough: even with unlimited GPU memory training "
+            f"needs {format_least_bytes(least.bytes)} there. Raise cpu_budget or free host memory, raise gpu_budget so "
             "that less leaves the device, choose an optimizer with less state, or freeze a part of the model" + sides,
             budget_bytes=budget_bytes,
         )
@@ -38,7 +38,7 @@ def refusal(
         host = least_host(problem, time_limit_s=config.solver_time_limit_s, backend=config.solver)
         return InfeasibleBudget(
             f"no plan of whole tensors fits {format_bytes(budget_bytes)} on the device and "
-            f"{format_bytes(host_budget_bytes)} on the host, though one of fractions does (it needs "
+            f"{format_bytes(host_budget_bytes)} on the host, although one that splits tensors does (it needs "
             f"{format_least_bytes(host)} of host memory); raise either budget by a few percent" + sides,
             budget_bytes=budget_bytes,
             least_budget_bytes=needed,
@@ -49,13 +49,13 @@ def refusal(
     host_words = ""
     if alone < needed:
         host_words = (
-            f"; host memory binds too: with more than the {format_bytes(host_budget_bytes)} of cpu_budget, "
+            f"; host memory is a limit, too: with more than the {format_bytes(host_budget_bytes)} of cpu_budget, "
             f"{format_least_bytes(alone)} would do"
         )
     return InfeasibleBudget(
         f"a budget of {format_bytes(budget_bytes)} cannot work; the least that does is "
-        f"{format_least_bytes(needed)}, where {where} binds{host_words}. Raise gpu_budget to that, or make the batch "
-        "or the sequence shorter, or keep fewer outputs (Config(outputs=...))" + sides,
+        f"{format_least_bytes(needed)}, where {where} is the bottleneck{host_words}. Raise gpu_budget to that, or make "
+        "the batch or the sequence shorter, or keep fewer outputs (Config(outputs=...))" + sides,
         budget_bytes=budget_bytes,
         least_budget_bytes=needed,
         block=least.block,
@@ -64,7 +64,7 @@ def refusal(
 
 
 def _sides(problem: Problem, fixed: int, config: Config) -> str:
-    """What it costs that the planner may not choose who updates; nothing if it may."""
+    """Describe what it costs that the planner may not choose who updates; empty if it may."""
     if config.updates == "auto" or problem.update == "external":
         return ""
     groups = tuple(replace(group, side="any") for group in problem.groups)
@@ -76,13 +76,13 @@ def _sides(problem: Problem, fixed: int, config: Config) -> str:
         return (
             ". Who updates which parameter is pinned (Config(updates=Split(...)), a checkpoint's split, or that of the "
             "session's first plan), since CPU and card round differently; left open by Config(updates='auto') "
-            f"{least} would do, and last bits may then differ"
+            f"{least} would do, and the last bits may then differ"
         )
     return f". With Config(updates='auto') instead of updates={config.updates!r} {least} would do"
 
 
 def block_rows(lowered: Lowered, schedule: Schedule) -> tuple[BlockRow, ...]:
-    """The plan's table: parameters count where they are first used."""
+    """Build the rows of the plan's table: parameters count where they are first used."""
     moved = names_of((a.item for a in schedule.actions if a.kind is Kind.PREFETCH), ItemKind.PARAMETER)
     ids = {key: chr(ord("A") + i % 26) + (str(i // 26) if i >= 26 else "") for i, key in enumerate(lowered.classes)}
     first: dict[int, list[Any]] = {}

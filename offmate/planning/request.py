@@ -1,4 +1,4 @@
-"""What a plan is asked for, and what planning gives."""
+"""The request for a plan, and the result of planning."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ..runtime.replay.binding import Binding
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan is for, besides the model and the batch.
+    """The requirements of a plan, besides the model and the batch.
 
     Parameters
     ----------
-    budget_bytes, host_budget_bytes: of device and host.
-    device: kind of device. user_bytes: reserved for the user's code; None estimates it, as `user_factor` times what
-        usual losses hold.
-    automatic_host: the host budget is what is available now; a stored plan need only fit into it.
+    budget_bytes, host_budget_bytes: budgets of device and host.
+    device: kind of device. user_bytes: bytes reserved for the user's code; None estimates them, as `user_factor` times
+        what usual losses hold.
+    automatic_host: the host budget is what is available now; a stored plan only has to fit into it.
     micro_batches: how many forwards and backwards make one planned update. clips: whether gradients are clipped.
-    margin_bytes: of the budget, left to the device's allocator.
+    margin_bytes: the part of the budget that is left to the device's allocator.
     """
 
     budget_bytes: int
@@ -40,7 +40,7 @@ class Request:
 
     @property
     def gate(self) -> bool:
-        """Whether updates wait until all gradients are complete."""
+        """Return whether updates wait until all gradients are complete."""
         return self.clips or self.micro_batches > 1
 
 
@@ -50,9 +50,9 @@ class Prepared:
 
     Parameters
     ----------
-    gradient_like: per output into which the user hands a gradient, a meta tensor laid out as that gradient.
-    arrivals: of the gradients in plain PyTorch. keys: class of every block. structure: of the traced model, sizes left
-        out; "" if nobody may follow.
+    gradient_like: per output that receives a gradient from the user, a meta tensor laid out like that gradient.
+    arrivals: of the gradients in plain PyTorch. keys: class of every block. structure: that of the traced model without
+        sizes; "" if no other plan may reuse the decisions.
     """
 
     captured: Captured

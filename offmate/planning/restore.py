@@ -1,4 +1,4 @@
-"""What of a plan is stored: found again on disk, and its programs built again."""
+"""Stored plans: finds them on disk, and rebuilds their programs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger("offmate")
 
 
 def cached(path: Path | None, request: Request) -> Plan | None:
-    """The plan in a file, if there is one that can be read and fits."""
+    """Return the plan in a file, if there is one that can be read and fits."""
     if path is None or not path.exists():
         return None
     try:
@@ -30,7 +30,7 @@ def cached(path: Path | None, request: Request) -> Plan | None:
 
 
 def fitting(plan: Plan | None, request: Request) -> Plan | None:
-    """The plan, if it fits into the host memory that there is."""
+    """Return the plan if it fits into the host budget."""
     if plan is not None and plan.host_bytes > request.host_budget_bytes:
         log.info("an earlier plan needs %s of host memory, more than there is now", format_bytes(plan.host_bytes))
         return None
@@ -38,7 +38,7 @@ def fitting(plan: Plan | None, request: Request) -> Plan | None:
 
 
 def restore_class(block: TracedBlock, options: tuple[StoredOption, ...], costs: dict[str, NodeCost]) -> BlockClass:
-    """A class with the programs of its options, from what is stored of them."""
+    """Rebuild a class with the programs of its options, from what is stored of them."""
     graph = ClassGraph(block.joint, costs)
     own = frozenset(s for n in block.joint.forward for s in graph.made_by(n)) - graph.resting
     restored = []
@@ -49,6 +49,6 @@ def restore_class(block: TracedBlock, options: tuple[StoredOption, ...], costs: 
 
 
 def kernel_bytes(costs: dict[str, NodeCost]) -> dict[str, tuple[int, ...]]:
-    """By node the bytes of its workspace and of its results' storages, where there are any."""
+    """Return per node the bytes of its workspace and of its results' storages, if there are any."""
     found = {name: (c.workspace_bytes, *c.storage_bytes) for name, c in costs.items()}
     return {name: sizes for name, sizes in found.items() if any(sizes)}

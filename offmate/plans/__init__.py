@@ -1,1 +1,1 @@
-"""Plans: the schedule with its prediction, as it is held, printed, saved, and compared with what happened."""
+"""Plans: a schedule with its prediction; how it is kept, printed, saved, and compared with what really happened."""

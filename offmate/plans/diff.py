@@ -1,4 +1,4 @@
-"""What is different between two plans, in words and as a table."""
+"""The differences between two plans, as sentences and as a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..solver.items import ItemKind, names_of
 from ..solver.schedule import Kind, Schedule
 from .table import BlockRow
 
-_MANY = 10  # above so many times a factor says more than a percentage
+_MANY = 10  # beyond this ratio a factor says more than a percentage
 _RATIO_FROM = 0.0005  # a smaller change is "the same" when it is printed as a percentage
 
 
@@ -29,14 +29,14 @@ class Figure:
     second: float
 
     def texts(self) -> tuple[str, str, str]:
-        """Both numbers and the change from the first to the second, as people read them."""
+        """Return both numbers and the change from the first to the second as readable text."""
         write: Callable[[float], str] = format_seconds if self.unit == "s" else lambda size: format_bytes(int(size))
         return write(self.first), write(self.second), _change(self.first, self.second)
 
 
 @dataclass(frozen=True)
 class Compared:
-    """What of a plan is compared with another: numbers by (name, unit), its schedule, and its table's rows."""
+    """The parts of a plan that are compared: numbers by (name, unit), its schedule, and its table's rows."""
 
     figures: dict[tuple[str, str], float]
     schedule: Schedule
@@ -50,9 +50,9 @@ class PlanDiff:
     Parameters
     ----------
     figures: budgets, peak, seconds and bytes.
-    options: per pair of option names (first plan's, second plan's) the blocks that went from one to the other; None if
-        the plans have different chains.
-    places: what is different about some parameters, and their bytes.
+    options: per pair of option names (first plan's, second plan's) the blocks that changed from one to the other; None
+        if the plans have different chains.
+    places: pairs of a difference in where parameters are kept or updated, and their bytes.
     same_model: whether both plans have the same chain of blocks and the same tensors.
     """
 
@@ -65,7 +65,7 @@ class PlanDiff:
         return "\n".join(self.words())
 
     def words(self) -> list[str]:
-        """The differences as sentences, the most important first."""
+        """Return the differences as sentences, the most important first."""
         lines = [] if self.same_model else ["the plans are for different models or shapes: only totals are compared"]
         changed = [(figure, figure.texts()) for figure in self.figures]
         lines += [f"{f.name}: {a} → {b} ({c})" for f, (a, b, c) in changed if c != "same"]
@@ -75,7 +75,7 @@ class PlanDiff:
         return lines or ["the plans predict and do the same"]
 
     def table(self) -> Table:
-        """The numbers of both plans, one row each."""
+        """Return a table of the numbers of both plans, one row each."""
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, title="Two plans", title_justify="left")
         table.add_column("")
         for heading in ("first", "second", "change"):
@@ -90,7 +90,7 @@ class PlanDiff:
 
 
 def diff(first: Compared, second: Compared) -> PlanDiff:
-    """Compare two plans, as a rule of one model with different budgets.
+    """Compare two plans, usually of one model with different budgets.
 
     Returns: the differences from the first to the second.
     """
@@ -104,7 +104,7 @@ def diff(first: Compared, second: Compared) -> PlanDiff:
 
 
 def _options(first: tuple[BlockRow, ...], second: tuple[BlockRow, ...]) -> dict[tuple[str, str], tuple[str, ...]]:
-    """Blocks whose option changed; options of one name that keep other bytes count as changed."""
+    """Return the blocks whose option changed; options of the same name that keep other bytes count as changed."""
     changed: dict[tuple[str, str], list[str]] = {}
     for old, new in zip(first, second):
         before = (old.option, old.kept_bytes, old.offloaded_bytes, old.recomputed)
@@ -116,7 +116,7 @@ def _options(first: tuple[BlockRow, ...], second: tuple[BlockRow, ...]) -> dict[
 
 
 def _places(first: Schedule, second: Schedule) -> tuple[tuple[str, int], ...]:
-    """Bytes of parameters whose update or stay on the device changed."""
+    """Return the bytes of parameters whose updater, or whose stay on the device, changed."""
     changed: Counter[str] = Counter()
     sizes = {item.name: size for item, size in first.item_bytes.items() if item.kind is ItemKind.PARAMETER}
     old_moving, new_moving = _moving(first), _moving(second)
@@ -135,7 +135,7 @@ def _updater(schedule: Schedule, name: str) -> str:
 
 
 def _moving(schedule: Schedule) -> set[str]:
-    """Parameters that are brought in at least once per iteration."""
+    """Return the parameters that are copied in at least once per iteration."""
     brought = (action.item for action in schedule.actions if action.kind is Kind.PREFETCH)
     return names_of(brought, ItemKind.PARAMETER)
 

@@ -1,4 +1,4 @@
-"""What limits a plan, and what would lift the limit."""
+"""The limits of a plan, and the changes that would lift them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..solver.simulate import Simulation
 
 
 def endless_s(problem: Problem) -> float:
-    """Seconds of one iteration in endless device memory: every block's fastest option, every update on the device."""
+    """Return the seconds of one iteration in unlimited memory: fastest option per block, all updates on the device."""
     blocks_s = sum(min(o.forward_s + o.backward_s for o in block.options) for block in problem.blocks)
     passes_s = problem.micro_batches * (problem.start_s + blocks_s)
     return passes_s + sum(group.device_update_s for group in problem.groups)
@@ -18,12 +18,12 @@ def endless_s(problem: Problem) -> float:
 def limits(
     problem: Problem, schedule: Schedule, simulation: Simulation, lower_bound_s: float, gap: float, offers: bool
 ) -> Explanation:
-    """What limits a plan in each phase, and if asked what some changes would buy.
+    """Explain what limits a plan in each phase, and, with `offers`, what some changes would gain.
 
     Parameters
     ----------
-    schedule, simulation: of the plan. lower_bound_s, gap: what the solver has proved of it.
+    schedule, simulation: of the plan. lower_bound_s, gap: what the solver has proved about it.
     """
-    # Where the solver has proved nothing, the gap is 1 and says nothing of what it found.
+    # If the solver has proved nothing, the gap is 1 and says nothing about the solution.
     objective_s = lower_bound_s / (1 - gap) if gap < 1 else simulation.step_s
     return explanation(schedule, simulation, gap, offered(problem, objective_s) if offers else ())

@@ -1,4 +1,4 @@
-"""What a user holds: the schedule, its prediction, and how it was found."""
+"""The plan, as a user holds it: the schedule, its prediction, and how it was found."""
 
 from __future__ import annotations
 
@@ -47,18 +47,17 @@ class Plan:
 
     Parameters
     ----------
-    fingerprint: of the model's graph, shapes, budgets, optimizer, device and versions that it is for.
+    fingerprint: a hash of the model's graph, shapes, budgets, optimizer, device and versions that it is for.
     schedule: what the runtime replays.
     classes: how programs are rebuilt from the model, by class key.
     budget_bytes: the device budget that was asked for. fixed_bytes: part of it that no decision changes.
     least_budget_bytes: the smallest device budget that works.
-    lower_bound_s: no plan of the same problem is faster. gap: of the program's answer to it.
+    lower_bound_s: no plan of the same problem is faster. gap: the relative distance of the program's solution from it.
     status: how the search ended, with advice.
     user_bytes: reserved for what the user's code holds between the model's return and backward().
-    allocator_bytes: of `fixed_bytes`, what the device's allocator takes beyond the tensors in it.
-    plan_s: seconds that planning took. problem: what was solved, as plain numbers; None for a forward only.
-    from_cache: whether it was read from disk. batch_size: samples per micro-batch, where `offmate.plan` was asked for
-        one.
+    allocator_bytes: the part of `fixed_bytes` that the device's allocator takes beyond the tensors in it.
+    plan_s: seconds that planning took. problem: what was solved, as plain numbers; None for a forward-only plan.
+    from_cache: whether it was read from disk. batch_size: samples per micro-batch, if `offmate.plan` was asked for one.
     """
 
     fingerprint: str
@@ -85,7 +84,7 @@ class Plan:
 
     @property
     def predicted_peak_bytes(self) -> int:
-        """The most that will be on the device."""
+        """The most bytes that will be on the device."""
         return self.simulation.peak_bytes + self.fixed_bytes
 
     @property
@@ -95,12 +94,12 @@ class Plan:
 
     @property
     def endless_s(self) -> float:
-        """Seconds of one iteration on such a device with endless memory: nothing moves, nothing is recomputed."""
+        """Seconds of one iteration on the same device with unlimited memory: nothing moves, nothing is recomputed."""
         return endless_s(self.problem) if self.problem is not None else self.predicted_step_s
 
     @property
     def bound_words(self) -> str:
-        """What the proven bound says about this plan.
+        """A sentence about what the proven bound says about this plan.
 
         It holds for plans whose copies and host updates keep to the program's steps; a schedule's may cross them.
         """
@@ -108,24 +107,24 @@ class Plan:
             return f"copies that cross steps make it faster than the program's bound of {self.lower_bound_s:.3g} s"
         words = f"no plan is faster than {self.lower_bound_s:.3g} s"
         if self.rounding_loss_s > _WORTH_SAYING_PART * self.predicted_step_s:
-            words += f", and that tensors move whole costs {self.rounding_loss_s:.2g} s"
+            words += f", and moving only whole tensors costs {self.rounding_loss_s:.2g} s"
         return words
 
     @property
     def rounding_loss_s(self) -> float:
-        """Seconds by which whole tensors are slower than the program's fractions; 0 if they are not, or not known."""
+        """Seconds by which whole tensors are slower than the program's fractions; 0 if they are not, or if unknown."""
         if self.lower_bound_s <= 0:
             return 0.0
         return max(0.0, self.predicted_step_s - self.lower_bound_s / (1 - self.gap))
 
     @property
     def host_bytes(self) -> int:
-        """What the plan holds in host memory."""
+        """The bytes that the plan holds in host memory."""
         return self.schedule.host_bytes
 
     @property
     def split(self) -> Split:
-        """Which parameters the host updates, and which the device; empty where the user's code updates."""
+        """The parameters that the host updates, and those that the device does; empty if the user's code updates."""
         return Split(tuple(self.schedule.update_cpu_s), tuple(self.schedule.update_device_s))
 
     @property
@@ -138,15 +137,15 @@ class Plan:
 
     @cached_property
     def _all_actions(self) -> tuple[Action, ...]:
-        """The actions of an iteration with every micro-batch's own."""
+        """The actions of an iteration, including those of every micro-batch."""
         return tuple(a for part in self.schedule.parts for _ in range(part.times) for a in part.actions)
 
     def explain(self, offers: bool = False) -> str:
-        """The plan in words: budget, peak, time, what moves, what is recomputed, and what limits each phase.
+        """Describe the plan: budget, peak, time, what moves, what is recomputed, and what limits each phase.
 
         Parameters
         ----------
-        offers: also say what more memory, a faster link or faster updates would buy. The problem is solved again for
+        offers: also say what more memory, a faster link or faster updates would gain. The problem is solved again for
             each, which takes some seconds for a large model.
         """
         into, out = self.moved_bytes
@@ -177,12 +176,12 @@ class Plan:
         return "\n".join(lines)
 
     def limits(self, offers: bool = False) -> Explanation:
-        """What limits the plan in each phase, and if asked what some changes would buy; not of a forward only."""
+        """Explain what limits each phase and, with `offers`, what changes would gain; not for forward-only plans."""
         assert self.problem is not None
         return limits(self.problem, self.schedule, self.simulation, self.lower_bound_s, self.gap, offers)
 
     def table(self) -> Table:
-        """What happens to every block's values and parameters, blocks that are alike in one row, and the totals."""
+        """Return a table of what happens to the blocks' values and parameters: equal blocks in one row, and totals."""
         return plan_table(self.blocks)
 
     def __str__(self) -> str:
@@ -197,11 +196,11 @@ class Plan:
         write_whole(Path(path), json.dumps(_to_json(self)))
 
     def timeline(self, name: str = "predicted") -> Timeline:
-        """The predicted iteration as plain data, what no decision changes included; its peak is the predicted one."""
+        """Return the predicted iteration as plain data, including fixed bytes; its peak is `predicted_peak_bytes`."""
         return build_timeline(self.schedule, self.simulation, name, self.fixed_bytes, self.budget_bytes)
 
     def diff(self, other: Plan) -> PlanDiff:
-        """What is different in another plan: prints as words, `.table()` is for rich."""
+        """Compare with another plan; the result prints as sentences, and `.table()` is for rich."""
         return diff(_compared(self), _compared(other))
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
@@ -221,11 +220,11 @@ class Plan:
         return draw_tensors(self.schedule, ax)
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """The plan's actions as a pandas frame, one row each."""
+        """Return the plan's actions as a pandas frame, one row each."""
         return schedule_frame(self.schedule, self.simulation, self.fixed_bytes)
 
     def to_html(self) -> str:
-        """The picture of an iteration as a page of its own, with the plan in words above it."""
+        """Return a self-contained page with the picture of an iteration below a description of the plan."""
         return document([self.timeline()], self._title, self.explain().splitlines())
 
     @property
@@ -239,7 +238,7 @@ class Plan:
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read a plan that `Plan.save` wrote.
 
-    Raises: PlanFileError if the file is no plan, damaged, or of another version.
+    Raises: PlanFileError if the file is not a plan, is damaged, or is of another version.
     """
     try:
         data = json.loads(Path(path).read_text())
@@ -257,7 +256,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def _compared(plan: Plan) -> Compared:
-    """What of a plan is compared with another."""
+    """Collect the parts of a plan that are compared with another."""
     schedule, blocks, (moved_in, moved_out) = plan.schedule, plan.blocks, plan.moved_bytes
     figures: dict[tuple[str, str], float] = {
         ("one step", "s"): plan.predicted_step_s,

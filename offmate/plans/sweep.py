@@ -1,4 +1,4 @@
-"""What a budget costs: one plan's problem solved for several budgets."""
+"""Budget sweeps: one plan's problem solved for several budgets."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .plan import Plan
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """A budget and what a step would take in it.
+    """A budget, and the prediction of a step within it.
 
     Parameters
     ----------
-    predicted_step_s, predicted_peak_bytes, host_bytes, lower_bound_s: as of a plan; None where no plan fits.
+    predicted_step_s, predicted_peak_bytes, host_bytes, lower_bound_s: as in a plan; None if no plan fits.
     least_budget_bytes: the smallest device budget that works.
     """
 
@@ -28,7 +28,7 @@ class SweepPoint:
 
     @property
     def fits(self) -> bool:
-        """Whether a plan keeps the budget."""
+        """Return whether a plan stays within the budget."""
         return self.predicted_step_s is not None
 
 
@@ -37,15 +37,15 @@ def sweep(plan: Plan, budgets: Iterable[int], time_limit_s: float = 20.0) -> Ite
 
     Parameters
     ----------
-    plan: of the model, for any budget. budgets: in bytes. time_limit_s: for each search.
+    plan: a plan of the model for any budget. budgets: in bytes. time_limit_s: for each search.
 
-    What was found for a smaller budget fits a larger one too, so no point is slower than one of less memory before it.
+    A plan for a smaller budget fits a larger one too, so no point is slower than an earlier one with less memory.
 
     Returns: one point per budget, as they are found.
-    Raises: ValueError if the plan holds no problem (a forward only).
+    Raises: ValueError if the plan holds no problem (a forward-only plan).
     """
     if plan.problem is None:
-        raise ValueError("this plan is of a forward only; there is no training step to sweep over")
+        raise ValueError("this plan is forward-only; it has no training step to sweep over")
     best: SweepPoint | None = None
     for budget_bytes in budgets:
         point = SweepPoint(budget_bytes, plan.least_budget_bytes)

@@ -16,13 +16,13 @@ _MANY_UNITS = 1000  # above it decimals only widen the table
 
 
 def plan_table(blocks: Sequence[BlockRow]) -> Table:
-    """One row for all blocks that are alike, then the totals.
+    """Return a table with one row for all blocks that are alike, then the totals.
 
     Parameters
     ----------
     blocks: in the order of the chain.
 
-    Returns: a table that 80 columns hold.
+    Returns: a table that fits 80 columns.
     """
     alike: dict[tuple[str, str, int, tuple[int, ...]], list[int]] = {}
     for index, row in enumerate(blocks):
@@ -32,20 +32,20 @@ def plan_table(blocks: Sequence[BlockRow]) -> Table:
 
 
 def class_table(blocks: Sequence[BlockRow]) -> Table:
-    """One row for all blocks of a class that run with the same option, added up, then the totals.
+    """Return a table with one row for all blocks of a class that run with the same option, added up, then the totals.
 
     Parameters
     ----------
     blocks: in the order of the chain.
 
-    Returns: a table that 80 columns hold.
+    Returns: a table that fits 80 columns.
     """
     rows = [(f"{n} ×", *rest) for n, *rest in _by_class(blocks)]
     return _table("of all blocks of a class", rows, blocks)
 
 
 def class_lines(blocks: Sequence[BlockRow]) -> Iterator[str]:
-    """The same in lines, for screens that are too narrow for a table."""
+    """Iterate over the same as lines of text, for screens that are too narrow for a table."""
     for n, class_id, option, recomputed, sizes in _by_class(blocks):
         words = [
             f"{heading.replace(chr(10), ' ')} {format_bytes(size)}" for heading, size in zip(_SIZES, sizes) if size
@@ -56,9 +56,9 @@ def class_lines(blocks: Sequence[BlockRow]) -> Iterator[str]:
 
 
 def _by_class(blocks: Sequence[BlockRow]) -> Iterator[tuple[int, str, str, int, tuple[int, ...]]]:
-    """Per class and option: how many blocks, and their operators run again and bytes, added up.
+    """Iterate over classes and options: number of blocks, and their recomputed operators and bytes, added up.
 
-    Blocks of which there is nothing to say share the last row.
+    Blocks with nothing to report share the last row.
     """
     found: dict[tuple[str, str], list[BlockRow]] = {}
     silent: dict[tuple[str, str], list[BlockRow]] = {}
@@ -116,7 +116,7 @@ def _number(value: float, digits: int) -> str:
 
 
 def _spans(indices: Sequence[int]) -> str:
-    """Ascending numbers in short: 3 4 5 as "3–5", 1 3 5 7 9 as "1, 3 … 9"."""
+    """Abbreviate ascending numbers: 3 4 5 as "3–5", 1 3 5 7 9 as "1, 3 … 9"."""
     parts, start = [], 0
     while start < len(indices):
         end = start + 1
@@ -141,10 +141,10 @@ class BlockRow:
 
     Parameters
     ----------
-    kept_bytes, offloaded_bytes: of what its forward makes for its backward.
+    kept_bytes, offloaded_bytes: bytes of what its forward makes for its backward.
     recomputed: how many operators its backward runs again.
-    params_bytes: of the parameters first used here. params_resident_bytes: those that never leave the device.
-    cpu_update_bytes: those that the host updates.
+    params_bytes: bytes of the parameters first used in this block. params_resident_bytes: of these, bytes that never
+        leave the device. cpu_update_bytes: of these, bytes that the host updates.
     """
 
     name: str

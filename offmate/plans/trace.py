@@ -1,4 +1,4 @@
-"""What a user holds of an iteration that was recorded: what really happened, beside what was predicted."""
+"""The trace of a recorded iteration, as a user holds it: what really happened, next to what was predicted."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Trace:
 
     @cached_property
     def measured(self) -> Timeline:
-        """What every resource did when, where the executor waited, and what was on the device, by kind."""
+        """The measured timeline: what every resource did when, where the executor waited, what was on the device."""
         return measured_timeline(self.recording, self.budget_bytes)
 
     @cached_property
     def predicted(self) -> Timeline:
-        """The same as the plan's dry run predicts it."""
+        """The same timeline as the plan's dry run predicts it."""
         schedule = self.recording.schedule
         return build_timeline(
             schedule, simulate(schedule), fixed_bytes=self.recording.fixed_bytes, budget_bytes=self.budget_bytes
@@ -51,12 +51,12 @@ class Trace:
 
     @property
     def launch_s(self) -> float:
-        """Seconds of these that the training thread took to launch the actions; on an accelerator it may run ahead."""
+        """Seconds of `step_s` in which the training thread launched the actions; with a card it may run ahead."""
         return self.recording.launch_s
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was on the device."""
+        """The most bytes that were on the device."""
         return max(one.high_bytes for walk in self.recording.walks for one in walk)
 
     @property
@@ -68,7 +68,7 @@ class Trace:
         return found
 
     def explain(self) -> str:
-        """Measured beside predicted, in words."""
+        """Describe the measured iteration next to the predicted one."""
         pairs = [(self.measured.step_s, self.predicted.step_s), (self.measured.stall_s, self.predicted.stall_s)]
         step, stall = (f"{format_seconds(a)} measured, {format_seconds(b)} predicted" for a, b in pairs)
         peaks = [format_bytes(t.peak.total_bytes) for t in (self.measured, self.predicted)]

@@ -1,1 +1,1 @@
-"""Profile: seconds and bytes of operators and updates, measured here or worked out for another machine."""
+"""Profile: seconds and bytes of operators and updates, measured on this machine or estimated for another one."""

@@ -1,4 +1,4 @@
-"""Seconds of an operator on a machine that is not here: from its FLOPs, its bytes and the machine's rates."""
+"""Roofline estimates of an operator's seconds on another machine: from its FLOPs, its bytes and the machine's rates."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..runtime.torch_names import trees as pytree
 
 
 def node_costs(joint: Joint, machine: Hardware) -> dict[str, NodeCost]:
-    """The cost of every operator of a class, without running it.
+    """Estimate the cost of every operator of a class, without running it.
 
-    Returns: by node name; views cost nothing. Workspaces are taken as none.
+    Returns: by node name; views cost nothing. Workspaces are assumed to be zero.
     """
     return {n.name: NodeCost(_seconds(n, machine), 0) for n in (*joint.forward, *joint.backward)}
 
@@ -40,7 +40,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def flops(node: fx.Node) -> int:
-    """Floating-point operations of a node, 0 for what is bound by memory anyway."""
+    """Count the floating-point operations of a node; 0 for an operator that is bound by memory anyway."""
     args: Any = fx.map_arg(node.args, lambda n: n.meta["val"])
     kwargs: Any = fx.map_arg(node.kwargs, lambda n: n.meta["val"])
     if node.target is operators.attention_on_cpu:

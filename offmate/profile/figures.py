@@ -1,4 +1,4 @@
-"""The figures that a plan rests on: measured on this machine, or worked out for one that is not here."""
+"""The figures that a plan is based on: measured on this machine, or estimated for another one."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Figures:
-    """Seconds and bytes that a plan rests on.
+    """The seconds and bytes that a plan is based on.
 
     Parameters
     ----------
-    costs: per class key and node name; under "" those of what runs before the first block.
+    costs: per class key and node name; those of the prelude are under "".
     updates: per canonical parameter name.
     """
 
@@ -66,11 +66,11 @@ def work_out(
     machine: Hardware,
     updater: Updater | None,
 ) -> Figures:
-    """The same figures for a machine that is not here, from its rates; nothing is run.
+    """Estimate the same figures for another machine, from its rates; nothing is run.
 
     Parameters
     ----------
-    model: parameters may be without data. machine: its rates.
+    model: its parameters may have no data. machine: the other machine.
     """
     costs = {b.key: node_costs(b.joint, machine) for b in traced.blocks}
     prelude = lower_prelude(traced.captured, traced.chain, traced.blocks)
@@ -124,7 +124,7 @@ def measure(
 
 
 def _update_costs(model: torch.nn.Module, updater: Updater | None, device: torch.device) -> dict[str, UpdateCost]:
-    """What updating each trainable parameter takes, measured once per shape and group."""
+    """Measure the cost of updating each trainable parameter, once per shape, dtype and group."""
     if updater is None:
         return {}
     measured: dict[tuple[Any, ...], UpdateCost] = {}

@@ -1,4 +1,4 @@
-"""Seconds and bytes of every operator of every block class, link rates and update speeds, measured on real data."""
+"""Seconds and bytes of every operator of every block class and of the prelude, measured on real data."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def profile_classes(
 
     Parameters
     ----------
-    read: gives the real tensor behind a parameter, a buffer or a shared value of the flat graph.
-    device: where operators run; what is read comes to it for one block at a time.
-    progress: told how many of how many blocks are done.
+    read: returns the real tensor behind a parameter, a buffer or a shared value of the flat graph.
+    device: where operators run; tensors that are read come to it for one block at a time.
+    progress: called with the number of blocks done, and of all blocks.
 
     Returns: per class key the cost of every node.
     """
@@ -69,7 +69,7 @@ def profile_classes(
 def profile_prelude(
     prelude: Prelude, tensors: dict[str, torch.Tensor], device: torch.device
 ) -> tuple[dict[fx.Node, torch.Tensor], dict[str, NodeCost]]:
-    """Compute the shared values and measure what computing them takes.
+    """Compute the shared values, and measure the cost of computing them.
 
     Parameters
     ----------
@@ -97,9 +97,9 @@ def _run_forward(joint: Joint, inputs: list[torch.Tensor]) -> tuple[list[torch.T
 
 
 def _measure(joint: Joint, inputs: list[torch.Tensor], device: torch.device) -> dict[str, NodeCost]:
-    """Time every node of a joint graph, and take the workspace of its kernel from the allocator.
+    """Time every node of a joint graph, and read the workspace of its kernel from the allocator.
 
-    The graph runs twice, since watching the allocator takes time; values are let go after their last reader.
+    The graph runs twice, since watching the allocator takes time; values are freed after their last reader.
     """
     clock = clock_of(device)
     seconds: dict[fx.Node, float] = {}
@@ -119,7 +119,7 @@ def _measure(joint: Joint, inputs: list[torch.Tensor], device: torch.device) -> 
 
 
 class _Work:
-    """An operator on its arguments; `result` is to be set to what it returned."""
+    """An operator with its arguments; the caller sets `result` to what it returned."""
 
     def __init__(self, node: fx.Node, env: dict[fx.Node, Any]) -> None:
         self._target: Any = node.target
@@ -131,7 +131,7 @@ class _Work:
 
 
 def _run_through(joint: Joint, inputs: list[torch.Tensor], device: torch.device) -> Iterator[tuple[fx.Node, _Work]]:
-    """The nodes of a joint graph in order, each with what runs it."""
+    """Iterate over the nodes of a joint graph in order, each with a callable that runs it."""
     env: dict[fx.Node, Any] = {n: n.meta["constant"] for n in joint.graph.nodes if n.op == "get_attr"}
     for tensor, leaves in zip(inputs, joint.leaves):
         env |= dict.fromkeys(leaves, tensor)
@@ -151,7 +151,7 @@ def _run_through(joint: Joint, inputs: list[torch.Tensor], device: torch.device)
 
 
 def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on a device, with the strides that it has here: kernels were traced for them."""
+    """Copy a tensor to a device if needed, with the same strides: kernels were traced for them."""
     return tensor if tensor.device == device else as_layout(tensor, tensor.shape, tensor.stride(), device)
 
 
@@ -161,12 +161,12 @@ def _like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _storage_bytes(node: fx.Node, real: Any) -> tuple[int, ...]:
-    """Real bytes behind the node's tensors if its fake kernel promised others, else nothing.
+    """Return the real bytes behind the node's tensors if its fake kernel promised others, else nothing.
 
-    A kernel may leave out what it was not asked for, where its fake kernel makes it: that takes no bytes.
+    A kernel may leave out a result that was not requested, although its fake kernel makes it: that takes no bytes.
 
-    Raises: CaptureError if the strides differ from the promised ones, or if something reads what was left out: what was
-        traced would not be what runs.
+    Raises: CaptureError if the strides differ from the promised ones, or if a result that was left out is read: the
+        trace would not match what runs.
     """
     fake = node.meta["val"]
     pairs = zip(real, fake) if isinstance(fake, (tuple, list)) else [(real, fake)]
@@ -174,18 +174,18 @@ def _storage_bytes(node: fx.Node, real: Any) -> tuple[int, ...]:
     for got, expected in tensors:
         if got is None and (node.users if node.target is operator.getitem else not isinstance(real, (tuple, list))):
             raise CaptureError(
-                f"{node.format_node()} returned None where its fake kernel promised a tensor, which is read; what was "
-                "traced is not what runs. Please report the operator"
+                f"{node.format_node()} returned None where its fake kernel promised a tensor, which is read; the trace "
+                "does not match what runs. Please report the operator"
             )
         if got is not None and _steps(got) != _steps(expected):
             raise CaptureError(
                 f"{node.format_node()} returned strides {got.stride()} where its fake kernel promised "
-                f"{expected.stride()}; what was traced is not what runs. Please report the operator"
+                f"{expected.stride()}; the trace does not match what runs. Please report the operator"
             )
     found = tuple(0 if got is None else got.untyped_storage().nbytes() for got, _ in tensors)
     return found if found != tuple(e.untyped_storage().nbytes() for _, e in tensors) else ()
 
 
 def _steps(tensor: torch.Tensor) -> list[int]:
-    """Strides of the dimensions in which anything steps; a kernel may give the others any."""
+    """Return the strides of dimensions whose size is not 1; a kernel may give the others any stride."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape) if size != 1]

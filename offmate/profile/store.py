@@ -1,4 +1,4 @@
-"""What was measured of a model on a machine, kept in memory and on disk: the same problem then gives the same plan."""
+"""A cache of measurements of a model on a machine, in memory and on disk: the same problem then gives the same plan."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _kept: dict[str, Measured] = {}
 
 @dataclass(frozen=True)
 class Measured:
-    """Times, bytes and the options that follow from them; no budget enters.
+    """Times, bytes and the options that follow from them; they do not depend on any budget.
 
     Parameters
     ----------
-    costs: per class key and node name; under "" those of what runs before the first block.
+    costs: per class key and node name; those of the prelude are under "".
     updates: per canonical parameter name. options: per class key.
     """
 
@@ -38,7 +38,7 @@ class Measured:
 
 
 def recall(fingerprint: str, cache_dir: str | None) -> Measured | None:
-    """What was measured under this fingerprint, in this process or on disk; None if nothing was."""
+    """Return what was measured under this fingerprint, in this process or on disk; None if nothing was."""
     if fingerprint in _kept or cache_dir is None:
         return _kept.get(fingerprint)
     path = _path(fingerprint, cache_dir)
@@ -53,7 +53,7 @@ def recall(fingerprint: str, cache_dir: str | None) -> Measured | None:
 
 
 def remember(fingerprint: str, cache_dir: str | None, measured: Measured) -> None:
-    """Keep what was measured, on disk where there is a folder for it."""
+    """Keep a measurement, on disk as well if there is a cache folder."""
     _kept[fingerprint] = measured
     if cache_dir is not None:
         write_whole(_path(fingerprint, cache_dir), json.dumps({"format": FORMAT, **_to_json(measured)}))

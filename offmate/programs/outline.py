@@ -1,4 +1,4 @@
-"""A program seen as one function: what goes in, what comes out, and samples of it to run the function on."""
+"""A program as one function: its inputs, its outputs, and sample inputs to run it on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .programs import ClassGraph
 
 
 class Unfit(Exception):
-    """A program cannot be run as one function; says why, in words that follow "since"."""
+    """A program cannot be run as one function; the message completes a sentence after "since"."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Outline:
     Parameters
     ----------
     returned: per entry of `makes`, the register whose tensor fills the whole storage.
-    donated: indices into `inputs` of tensors in whose memory results may be made.
+    donated: indices into `inputs` of tensors whose memory results may reuse.
     """
 
     inputs: tuple[int, ...]
@@ -41,9 +41,9 @@ class Outline:
 
 
 def outline(graph: ClassGraph, program: Program) -> Outline:
-    """What goes into a program and what comes out of it.
+    """Find the inputs and outputs of a program.
 
-    Raises: Unfit if something comes out that does not lie in storage of the program's own.
+    Raises: Unfit if an output does not lie in a storage that the program makes.
     """
     leaves = [leaf for step in program.instructions for leaf in pytree.tree_leaves((step.args, step.kwargs))]
     filled = {register for step in program.instructions for _, register in step.outs}
@@ -67,13 +67,13 @@ def outline(graph: ClassGraph, program: Program) -> Outline:
 def _left(
     graph: ClassGraph, program: Program, left: set[int], ended: set[int]
 ) -> tuple[tuple[Made, ...], tuple[int, ...]]:
-    """Storages made that do not end, with the registers of `left` that view them, and the register that fills each."""
+    """List storages made that do not end, with the registers of `left` that view them, and the one that fills each."""
     values = {register: node.meta.get("val") for node, register in graph.register.items()}
     nodes = {register: node for node, register in graph.register.items()}
     viewers: dict[int, list[int]] = {}
     for register in sorted(left):
         if not isinstance(values[register], torch.Tensor):
-            raise Unfit(f"{nodes[register].name}, which it hands on, is no tensor")
+            raise Unfit(f"{nodes[register].name}, which it hands on, is not a tensor")
         viewers.setdefault(graph.storages(nodes[register])[0], []).append(register)
     makes, returned = [], []
     for step in program.instructions:
@@ -83,11 +83,11 @@ def _left(
                 continue
             own = viewers.pop(storage, [])
             if position not in at or any(values[r].dtype != values[at[position]].dtype for r in own):
-                raise Unfit(f"what {step.target} makes is handed on in part or under two data types")
+                raise Unfit(f"the result of {step.target} is handed on in part or under two data types")
             makes.append(Made(storage, nbytes, tuple(_view(r, values[r]) for r in own)))
             returned.append(at[position])
     if viewers:
-        raise Unfit("it hands on a view of what it was given")
+        raise Unfit("it hands on a view of one of its inputs")
     return tuple(makes), tuple(returned)
 
 
@@ -96,7 +96,7 @@ def _view(register: int, value: torch.Tensor) -> View:
 
 
 def _donated(graph: ClassGraph, inputs: tuple[int, ...], ends: tuple[int, ...]) -> tuple[int, ...]:
-    """Inputs that alone view the whole of a storage that ends; gradients are left out, since the user may own them."""
+    """List inputs that alone view the whole of a storage that ends; no gradients, since the user may own them."""
     joint = graph.joint
     nodes = list(joint.graph.nodes)
     gradients = {*joint.tangents, *joint.accumulators}
@@ -111,7 +111,7 @@ def _donated(graph: ClassGraph, inputs: tuple[int, ...], ends: tuple[int, ...]) 
 
 
 def as_function(graph: ClassGraph, program: Program, ports: Outline) -> Callable[..., list[torch.Tensor]]:
-    """The program as a functional Python function of its inputs and constants, for tracing."""
+    """Return the program as a functional Python function of its inputs and constants, for tracing."""
     strides = [list(tensor.stride()) for tensor in left_like(graph, ports)]
     constants = {id(tensor): i for i, tensor in enumerate(ports.constants, len(ports.inputs))}
 
@@ -137,7 +137,7 @@ def as_function(graph: ClassGraph, program: Program, ports: Outline) -> Callable
 
 
 def _laid_out(tensor: torch.Tensor, _: list[int], stride: list[int]) -> torch.Tensor:
-    """`as_layout` without writing into anything, for strides that leave no gaps; those of 0 repeat."""
+    """Do what `as_layout` does without writing in place, for strides that leave no gaps; strides of 0 repeat."""
     once = tensor
     for dim, step in enumerate(stride):
         once = once if step or not once.shape[dim] else once.narrow(dim, 0, 1)
@@ -146,7 +146,7 @@ def _laid_out(tensor: torch.Tensor, _: list[int], stride: list[int]) -> torch.Te
     return once.permute(order).clone(memory_format=torch.contiguous_format).permute(back).expand(tensor.shape)
 
 
-# A decomposed operator may lay out its result otherwise than the kernel, so that a view of it has to be a copy.
+# A decomposed operator may lay out its result in another way than the kernel, so that a view of it must be a copy.
 _INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
     as_layout: _laid_out,
     torch.ops.aten.view.default: torch.reshape,
@@ -154,21 +154,21 @@ _INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 def likes(graph: ClassGraph, ports: Outline) -> list[torch.Tensor]:
-    """A tensor like each one that the function is given; those that are inputs are fake."""
+    """Return a tensor like each argument of the function; those of inputs are fake."""
     nodes = list(graph.joint.graph.nodes)
     return [*(nodes[register].meta["val"] for register in ports.inputs), *ports.constants]
 
 
 def left_like(graph: ClassGraph, ports: Outline) -> list[torch.Tensor]:
-    """A fake tensor like each one that the function returns."""
+    """Return a fake tensor like each result of the function."""
     nodes = list(graph.joint.graph.nodes)
     return [nodes[register].meta["val"] for register in ports.returned]
 
 
 def samples(graph: ClassGraph, ports: Outline) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Tensors to run a program on, laid out as in training, constants at the end; and those that outlive the run.
+    """Make tensors to run a program on, laid out as in training, constants last; and list those that outlive the run.
 
-    Storages of which none outlives it are owned by the first list alone.
+    Storages of which no tensor outlives it are owned by the first list alone.
     """
     nodes = list(graph.joint.graph.nodes)
     storages: dict[int, torch.Tensor] = {}
@@ -179,7 +179,7 @@ def samples(graph: ClassGraph, ports: Outline) -> tuple[list[torch.Tensor], list
         if storage_key(storage) not in storages:
             storages[storage_key(storage)] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=value.device)
         tensor = on_storage(storages[storage_key(storage)], value)
-        # Numbers unlike each other, and indices that are valid everywhere.
+        # Floats that differ from each other, and indices that are valid everywhere.
         found.append(tensor.normal_() if value.dtype.is_floating_point else tensor.zero_())
         if not set(graph.storages(nodes[register])) & set(ports.ends):
             held.append(tensor)
@@ -187,9 +187,9 @@ def samples(graph: ClassGraph, ports: Outline) -> tuple[list[torch.Tensor], list
 
 
 def mismatch(graph: ClassGraph, ports: Outline, given: list[torch.Tensor], results: list[torch.Tensor]) -> str | None:
-    """How what a function returned differs from what the program leaves, in words; None if it does not.
+    """Describe how a function's results differ from what the program leaves; None if they do not.
 
-    Every tensor must lie alone in a storage of its own, where the program's lies in it.
+    Every tensor must lie alone in its own storage, in the same place as the program's.
     """
     nodes: list[fx.Node] = list(graph.joint.graph.nodes)
     lent = {storage_key(given[index].untyped_storage()) for index in ports.donated}

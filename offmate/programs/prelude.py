@@ -1,4 +1,4 @@
-"""What runs before the first block: the batch's arrival, and what depends on no parameter."""
+"""The prelude, which runs before the first block: the batch's arrival, and everything that depends on no parameter."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .programs import ClassGraph, NodeCost
 
 @dataclass(frozen=True)
 class Prelude:
-    """What runs before the first block.
+    """The work before the first block.
 
     Parameters
     ----------
-    joint: its graph, None if nothing depends on no parameter.
-    nodes: nodes of the flat graph that are there afterwards: batch tensors, buffers, constants and what it makes.
+    spec: its nodes, inputs and results in the flat graph.
+    graph: its graph, None if there are no operators that depend on no parameter.
+    program: its program, None without a graph.
     item: node -> name of the shared item that holds its storage; absent for buffers and constants.
     item_bytes: bytes of each item.
-    batch_bytes: bytes of each batch tensor that anybody reads, by placeholder name.
-    program: its program, None without a graph.
+    batch_bytes: bytes of each batch tensor that is read at all, by placeholder name.
     """
 
     spec: BlockSpec
@@ -39,7 +39,7 @@ class Prelude:
 
     @property
     def peak_bytes(self) -> int:
-        """The batch and the most that the prelude holds on top."""
+        """The bytes of the batch, plus the most that the prelude holds on top of it."""
         return sum(self.batch_bytes.values()) + (self.program.rise_bytes if self.program else 0)
 
 
@@ -49,7 +49,7 @@ def lower_prelude(
     blocks: tuple[TracedBlock, ...],
     costs: dict[str, NodeCost] | None = None,
 ) -> Prelude:
-    """Trace what depends on no parameter, and find which storages outlive it."""
+    """Trace the operators that depend on no parameter, and find which storages outlive them."""
     outputs = {o for o in captured.outputs if isinstance(o, str)}
     wanted = {e.node for b in blocks for e in b.spec.externals if e.kind == "shared"}
     wanted |= {n for n in captured.graph.nodes if n.name in outputs and n not in chain.made_in}

@@ -1,4 +1,4 @@
-"""From a traced block class to programs: forward and backward for one choice of what is recomputed."""
+"""Builds programs from a traced block class: forward and backward for one choice of what is recomputed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ..runtime.torch_names.tensors import storage_key
 
 @dataclass(frozen=True)
 class NodeCost:
-    """What one operator was measured to take.
+    """The cost of one operator.
 
     Parameters
     ----------
-    workspace_bytes: what its kernel holds beyond its results while it runs.
-    storage_bytes: of the storage behind each tensor of its result, where a kernel reserves more than the result needs
-        (a loss that is reduced in place); empty where it does not.
+    workspace_bytes: bytes that its kernel holds beyond its results while it runs.
+    storage_bytes: bytes of the storage behind each tensor of its result, if the kernel reserves others than the result
+        needs (such as a loss that is reduced in place); otherwise empty.
     """
 
     seconds: float = 0.0
@@ -40,7 +40,7 @@ class Programs:
 
     Parameters
     ----------
-    saved: storages that the forward leaves for the backward, by storage number -> registers that view it.
+    saved: storages that the forward leaves for the backward: storage number -> registers that view it.
     saved_bytes: their bytes. Which of them stay on the device and which leave is not the programs' concern.
     recomputed: how many operators of the forward the backward runs again, views not counted.
     """
@@ -53,7 +53,7 @@ class Programs:
 
 
 class ClassGraph:
-    """A joint graph with numbered storages and registers; what programs and options are built from.
+    """A joint graph with numbered storages and registers, from which programs and options are built.
 
     A storage number stands for one storage made by one operator, or given from outside.
 
@@ -86,7 +86,7 @@ class ClassGraph:
         reserved = self.costs.get(node.name, NodeCost()).storage_bytes or tuple(s.nbytes() for s in storages)
         for storage, nbytes in zip(storages, reserved, strict=True):
             if storage_key(storage) not in self.number and getattr(node.target, "is_view", False):
-                # The trace gave a view of something a storage of its own.
+                # The trace gave this view its own storage.
                 self.number[storage_key(storage)] = self.storages(node.all_input_nodes[0])[0]
             if storage_key(storage) not in self.number:
                 number = self.number[storage_key(storage)] = len(self.number)
@@ -97,21 +97,21 @@ class ClassGraph:
         return {self.number[s] for n in nodes for s in storages_of(n)}
 
     def storages(self, node: fx.Node) -> tuple[int, ...]:
-        """Numbers of the storages behind a node's value."""
+        """Return the numbers of the storages behind a node's value."""
         return tuple(self.number[s] for s in storages_of(node))
 
     def made_by(self, node: fx.Node) -> tuple[int, ...]:
-        """Storages that the node's operator allocates."""
+        """Return the storages that the node's operator allocates."""
         return tuple(s for s in self.storages(node) if self.maker[s] is node)
 
     @cached_property
     def resting(self) -> frozenset[int]:
-        """Storages that are there for the backward whatever the choice: what the block was given, handed on, wrote."""
+        """Storages that the backward finds whatever the choice: the block's inputs, results, writes and constants."""
         return self.external | self.results | self.written | self.constant
 
     @cached_property
     def recomputable(self) -> frozenset[fx.Node]:
-        """Forward nodes that may run again: no draws, nothing that reads a buffer which a block writes."""
+        """Forward nodes that may run again: they draw nothing, and read no buffer that a block writes."""
         buffers = {s for i in self.joint.changing for leaf in self.joint.leaves[i] for s in self.storages(leaf)}
         return frozenset(
             n
@@ -121,14 +121,14 @@ class ClassGraph:
 
     @cached_property
     def wanted(self) -> frozenset[int]:
-        """Own storages of the forward that the backward reads."""
+        """The forward's own storages that the backward reads."""
         forward = set(self.joint.forward)
         read = {a for n in self.joint.backward for a in n.all_input_nodes if a in forward}
         read |= {g for g in self.joint.grads if g in forward}
         return frozenset(self._storages(read) - self.resting)
 
     def programs(self, recomputed: frozenset[int]) -> Programs:
-        """The forward and the backward if `recomputed` storages are made again and all other wanted ones saved."""
+        """Build the programs in which `recomputed` storages are made again and all other wanted ones are saved."""
         order, saved = self._backward_order(self._whole_operators(recomputed))
         views: dict[int, list[int]] = {}
         for node in sorted(saved, key=self.register.__getitem__):
@@ -150,12 +150,12 @@ class ClassGraph:
         )
 
     def _whole_operators(self, recomputed: frozenset[int]) -> frozenset[int]:
-        """An operator that runs again makes all its storages again; one that draws never runs again."""
+        """Extend a choice to whole operators: one that runs again makes all its storages; one that draws never runs."""
         makers = {self.maker[s] for s in recomputed} & self.recomputable
         return frozenset(s for m in makers for s in self.made_by(m)) - self.results - self.written
 
     def _backward_order(self, recomputed: frozenset[int]) -> tuple[list[fx.Node], set[fx.Node]]:
-        """Backward nodes with what they need recomputed just before its first use, and the nodes read as saved."""
+        """Return the backward's nodes, each recomputed one just before its first use, and the nodes read as saved."""
         forward = set(self.joint.forward)
         # A written buffer holds its new value when the backward starts, as in eager mode.
         results = {*self.joint.results, *self.joint.writes.values()}
@@ -195,13 +195,13 @@ class ClassGraph:
         untracked: frozenset[int],
         keep_nodes: set[fx.Node],
     ) -> Program:
-        """Instructions for `order`.
+        """Build the instructions for `order`.
 
         Parameters
         ----------
-        given: storages that are there at the start and end after their last reader.
+        given: storages that exist at the start, and end after their last reader.
         keep: storages that outlive the program, as do the registers of `keep_nodes`.
-        untracked: storages of which another copy is there already; if an operator makes them again, nobody reads them.
+        untracked: storages of which another copy exists already; if an operator makes them again, nothing reads them.
         """
         running = [n for n in order if n.target is not operator.getitem]
         picked: dict[fx.Node, list[fx.Node]] = {}
@@ -233,7 +233,7 @@ class ClassGraph:
         return Program(len(self.register), instructions, {s: self.bytes[s] for s in given}, rise, net, seconds)
 
     def start_program(self, let_go: frozenset[int]) -> Program:
-        """The program of a graph without backward, ending the storages in `let_go` after their last reader."""
+        """Build the program of a graph without backward; storages in `let_go` end after their last reader."""
         kept = frozenset(self.number.values()) - let_go
         made = frozenset(s for n in self.joint.forward for s in self.made_by(n))
         return self._program(
@@ -241,7 +241,7 @@ class ClassGraph:
         )
 
     def read_registers(self, program: Program) -> frozenset[int]:
-        """Registers that a program's instructions read."""
+        """Return the registers that a program's instructions read."""
         slots = (leaf for i in program.instructions for leaf in pytree.tree_leaves((i.args, i.kwargs)))
         return frozenset(slot.index for slot in slots if isinstance(slot, Slot))
 

@@ -1,1 +1,1 @@
-"""Sessions: a compiled model at work, its loop, its truth on the host, and what the user may do around it."""
+"""Sessions of compiled models: the training loop, the state on the host, and the user's actions around it."""

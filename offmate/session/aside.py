@@ -1,4 +1,4 @@
-"""A forward without gradients between a training forward and its backward, as preference losses have it."""
+"""A forward without gradients between a training forward and its backward, as preference losses need it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from .variants import Call, Variant
 def aside(
     residence: Residence, model: torch.nn.Module, iteration: Iteration, call: Call
 ) -> tuple[Variant, dict[str, torch.Tensor]]:
-    """Run a forward while what a training forward left on the device waits on the host.
+    """Run a forward while the tensors that a training forward left on the device wait on the host.
 
     Parameters
     ----------
     iteration: the one that waits for its backward.
 
-    Returns: the variant that ran, and its outputs. Raises: ProtocolError on a device with an allocator of its own, and
-    where the budget less what stays on the device is too little; the training forward still waits for its backward
-    then.
+    Returns: the variant that ran, and its outputs. Raises: ProtocolError on a device with its own allocator, or if the
+    budget less what stays on the device is too little; the training forward then still waits for its backward.
     """
     training = residence.active
     assert training is not None

@@ -15,7 +15,7 @@ _GRAD: Any = torch.Tensor.grad
 
 
 class Assigned:
-    """Which parameters hold a gradient that no backward of the plan has made.
+    """The parameters that hold a gradient which no backward of the plan has made.
 
     State: `params`. Changed on the training thread only.
     """
@@ -24,12 +24,12 @@ class Assigned:
         self.params: list[torch.nn.Parameter] = []
 
     def take(self, param: torch.nn.Parameter, value: torch.Tensor) -> None:
-        """Give a parameter a gradient."""
+        """Set a parameter's gradient."""
         _GRAD.__set__(param, value)
         self.params.append(param)
 
     def clear(self) -> None:
-        """Take the gradients away."""
+        """Remove the gradients."""
         for param in self.params:
             _GRAD.__set__(param, None)
         self.params.clear()

@@ -20,17 +20,17 @@ _GRAD_REFUSED = (
 
 
 class Iteration:
-    """One forward and the backward that it waits for.
+    """A forward, and the backward that it waits for.
 
     State: `graph`, dead once nothing can call backward() through this forward any more; `dropped`, whether the model
-    was called again before that; `_outputs`, what the user was given, by name, with its version then; `_read`, the
-    memory of those that the backward reads; `_used`, those that the model itself goes on from; `_buffers_then`, those
-    that the backward may read, with their versions.
+    was called again before that; `_outputs`, the outputs that the user was given, by name, with their versions at that
+    time; `_read`, the memory of outputs that the backward reads; `_used`, outputs that the model itself uses further;
+    `_buffers_then`, buffers that the backward may read, with their versions.
 
     Parameters
     ----------
-    params: the parameters that autograd knows of, by name. ordered: whether it hands their gradients out in plain
-        PyTorch's order, which only hooks can tell.
+    params: the parameters that autograd knows of, by name. ordered: whether it delivers their gradients in plain
+        PyTorch's order, which only hooks can observe.
     """
 
     def __init__(self, params: dict[str, torch.nn.Parameter], ordered: bool) -> None:
@@ -44,50 +44,50 @@ class Iteration:
 
     @property
     def runs_now(self) -> bool:
-        """Whether the backward() under way goes through this forward."""
+        """Return whether the backward() under way goes through this forward."""
         node = self.graph() if self.graph is not None else None
         return node is not None and will_run(node)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing can call backward() through this forward any more."""
+        """Return whether nothing can call backward() through this forward any more."""
         return self.graph is None or self.graph() is None
 
     def returns(
         self, outputs: dict[str, torch.Tensor], read: list[torch.Tensor], used: dict[str, torch.Tensor]
     ) -> None:
-        """These are handed to the user; the backward reads the memory of some, the model itself goes on from others."""
+        """Note the user's outputs, those whose memory the backward reads, and those that the model uses further."""
         self._used = {name: weakref.ref(out) for name, out in used.items()}
         self._outputs = {name: (out.detach(), version_of(out)) for name, out in outputs.items()}
         self._read = {out.untyped_storage().data_ptr() for out in read}
 
     @property
     def outputs(self) -> list[torch.Tensor]:
-        """What the user was given."""
+        """The outputs that the user was given."""
         return [out for out, _ in self._outputs.values()]
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of their memory."""
+        """Bytes of the outputs' memory."""
         storages = [out.untyped_storage() for out in self.outputs]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def reads(self, buffers: dict[str, torch.Tensor] | None = None) -> None:
-        """The backward may read these buffers as they are now; None for those that it was told of, written since."""
+        """Note buffers that the backward may read in their present version; None renews the versions of known ones."""
         known = {name: buffer for name, (buffer, _) in self._buffers_then.items()} if buffers is None else buffers
         self._buffers_then = {name: (buffer, version_of(buffer)) for name, buffer in known.items()}
 
     def edited_buffers(self) -> list[str]:
-        """Buffers that the user has written into since."""
+        """Return the buffers that the user has written into since then."""
         return [name for name, (buffer, version) in self._buffers_then.items() if version_of(buffer) != version]
 
     def asked_gradients(self) -> list[str]:
-        """Outputs that the model goes on from whose whole gradient the user has asked for."""
+        """Return outputs that the model uses further and whose whole gradient the user has asked for."""
         alive = {name: out for name, ref in self._used.items() if (out := ref()) is not None}
         return [name for name, out in alive.items() if out.retains_grad or gradient_hooks(out)]
 
     def changed_outputs(self) -> list[str]:
-        """Outputs that the user has written into since, of those that the backward reads."""
+        """Return the outputs that the backward reads and that the user has written into since then."""
         return [
             name
             for name, (out, version) in self._outputs.items()
@@ -95,12 +95,12 @@ class Iteration:
         ]
 
     def ends(self) -> None:
-        """Let go of the outputs."""
+        """Release the outputs."""
         self._outputs = {}
 
 
 class _Passed(torch.autograd.Function):
-    """A parameter, and its gradient, as they are: a node of its own gives the gradient a turn in autograd's order."""
+    """The identity of a parameter and its gradient: the extra node gives the gradient a turn in autograd's order."""
 
     @staticmethod
     def forward(ctx: Any, param: torch.Tensor) -> torch.Tensor:
@@ -112,20 +112,20 @@ class _Passed(torch.autograd.Function):
 
 
 def in_order(params: dict[str, torch.nn.Parameter], order: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """Stand-ins of parameters whose gradients autograd hands out one after the other.
+    """Make stand-ins of parameters whose gradients autograd delivers one after the other.
 
-    It takes the node first that was made last.
+    Autograd runs the node first that was made last.
 
     Parameters
     ----------
-    order: of the parameters' names, in which plain PyTorch hands them out.
+    order: the parameters' names, in the order in which plain PyTorch delivers their gradients.
     """
     made = {name: _Passed.apply(params[name]) for name in reversed(order) if name in params}
     return {name: made.get(name, param) for name, param in params.items()}
 
 
 class Replay(torch.autograd.Function):
-    """One node from all trainable parameters to the outputs."""
+    """A single autograd node from all trainable parameters to the outputs."""
 
     @staticmethod
     def forward(
@@ -143,8 +143,8 @@ class Replay(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         """Run the backwards.
 
-        Gradients that the planned optimizer takes go where the plan says, and autograd gets none; without one it gets
-        them all, adds them to what it has from elsewhere, and calls the parameters' hooks.
+        Gradients that a planned optimizer takes go where the plan says, and autograd gets none. Without a planned
+        optimizer, autograd gets them all, adds them to gradients from elsewhere, and calls the parameters' hooks.
         """
         if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
             raise ProtocolError(
@@ -163,10 +163,10 @@ class Replay(torch.autograd.Function):
 
 
 def _wanted(leaves: dict[str, Any]) -> frozenset[str]:
-    """The parameters that backward(inputs=...) names. Raises: ProtocolError under torch.autograd.grad."""
+    """Return the parameters that backward(inputs=...) names. Raises: ProtocolError under torch.autograd.grad."""
     try:
         wanted = frozenset(name for name, node in leaves.items() if will_run(node))
-    except RuntimeError as error:  # what it says of a leaf whose gradient is to be returned
+    except RuntimeError as error:  # raised for a leaf whose gradient is to be returned
         raise ProtocolError(_GRAD_REFUSED) from error
     if not wanted:
         raise ProtocolError(_GRAD_REFUSED)
@@ -174,5 +174,5 @@ def _wanted(leaves: dict[str, Any]) -> frozenset[str]:
 
 
 def alive(iterations: Iterable[Iteration]) -> list[Iteration]:
-    """Those through which somebody could still call backward()."""
+    """Return the iterations through which backward() could still be called."""
     return [iteration for iteration in iterations if not iteration.is_over]

@@ -1,4 +1,4 @@
-"""What the user's code may have around a call of ours: inference mode, other threads, a process that was forked."""
+"""Contexts in which the user may call offmate: inference mode, several threads, a forked process."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _S = TypeVar("_S", bound="_Shared")
 
 
 class _Shared(Protocol):
-    """What threads may call at the same time."""
+    """An object whose methods several threads may call at the same time."""
 
     process: Process
     lock: threading.RLock
 
 
 def outside_inference(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Run a method as it runs under `torch.no_grad`, where it is called under `torch.inference_mode`.
+    """Decorate a method so that, called under `torch.inference_mode`, it runs under `torch.no_grad` instead.
 
-    What is made under inference mode could not be written outside of it, and is kept longer than it lasts.
+    Tensors made under inference mode cannot be written outside of it, but some are kept until after it ends.
     """
 
     @functools.wraps(method)
@@ -43,11 +43,11 @@ def outside_inference(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def alone(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P], _R]:
-    """Run a session's method while no other thread runs one: its state and its device are one loop's at a time."""
+    """Decorate a session's method so that one thread at a time runs it: state and device serve one loop at a time."""
 
     @functools.wraps(method)
     def run(self: _S, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if self.process.is_forked:  # The thread that held the lock may not exist here.
+        if self.process.is_forked:  # The thread that held the lock may not exist in the child.
             return method(self, *args, **kwargs)
         with self.lock:
             return method(self, *args, **kwargs)
@@ -56,7 +56,7 @@ def alone(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S,
 
 
 def ordinary(leaf: Any) -> Any:
-    """A tensor made under inference mode as an ordinary one on the same memory; anything else as it is."""
+    """Turn a tensor made under inference mode into an ordinary one on the same memory; return others unchanged."""
     if isinstance(leaf, torch.Tensor) and leaf.is_inference() and leaf.layout is torch.strided:
         return on_storage(leaf, leaf)
     return leaf
@@ -70,21 +70,21 @@ class Process:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a child of it."""
+        """Return whether the current process is a forked child of that process."""
         return os.getpid() != self._id
 
     def check(self) -> None:
         """Raise ProtocolError in a child."""
         if self.is_forked:
             raise ProtocolError(
-                "this process was forked from the one in which the model was compiled, and a fork does not take the "
-                "threads along that copy and update. Here the model can be read, and copy.deepcopy(model) is a plain "
-                "model that runs (call torch.set_num_threads(1) first: PyTorch's own threads are missing, too). Call "
-                "model.offmate.sync() before forking. To train here compile the model here"
+                "this process was forked from the one in which the model was compiled, and a fork does not have the "
+                "threads that copy and update. Here the model can be read, and copy.deepcopy(model) is a plain model "
+                "that runs (call torch.set_num_threads(1) first: PyTorch's own threads are missing, too). Call "
+                "model.offmate.sync() before forking. To train in this process, compile the model in it"
             )
 
     def check_reading(self) -> None:
-        """Raise ProtocolError in a child, which cannot get what is newer than the host's values."""
+        """Raise ProtocolError in a child, which cannot get values that are newer than the host's."""
         if self.is_forked:
             raise ProtocolError(
                 "this process was forked while the newest parameters were on the device or being computed, and only "

@@ -1,4 +1,4 @@
-"""What the user edits in the middle of an iteration, where a plan could not follow; each refused by name."""
+"""Refuses the user's edits in the middle of an iteration that a plan cannot follow, each by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .host_state import Truth
 
 
 def check_unchanged(iteration: Iteration, truth: Truth, planned: bool) -> None:
-    """Raise if something that the backward reads was edited since the forward, which has to be given up then.
+    """Raise if something that the backward reads was edited since the forward, which must then be given up.
 
     Parameters
     ----------
@@ -33,9 +33,10 @@ def check_unchanged(iteration: Iteration, truth: Truth, planned: bool) -> None:
     asked = iteration.asked_gradients()
     if asked:
         raise ProtocolError(
-            f"the output {asked[0]!r} has retain_grad() or a hook on its gradient, and the model itself goes on from "
-            "it; backward() would give the loss's part of the gradient without the model's own. The forward was given "
-            "up, and no update was made. Leave it out; copy.deepcopy(model) is a plain model that gives the whole"
+            f"the output {asked[0]!r} has retain_grad() or a hook on its gradient, and the model itself uses it "
+            "further; backward() would give the loss's part of the gradient without the model's own. The forward was "
+            "given up, and no update was made. Leave it out; copy.deepcopy(model) is a plain model that gives the "
+            "whole gradient"
         )
     edited = truth.edited()
     if edited:
@@ -63,7 +64,7 @@ def check_unchanged(iteration: Iteration, truth: Truth, planned: bool) -> None:
 
 
 def late_edit(name: str) -> ProtocolError:
-    """What is said where a parameter or its state was edited after its update, before optimizer.step()."""
+    """Build the error for a parameter or state that was edited after its update, but before optimizer.step()."""
     return ProtocolError(
         f"{name} or its optimizer state was edited between backward() and optimizer.step(), after its update had "
         "been made instead of before it; the step is done and the edit stays. Edit after optimizer.step(), or compile "
@@ -79,8 +80,8 @@ def check_groups(updater: Updater) -> None:
         what = f"{missing[0]} ({len(missing)} in all) was removed from" if missing else "a parameter was added to"
         raise ProtocolError(
             f"{what} optimizer.param_groups after offmate.compile; the plan updates the parameters that were there "
-            "then. Put the groups back as they were. To leave a parameter as it is give its group lr=0 and "
-            "weight_decay=0, or freeze it and compile a new model and optimizer"
+            "then. Restore the groups. To keep a parameter unchanged, give its group lr=0 and weight_decay=0, or "
+            "freeze it and compile a new model and optimizer"
         )
 
 
@@ -89,7 +90,7 @@ def check_inputs(wanted: frozenset[str] | None, updated: set[str]) -> None:
 
     Parameters
     ----------
-    wanted: names of the parameters that it names; None if it names none.
+    wanted: the parameters that backward(inputs=...) names; None if it names none.
     """
     missing = sorted(updated - wanted) if wanted is not None else []
     if missing:

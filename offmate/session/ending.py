@@ -1,4 +1,4 @@
-"""How an update ends that the plan alone does not end: on the host, with what came from outside, or not at all."""
+"""Ends updates that the plan alone does not end: on the host, with gradients from outside, or not at all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .turns import Turn
 
 
 def plan_ends_it(residence: Residence) -> bool:
-    """Whether the active plan ends the iteration: it has all micro-batches, and updates all that has a gradient."""
+    """Return whether the active plan ends the iteration: it has all micro-batches, and updates all with a gradient."""
     active = residence.active
     if residence.turns.turn is not Turn.STEP or active is None or not active.kind.trains:
         return False
@@ -19,9 +19,9 @@ def plan_ends_it(residence: Residence) -> bool:
 
 
 def take_outside(residence: Residence, outside: Outside) -> list[dict[str, torch.Tensor]]:
-    """The gradients that the plan has not made and this step adds.
+    """Take the gradients that the plan has not made and that this step adds.
 
-    Raises: ProtocolError if they cannot be added; the iteration has ended then.
+    Raises: ProtocolError if they cannot be added; the iteration has then ended.
     """
     if not outside.any:
         return []

@@ -1,4 +1,4 @@
-"""What went wrong in an iteration, in words: what was planned, what the device says, and what can be read."""
+"""Error messages for failed iterations: what was planned, what the device reports, and what can still be read."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from .host_state import Truth
 def described(
     error: Exception, device: torch.device, budget_bytes: int, plan: Plan | None, truth: Truth
 ) -> OffmateError:
-    """The error for the user, once everything has been brought to a state that can be read.
+    """Build the error for the user, once everything has been brought to a state that can be read.
 
     Parameters
     ----------
-    error: what a part of the schedule raised. plan: of the training iteration, if there is one yet.
+    error: what a part of the schedule raised. plan: that of the training iteration, if there is one yet.
     """
     if isinstance(error, LimitExceeded):
         return BudgetExceeded(f"the device's budget would be exceeded: {error}. {_readable(truth)}")
     if isinstance(error, torch.OutOfMemoryError):
         return BudgetExceeded(f"{out_of_memory(device, budget_bytes, plan)}. {_readable(truth)}. ({error})")
     words = f"the iteration failed: {type(error).__name__}: {error}. {_readable(truth)}"
-    # A worker's failure has what made it as its cause.
+    # The failure of a worker has the original error as its cause.
     failed = any(isinstance(one, torch.AcceleratorError) for one in (error, error.__cause__))
     return DeviceError(f"{words}. A device that has failed needs a new process") if failed else OffmateError(words)
 
 
 def out_of_memory(device: torch.device, budget_bytes: int, plan: Plan | None) -> str:
-    """What the plan says of the device's memory, beside what the device says."""
+    """Describe the device's memory as the plan predicts it and as the device reports it."""
     free, total = torch.accelerator.get_memory_info(device)
     planned = "" if plan is None else f"; planned {format_bytes(plan.predicted_peak_bytes)}"
     return (
         f"{device} ran out of memory: budget {format_bytes(budget_bytes)}{planned}; really at most "
         f"{format_bytes(torch.accelerator.max_memory_allocated(device))} allocated and "
         f"{format_bytes(torch.accelerator.max_memory_reserved(device))} reserved, and {format_bytes(free)} of "
-        f"{format_bytes(total)} free on the device. What your own code keeps on the device counts too: let go of it, "
-        "or raise gpu_budget"
+        f"{format_bytes(total)} free on the device. What your own code keeps on the device counts, too: free it, or "
+        "raise gpu_budget"
     )
 
 
 def _readable(truth: Truth) -> str:
     if truth.lost:
-        return f"What the host holds can be read, but {truth.torn_words()}"
+        return f"The host's values can be read, but {truth.torn_words()}"
     torn = f"; {truth.torn_words()}" if truth.torn else ""
-    return f"Every parameter and its optimizer state are of one update and can be read{torn}"
+    return f"Every parameter and its optimizer state belong to the same update and can be read{torn}"

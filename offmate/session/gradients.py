@@ -1,4 +1,4 @@
-"""Gradients between autograd and the plan: those the user hands in, and those that land in `.grad`."""
+"""Gradients between autograd and the plan: those of the outputs, and those that end up in `.grad`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ def take_in(
     device: torch.device,
     into: Literal["auto"] | tuple[str, ...] = "auto",
 ) -> dict[str, torch.Tensor]:
-    """The gradients of the planned outputs, laid out as planned; zeros where autograd has none.
+    """Return the gradients of the planned outputs, laid out as planned; zeros where autograd has none.
 
     Parameters
     ----------
-    grads: per output of the binding, in order. device: where they are wanted. into: as `Config.gradients_into`.
+    grads: per output of the binding, in order. device: where the gradients are needed. into: `Config.gradients_into`.
 
-    Returns: by output. Raises: ProtocolError if a gradient comes in for an output that was planned without one.
+    Returns: the gradients by output. Raises: ProtocolError if an output that was planned without a gradient gets one,
+    or if plain PyTorch would give some parameters none that were planned with one.
     """
     planned = {item.name for item in prepared.plan.schedule.computes["user"].makes}
     given = dict(zip(prepared.binding.outputs, grads))
@@ -39,7 +40,7 @@ def _check_planned(
     grads: dict[str, torch.Tensor | None],
     into: Literal["auto"] | tuple[str, ...],
 ) -> None:
-    """Raise ProtocolError if a gradient comes in that the plan has no place for."""
+    """Raise ProtocolError if there is a gradient for which the plan has no place."""
     unplanned = [name for name, grad in grads.items() if grad is not None and name not in planned]
     if unplanned:
         output = f"the output {_output_name(prepared, unplanned[0])!r}"
@@ -96,11 +97,12 @@ def _as_planned(like: torch.Tensor, grad: torch.Tensor | None, device: torch.dev
 def fed(
     parameters: tuple[tuple[str, torch.nn.Parameter], ...], graded: frozenset[str] | None
 ) -> dict[str, torch.nn.Parameter]:
-    """The parameters that autograd is to know of.
+    """Return the parameters that autograd should know of.
 
     Parameters
     ----------
-    graded: names of those that it is to get gradients for; None if it gets none, and hooks would be called without.
+    graded: names of those for which autograd gets gradients; None if it gets none. Parameters with hooks are then left
+        out, since the hooks would be called without a gradient.
     """
     with without_torch_function():
         trained = {name: p for name, p in parameters if p.requires_grad}
@@ -110,14 +112,15 @@ def fed(
 
 
 def alone_first(name: str, param: torch.nn.Parameter, address: int) -> None:
-    """See that nothing was added up with a parameter's planned gradient before it in this backward().
+    """Check that no other gradient comes before a parameter's planned gradient in the sum of this backward().
 
-    The planned gradient is a sum of its own where several operators read the parameter. Plain PyTorch adds them one by
-    one to what came before, which is another sum; what comes after is added to the same one, in its memory.
+    If several operators read the parameter, the planned gradient is already a sum. Plain PyTorch would add its terms
+    one by one to the earlier gradient, which rounds differently. A later gradient is added to the sum in its memory,
+    as in plain PyTorch.
 
     Parameters
     ----------
-    address: of the planned gradient's memory.
+    address: address of the planned gradient's memory.
     """
     task = backward_under_way()
 
@@ -131,7 +134,7 @@ def alone_first(name: str, param: torch.nn.Parameter, address: int) -> None:
                 "put it into the model's forward"
             )
 
-    # It has to see the sum before the user's hooks change it. Autograd calls them in the order of the plain dict.
+    # This hook must see the sum before the user's hooks change it. Autograd calls hooks in the order of the dict.
     others = dict(gradient_hooks(param) or {})
     handle = param.register_hook(check)
     hooks = gradient_hooks(param)

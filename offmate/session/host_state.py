@@ -22,21 +22,22 @@ from .published import Published
 log = logging.getLogger("offmate")
 
 _TENSOR: Any = torch.Tensor
-_data = _TENSOR.data.__get__  # whatever a parameter's own class gives
+_data = _TENSOR.data.__get__  # bypasses the `data` of a parameter's own class
 
 
 class Truth:
-    """What the host knows of a model.
+    """The state of a model on the host.
 
-    State: `host`; `states`, what the user sees of the optimizer's; `_late`, the parameters whose states were changed
-    while newer ones were under way; `current`, whether nothing newer is on the device or under way; `torn`, the tensors
-    that a failure left one update ahead of the others or, if `lost`, behind them; the versions of all parameters as
-    last seen, which tell the user's edits; which of them are trained. Changed on the training thread, `host` also by
-    the executor and its workers.
+    State: `host`; `states`, the optimizer's states as the user sees them; `_late`, the parameters whose states were
+    changed while newer ones were under way; `current`, whether nothing newer is on the device or under way; `torn`, the
+    tensors that a failure left one update ahead of the others or, if `lost`, behind them; the last seen versions of all
+    parameters, which reveal the user's edits; which parameters are trained. Changed on the training thread, `host` also
+    by the executor and its workers.
 
     Parameters
     ----------
-    model, updater: whose tensors these are; no updater if the user's code updates. watch: knows its parameters.
+    model, updater: the owners of the tensors; no updater if the user's code updates. watch: lists the model's
+        parameters.
     """
 
     def __init__(self, model: torch.nn.Module, updater: Updater | None, watch: Watch) -> None:
@@ -59,20 +60,20 @@ class Truth:
     # -- the user's edits ---------------------------------------------------------------------------------------------
 
     def edited(self) -> tuple[str, ...]:
-        """Parameters that the user has written into or replaced since the last `accept`."""
+        """Return the parameters that the user has written into or replaced since the last `accept`."""
         now = self._now()
         return tuple(n for n in now if now[n] != self._versions.get(n))
 
     def frozen(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Those that are not trained; where the user's code updates, the others are sent anew every iteration."""
+        """Return those that are not trained; if the user's code updates, the others are sent anew every iteration."""
         return tuple(n for n in names if not self._trains.get(n))
 
     def trained(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Those that are; an edit of another one is used from the next forward on."""
+        """Return those that are trained; an edit of another one is used from the next forward on."""
         return tuple(n for n in names if self._trains.get(n))
 
     def accept(self) -> None:
-        """Take the parameters as they are now for what the user wants."""
+        """Accept the present values of the parameters as the user's intention."""
         self._versions = self._now()
 
     def _now(self) -> dict[str, tuple[int, int]]:
@@ -83,7 +84,7 @@ class Truth:
         return self._watch.parameters
 
     def check_edits(self) -> tuple[str, ...]:
-        """The parameters that were edited; refuses edits of values that were not the newest.
+        """Return the parameters that were edited; refuse edits of values that were not the newest.
 
         Raises: ProtocolError if the newest value of an edited parameter was on the device or under way.
         """
@@ -99,25 +100,25 @@ class Truth:
         return edited
 
     def adopt_tensors(self) -> None:
-        """Follow the user's replacements of parameters' and buffers' memory."""
+        """Adopt the new memory of parameters and buffers that the user has replaced."""
         with without_torch_function():
             for name, param in self._named():
                 self._adopt(name, param)
         self.adopt_buffers()
 
     def adopt_buffers(self) -> None:
-        """Follow the user's replacements of buffers."""
+        """Adopt the buffers that the user has replaced."""
         model = self._model()
         assert model is not None
         with without_torch_function():
-            # Of those that notice reads, plain tensors on the same memory, with the same version.
+            # Buffers that notice reads are held as plain tensors on the same memory, with the same version.
             self.host.buffers.update(
                 (n, b.detach() if isinstance(b, WrittenBuffer) else b)
                 for n, b in model.named_buffers(remove_duplicate=False)
             )
 
     def has_other_parameters(self, trains: bool) -> bool:
-        """Whether parameters came, went or have other names or, if a call `trains`, others are trained than before."""
+        """Return whether parameters were added, removed or renamed or, if a call `trains`, others are trained now."""
         with without_torch_function():
             now = {n: p.requires_grad for n, p in self._named()}
             held = self._updater.names if self._updater is not None else {}
@@ -125,7 +126,7 @@ class Truth:
         return renamed or now.keys() != self._trains.keys() or (trains and now != self._trains)
 
     def follow(self) -> None:
-        """Take the model's parameters as they are now: their names, and which are trained. Nothing may be under way.
+        """Adopt the model's present parameters: their names, and which are trained. Nothing may be under way.
 
         Raises: ProtocolError if one is trained that the planned optimizer does not hold.
         """
@@ -140,7 +141,7 @@ class Truth:
         self.accept()
 
     def _rename(self, now: dict[torch.Tensor, str]) -> None:
-        """Know the optimizer's parameters by the names that they have now; one that has gone keeps its own."""
+        """Rename the optimizer's parameters as the model does now; one that was removed keeps its name."""
         assert self._updater is not None and self.states is not None
         names = self._updater.names
         renamed = {old: now[param] for param, old in names.items() if now.get(param, old) != old}
@@ -179,7 +180,7 @@ class Truth:
         self.host.params[name] = _data(param)
 
     def pin(self, device: Device) -> None:
-        """Move parameters, one after another, into host memory from which copies run beside compute.
+        """Move parameters, one after another, into host memory from which copies run concurrently with compute.
 
         Parameters that share memory stay where they are.
         """
@@ -196,7 +197,7 @@ class Truth:
     # -- optimizer states ---------------------------------------------------------------------------------------------
 
     def came_home(self) -> None:
-        """The host holds the newest of everything from now on."""
+        """Note that the host now holds the newest values of everything."""
         if self.states is None:
             self.current = True
             return
@@ -206,10 +207,10 @@ class Truth:
         self.states.show()
 
     def take_states(self) -> tuple[str, ...]:
-        """Take over what the user changed in the optimizer's states; the parameters that they are of.
+        """Adopt the user's changes of the optimizer's states, and return the parameters whose states they are.
 
-        Raises: ProtocolError if newer ones were on the device or under way when the user wrote, or if a tensor was put
-            there that is of another size than the plan counts.
+        Raises: ProtocolError if newer ones were on the device or under way when the user wrote, or if a new tensor has
+            another size than the plan counts.
         """
         changed = self.states.changed() if self.states is not None else ()
         if not changed:
@@ -236,14 +237,14 @@ class Truth:
         return changed
 
     def take_reads(self) -> bool:
-        """Whether the user has read the optimizer's states since this was last asked; the device's may be old then."""
+        """Return whether the user has read the optimizer's states since the last call; the device's may then be old."""
         if self.states is None or not self.states.read or not self.current:
             return False
         self.states.read = False
         return True
 
     def adopt_states(self) -> None:
-        """Take the optimizer's states as the truth."""
+        """Adopt the optimizer's states as the current ones."""
         if self.states is not None:
             self.states.adopt_all()
             self._late = ()
@@ -264,7 +265,7 @@ class Truth:
             self._tear(ahead, False)
 
     def note_lost(self, names: frozenset[str]) -> None:
-        """The device is gone with the newest values of these tensors."""
+        """Note that the newest values of these tensors were lost with the device."""
         self._tear(tuple(sorted(names)), True)
 
     def _tear(self, names: tuple[str, ...], lost: bool) -> None:
@@ -272,32 +273,32 @@ class Truth:
         self._not_reloaded = {"model", "optimizer"} if self._updater is not None else {"model"}
 
     def reloaded(self, what: str) -> None:
-        """The user has loaded a state of `what`, "model" or "optimizer"; both make the state whole again."""
+        """Note that the user has loaded a state of `what`, "model" or "optimizer"; both make the state whole again."""
         self._not_reloaded.discard(what)
         if not self._not_reloaded:
             self.torn, self.lost = (), False
             self.host.updates.clear()
 
     def check_whole(self) -> None:
-        """Raise OffmateError if a failure has left tensors at different updates, so that training cannot go on."""
+        """Raise OffmateError if a failure has left tensors at different updates, so that training cannot continue."""
         if self.torn:
             raise OffmateError(
                 f"after an earlier failure {self.torn_words()}. Load a checkpoint into the model and the "
-                "optimizer before training goes on; to go on from here all the same, load their own: "
+                "optimizer before training continues; to continue from this state anyway, load it again: "
                 "model.load_state_dict(model.state_dict()), optimizer.load_state_dict(optimizer.state_dict())"
             )
 
     def torn_words(self) -> str:
-        """What is torn, for a message."""
+        """Describe what is torn, for a message."""
         names = ", ".join(self.torn[:8]) + (", ..." if len(self.torn) > 8 else "")
         if self.lost:
             return (
-                f"the newest values of {len(self.torn)} tensors were lost with the device, and the host's are of "
-                f"earlier updates than the others: {names}"
+                f"the newest values of {len(self.torn)} tensors were lost with the device, and their values on the "
+                f"host are from earlier updates than the others: {names}"
             )
         return f"{len(self.torn)} parameters are one update ahead of the others: {names}"
 
     def warn_if_torn(self) -> None:
-        """Tell the reader of a state_dict if it is of several updates."""
+        """Warn the reader of a state_dict if its tensors belong to different updates."""
         if self.torn:
             log.warning("state_dict() after a failure: %s", self.torn_words())

@@ -1,4 +1,4 @@
-"""What a compiled model and its parameters become: the same objects, of a class that knows the plan."""
+"""The compiled model: the same object, of a class that runs as planned; and its handle, `model.offmate`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Handle:
 
     @property
     def trace(self) -> Trace | None:
-        """What happened in the last iteration that ran whole inside `record()`; None if there is none."""
+        """The last iteration that ran completely inside `record()`; None if there is none."""
         if self._recorder is None:
             return None
         device = self._session.device
@@ -64,30 +64,30 @@ class Handle:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The plans that are kept for training, one per kind of batch; the one used last at the end."""
+        """The plans that are kept for training, one per kind of batch; the most recently used one is last."""
         return self._session.preparer.plans
 
     @property
     def split(self) -> Split:
-        """Who updates which parameter, for `Config(updates=...)` of a run that goes on.
+        """The side that updates each parameter, for `Config(updates=...)` of a resumed run.
 
-        As in the plans so far; for what they do not update, and before the first batch, as loaded plans, a given plan
-        or `Config(updates=...)` say.
+        This is the split of the plans so far. For parameters that they do not update, and before the first batch, it is
+        that of loaded plans, a given plan or `Config(updates=...)`.
         """
         return self._session.preparer.split
 
     def save_plans(self, folder: str | os.PathLike[str]) -> None:
-        """Write the plans kept for training and the split of updates into a folder, for `load_plans` of a later run."""
+        """Write the plans for training and the split of updates into a folder, for `load_plans` in a later run."""
         for plan in self.plans:
             plan.save(Path(folder, f"{plan.fingerprint}.json"))
         write_whole(Path(folder, _SPLIT), json.dumps(self.split.to_dict()))
 
     def load_plans(self, folder: str | os.PathLike[str]) -> None:
-        """Have the plans in a folder used where they fit a batch, instead of searching; damaged ones are left out.
+        """Use the plans in a folder where they fit a batch, instead of searching; damaged ones are left out.
 
-        Plans that are made, for another budget for example, update each parameter where that run did, unless
-        `Config(updates=...)` says otherwise. Where that does not fit, the emulated device takes another split, which
-        changes no bits there; elsewhere InfeasibleBudget is raised.
+        New plans, for another budget for example, update each parameter on the same side as that run did, unless
+        `Config(updates=...)` says otherwise. If that does not fit, the emulated device takes another split, which
+        changes no bits there; on other devices InfeasibleBudget is raised.
 
         Raises: PlanFileError if the split is damaged.
         """
@@ -131,56 +131,56 @@ class Handle:
 
 
 def _load_split(path: Path) -> Split:
-    """The split that `save_plans` wrote; an empty one if there is none."""
+    """Read the split that `save_plans` wrote; return an empty one if there is none."""
     try:
         return Split.from_dict(json.loads(path.read_text()))
     except FileNotFoundError:
         return Split()
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise PlanFileError(
-            f"{path}: who updates which parameter cannot be read ({error!r}), and on a card last bits depend on it. "
-            "Remove the file to have it decided anew"
+            f"{path}: who updates which parameter cannot be read ({error!r}), and on a card the last bits depend on "
+            "it. Remove the file to have it decided anew"
         ) from None
 
 
 class PlannedModule:
-    """Mixed into the model's own class; `offmate` is the handle, `_offmate_session` what stands behind it."""
+    """Mixin for the model's own class; `offmate` is the handle, `_offmate_session` the session behind it."""
 
     offmate: Handle
-    # transformers.Trainer takes a model with a map of other devices for one that places itself: it neither moves it nor
-    # puts it into DataParallel where several GPUs are visible.
+    # transformers.Trainer assumes that a model with a device map places itself: it neither moves it nor wraps it in
+    # DataParallel if several GPUs are visible.
     hf_device_map: ClassVar[dict[str, str]] = {"": "meta"}
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Convert the dtype; a device is ignored, since the plan says what is where."""
+        """Convert the dtype; a device is ignored, since the plan decides where tensors are."""
         session = self.__dict__["_offmate_session"]
         _, dtype, non_blocking, memory_format = conversion(args, kwargs)
         if dtype is None and memory_format is None:
-            session.say_once("to(device) is ignored: the plan says what is on which device")
+            session.say_once("to(device) is ignored: the plan decides where tensors are")
             return self
         session.read("to()")
         return super().to(dtype=dtype, non_blocking=non_blocking, memory_format=memory_format)  # type: ignore[misc]
 
     def cuda(self, device: Any = None) -> Any:
-        """Ignored, as `to(device)` is."""
+        """Do nothing; see `to`."""
         return self.to("cuda")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients; with a planned optimizer none is left."""
+        """Clear gradients; with a planned optimizer none are left."""
         session = self.__dict__["_offmate_session"]
         session.zero_grad(set_to_none)
         if session.updater is None:
             super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's state, current."""
+        """Return the model's current state."""
         session = self.__dict__["_offmate_session"]
         session.read("state_dict()")
         session.truth.warn_if_torn()
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a state; it is used from the next forward on. An iteration under way ends."""
+        """Load a state, which is used from the next forward on; an iteration under way ends."""
         session = self.__dict__["_offmate_session"]
         session.end_iteration()
         result = super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
@@ -188,7 +188,7 @@ class PlannedModule:
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles are of the plain model, current."""
+        """Reduce to the plain model with current values, for copies and pickles."""
         session = self.__dict__["_offmate_session"]
         session.read("a copy of the model")
         with session.plain() as model:

@@ -1,4 +1,4 @@
-"""The user's optimizer once its updates are planned: the same object, whose steps the plan takes."""
+"""The user's optimizer once its updates are planned: the same object, but the plan makes its steps."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ..runtime.torch_names.modules import marked_as_scheduled, note_step, step_h
 
 
 class PlannedOptimizer:
-    """What an optimizer becomes when its updates are planned: same instance, same state, steps taken by the plan.
+    """An optimizer whose updates are planned: the same instance with the same state, but the plan makes its steps.
 
-    Mixed into the optimizer's own class; `_offmate` is the session that runs its updates.
+    A mixin for the optimizer's own class; `_offmate` is the session that runs its updates.
     """
 
     _offmate: Any
 
     @property
     def state(self) -> Any:
-        """The states of all parameters, current; what is changed there counts, as in plain PyTorch."""
+        """The current states of all parameters; changes there take effect, as in plain PyTorch."""
         self._offmate.read_states()
         return self.__dict__["state"]
 
@@ -52,11 +52,11 @@ class PlannedOptimizer:
             hook(self, (), {})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Gradients are consumed by the plan; nothing is left to clear."""
+        """Clear gradients from outside the plan and those behind a gate; the plan has consumed the others."""
         self._offmate.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, current, as plain PyTorch gives it."""
+        """Return the optimizer's current state, as plain PyTorch does."""
         self._offmate.read("optimizer.state_dict()")
         self._offmate.truth.warn_if_torn()
         return super().state_dict()  # type: ignore[misc]
@@ -70,14 +70,14 @@ class PlannedOptimizer:
         self._offmate.truth.reloaded("optimizer")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles are of the plain optimizer, current."""
+        """Reduce to the plain optimizer with current values, for copies and pickles."""
         self._offmate.read("a copy of the optimizer")
         base = self._offmate.updater.base
         # Pickle refuses the usual way, since this object is not of the plain class.
         return copyreg._reconstructor, (base, object, None), super().__getstate__()  # type: ignore[attr-defined]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: the plan covers the groups that there were at compile time."""
+        """Raise ProtocolError: the plan covers only the groups that existed at compile time."""
         raise ProtocolError(
             "a parameter group was added after offmate.compile; add all groups first, then compile the model"
         )
@@ -85,7 +85,7 @@ class PlannedOptimizer:
 
 @contextlib.contextmanager
 def _at_home(params: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Parameters name the device that their memory is on: torch sends states that are loaded there."""
+    """Let parameters report the device of their memory inside the body: torch sends loaded states there."""
     kinds = {param: type(param) for param in params}
     for param in kinds:
         param.__class__ = torch.nn.Parameter

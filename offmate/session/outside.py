@@ -1,4 +1,4 @@
-"""Gradients of planned parameters that no planned backward has made: a regulariser's, an auxiliary head's."""
+"""Gradients of planned parameters from outside the plan, such as those of a regulariser or an auxiliary head."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _REMEDY = "Or put that term into the model's forward, or compile without optimiz
 class Outside:
     """Finds gradients in the real `.grad` of planned parameters, which the plan does not read.
 
-    They can be added as plain PyTorch adds them where updates wait for optimizer.step() and the order of the sums is
-    known: those that came before the only planned backward of an update, and one that came after its last.
+    They can be added as in plain PyTorch if updates wait for optimizer.step() and the order of the sums is known. This
+    holds for those that came before the only planned backward of an update, and for one that came after its last.
 
-    State: `_before`, the gradients that were there when an update's first planned backward began; `_mixed`, parameters
-    that got one in the same backward() as from the plan. Changed on the training thread only.
+    State: `_before`, the gradients that existed when an update's first planned backward began; `_mixed`, parameters
+    that got one in the same backward() as the plan's. Changed on the training thread only.
 
     Parameters
     ----------
-    names: of the parameters. gate: whether updates wait for optimizer.step().
+    names: names of the parameters. gate: whether updates wait for optimizer.step().
     """
 
     def __init__(self, names: dict[torch.Tensor, str], gate: bool) -> None:
@@ -37,12 +37,12 @@ class Outside:
         self._mixed: set[str] = set()
 
     def _there(self) -> dict[str, torch.Tensor]:
-        """The gradients that are in `.grad` now."""
+        """Return the gradients that are in `.grad` now."""
         found = ((name, _GRAD.__get__(param)) for param, name in self._names.items())
         return {name: grad for name, grad in found if grad is not None}
 
     def clear(self) -> None:
-        """Take all of them away, as zero_grad() does."""
+        """Remove all of them, as zero_grad() does."""
         self._before.clear()
         self._mixed.clear()
         self._empty()
@@ -52,9 +52,9 @@ class Outside:
             _GRAD.__set__(param, None)
 
     def backward_begins(self, micro_batches: int) -> None:
-        """A planned backward is about to run; `micro_batches` of the update have.
+        """Note that a planned backward is about to run, after `micro_batches` others of the same update.
 
-        Raises: ProtocolError if there are gradients that could not be added as plain PyTorch would; none is taken.
+        Raises: ProtocolError if there are gradients that could not be added as in plain PyTorch; none is then taken.
         """
         there = self._there()
         late = micro_batches > 0 or (there and self._before)
@@ -80,18 +80,19 @@ class Outside:
         after_backward(self._backward_ended)
 
     def _backward_ended(self) -> None:
-        # Parameters wait for the plan's node, so what is there now came in the same backward().
+        # Autograd adds to `.grad` only after the plan's node, when it was empty. So what is there now came in the same
+        # backward().
         self._mixed |= self._there().keys()
 
     @property
     def any(self) -> bool:
-        """Whether there are any."""
+        """Return whether there are any gradients from outside."""
         return bool(self._before or self._there())
 
     def take(self) -> list[dict[str, torch.Tensor]]:
-        """Hand over those that optimizer.step() adds, in the order in which plain PyTorch would have.
+        """Return those that optimizer.step() adds, in the order in which plain PyTorch would have added them.
 
-        Raises: ProtocolError if the order is not known, or updates are made already; they are taken away all the same.
+        Raises: ProtocolError if the order is not known, or updates are made already; they are removed in any case.
         """
         before, mixed, after = self._before, self._mixed, self._there()
         self._before, self._mixed = {}, set()
@@ -116,11 +117,11 @@ class Outside:
 
 
 def add_up(host: HostState, gradients: list[dict[str, torch.Tensor]], like: Callable[..., torch.Tensor]) -> None:
-    """Add gradients to the sums that the host holds of an update.
+    """Add gradients to the sums of an update that the host holds.
 
     Parameters
     ----------
-    like: makes host memory as a tensor has it.
+    like: makes a host tensor with the layout of a given one.
     """
     with torch.no_grad():
         for found in gradients:

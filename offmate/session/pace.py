@@ -1,4 +1,4 @@
-"""Whether the first real steps take what their plan predicts."""
+"""Compares the duration of the first real steps with the plan's prediction."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ log = logging.getLogger("offmate")
 
 FIRST, LAST = 3, 8  # the steps that are compared; earlier ones warm up
 _APART = 2.0
-_WORTH_SAYING_S = 0.05  # below, what runs around a plan's computes takes a large part of a step
+_WORTH_SAYING_S = 0.05  # in shorter steps, work around the plan's computes is a large part
 
 
 class Pace:
-    """Compares steps with their plan's prediction, once per plan, and logs a line if that is far off.
+    """Compares steps with their plan's prediction, once per plan, and logs a line if the prediction is far off.
 
-    A step is slow by its time in offmate's own calls, so that a slow data loader is not blamed on the plan; it is fast
-    by the time from its beginning to its end.
+    Whether a step is slow is judged by its time in offmate's own calls, so that the plan is not blamed for a slow data
+    loader. Whether it is fast is judged by the time from the end of the step before to its end.
 
     State: the plan; how many steps it has made, and when the last one ended; seconds in calls since then, and, of the
     steps that are compared, in calls and in all.
 
     Parameters
     ----------
-    cache_dir: folder of cached profiles, None if there is none. compiled: steps may be as fast as they like, since
-        blocks are compiled and a plan predicts them as they are otherwise.
+    cache_dir: folder of cached profiles, None if there is none. compiled: whether blocks are compiled; steps may then
+        be faster than predicted, since a plan predicts blocks that are not compiled.
     """
 
     def __init__(self, cache_dir: str | None, compiled: bool = False) -> None:
@@ -43,7 +43,7 @@ class Pace:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Around what a step does in offmate's calls."""
+        """Count the time of the body as time in offmate's calls."""
         start = time.perf_counter()
         try:
             yield
@@ -51,7 +51,7 @@ class Pace:
             self._inside_s += time.perf_counter() - start
 
     def step_done(self, plan: Plan) -> None:
-        """A training step has ended, as its plan says."""
+        """Note that a training step of this plan has ended."""
         now = time.perf_counter()
         if plan is not self._plan:
             self._plan, self._steps, self._compared = plan, 0, []
@@ -72,7 +72,7 @@ class Pace:
             return
         again = f"delete the cache folder {self._cache_dir} and start again" if self._cache_dir else "plan again"
         log.warning(
-            "a step takes %s (median of steps %d to %d), its plan predicts %s: the plan rests on figures of another "
+            "a step takes %s (median of steps %d to %d), its plan predicts %s: the plan is based on figures of another "
             "machine, or of this one when it was %s. For one that fits, %s while nothing else runs",
             format_seconds(measured_s), FIRST, LAST, format_seconds(predicted_s),
             "less busy than now" if slow else "busier than now", again,

@@ -1,4 +1,4 @@
-"""What a compiled model's parameters and buffers become: the same objects, of classes that notice reads and edits."""
+"""The parameters and buffers of a compiled model: the same objects, of classes that notice reads and edits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..runtime.torch_names.tensors import VERSION, ParameterByClass, as_class
 
 
 def _shows_no_values() -> frozenset[Any]:
-    """Functions of a parameter that tell nothing of its values, so that nothing need be waited for."""
+    """Return the functions of a parameter that reveal nothing about its values, so that no wait is needed."""
     properties = (
         "shape", "dtype", "device", "layout", "requires_grad", "grad", "is_leaf", "grad_fn", "ndim", "nbytes",
         "itemsize", VERSION, "is_meta", "is_cpu", "is_cuda", "is_sparse", "is_quantized", "is_nested",
@@ -37,21 +37,21 @@ _MAKES_PARAMETERS = torch.nn.Parameter.__new__.__code__
 
 
 def _reads(func: Any, cls: type, args: Any, kwargs: Any) -> list[Any]:
-    """The tensors of this class whose values a function may see or change."""
+    """Return the tensors of this class whose values a function may see or change."""
     if func in _SHOWS_NO_VALUES:
         return []
     return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
 
 
 class _Copied(ParameterByClass):
-    """Copies and pickles of such parameters are plain ones, and so is what `torch.nn.Parameter` makes of them."""
+    """A parameter whose copies and pickles are plain, and from which `torch.nn.Parameter` makes a plain one."""
 
     def detach(self: Any) -> torch.Tensor:
-        """Its values without a gradient, with its version counter."""
+        """Return the values without a gradient, with the same version counter."""
         values: torch.Tensor = _TENSOR.detach(self)
         if sys._getframe(1).f_code is not _MAKES_PARAMETERS:
             return values
-        # torch asks for an object of the same class, and then says that it is a parameter.
+        # torch expects an object of the same class here, and then marks it as a parameter.
         return as_class(values, type(self))
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> torch.nn.Parameter:
@@ -64,13 +64,13 @@ class _Copied(ParameterByClass):
 
 
 class WatchedParameter(_Copied, torch.nn.Parameter):
-    """A parameter that no plan updates: edits through `.data` are noticed, as those in place are."""
+    """A parameter that no plan updates: edits through `.data` are noticed, as are those in place."""
 
     _of_a_compiled_model = True
 
     @property
     def data(self) -> torch.Tensor:
-        """Its values; unlike `data` of other tensors they share its version counter."""
+        """The values; unlike `data` of other tensors, they share the version counter."""
         return self.detach()
 
     @data.setter
@@ -94,7 +94,7 @@ class PlannedParameter(_Copied, torch.nn.Parameter):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where it is computed with; its memory is the host's, or nowhere yet."""
+        """The device on which the parameter is used; its memory is on the host, or does not exist yet."""
         own: torch.device = _TENSOR.device.__get__(self)
         return self.__dict__["_offmate"].device.torch_device if own.type == "cpu" else own
 
@@ -123,7 +123,7 @@ class PlannedParameter(_Copied, torch.nn.Parameter):
 
 
 def give_classes(session: Any) -> None:
-    """Give every parameter of a session's model the class that fits it now."""
+    """Give every parameter of a session's model its present class, planned or watched."""
     planned = session.updater.names if session.updater is not None else {}
     with without_torch_function():
         for _, param in session.watch.parameters:
@@ -135,7 +135,7 @@ def give_classes(session: Any) -> None:
 
 
 class WrittenBuffer(torch.Tensor):
-    """A buffer that forwards write on a device: its values are brought home before they are read or written."""
+    """A buffer that forwards write on a device: its values are copied back before they are read or written."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -153,13 +153,13 @@ class WrittenBuffer(torch.Tensor):
 
 
 def give_buffer_classes(model: torch.nn.Module, residence: Any, names: frozenset[str]) -> bool:
-    """Have a model notice who reads buffers that are newer on the device; on a CPU they are the host's own.
+    """Make a model notice reads of buffers that are newer on the device; on a CPU they are the host's own.
 
     Parameters
     ----------
-    residence: what brings them home. names: of the buffers.
+    residence: copies them back to the host. names: names of the buffers.
 
-    Returns: whether any buffer has another class than before.
+    Returns: whether any buffer's class has changed.
     """
     if residence.device.torch_device.type == "cpu" or not names:
         return False

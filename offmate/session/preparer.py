@@ -1,4 +1,4 @@
-"""Which plan a call needs: one that is kept, or one that is made for it and bound to the device."""
+"""Finds the plan that a call needs: one that is kept, or a new one that is bound to the device."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ log = logging.getLogger("offmate")
 
 
 class Preparer:
-    """Finds the variant that a call needs, or has it planned.
+    """Finds the variant that a call needs, or plans it.
 
-    It knows nothing of the loop: whoever asks has made sure that a call may come now.
+    It knows nothing about the loop: the caller has made sure that a call is allowed now.
 
-    State: the variants that are kept; whether counts of items are handed on as tensors; `training`, the variant that
-    trained last; `user_code`, what it was seen to hold; earlier plans; `_split`, who updates what in the plans so far,
-    and `_kept`, what of that and of an earlier run later plans keep; what keeps the pockets apart, see `fitting`.
-    Changed on the training thread only.
+    State: the variants that are kept; whether counts of items are passed as tensors; `training`, the variant that
+    trained last; `user_code`, the measured memory of the user's code; earlier plans; `_split`, the split of updates in
+    the plans so far, and `_kept`, the part of it and of an earlier run's that later plans keep; the tensors that keep
+    the pockets apart, see `pockets`. Changed on the training thread only.
 
     Parameters
     ----------
-    request: what plans are for. plainness: of the model. watch: on its Python. truth, device, updater: what variants
-        run on.
-    max_grad_norm: of all gradients; None clips nothing. given: a plan to use. progress: of planning, on screen.
+    request: the requirements of plans. plainness: that of the model. watch: watches its Python state. truth, device,
+        updater: what variants run on.
+    max_grad_norm: for all gradients together; None clips nothing. given: a plan to use. progress: makes a progress bar.
     """
 
     def __init__(
@@ -86,16 +86,16 @@ class Preparer:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """Those kept for training, the one used last at the end."""
+        """The plans kept for training, the most recently used one last."""
         return tuple(variant.prepared.plan for variant in self._variants.of_training())
 
     @property
     def split(self) -> Split:
-        """Who updates what: as in the plans so far, and what those to come are pinned to."""
+        """The split of updates in the plans so far, joined with the one to which later plans are pinned."""
         return self._pinned().joined(self._split)
 
     def _pinned(self) -> Split:
-        """What is known of who updates what before any plan is there."""
+        """Return what is known about the split of updates before there is any plan."""
         if self._updater is None:
             return Split()
         held, updates = tuple(self._updater.names.values()), self.request.config.updates
@@ -104,25 +104,25 @@ class Preparer:
         pinned = self._kept.joined(updates) if isinstance(updates, Split) else self._kept
         if self._given is not None:
             pinned = pinned.joined(self._given.split)
-        # An earlier run may have had parameters that this one has not.
+        # An earlier run may have had parameters that this one does not have.
         return pinned.among(held)
 
     def use_earlier(self, plan: Plan) -> None:
-        """Have a plan used where it fits a batch, instead of searching."""
+        """Let a plan be used where it fits a batch, instead of searching."""
         self._earlier[plan.fingerprint] = plan
 
     def keep_split(self, split: Split) -> None:
-        """Have plans update every parameter where an earlier run did, as far as `Config.updates` leaves it open."""
+        """Make plans update parameters where an earlier run did, as far as `Config.updates` leaves it open."""
         self._kept = self._kept.joined(split)
 
     # -- a call -------------------------------------------------------------------------------------------------------
 
     def call_of(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool) -> Call:
-        """The call with these arguments, as a graph takes it.
+        """Build the call with these arguments, as a graph takes it.
 
         Parameters
         ----------
-        gradients: whether autograd records; the call trains if any parameter requires a gradient, too.
+        gradients: whether autograd records; the call trains if, in addition, any parameter requires a gradient.
         """
         self._counts = self._counts or Counts(model)
         state, given = self._watch.look(), (args, kwargs)
@@ -132,11 +132,11 @@ class Preparer:
     def variant_for(
         self, model: torch.nn.Module, call: Call, make_room: Callable[[], None]
     ) -> tuple[Variant, list[torch.Tensor | None]]:
-        """The variant for a call; it is planned if none is kept that does.
+        """Return the variant for a call, planning it if no kept one fits.
 
         Parameters
         ----------
-        make_room: takes everything off the device; called before a plan is made.
+        make_room: removes everything from the device; called before a plan is made.
 
         Returns: the variant, and the call's leaves as its executor takes them. Raises: as planning does.
         """
@@ -149,7 +149,7 @@ class Preparer:
             return self._variant(model, call, make_room), call.tensors
 
     def account_for_user_code(self) -> None:
-        """Have the training iteration planned anew if the user's code was seen to hold more than is reserved."""
+        """Discard the training plan if the user's code was seen to hold more than the plan reserves."""
         if self.user_code.account(self.training):
             assert self.training is not None
             self._variants.forget(self.training)
@@ -186,19 +186,19 @@ class Preparer:
             log.info("plan ready:\n%s", prepared.plan.explain())
             self._split = self._split.joined(prepared.plan.split)
             if accelerator(self.request.device) is not None:
-                # A CPU rounds otherwise: what is updated here once stays here.
+                # A CPU rounds differently, so parameters keep the side of their first update.
                 self._kept = self._kept.joined(prepared.plan.split)
         return self._bound(prepared, model, call, place)
 
     def _forward_maker(self, model: torch.nn.Module, call: Call, say: Progress) -> Callable[[int], Prepared]:
-        """Makes plans of a forward, given the bytes that they leave to the device's allocator."""
+        """Return a function that plans a forward, given the bytes to leave to the device's allocator."""
         request = replace(self.request, budget_bytes=max(1, self.request.budget_bytes - call.reserved_bytes))
         return lambda margin_bytes: make_stream(
             model, call.args, call.kwargs, replace(request, margin_bytes=margin_bytes), say
         )
 
     def _iteration_maker(self, model: torch.nn.Module, call: Call, say: Progress) -> Callable[[int], Prepared]:
-        """Makes plans of an iteration, given the bytes that they leave to the device's allocator."""
+        """Return a function that plans an iteration, given the bytes to leave to the device's allocator."""
         kind = call.kind
         if self.training is not None:
             shapes = ", ".join(str(list(shape)) for shape in kind.shapes)
@@ -231,7 +231,7 @@ class Preparer:
         return make_as_kept
 
     def _config(self) -> Config:
-        """As asked for, with what earlier plans say of who updates what."""
+        """Return the user's configuration, with the split of updates of earlier plans."""
         config, kept = self.request.config, self._kept
         if self._updater is None or config.updates in ("host", "device") or kept == Split():
             return config
@@ -240,7 +240,7 @@ class Preparer:
     def _placed(
         self, make: Callable[[int], Prepared], model: torch.nn.Module, batch: Any
     ) -> tuple[Prepared, Place | None]:
-        """A plan that fits the device's allocator too, and its place, given what makes one that leaves it so much."""
+        """Find a plan that fits the device's allocator, too, and its place; `make` plans with a margin in bytes."""
         where = accelerator(self.request.device)
         if where is None:
             return make(0), None

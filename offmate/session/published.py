@@ -1,4 +1,4 @@
-"""An optimizer's states as its user sees them, beside those that the plan keeps, and what the user changed there."""
+"""An optimizer's states as the user sees them, next to those that the plan keeps; and the user's changes of them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ _State = dict[str, Any]
 
 
 class Published:
-    """What `optimizer.state` shows.
+    """The contents of `optimizer.state`.
 
-    A tensor there has the memory of the host's and a version counter of its own, so that only its user's edits count.
+    A tensor there shares the memory of the host's tensor, but has its own version counter, so that only the user's
+    edits count.
 
     State: `_shown`, per parameter the objects that were shown last and their versions; `read`, whether the user has
-    read any, and may have written through `.data`, which no version tells. Changed on the training thread only, as are
-    `HostState.states` when the user's changes are taken over.
+    read any, and may have written through `.data`, which no version reveals. Changed on the training thread only, as
+    are `HostState.states` when the user's changes are adopted.
 
     Parameters
     ----------
-    updater: whose optimizer's states these are. host: what the plan keeps.
+    updater: the updater of the optimizer. host: the states that the plan keeps.
     """
 
     def __init__(self, updater: Updater, host: HostState) -> None:
@@ -37,14 +38,14 @@ class Published:
 
     @property
     def _visible(self) -> dict[torch.Tensor, _State]:
-        # Not the attribute: reading that shows the newest first.
+        # Not through the property, which makes the states current first.
         states: dict[torch.Tensor, _State] = self._updater.optimizer.__dict__["state"]
         return states
 
     # -- to the user --------------------------------------------------------------------------------------------------
 
     def show(self) -> None:
-        """Show what the host has; what the user has changed meanwhile stays as it is."""
+        """Show the host's states; those that the user has changed meanwhile stay as they are."""
         visible = self._visible
         for param, name in self._updater.names.items():
             if self._differs(visible.get(param), name):
@@ -72,7 +73,7 @@ class Published:
     # -- from the user ------------------------------------------------------------------------------------------------
 
     def changed(self) -> tuple[str, ...]:
-        """Parameters whose states the user has cleared, replaced or written into since they were shown."""
+        """Return the parameters whose states the user has cleared, replaced or written into since they were shown."""
         visible = self._visible
         return tuple(name for param, name in self._updater.names.items() if self._differs(visible.get(param), name))
 
@@ -85,18 +86,18 @@ class Published:
         )
 
     def adopt(self, names: tuple[str, ...]) -> None:
-        """Take over what the user changed of these; nothing newer may be on the device or under way."""
+        """Adopt the user's changes of these parameters' states; nothing newer may be on the device or under way."""
         for param, name in self._updater.names.items():
             if name in names:
                 self._adopt_one(param, name, self._visible.get(param) or {})
 
     def adopt_all(self) -> None:
-        """Take all that is there for the truth, as after a state was loaded."""
+        """Adopt all visible states as the current ones, as after a state was loaded."""
         for param, name in self._updater.names.items():
             self._adopt_one(param, name, self._visible.get(param) or {})
 
     def refuse(self, names: tuple[str, ...]) -> None:
-        """Show again what the host has, in place of what the user did to these."""
+        """Show the host's states again, instead of the user's changes of these parameters' states."""
         for param, name in self._updater.names.items():
             if name in names:
                 self._note(param, name)
@@ -109,7 +110,7 @@ class Published:
         self._note(param, name)
 
     def uncounted(self, names: tuple[str, ...]) -> dict[str, str]:
-        """Per parameter among these, what the user put into its state that is of another size than the plan counts."""
+        """Describe, per parameter among these, a tensor in its state that has another size than planned."""
         found: dict[str, str] = {}
         for param, name in self._updater.names.items():
             own = self._host.states.get(name) if name in names else None
@@ -139,7 +140,7 @@ def _same_memory(seen: Any, value: torch.Tensor) -> bool:
 
 
 def _alias(value: torch.Tensor, seen: Any) -> torch.Tensor:
-    """A tensor on this memory with a version counter of its own; one that the user holds already follows, if it can."""
+    """Make a tensor on this memory with its own version counter; reuse the one that the user holds if possible."""
     if value.layout is not torch.strided:
         return value
     fits = isinstance(seen, torch.Tensor) and not seen.is_inference() and not seen.requires_grad
@@ -150,7 +151,7 @@ def _alias(value: torch.Tensor, seen: Any) -> torch.Tensor:
 
 
 def _taken(value: Any) -> Any:
-    """A part of a state as the plan keeps it: on the host, where it is not there already."""
+    """Convert a part of a state for the plan to keep: move it to the host, if it is not there already."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return value
     if value.is_inference():

@@ -1,4 +1,4 @@
-"""What is on the device for a compiled model, and how the host comes to hold the truth again."""
+"""The tensors of a compiled model on the device, and their way back to the host."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .variants import Variant
 
 log = logging.getLogger("offmate")
 
-_LASTS = 8  # iterations that a layout of the device's memory lasts at least
+_LASTS = 8  # the least number of iterations for which a layout of the device's memory is kept
 
 
 class Residence:
-    """A compiled model's tensors on the device, and their way home.
+    """A compiled model's tensors on the device, and their way back to the host.
 
     State: `active`, the variant whose tensors are on the device; `_replays`, iterations since the device's memory was
     laid out; `lock`, held by the thread that runs a method; and what `turns`, `truth`, `preparer` and `pace` hold.
@@ -36,7 +36,7 @@ class Residence:
 
     Parameters
     ----------
-    updater: None if the user's code updates. turns: which a failure or a give-up sets back.
+    updater: None if the user's code updates. turns: reset when an iteration fails or is given up.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Residence:
         self.process, self.lock = Process(), threading.RLock()
 
     def activate(self, model: torch.nn.Module, variant: Variant, edited: tuple[str, ...]) -> None:
-        """Make the device hold this variant's tensors, as they are now."""
+        """Make the device hold this variant's tensors with their current values."""
         stale = edited if self.updater is not None else self.truth.frozen(edited)
         if stale and self.active is variant:
             log.info("%d parameters were edited (%s, ...); all are sent to the device again", len(stale), stale[0])
@@ -65,14 +65,14 @@ class Residence:
         self.truth.accept()
 
     def _is_worn(self, variant: Variant) -> bool:
-        """Whether the device's memory has to be laid out anew before the next iteration."""
+        """Return whether the device's memory must be laid out anew before the next iteration."""
         if variant.place is None or self._replays < _LASTS or self.turns.micro_batches:
             return False
         return torch.accelerator.memory_reserved(self.device.torch_device) > variant.place.reserved_bytes
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Run a part of the schedule; if it fails, bring everything to a state that can be read, and say which."""
+        """Run a part of the schedule; if it fails, bring everything to a state that can be read, and describe it."""
         try:
             with interrupts.held(), self.pace.working():
                 yield
@@ -89,7 +89,7 @@ class Residence:
     @alone
     @outside_inference
     def give_up(self) -> None:
-        """End the iteration where it is; what was updated stays, and the host holds the truth."""
+        """End the iteration where it is; updates that were made stay, and the host then holds the current values."""
         self.turns.given_up()
         self.truth.host.totals.clear()
         variant, self.active = self.active, None
@@ -105,7 +105,7 @@ class Residence:
     @alone
     @outside_inference
     def sync(self) -> None:
-        """Wait for what is under way; afterwards parameters and optimizer states read current."""
+        """Wait for everything under way; afterwards parameters and optimizer states on the host are current."""
         if self.truth.current:
             return
         self.process.check_reading()
@@ -121,7 +121,7 @@ class Residence:
 
     @alone
     def bring_buffers(self) -> None:
-        """Have the host's buffers hold what the forwards so far have left."""
+        """Copy buffers that forwards have written back to the host."""
         if self.active is not None and self.active.executor.newer_buffers:
             self.process.check_reading()
             with self.whole():
@@ -130,7 +130,7 @@ class Residence:
                 self.turns.iteration.reads()
 
     def renew_states(self) -> None:
-        """See that the device has the optimizer's states as the user may have written them."""
+        """Send the optimizer's states to the device again if the user may have written them."""
         if self.truth.take_reads() and self.active is not None:
             with self.whole():
                 self.active.executor.renew_states()
@@ -138,7 +138,7 @@ class Residence:
     @alone
     @outside_inference
     def bring_home(self) -> None:
-        """Take everything off the device; the host holds the truth."""
+        """Copy everything back to the host and free it on the device."""
         self.process.check()
         if self.active is not None:
             with self.whole():

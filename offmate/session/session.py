@@ -1,4 +1,4 @@
-"""A compiled model at work: the turns of the training loop, and what is on the device for them."""
+"""The session of a compiled model: the turns of the training loop, and the tensors on the device for them."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ log = logging.getLogger("offmate")
 
 
 class Session:
-    """What stands behind a compiled model.
+    """Runs a compiled model.
 
-    State: `turns`, whose turn it is in the loop; `residence`, what is on the device; `truth`, what the host holds;
-    `preparer`, which variants there are; `pace`, how long steps take; `_said`, what the log was told once. Changed by
-    one thread at a time.
+    State: `turns`, the position in the loop; `residence`, what is on the device; `truth`, what the host holds;
+    `preparer`, the variants; `pace`, how long steps take; `_said`, messages that were logged and are not repeated.
+    Changed by one thread at a time.
 
     Parameters
     ----------
-    request: what plans are for. max_grad_norm: of all gradients; None clips nothing.
+    request: the requirements of plans. max_grad_norm: for all gradients together; None clips nothing.
     optimizer: the one whose updates are planned, and the names of its parameters. given: a plan to use.
     """
 
@@ -98,7 +98,7 @@ class Session:
         return self._plainness.model_class
 
     def plain(self) -> contextlib.AbstractContextManager[torch.nn.Module]:
-        """The model as it was before it was compiled."""
+        """Make the model plain, as before it was compiled, inside the body."""
         return self._plainness.of(self.model)
 
     @property
@@ -143,7 +143,7 @@ class Session:
         return self._handed_over(variant, outputs)
 
     def _aside(self, call: Call) -> tuple[Variant, dict[str, torch.Tensor]]:
-        """A forward without gradients before the backward; what it writes into buffers is not the user's edit."""
+        """Run a forward without gradients before the backward; its writes into buffers do not count as user's edits."""
         iteration = self.turns.iteration
         assert iteration is not None
         edited = iteration.edited_buffers()
@@ -153,26 +153,26 @@ class Session:
         return result
 
     def _handed_over(self, variant: Variant, outputs: dict[str, torch.Tensor]) -> Any:
-        """What the model returns; what its forward leaves besides is delivered."""
+        """Deliver the by-products of the forward, and return what the model returns."""
         result, by_products = variant.returned(outputs)
         deliver(by_products, self.watch)
         return result
 
     def _follow_parameters(self, trains: bool) -> None:
-        """Take over which parameters there are and which are trained, if that has changed."""
+        """Adopt the model's parameters, and which of them are trained, if that has changed."""
         if self.truth.has_other_parameters(trains):
             self.residence.bring_home()
             self.truth.follow()
             give_classes(self)
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Training never reads a cache."""
+        """Return the arguments with the cache switched off where it has no effect on numbers; see `without_cache`."""
         if has_cache(self.model, kwargs):
             self.say_once("use_cache has no effect: the cache is dropped from the model's outputs")
         return without_cache(self.model, kwargs)
 
     def say_once(self, words: str) -> None:
-        """Tell the log what the user should know once."""
+        """Log a message that the user should see only once."""
         if words not in self._said:
             self._said.add(words)
             log.info(words)
@@ -206,10 +206,10 @@ class Session:
     # -- backward and step --------------------------------------------------------------------------------------------
 
     def forward(self, variant: Variant, tensors: list[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
-        """The forwards, on behalf of autograd."""
+        """Run the forwards on behalf of autograd."""
         self.truth.current = self.updater is None
         outputs = variant.executor.forward(tensors, self.turns.micro_batches)
-        # Tensors of their own, since autograd ties what it is given to the graph, and the executor keeps its outputs.
+        # New tensors, since autograd ties its tensors to the graph, and the executor keeps its outputs.
         return tuple(on_storage(outputs[name], outputs[name]) for name in variant.output_nodes)
 
     @alone
@@ -221,9 +221,9 @@ class Session:
         grads: tuple[torch.Tensor | None, ...],
         wanted: frozenset[str] | None,
     ) -> dict[str, torch.Tensor]:
-        """The backwards, on behalf of autograd; `wanted` are the parameters that backward(inputs=...) names.
+        """Run the backwards on behalf of autograd; `wanted` are the parameters that backward(inputs=...) names.
 
-        Returns: by parameter the gradients that are autograd's to hand out; none with a planned optimizer.
+        Returns: by parameter, the gradients that autograd delivers; none with a planned optimizer.
         """
         self.process.check()
         self.preparer.user_code.ends()
@@ -261,7 +261,7 @@ class Session:
     @alone
     @outside_inference
     def step(self) -> None:
-        """The user's optimizer.step()."""
+        """Handle the user's optimizer.step()."""
         self.process.check()
         self.turns.check_step(self.outside.any)
         if self.turns.turn is Turn.BACKWARD:
@@ -279,7 +279,7 @@ class Session:
             ending.finish_on_host(self.residence, outside)
             return
         if edited:
-            # Everything was brought home for the edit; what the plan would still do would undo it.
+            # End the iteration on the host, since the rest of the plan would undo the edit.
             self.residence.bring_home()
             self.turns.step_done()
             raise late_edit(edited[0])
@@ -300,7 +300,7 @@ class Session:
     @alone
     @outside_inference
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The user's zero_grad(); with a planned optimizer the gradients are consumed already."""
+        """Handle the user's zero_grad(); the planned optimizer has consumed the plan's gradients already."""
         if self.updater is None:
             return
         self.turns.zeroing(set_to_none)
@@ -316,7 +316,7 @@ class Session:
 
     @alone
     def assign(self, param: torch.nn.Parameter, value: torch.Tensor) -> None:
-        """Give a parameter a gradient. Raises: ProtocolError in the middle of an iteration."""
+        """Set a parameter's gradient. Raises: ProtocolError in the middle of an iteration."""
         if self.turns.in_iteration:
             raise ProtocolError(
                 "a gradient was assigned to a parameter whose updates are planned, in the middle of an iteration; the "
@@ -326,7 +326,7 @@ class Session:
         self.assigned.take(param, value)
 
     def step_assigned(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update on the host as plain PyTorch does, by the optimizer's own step."""
+        """Update on the host as plain PyTorch does, with the optimizer's own step."""
         assert self.updater is not None
         self.updater.base.step(optimizer)
         self.truth.adopt_states()
@@ -335,13 +335,13 @@ class Session:
 
     @alone
     def end_measuring(self) -> None:
-        """Take what was seen of the user's code, if its iteration is over."""
+        """Account for the user's code that was measured, if its iteration is over."""
         if self.turns.turn is not Turn.BACKWARD:
             self.preparer.account_for_user_code()
 
     @alone
     def read(self, what: str) -> None:
-        """Make `what` current for the user, and say so if it is not what plain PyTorch would show now."""
+        """Make `what` current for the user, and warn if plain PyTorch would show other values now."""
         if self.turns.reads_early():
             log.warning(
                 "%s between backward() and optimizer.step(): the update has been made already; plain PyTorch would "
@@ -353,7 +353,7 @@ class Session:
 
     @alone
     def read_states(self) -> None:
-        """The user reads the optimizer's states, perhaps to write there."""
+        """Make the optimizer's states current for the user, who may also write there."""
         self.read("optimizer.state")
         assert self.truth.states is not None
         self.truth.states.read = True
@@ -361,7 +361,7 @@ class Session:
     @alone
     @outside_inference
     def end_iteration(self) -> None:
-        """A state is about to be loaded: a forward under way is given up. Gradients that wait behind a gate stay."""
+        """Give up a forward under way, since a state is about to be loaded; gradients that wait behind a gate stay."""
         self.process.check()
         if self.turns.turn is Turn.BACKWARD:
             self._drop_forward()

@@ -1,4 +1,4 @@
-"""Whose turn it is in the training loop, and what is said to a loop that does something else."""
+"""The turns of the training loop, and the errors for a loop that does something out of turn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .variants import Call
 
 
 class Turn(Enum):
-    """Whose turn it is in the training loop."""
+    """The next step of the training loop."""
 
     FORWARD = "the model's forward"
     BACKWARD = "backward() on the loss of the last forward"
@@ -23,10 +23,10 @@ class Turns:
     """The training loop as a small state machine: it says whether something may come next, and notes that it has.
 
     State: `turn`; the `iteration` that is under way and the `micro_batches` of its update so far; `_dropped`, forwards
-    that were given up and through which somebody could still call backward(); `uncleared`, whether zero_grad() is due;
-    `_cleared_early`, whether it came before step(); `_read_early`, whether somebody has read between backward() and
-    step(); `_graded` and `_zeroed`, parameters that have had a gradient since, and those whose gradient it left at
-    zero. Changed by one thread at a time.
+    that were given up but through which backward() could still be called; `uncleared`, whether zero_grad() is due;
+    `_cleared_early`, whether zero_grad() came before step(); `_read_early`, whether the user has read values between
+    backward() and step(); `_graded`, parameters that have had a gradient since the last zero_grad(), and `_zeroed`,
+    those whose gradient it left at zero. Changed by one thread at a time.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ class Turns:
 
     @property
     def in_iteration(self) -> bool:
-        """Whether a forward or a backward waits for what follows it, or for zero_grad()."""
+        """Return whether a forward or a backward waits for the next step, or gradients for zero_grad()."""
         return self.turn is not Turn.FORWARD or self.uncleared
 
     # -- what may come next -------------------------------------------------------------------------------------------
@@ -138,11 +138,11 @@ class Turns:
     # -- what has come ------------------------------------------------------------------------------------------------
 
     def forward_done(self, iteration: Iteration) -> None:
-        """A training forward waits for its backward."""
+        """Note that a training forward has run and waits for its backward."""
         self.turn, self.iteration, self._cleared_early = Turn.BACKWARD, iteration, False
 
     def forward_dropped(self) -> None:
-        """The forward that waits for its backward is given up; the sums of earlier micro-batches stay."""
+        """Give up the forward that waits for its backward; the sums of earlier micro-batches stay."""
         assert self.iteration is not None
         self.iteration.dropped = True
         self.iteration.ends()
@@ -150,7 +150,7 @@ class Turns:
         self.turn, self.iteration = Turn.FORWARD, None
 
     def backward_done(self, planned: bool) -> None:
-        """A backward has run; of a `planned` optimizer it may have been the last one of an update."""
+        """Note that a backward has run; with a `planned` optimizer it may have been the last one of an update."""
         self.iteration = None
         if not planned:
             self.turn = Turn.FORWARD
@@ -160,25 +160,25 @@ class Turns:
         self.turn, self.uncleared, self._read_early = Turn.STEP if whole else Turn.FORWARD, True, False
 
     def step_done(self) -> None:
-        """The update has been made, or is not going to be."""
+        """Note that the update has been made, or will not be made."""
         self.turn, self.micro_batches = Turn.FORWARD, 0
 
     def zeroing(self, set_to_none: bool) -> None:
-        """zero_grad() is about to clear the gradients."""
+        """Note that zero_grad() is about to clear the gradients."""
         self._zeroed = set() if set_to_none else self._zeroed | self._graded
         self._graded = set()
 
     def cleared(self, early: bool) -> None:
-        """The gradients were cleared, `early` if before the step."""
+        """Note that the gradients were cleared, `early` if before the step."""
         self._cleared_early = self._cleared_early or early
         self.uncleared = False
 
     def given_up(self) -> None:
-        """The iteration ends where it is."""
+        """Note that the iteration ends where it is."""
         self.turn, self.iteration, self.uncleared, self.micro_batches = Turn.FORWARD, None, False, 0
 
     def reads_early(self) -> bool:
-        """Whether a read now shows values of an update whose step() is to come; true once per iteration."""
+        """Return whether a read now shows values of an update before its step(); true once per iteration."""
         early = self.turn is Turn.STEP and not self._gate and not self._read_early
         self._read_early = self._read_early or early
         return early

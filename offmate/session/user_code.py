@@ -1,4 +1,4 @@
-"""What the user's code holds on the device between forward and backward(), measured once per kind of call."""
+"""The bytes that the user's code holds on the device between forward and backward(), measured once per kind of call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _BACKWARD = "backward"
 
 
 class UserCode:
-    """State: `held_bytes` by kind of call; `factor`, how far usual losses were from it; the log under way.
+    """Measures the memory of the user's code.
+
+    State: `held_bytes` by kind of call; `factor`, their ratio to the bytes of usual losses; the log under way.
 
     Parameters
     ----------
@@ -34,23 +36,24 @@ class UserCode:
         self._hook: RemovableHandle | None = None
 
     def begins(self, variant: Variant) -> None:
-        """The model returns: watch, if the loss is computed outside of it and this kind was not seen yet."""
+        """Start to watch as the model returns, if the loss is computed outside of it and this kind was not seen yet."""
         computes = any(like.numel() > 1 for like in variant.prepared.gradient_like.values())
         if computes and variant.kind not in self.held_bytes and not profiler_is_taken():
             self._log = allocation_log(self._device).__enter__()
-            # It ends with whoever watches, at the latest.
+            # The log ends with this object at the latest.
             end = self._end = weakref.finalize(self, self._log.__exit__, None, None, None)
-            # A loop that updates by itself calls nothing of the model's then; what it profiles next is its own.
+            # A loop that updates by itself calls nothing of offmate after backward(), so its optimizer's step ends the
+            # log; the loop may then use the profiler itself.
             self._hook = None if variant.updates else register_optimizer_step_pre_hook(lambda *_: end())
 
     def ends(self) -> None:
-        """backward() begins."""
+        """Mark the beginning of backward()."""
         if self._log is not None:
             # The profiler's state is restored when autograd returns, so it can only be marked here, not stopped.
             self._log.stretch(_BACKWARD, lambda: None)
 
     def stops(self) -> None:
-        """Another forward comes before backward(); from now on nothing is watched."""
+        """Stop watching, since another forward comes before backward()."""
         if self._log is not None:
             self.ends()
             self._stop()
@@ -61,17 +64,17 @@ class UserCode:
             self._hook.remove()
         if self._log.can_end:
             self._end()
-        else:  # It ends with what its thread, or the process, does next.
+        else:  # The next log of its thread, or the end of the process, ends it.
             self._log.cut_short = True
 
     def forget(self) -> None:
-        """The forward is given up: what was seen says nothing."""
+        """Discard what was measured, since the forward is given up."""
         if self._log is not None:
             self._stop()
             self._log = None
 
     def account(self, variant: Variant | None) -> bool:
-        """Take what was seen; whether it was more than `variant` reserves, so that it must be planned anew."""
+        """Store what was measured; return whether `variant` reserves less, so that it must be planned anew."""
         if self._log is None or variant is None or not self._log.is_here:
             return False
         self._stop()

@@ -1,4 +1,4 @@
-"""Calls of the model, and its variants: one per kind of call and outcome of what the model asks of its batch."""
+"""Calls of the model, and its variants: one per kind of call and outcome of the model's decisions about its batch."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _COUNT = "num_items_in_batch"
 
 
 class CallKind(NamedTuple):
-    """What of a call decides its plan, besides what the model asks of the batch.
+    """The properties of a call that decide its plan, besides the model's decisions about the batch.
 
     Parameters
     ----------
-    arguments, leaves: how the arguments belong together, and what each is. trains: whether a backward may follow.
+    arguments, leaves: the structure of the arguments, and a description of each. trains: whether a backward may follow.
     state: number of the state that the model's Python is in (`Watch`). around: torch's settings (`surroundings`).
-    strides: of the tensors that are not contiguous.
+    strides: strides per tensor; () for contiguous ones.
     """
 
     arguments: str
@@ -43,12 +43,12 @@ class CallKind(NamedTuple):
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the tensors."""
+        """The shapes of the tensors."""
         return tuple(first for first, _ in self.leaves if isinstance(first, tuple))
 
     @property
     def without_shapes(self) -> tuple[Any, ...]:
-        """Everything else, dimensions counted, whole numbers left out."""
+        """All properties with shapes replaced by their number of dimensions, and without strides and integer values."""
         leaves = tuple((len(a), b) if isinstance(a, tuple) else (a, None if a is int else b) for a, b in self.leaves)
         return self._replace(leaves=leaves, strides=())
 
@@ -61,7 +61,7 @@ class Call:
     ----------
     args, kwargs: as the user gave them, or with a tensor for the number of items. given: both, as the user gave them.
     trains, state, around: as in `CallKind`.
-    reserved_bytes: of the budget, that other things on the device take while it runs.
+    reserved_bytes: the part of the budget that other tensors on the device take while it runs.
     """
 
     args: tuple[Any, ...]
@@ -79,12 +79,12 @@ class Call:
 
     @property
     def tensors(self) -> list[torch.Tensor | None]:
-        """Per leaf, None where it is something else."""
+        """The tensor of each leaf, None for other leaves."""
         return [leaf if isinstance(leaf, torch.Tensor) else None for leaf in self.leaves]
 
     @functools.cached_property
     def kind(self) -> CallKind:
-        """What decides its plan."""
+        """The properties that decide its plan."""
         leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
         described = tuple(
             (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), _told_apart(leaf))
@@ -93,25 +93,25 @@ class Call:
         odd = next((type(leaf).__name__ for leaf in leaves if getattr(type(leaf), "__hash__", None) is None), None)
         if odd is not None:
             raise CaptureError(
-                f"an argument is a {odd}, of which it cannot be told whether it has changed; pass tensors, numbers, "
-                "text or tuples of them (torch.from_numpy makes a tensor of an array)"
+                f"an argument is a {odd}, which cannot be checked for changes; pass tensors, numbers, text or tuples "
+                "of them (torch.from_numpy makes a tensor of an array)"
             )
         strides = tuple(_strides(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
         return CallKind(str(spec), described, self.trains, self.state, self.around, self.reserved_bytes, strides)
 
     def as_given(self) -> Call:
-        """The same with its numbers as they are."""
+        """Return the same call with its numbers as the user gave them."""
         args, kwargs = self.given
         return replace(self, args=args, kwargs=kwargs)
 
 
 def _told_apart(leaf: Any) -> Any:
-    """What is equal for two leaves of one type only if a forward finds the same: not for 0.0 and -0.0, but for nan."""
+    """Return a value that is equal for two leaves of a type if a forward cannot tell them apart: nan, but not -0.0."""
     return leaf.hex() if isinstance(leaf, float) else leaf
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Of the dimensions that have any: kernels and forwards may ask for them."""
+    """Return a tensor's strides, 0 for dimensions of size 1, () if contiguous: kernels and forwards may read them."""
     if tensor.layout is not torch.strided or tensor.is_contiguous():
         return ()
     return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride()))
@@ -123,7 +123,7 @@ class Variant:
 
     Parameters
     ----------
-    place: where its memory comes from, on a device with an allocator of its own.
+    place: where its memory comes from, on a device with its own allocator.
     """
 
     prepared: Prepared
@@ -138,7 +138,7 @@ class Variant:
 
     @functools.cached_property
     def read_by_backward(self) -> frozenset[str]:
-        """Values that some block's backward reads: those among the outputs may not change before."""
+        """Values that some block's backward reads; outputs among them may not change before the backward."""
         found: set[str] = set()
         for block in self.prepared.binding.blocks:
             slots = pytree.tree_leaves([(i.args, i.kwargs) for i in block.backward.instructions])
@@ -148,12 +148,12 @@ class Variant:
 
     @functools.cached_property
     def used_inside(self) -> frozenset[str]:
-        """Output values that the model itself goes on from."""
+        """Output values that the model itself uses further."""
         nodes = [node for node in self.prepared.captured.graph.nodes if node.name in self.output_nodes]
         return frozenset(n.name for n in nodes if any(user.op != "output" for user in n.users))
 
     def named(self, outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Output values by the names under which the model returns them."""
+        """Return output values by the names under which the model returns them."""
         captured = self.prepared.captured
         names = {o: n for o, n in zip(captured.outputs, captured.output_names) if isinstance(o, str)}
         return {names.get(node, node): output for node, output in outputs.items()}
@@ -170,7 +170,7 @@ class Variant:
         return frozenset(names_of(self.prepared.plan.schedule.item_bytes, ItemKind.GRADIENT))
 
     def returned(self, outputs: dict[str, torch.Tensor]) -> tuple[Any, list[tuple[ByProduct, list[torch.Tensor]]]]:
-        """What the model returns, from its output values by name, and its by-products with their tensors."""
+        """Build what the model returns, from its output values by name, and its by-products with their tensors."""
         captured = self.prepared.captured
         leaves = [outputs[o] if isinstance(o, str) else o[0] for o in captured.outputs]
         result, tensors = pytree.tree_unflatten(leaves, captured.out_spec)
@@ -181,11 +181,11 @@ class Variant:
 class Variants:
     """The variants of one model, by kind of call and decisions.
 
-    State: `_known`, the one used last at the end; `_asked`, what the model asks of a batch of each kind.
+    State: `_known`, an LRU cache, the most recently used one last; `_asked`, the decisions about a batch of each kind.
 
     Parameters
     ----------
-    buckets: sizes between which batches share decisions. most: how many are kept, training or not each.
+    buckets: sizes between which batches share decisions. most: how many are kept, for training and for evaluation each.
     """
 
     def __init__(self, buckets: tuple[int, ...], most: int) -> None:
@@ -194,7 +194,7 @@ class Variants:
         self._known: dict[tuple[CallKind, tuple[bool, ...]], Variant] = {}
 
     def find(self, kind: CallKind, tensors: list[torch.Tensor]) -> Variant | None:
-        """The variant for a call; None if it must be prepared."""
+        """Return the variant for a call; None if it must be prepared."""
         if kind not in self._asked:
             return None
         key = kind, batch_decisions.ask_again(self._asked[kind], tensors)
@@ -204,7 +204,7 @@ class Variants:
         return variant
 
     def add(self, kind: CallKind, variant: Variant) -> None:
-        """Keep a variant that was prepared for a call of this kind; the one used longest ago may have to go."""
+        """Keep a variant that was prepared for a call of this kind, dropping the least recently used one if needed."""
         taken = variant.prepared.captured.taken
         self._asked.setdefault(kind, taken)
         self._known[kind, tuple(d.outcome for d in taken)] = variant
@@ -213,15 +213,15 @@ class Variants:
             del self._known[key]
 
     def forget(self, variant: Variant) -> None:
-        """Have the next call that would use this variant planned anew."""
+        """Drop a variant, so that the next call that would use it is planned anew."""
         self._known = {key: v for key, v in self._known.items() if v is not variant}
 
     def of_training(self) -> tuple[Variant, ...]:
-        """Those that train, the one used last at the end."""
+        """Return the variants that train, the most recently used one last."""
         return tuple(v for (kind, _), v in self._known.items() if kind.trains)
 
     def near(self, kind: CallKind) -> tuple[Prepared, ...]:
-        """Plans for larger training batches that differ in shapes only and share a bucket, the smallest first."""
+        """Return plans for larger training batches that differ only in shapes and share a bucket, smallest first."""
         found = [
             (sum(map(math.prod, known.shapes)), variant.prepared)
             for (known, _), variant in self._known.items()
@@ -236,17 +236,17 @@ class Variants:
 
 
 class Counts:
-    """The number of items of a batch, which transformers' models take as a whole number that differs in every batch.
+    """The number of items of a batch, which transformers' models take as an integer that differs in every batch.
 
-    A graph is captured for every value of a Python number, for none of a tensor's. transformers divides a float32 loss
-    by this one, with the same bits whichever it is. Every other number stays as it is, since a forward may ask for its
-    type, and lower precisions round otherwise.
+    A Python number needs a graph for each of its values; a tensor does not. transformers divides a float32 loss by this
+    number, with the same bits in both forms. Every other number stays as it is, since a forward may check its type, and
+    lower precisions round differently.
 
     State: `_needed`, whether the model was seen to need a number.
 
     Parameters
     ----------
-    model: counts of items are handed on as tensors if its forward is of transformers.
+    model: counts of items are passed as tensors if its forward belongs to transformers.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -254,13 +254,13 @@ class Counts:
         self._needed = not type(plain).__module__.startswith("transformers.models.")
 
     def as_tensor(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments, with a count of items as a tensor."""
+        """Return the arguments with a count of items as a tensor."""
         if self._needed or type(kwargs.get(_COUNT)) is not int:
             return kwargs
         return {**kwargs, _COUNT: torch.tensor(kwargs[_COUNT])}
 
     def keep(self, kwargs: dict[str, Any]) -> bool:
-        """Have counts handed on as they are from now on; false if this call has none or they are so already."""
+        """Pass counts on unchanged from now on; return False if this call has none or that was so already."""
         changed = not self._needed and type(kwargs.get(_COUNT)) is int
         self._needed = True
         return changed

@@ -68,7 +68,7 @@ def test_budget_smaller_than_what_is_fixed():
 
 def test_host_memory_too_small():
     with pytest.raises(
-        InfeasibleBudget, match=r"20 KiB of host memory do not suffice.*need \S+ [KM]iB.*Raise cpu_budget"
+        InfeasibleBudget, match=r"20 KiB of host memory are not enough.*needs \S+ [KM]iB.*Raise cpu_budget"
     ):
         planned(optimizer=None, cpu_budget="20KiB")
 
@@ -76,7 +76,9 @@ def test_host_memory_too_small():
 def test_both_budgets_tight():
     """With little host memory states stay on the device; the message says that more of it would help, and how much."""
     least = plan("ample").least_budget_bytes
-    with pytest.raises(InfeasibleBudget, match=r"host memory binds too.*40 KiB of cpu_budget.*would do") as caught:
+    with pytest.raises(
+        InfeasibleBudget, match=r"host memory is a limit, too.*40 KiB of cpu_budget.*would do"
+    ) as caught:
         planned(gpu_budget=least, cpu_budget="40KiB")
     assert caught.value.least_budget_bytes > least
 
@@ -250,13 +252,13 @@ def test_plan_of_another_model():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"max_grad_norm": 1.0}, "without max_grad_norm= there, with here"),
-        ({"accumulation_steps": 2}, "accumulation_steps=1 there, 2 here"),
-        ({"gpu_budget": AMPLE}, "budget .* there, 1 GiB here"),
-        ({"optimizer": None}, "there with optimizer=, here without"),
+        ({"max_grad_norm": 1.0}, "plan without max_grad_norm=, now with"),
+        ({"accumulation_steps": 2}, "accumulation_steps=1 in the plan, 2 now"),
+        ({"gpu_budget": AMPLE}, "budget .* in the plan, 1 GiB now"),
+        ({"optimizer": None}, "plan with optimizer=, now without"),
         (
             {"config": dataclasses.replace(NO_CACHE, updates="host")},
-            r"parameters are updated on another side there .* here",
+            r"the plan updates parameters on another side than Config\(updates=\) says",
         ),
     ],
 )

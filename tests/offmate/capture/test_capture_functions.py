@@ -382,8 +382,8 @@ REFUSED: dict[str, tuple[Use, str]] = {
     "mark_dirty": (lambda net, h, x: MarkedDirty.apply(h * 1), "MarkedDirty changes an argument in place"),
     "argument written": (doing(lambda x: x.add_(1) * 2), "Doing changes an argument in place"),
     "gradient written": (undoing(lambda grad: grad.mul_(2)), "Undoing changes its incoming gradient in place"),
-    "a module": (lambda net, h, x: Refused.apply(h, net.second), "Refused is handed an object of Linear"),
-    "a callable": (lambda net, h, x: Refused.apply(h, torch.sin), "Refused is handed an object of builtin"),
+    "a module": (lambda net, h, x: Refused.apply(h, net.second), "Refused is given an object of Linear"),
+    "a callable": (lambda net, h, x: Refused.apply(h, torch.sin), "Refused is given an object of builtin"),
     "a parameter read": (reading_a_parameter, "Doing reads a tensor that is not among its arguments"),
     "a constant read": (undoing(lambda grad: grad * CONSTANT), "Undoing reads a tensor that is not among its argum"),
     "data in the forward": (doing(lambda x: x * x.sum().item()), r"Doing does not trace .*\(no .item\(\)"),
@@ -413,5 +413,5 @@ def test_reformer_is_refused_for_its_function() -> None:
         attn_layers=["local"], is_decoder=True, axial_pos_embds=False, local_attn_chunk_length=16, use_cache=False,
     )  # fmt: skip
     ids = torch.randint(3, 64, (2, 32))
-    with pytest.raises(CaptureError, match="_ReversibleFunction is handed an object of ModuleList"):
+    with pytest.raises(CaptureError, match="_ReversibleFunction is given an object of ModuleList"):
         traced(transformers.ReformerModelWithLMHead(config).train(), ids)

@@ -142,8 +142,8 @@ def test_what_a_class_holds_is_seen():
         (lambda: numpy.random.default_rng(0), lambda q: 1 + float(q.random()), "draws from held"),
         (lambda: itertools.count(1), next, "draws from held"),
         (lambda: 0, lambda q: torch.manual_seed(3) and 1.0, r"calls torch.manual_seed\(\)"),
-        (lambda: [torch.nn.Parameter(torch.ones(()))], lambda q: q[0], "requires a gradient.*no parameter"),
-        (lambda: torch.ones((), requires_grad=True), lambda q: q, "requires a gradient.*no parameter"),
+        (lambda: [torch.nn.Parameter(torch.ones(()))], lambda q: q[0], "requires a gradient.*not a parameter"),
+        (lambda: torch.ones((), requires_grad=True), lambda q: q, "requires a gradient.*not a parameter"),
     ],
     ids=["random", "numpy", "iterator", "seed", "list of parameters", "tensor"],
 )
@@ -455,7 +455,7 @@ def test_what_a_backward_needs_and_the_forward_overwrites_is_named(forward):
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         made(Overwriting, False)[0](x).backward()
     model, _ = made(Overwriting, True)
-    words = r"with plain PyTorch its backward fails likewise: one of the variables.*version 0 instead\. Let the forward"
+    words = r"its backward fails in plain PyTorch, too: one of the variables.*version 0 instead\. Let the forward"
     with pytest.raises(CaptureError, match=words):
         model(x)
     with torch.no_grad():

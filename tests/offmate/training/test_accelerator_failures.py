@@ -166,7 +166,7 @@ def test_no_accelerator(monkeypatch, caplog):
         offmate.compile(tiny(), "1GiB", device="cuda")
     with caplog.at_level("INFO", "offmate"):
         offmate.compile(tiny(), "1GiB")
-    assert "the CPU plays the device" in caplog.text
+    assert "the CPU emulates the device" in caplog.text
 
 
 def test_another_process_fills_the_card(sim):
