@@ -16,7 +16,7 @@ import torch
 
 from ..solver.resources import Resource
 from ..solver.schedule import Action, Schedule
-from ..solver.simulate import Event
+from ..solver.simulate import BusySpan
 from .clocks import Clock, Moment, Tie
 from .ledger import Ledger
 
@@ -72,8 +72,8 @@ class Recording:
     schedule: Schedule
     fixed_bytes: int
     walks: tuple[tuple[Taken, ...], ...]
-    jobs: tuple[Event, ...]
-    tails: tuple[Event, ...]
+    jobs: tuple[BusySpan, ...]
+    tails: tuple[BusySpan, ...]
 
     @property
     def step_s(self) -> float:
@@ -86,7 +86,7 @@ class Recording:
         return sum(walk[-1].launch_end_s - walk[0].launch_start_s for walk in self.walks if walk)
 
 
-class Job:
+class RecordedJob:
     """A job that a worker or a stream will do; its moments are set where it is done.
 
     Parameters
@@ -117,12 +117,12 @@ class Job:
         finally:
             self._end = time.perf_counter()
 
-    def ran(self, tie: Tie, since_s: float) -> Event | None:
+    def ran(self, tie: Tie, since_s: float) -> BusySpan | None:
         """When it was done; None if it was not."""
         if self._start is None or self._end is None:
             return None
         start_s, end_s = (tie.seconds(moment) - since_s for moment in (self._start, self._end))
-        return Event(self.action, self.resource, start_s, end_s, self.bytes)
+        return BusySpan(self.action, self.resource, start_s, end_s, self.bytes)
 
 
 class _Whole(NamedTuple):
@@ -132,8 +132,8 @@ class _Whole(NamedTuple):
     fixed_bytes: int
     tie: Tie
     walks: list[list[_Noted]]
-    jobs: list[Job]
-    before: list[Job]
+    jobs: list[RecordedJob]
+    before: list[RecordedJob]
 
 
 class Recorder:
@@ -152,8 +152,8 @@ class Recorder:
         self._ledger, self._clock = ledger, clock
         self._action: Action | None = None
         self._walks: list[list[_Noted]] = []
-        self._jobs: list[Job] = []
-        self._before: list[Job] = []
+        self._jobs: list[RecordedJob] = []
+        self._before: list[RecordedJob] = []
         self._schedule: Schedule | None = None
         self._fixed_bytes = 0
         self._tie = Tie(None, 0.0)
@@ -195,11 +195,11 @@ class Recorder:
             self._whole = _Whole(schedule, self._fixed_bytes, self._tie, self._walks, self._jobs, self._before)
             self._walks = []
 
-    def job(self, resource: Resource, size_bytes: int) -> Job | None:
+    def job(self, resource: Resource, size_bytes: int) -> RecordedJob | None:
         """A job of the action that is being taken, for whoever does it to note when; None outside of actions."""
         if self._action is None:
             return None
-        job = Job(self._action, resource, size_bytes, self._clock)
+        job = RecordedJob(self._action, resource, size_bytes, self._clock)
         self._jobs.append(job)
         return job
 

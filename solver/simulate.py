@@ -16,7 +16,7 @@ _ITERATIONS = 3  # by the third what one iteration leaves to the next has settle
 
 
 @dataclass(frozen=True)
-class Event:
+class BusySpan:
     """What one resource did for one action; seconds from the start of the iteration.
 
     An event of an iteration may end after it: tails run on into the next one. Of the middle micro-batches the first
@@ -49,7 +49,7 @@ class Simulation:
     step_s: float
     peak_bytes: int
     peak_action: Action
-    timeline: tuple[Event, ...]
+    timeline: tuple[BusySpan, ...]
     stall_s: dict[str, float]
     stalls: tuple[Stall, ...]
     taken: tuple[tuple[float, float], ...]
@@ -92,7 +92,7 @@ def simulate(schedule: Schedule) -> Simulation:
 
     Returns: the last of a few iterations.
     """
-    executor = Executor(schedule)
+    executor = DryRun(schedule)
     start = 0.0
     for _ in range(_ITERATIONS):
         start = executor.machine.now
@@ -107,7 +107,7 @@ def simulate(schedule: Schedule) -> Simulation:
         peak_bytes=peak,
         peak_action=schedule.actions[highs.index(peak)],
         timeline=tuple(
-            Event(action, job.resource, job.start_s - start, job.end_s - start, job.bytes) for action, job in jobs
+            BusySpan(action, job.resource, job.start_s - start, job.end_s - start, job.bytes) for action, job in jobs
         ),
         stall_s={str(resource): seconds for resource, seconds in stall_s.items()},
         stalls=tuple(Stall(s.cause, s.start_s - start, s.end_s - start) for s in stalls),
@@ -116,7 +116,7 @@ def simulate(schedule: Schedule) -> Simulation:
     )
 
 
-class Executor:
+class DryRun:
     """Takes actions in order.
 
     State: the machine's queues. `arriving`, `leaving`: by item the latest copy of it to the device, and to the host.

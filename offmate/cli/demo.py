@@ -36,7 +36,7 @@ Batch = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Run:
+class DemoRun:
     """The results of one training run.
 
     Parameters
@@ -65,8 +65,8 @@ class Comparison:
     exact: whether host and device round identically, so that it cannot matter which of them updates a parameter.
     """
 
-    ours: Run
-    reference: Run
+    ours: DemoRun
+    reference: DemoRun
     plan: Any
     budget_bytes: int
     peak_bytes: int
@@ -251,7 +251,7 @@ def comparison_table(comparison: Comparison) -> Table:
     return table
 
 
-def _run_offmate(budget_bytes: int, batches: list[Batch], device: str, console: Console) -> tuple[Any, Run, int]:
+def _run_offmate(budget_bytes: int, batches: list[Batch], device: str, console: Console) -> tuple[Any, DemoRun, int]:
     """Return the plan, the run that followed it, and the run's peak in bytes."""
     where = accelerator(device)
     if where is not None:
@@ -266,7 +266,7 @@ def _run_offmate(budget_bytes: int, batches: list[Batch], device: str, console: 
     return plan, run, model.offmate.peak_bytes if where is None else torch.accelerator.max_memory_reserved(where)
 
 
-def _run_reference(batches: list[Batch], device: str, console: Console) -> Run:
+def _run_reference(batches: list[Batch], device: str, console: Console) -> DemoRun:
     where = accelerator(device)
     if where is not None:
         _let_go(where)
@@ -282,7 +282,7 @@ def _train(
     batches: list[Batch],
     console: Console,
     finish: Callable[[], object] = lambda: None,
-) -> Run:
+) -> DemoRun:
     """Train on every batch once; `finish` waits for pending updates before the parameters are read."""
     losses, seconds = [], []
     with _progress(title, len(batches), console) as report:
@@ -293,7 +293,7 @@ def _train(
             report(losses[-1])
         finish()
     parameters = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
-    return Run(tuple(losses), statistics.median(seconds[1:] or seconds), parameters)
+    return DemoRun(tuple(losses), statistics.median(seconds[1:] or seconds), parameters)
 
 
 @contextlib.contextmanager

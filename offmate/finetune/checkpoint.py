@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from ..errors import OffmateError
 from ..runtime.torch_names.trees import tree_leaves
 from ..split import Split
-from .updates import Updates
+from .updates import UpdateRule
 
 log = logging.getLogger("offmate")
 
@@ -46,7 +46,7 @@ class Moment:
     split: Split = field(default_factory=Split)
 
 
-def save_checkpoint(folder: Path, moment: Moment, model: Any, updates: Updates, plan: Any, keep: int) -> Path:
+def save_checkpoint(folder: Path, moment: Moment, model: Any, updates: UpdateRule, plan: Any, keep: int) -> Path:
     """Write a checkpoint below `folder`, and remove all but the newest `keep`.
 
     Raises: OffmateError if weights are not finite or the checkpoint cannot be written; earlier checkpoints stay then.
@@ -97,7 +97,7 @@ def load_moment(path: Path) -> Moment:
     return Moment(**data, split=split)
 
 
-def restore_updates(path: Path, updates: Updates) -> None:
+def restore_updates(path: Path, updates: UpdateRule) -> None:
     """Restore the optimizer states of a checkpoint."""
     updates.load_state_dict(torch.load(path / _UPDATES, weights_only=True, mmap=True))
 
@@ -133,7 +133,7 @@ def save_result(output: Path, model: Any, tokenizer: Any) -> None:
     shutil.rmtree(aside)
 
 
-def checkpoint_bytes(model: torch.nn.Module, updates: Updates, lora: bool) -> tuple[int, int]:
+def checkpoint_bytes(model: torch.nn.Module, updates: UpdateRule, lora: bool) -> tuple[int, int]:
     """Return the bytes on disk of a checkpoint's weights and of its states."""
     saved = [p for p in model.parameters() if p.requires_grad or not lora]
     return sum(p.numel() * p.element_size() for p in saved), updates.state_bytes()

@@ -36,12 +36,12 @@ from .checkpoint import (
 )
 from .data import check_source, pieces
 from .lock import locked
-from .loop import Run, train
+from .loop import TrainingRun, train
 from .packing import Batch, Batches, Packed, read_tokens, tokenized, verify_tokens, write_tokens
 from .preview import Preview, check_disk
 from .report import check_reporters, make_reporters
 from .settings import Settings, differences, make_settings, read_yaml
-from .updates import Updates, base_learning_rate
+from .updates import UpdateRule, base_learning_rate
 from .weights import build_model, load_config, load_tokenizer, model_folder
 
 log = logging.getLogger("offmate")
@@ -59,7 +59,7 @@ class _Loaded:
     folder: Path
     tokenizer: Any
     model: torch.nn.Module
-    updates: Updates
+    updates: UpdateRule
     checkpoint: Path | None
     moment: Moment | None
 
@@ -202,7 +202,7 @@ def _load(settings: Settings, folder: Path, tokenizer: Any, place: Path) -> _Loa
                 "the run began with torch %s, this is %s: last bits may differ", moment.torch, torch.__version__
             )
     model = build_model(settings, folder, checkpoint)
-    updates = Updates(model, settings)
+    updates = UpdateRule(model, settings)
     if checkpoint is not None:
         restore_updates(checkpoint, updates)
     return _Loaded(folder, tokenizer, model, updates, checkpoint, moment)
@@ -293,7 +293,7 @@ def _train(
         torch.manual_seed(settings.seed)
     try:
         checkpoints = output / CHECKPOINTS
-        train(Run(settings, model, loaded.updates, packed, batches, start, n_steps, checkpoints, reporters))
+        train(TrainingRun(settings, model, loaded.updates, packed, batches, start, n_steps, checkpoints, reporters))
     finally:
         for reporter in reporters:
             reporter.close()

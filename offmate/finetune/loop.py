@@ -20,7 +20,7 @@ from .checkpoint import Moment, save_checkpoint
 from .packing import IGNORED, Batch, Batches, Packed, eval_batches
 from .report import Reporter, StepRow, host_bytes
 from .settings import Settings
-from .updates import Updates, learning_rate
+from .updates import UpdateRule, learning_rate
 
 log = logging.getLogger("offmate")
 
@@ -28,7 +28,7 @@ _SPEED_STEPS = 20  # over which the speed is averaged
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """The inputs of a training loop.
 
     Parameters
@@ -39,7 +39,7 @@ class Run:
 
     settings: Settings
     model: Any
-    updates: Updates
+    updates: UpdateRule
     packed: Packed
     batches: Batches
     start: int
@@ -48,7 +48,7 @@ class Run:
     reporters: list[Reporter]
 
 
-def train(run: Run) -> None:
+def train(run: TrainingRun) -> None:
     """Train from `run.start` to `run.n_steps`, with a checkpoint at the end.
 
     Raises: OffmateError if the loss is not finite or a checkpoint cannot be written. KeyboardInterrupt after Ctrl-C or
@@ -93,7 +93,7 @@ def evaluate(model: Any, batches: Iterable[Batch]) -> float | None:
     return total / counted if counted else None
 
 
-def _step(run: Run, step: int, micro_batches: list[Batch], clock: _Clock) -> StepRow:
+def _step(run: TrainingRun, step: int, micro_batches: list[Batch], clock: _Clock) -> StepRow:
     settings = run.settings
     rate = learning_rate(settings, step, run.n_steps)
     run.updates.set_learning_rate(rate)
@@ -121,7 +121,7 @@ def _step(run: Run, step: int, micro_batches: list[Batch], clock: _Clock) -> Ste
     )
 
 
-def _not_finite(run: Run, step: int, value: float, what: str = "loss") -> str:
+def _not_finite(run: TrainingRun, step: int, value: float, what: str = "loss") -> str:
     epoch = step // run.batches.steps_per_epoch
     saved = sorted(run.checkpoints.glob("step-*"))
     kept = f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
@@ -132,21 +132,21 @@ def _not_finite(run: Run, step: int, value: float, what: str = "loss") -> str:
     )
 
 
-def _evaluate(run: Run, done: int) -> None:
+def _evaluate(run: TrainingRun, done: int) -> None:
     length, size = run.batches.sequence_length, run.settings.batch_size
     loss = evaluate(run.model, eval_batches(run.packed.eval, length, size))
     if loss is not None:
         _tell(run, lambda r: r.evaluation(done, loss))
 
 
-def _save(run: Run, done: int) -> None:
+def _save(run: TrainingRun, done: int) -> None:
     handle, keep = run.model.offmate, run.settings.keep_checkpoints
     moment = Moment(done, run.packed.digest, torch.get_num_threads(), torch.__version__, handle.split)
     path = save_checkpoint(run.checkpoints, moment, run.model, run.updates, handle.plan, keep)
     _tell(run, lambda r: r.checkpoint(done, path))
 
 
-def _tell(run: Run, what: Callable[[Reporter], None]) -> None:
+def _tell(run: TrainingRun, what: Callable[[Reporter], None]) -> None:
     for reporter in run.reporters:
         what(reporter)
 

@@ -34,7 +34,7 @@ def learning_rate(settings: Settings, step: int, n_steps: int) -> float:
     return base * ((1 + math.cos(math.pi * done)) / 2 if settings.schedule == "cosine" else 1 - done)
 
 
-class Updates:
+class UpdateRule:
     """A model's optimizer with its learning rate, step and saved state.
 
     State: that of the optimizer; in precision "bf16-master" it includes an fp32 copy of every bf16 parameter.

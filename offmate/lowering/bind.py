@@ -8,7 +8,7 @@ from ..capture.spec import External
 from ..programs.prelude import Prelude
 from ..programs.programs import ClassGraph
 from ..runtime.replay.binding import Binding, BlockBinding, Port, StartBinding
-from ..runtime.replay.program import Program
+from ..runtime.replay.program import BlockProgram
 from ..solver import items
 from .options import BlockClass, ClassOption
 from .problem import Lowered
@@ -88,7 +88,7 @@ def _block(captured: Captured, block: TracedBlock, cls: BlockClass, option: Clas
 def _start(captured: Captured, prelude: Prelude) -> StartBinding:
     batch = tuple(name if name in prelude.batch_bytes else None for name in captured.inputs)
     if prelude.graph is None or prelude.program is None:
-        return StartBinding(Program(0, (), {}, 0, 0, 0.0), (), (), batch)
+        return StartBinding(BlockProgram(0, (), {}, 0, 0, 0.0), (), (), batch)
     graph: ClassGraph = prelude.graph
     inputs = tuple(
         Port(graph.register[leaves[0]], e.kind, _name(captured, e), graph.storages(leaves[0])[0])

@@ -24,7 +24,7 @@ from ..programs.programs import ClassGraph, Programs
 from ..progress import Progress
 from ..runtime.layouts import as_layout
 from ..runtime.ledger import Ledger
-from ..runtime.replay.program import Fused, Program, run
+from ..runtime.replay.program import BlockProgram, Fused, run
 from ..runtime.torch_names.operators import OpOverload, schema_of
 from ..sizes import format_bytes
 from ..solver.schedule import Schedule
@@ -122,7 +122,7 @@ def _compiled_pair(
         )  # fmt: skip
         return programs
 
-    def one(program: Program, direction: str) -> Program:
+    def one(program: BlockProgram, direction: str) -> BlockProgram:
         names = [f"{direction[0].upper()}{index}" for index in indices]
         # An evaluation has no backward.
         rooms = [room[name] for name in names if name in room]
@@ -151,7 +151,7 @@ def _is_index(value: torch.Tensor) -> bool:
     return not value.dtype.is_floating_point and not value.dtype.is_complex and value.dtype != torch.bool
 
 
-def _compiled_or_not(graph: ClassGraph, program: Program, key: _Key, words: str, room: int) -> Program:
+def _compiled_or_not(graph: ClassGraph, program: BlockProgram, key: _Key, words: str, room: int) -> BlockProgram:
     """Return the program with Inductor's code for it, if that code keeps every promise of the plan.
 
     Parameters
@@ -182,7 +182,7 @@ def _compiled_or_not(graph: ClassGraph, program: Program, key: _Key, words: str,
     return replace(program, fused=fused)
 
 
-def _compile(graph: ClassGraph, program: Program, ports: Outline, kind: str) -> tuple[Function, int]:
+def _compile(graph: ClassGraph, program: BlockProgram, ports: Outline, kind: str) -> tuple[Function, int]:
     """Compile a program and check it on samples; return the function, and the bytes by which it rises."""
     plain = as_function(graph, program, ports)
     function = compile_function(plain, likes(graph, ports), left_like(graph, ports), ports.donated)
@@ -190,7 +190,7 @@ def _compile(graph: ClassGraph, program: Program, ports: Outline, kind: str) -> 
     return function, measure_peak(graph, ports, function)
 
 
-def _check_operators(program: Program) -> None:
+def _check_operators(program: BlockProgram) -> None:
     for step in program.instructions:
         target = step.target
         if target is as_layout:
@@ -218,7 +218,7 @@ def compile_function(
     return compiled_function
 
 
-def _check_results(graph: ClassGraph, program: Program, ports: Outline, function: Function, kind: str) -> None:
+def _check_results(graph: ClassGraph, program: BlockProgram, ports: Outline, function: Function, kind: str) -> None:
     """Run a compiled program once, which also warms it up; it must draw the same random numbers as the operators."""
     where = accelerator(kind)
     given, _ = samples(graph, ports)

@@ -15,7 +15,7 @@ from ..optim.state_bytes import state_parts
 from ..optim.updater import Updater
 from ..plans.plan import Plan
 from ..runtime.memory.changes import Rehearsal
-from ..runtime.memory.reserve import Place, Reserved, make_pockets, reserve
+from ..runtime.memory.reserve import MemoryLayout, Reserved, make_pockets, reserve
 from ..runtime.memory.updated import Updated
 from ..runtime.replay.rehearsal import rehearse
 from ..runtime.torch_names import trees as pytree
@@ -34,7 +34,7 @@ def fitted(
     updater: Updater | None,
     device: torch.device,
     budget_bytes: int,
-) -> tuple[Prepared, Place]:
+) -> tuple[Prepared, MemoryLayout]:
     """Find a plan whose allocations fit into the budget on this device, and where they come from.
 
     Plans take less and less of the budget until one can be placed. The last one takes the least that any can, so that

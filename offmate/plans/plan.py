@@ -14,11 +14,11 @@ from rich.table import Table
 from ..errors import PlanFileError
 from ..files import write_whole
 from ..lowering.stored import StoredClass, StoredOption
+from ..reports.chrome_trace import save_trace
 from ..reports.frame import schedule_frame
 from ..reports.html import document, figure
 from ..reports.plots import draw_memory, draw_tensors, draw_timeline
 from ..reports.timeline import Timeline, build_timeline
-from ..reports.trace import save_trace
 from ..sizes import format_bytes, format_least_bytes
 from ..solver.explain import Explanation
 from ..solver.files import problem_from_dict

@@ -80,7 +80,7 @@ class Trace:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write predicted and measured side by side for Perfetto or chrome://tracing."""
-        from ..reports.trace import save_trace
+        from ..reports.chrome_trace import save_trace
 
         save_trace([self.predicted, self.measured], path)
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ..runtime.layouts import as_layout, on_storage
-from ..runtime.replay.program import Made, Program, Slot, View
+from ..runtime.replay.program import BlockProgram, Made, Slot, View
 from ..runtime.torch_names import trees as pytree
 from ..runtime.torch_names.tensors import storage_key
 from .programs import ClassGraph
@@ -40,7 +40,7 @@ class Outline:
     donated: tuple[int, ...]
 
 
-def outline(graph: ClassGraph, program: Program) -> Outline:
+def outline(graph: ClassGraph, program: BlockProgram) -> Outline:
     """Find the inputs and outputs of a program.
 
     Raises: Unfit if an output does not lie in a storage that the program makes.
@@ -65,7 +65,7 @@ def outline(graph: ClassGraph, program: Program) -> Outline:
 
 
 def _left(
-    graph: ClassGraph, program: Program, left: set[int], ended: set[int]
+    graph: ClassGraph, program: BlockProgram, left: set[int], ended: set[int]
 ) -> tuple[tuple[Made, ...], tuple[int, ...]]:
     """List storages made that do not end, with the registers of `left` that view them, and the one that fills each."""
     values = {register: node.meta.get("val") for node, register in graph.register.items()}
@@ -110,7 +110,7 @@ def _donated(graph: ClassGraph, inputs: tuple[int, ...], ends: tuple[int, ...]) 
     return tuple(found)
 
 
-def as_function(graph: ClassGraph, program: Program, ports: Outline) -> Callable[..., list[torch.Tensor]]:
+def as_function(graph: ClassGraph, program: BlockProgram, ports: Outline) -> Callable[..., list[torch.Tensor]]:
     """Return the program as a functional Python function of its inputs and constants, for tracing."""
     strides = [list(tensor.stride()) for tensor in left_like(graph, ports)]
     constants = {id(tensor): i for i, tensor in enumerate(ports.constants, len(ports.inputs))}

@@ -12,7 +12,7 @@ from ..capture.chain import Chain
 from ..capture.export import Captured
 from ..capture.joint import trace
 from ..capture.spec import BlockSpec, External
-from ..runtime.replay.program import Program
+from ..runtime.replay.program import BlockProgram
 from .programs import ClassGraph, NodeCost
 
 
@@ -32,7 +32,7 @@ class Prelude:
 
     spec: BlockSpec
     graph: ClassGraph | None
-    program: Program | None
+    program: BlockProgram | None
     item: dict[fx.Node, str]
     item_bytes: dict[str, int]
     batch_bytes: dict[str, int]

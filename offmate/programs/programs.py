@@ -13,7 +13,7 @@ from torch import fx
 
 from ..capture.effects import is_random
 from ..capture.spec import Joint, storages_of
-from ..runtime.replay.program import Instruction, Program, Slot
+from ..runtime.replay.program import BlockProgram, Instruction, Slot
 from ..runtime.torch_names import trees as pytree
 from ..runtime.torch_names.tensors import storage_key
 
@@ -45,8 +45,8 @@ class Programs:
     recomputed: how many operators of the forward the backward runs again, views not counted.
     """
 
-    forward: Program
-    backward: Program
+    forward: BlockProgram
+    backward: BlockProgram
     saved: dict[int, tuple[int, ...]]
     saved_bytes: dict[int, int]
     recomputed: int
@@ -194,7 +194,7 @@ class ClassGraph:
         keep: frozenset[int],
         untracked: frozenset[int],
         keep_nodes: set[fx.Node],
-    ) -> Program:
+    ) -> BlockProgram:
         """Build the instructions for `order`.
 
         Parameters
@@ -230,9 +230,9 @@ class ClassGraph:
         )
         rise, net = _rise(instructions, self.bytes)
         seconds = sum(self.costs.get(n.name, NodeCost()).seconds for n in running)
-        return Program(len(self.register), instructions, {s: self.bytes[s] for s in given}, rise, net, seconds)
+        return BlockProgram(len(self.register), instructions, {s: self.bytes[s] for s in given}, rise, net, seconds)
 
-    def start_program(self, let_go: frozenset[int]) -> Program:
+    def start_program(self, let_go: frozenset[int]) -> BlockProgram:
         """Build the program of a graph without backward; storages in `let_go` end after their last reader."""
         kept = frozenset(self.number.values()) - let_go
         made = frozenset(s for n in self.joint.forward for s in self.made_by(n))
@@ -240,7 +240,7 @@ class ClassGraph:
             list(self.joint.forward), let_go, (kept - made) | self.results, frozenset(), set(self.joint.results)
         )
 
-    def read_registers(self, program: Program) -> frozenset[int]:
+    def read_registers(self, program: BlockProgram) -> frozenset[int]:
         """Return the registers that a program's instructions read."""
         slots = (leaf for i in program.instructions for leaf in pytree.tree_leaves((i.args, i.kwargs)))
         return frozenset(slot.index for slot in slots if isinstance(slot, Slot))

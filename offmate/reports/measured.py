@@ -12,7 +12,7 @@ from ..solver.effects import effect
 from ..solver.items import Item
 from ..solver.resources import Resource
 from ..solver.schedule import Action, Kind
-from ..solver.simulate import Event
+from ..solver.simulate import BusySpan
 from .items import block_of_items, item_of
 from .levels import Levels
 from .timeline import Bar, Sample, Timeline, Wait, word_of
@@ -61,7 +61,7 @@ def _bar(action: Action, row: Resource, start_s: float, end_s: float, size: int,
     return Bar(row, action.name, word_of(action), action.step, blocks.get(item_of(action)), start_s, end_s, size)
 
 
-def _joined(jobs: Iterable[Event]) -> Iterator[Event]:
+def _joined(jobs: Iterable[BusySpan]) -> Iterator[BusySpan]:
     """Join the jobs of an action: an item of several tensors, such as a state, is copied tensor by tensor.
 
     Jobs of one resource need not run in the given order: one that waits lets others pass, even between its parts.
@@ -87,10 +87,10 @@ class _Waiting:
 
     def __init__(self, recording: Recording) -> None:
         self._schedule = recording.schedule
-        self._jobs: dict[str, list[Event]] = defaultdict(list)
-        self._arriving: dict[Item, list[Event]] = defaultdict(list)
-        self._leaving: dict[Item, list[Event]] = defaultdict(list)
-        self._on_host: dict[Item, list[Event]] = defaultdict(list)
+        self._jobs: dict[str, list[BusySpan]] = defaultdict(list)
+        self._arriving: dict[Item, list[BusySpan]] = defaultdict(list)
+        self._leaving: dict[Item, list[BusySpan]] = defaultdict(list)
+        self._on_host: dict[Item, list[BusySpan]] = defaultdict(list)
         for job in (*recording.tails, *recording.jobs):
             self._jobs[item_of(job.action)].append(job)
             does = effect(job.action, self._schedule)
@@ -118,7 +118,7 @@ class _Waiting:
         yield Wait(before.resource, one.action, one.start_s, before.end_s)
         yield Wait(last.resource, one.action, before.end_s, ready_s)
 
-    def _awaited(self, one: Taken) -> list[Event]:
+    def _awaited(self, one: Taken) -> list[BusySpan]:
         does = effect(one.action, self._schedule)
         if not does.blocks:
             return []
@@ -130,7 +130,7 @@ class _Waiting:
         found = (job for jobs, concerned in waits for item in concerned for job in jobs.get(item, ()))
         return [job for job in found if one.start_s < job.end_s <= one.end_s]
 
-    def _before(self, job: Event, since_s: float) -> Event | None:
+    def _before(self, job: BusySpan, since_s: float) -> BusySpan | None:
         """Return the job that another resource had to do first, if it ended only after the waiting began."""
         earlier = [
             j

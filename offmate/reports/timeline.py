@@ -8,7 +8,7 @@ from functools import cached_property
 
 from ..solver.resources import Resource
 from ..solver.schedule import Action, Kind, Schedule
-from ..solver.simulate import Event, Simulation
+from ..solver.simulate import BusySpan, Simulation
 from .items import KINDS, block_of_items, item_of, parts_of
 from .levels import Levels
 
@@ -171,7 +171,7 @@ def build_timeline(
     )
 
 
-def _bar(event: Event, block: int | None) -> Bar:
+def _bar(event: BusySpan, block: int | None) -> Bar:
     action = event.action
     return Bar(
         event.resource, action.name, word_of(action), action.step, block, event.start_s, event.end_s, event.bytes

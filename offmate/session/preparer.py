@@ -26,7 +26,7 @@ from ..planning.request import Prepared, Request
 from ..plans.plan import Plan
 from ..progress import Progress
 from ..runtime.devices.device import Device
-from ..runtime.memory.reserve import Place
+from ..runtime.memory.reserve import MemoryLayout
 from ..runtime.replay.executor import Executor
 from ..runtime.replay.gate import Clip
 from ..runtime.replay.world import World
@@ -239,7 +239,7 @@ class Preparer:
 
     def _placed(
         self, make: Callable[[int], Prepared], model: torch.nn.Module, batch: Any
-    ) -> tuple[Prepared, Place | None]:
+    ) -> tuple[Prepared, MemoryLayout | None]:
         """Find a plan that fits the device's allocator, too, and its place; `make` plans with a margin in bytes."""
         where = accelerator(self.request.device)
         if where is None:
@@ -253,7 +253,7 @@ class Preparer:
         except torch.OutOfMemoryError as error:
             raise BudgetExceeded(f"{out_of_memory(where, budget_bytes, None)}. ({error})") from error
 
-    def _bound(self, prepared: Prepared, model: torch.nn.Module, call: Call, place: Place | None) -> Variant:
+    def _bound(self, prepared: Prepared, model: torch.nn.Module, call: Call, place: MemoryLayout | None) -> Variant:
         plan = prepared.plan
         world = World(
             plan.schedule,

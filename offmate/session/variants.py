@@ -14,7 +14,7 @@ from ..capture import batch_decisions
 from ..capture.byproducts import ByProduct
 from ..errors import CaptureError
 from ..planning.request import Prepared
-from ..runtime.memory.reserve import Place
+from ..runtime.memory.reserve import MemoryLayout
 from ..runtime.replay.executor import Executor
 from ..runtime.replay.program import Slot
 from ..runtime.torch_names import trees as pytree
@@ -129,7 +129,7 @@ class Variant:
     prepared: Prepared
     executor: Executor
     kind: CallKind
-    place: Place | None = None
+    place: MemoryLayout | None = None
 
     @property
     def output_nodes(self) -> tuple[str, ...]:

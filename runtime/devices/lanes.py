@@ -39,7 +39,7 @@ class LaneEvent:
         self._happened.set()
 
 
-class _Job(NamedTuple):
+class _Queued(NamedTuple):
     work: Callable[[], None]
     after: tuple[Event, ...]
     event: LaneEvent
@@ -66,7 +66,7 @@ class Lane:
         launches: bool = False,
         poll_s: float | None = None,
     ) -> None:
-        self._jobs: list[_Job] = []
+        self._jobs: list[_Queued] = []
         self._busy = self._closing = False
         self._changed, self._launches, self._poll_s = changed, launches, poll_s
         self._n_threads = n_threads
@@ -82,7 +82,7 @@ class Lane:
         """Have `work` done once the events `after` have happened."""
         event = LaneEvent()
         with self._changed:
-            self._jobs.append(_Job(work, after, event))
+            self._jobs.append(_Queued(work, after, event))
             self._changed.notify_all()
         return event
 
@@ -106,7 +106,7 @@ class Lane:
                 self._changed.notify_all()
             del job, failed
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> _Queued | None:
         """The first job that can begin, once there is one; None when the lane is closed and all are done."""
         with self._changed:
             while self._jobs or not self._closing:

@@ -13,7 +13,7 @@ from ..events import Event
 from ..layouts import without_repeats
 from ..ledger import Ledger
 from ..memory.arena import Arena
-from ..trace import Job, Recorder
+from ..trace import RecordedJob, Recorder
 from .lanes import Lane, LaneEvent, close_all
 from .pinned import PinnedMemory, flat_bytes
 
@@ -86,7 +86,7 @@ class _Direction:
         self._stage: list[tuple[torch.Tensor, torch.Event]] = []
 
     def launch(
-        self, target: torch.Tensor, source: torch.Tensor, before: tuple[Event, ...], job: Job | None
+        self, target: torch.Tensor, source: torch.Tensor, before: tuple[Event, ...], job: RecordedJob | None
     ) -> StreamEvent:
         """Put a copy between the device and pinned memory into the stream."""
         with self._turn:
@@ -96,7 +96,7 @@ class _Direction:
             return self._end(job)
 
     def launch_staged(
-        self, target: torch.Tensor, source: torch.Tensor, before: tuple[Event, ...], job: Job | None
+        self, target: torch.Tensor, source: torch.Tensor, before: tuple[Event, ...], job: RecordedJob | None
     ) -> StreamEvent:
         """Copy between the device and memory that is not pinned, in pieces; the last is under way on return."""
         flat_target, flat_source = flat_bytes(target), flat_bytes(source)
@@ -123,13 +123,13 @@ class _Direction:
                     flat_target[start : start + piece.numel()].copy_(piece)
             return self._end(job)
 
-    def _begin(self, before: tuple[Event, ...], job: Job | None) -> None:
+    def _begin(self, before: tuple[Event, ...], job: RecordedJob | None) -> None:
         for event in before:
             event.wait(self.stream)
         if job is not None:
             job.begins(self.stream)
 
-    def _end(self, job: Job | None) -> StreamEvent:
+    def _end(self, job: RecordedJob | None) -> StreamEvent:
         if job is not None:
             job.ends(self.stream)
         return StreamEvent(self.stream.record_event())

@@ -12,7 +12,7 @@ import torch
 
 from ..events import Event
 from ..torch_names.tensors import StorageWeakRef, has_expired, storage_behind
-from .compaction import LEAST_CUT_BYTES, Extent, Run, cheapest_run, first_without_place, gaps_between
+from .compaction import LEAST_CUT_BYTES, Extent, Stretch, cheapest_run, first_without_place, gaps_between
 from .pools import SMALL_SEGMENT_BYTES, large_sizes, rounded
 
 _ROUNDS = 30  # of moves for one allocation
@@ -188,7 +188,7 @@ class Arena:
         edges = chain(self._starts, (self._end,))
         return sorted(edge - end for end, edge in zip(ends, edges) if edge - end > LEAST_CUT_BYTES)
 
-    def _run(self, size: int, *, waits: bool) -> Run | None:
+    def _run(self, size: int, *, waits: bool) -> Stretch | None:
         return cheapest_run(self._extents(waits=waits), self.start, self._end, size)
 
     def _extents(self, *, waits: bool) -> list[Extent]:
@@ -213,7 +213,7 @@ class Arena:
 
     # -- moves --------------------------------------------------------------------------------------------------------
 
-    def _clear(self, run: Run) -> None:
+    def _clear(self, run: Stretch) -> None:
         """Move everything out of a run; what is free in it is held meanwhile, so that nothing moves into it."""
         self._sure_bytes = 0
         pieces = [(low, high - low) for low, high in gaps_between(sorted(run.extents), run.start, run.end)]

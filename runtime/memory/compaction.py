@@ -23,7 +23,7 @@ class Extent(NamedTuple):
     movable: bool
 
 
-class Run(NamedTuple):
+class Stretch(NamedTuple):
     """A stretch of memory that becomes one gap when the extents in it have moved out, the largest first."""
 
     start: int
@@ -61,7 +61,7 @@ def first_without_place(lengths: Sequence[int], sizes: Sequence[int]) -> int | N
     return None
 
 
-def cheapest_run(extents: Sequence[Extent], start: int, end: int, size: int) -> Run | None:
+def cheapest_run(extents: Sequence[Extent], start: int, end: int, size: int) -> Stretch | None:
     """The run of at least `size` bytes with the least to move, all of which finds place in gaps outside the run.
 
     Where there is none, one that makes a gap larger than any is now, from which a later call gets on.
@@ -79,7 +79,7 @@ def cheapest_run(extents: Sequence[Extent], start: int, end: int, size: int) -> 
             lengths = sorted(b - a for a, b in gaps if b <= low or a >= high)
             inside = sorted(extents[first:after], key=lambda one: (one.start - one.end, one.start))
             if first_without_place(lengths, [one.end - one.start for one in inside]) is None:
-                return Run(low, high, tuple(inside))
+                return Stretch(low, high, tuple(inside))
     return None
 
 

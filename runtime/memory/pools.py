@@ -12,7 +12,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from .changes import Change
-from .compaction import LEAST_CUT_BYTES, Extent, Run, cheapest_run, first_without_place
+from .compaction import LEAST_CUT_BYTES, Extent, Stretch, cheapest_run, first_without_place
 
 _GRAIN_BYTES = 512  # every piece is a multiple of it
 _SMALL_BYTES = 1 << 20  # the most that comes from small segments
@@ -90,7 +90,7 @@ class Pools:
                 return
             self._clear(run, numbers)
 
-    def _clear(self, run: Run, numbers: dict[int, int]) -> None:
+    def _clear(self, run: Stretch, numbers: dict[int, int]) -> None:
         for length, start in [piece for piece in self._free[False] if run.start <= piece[1] < run.end]:
             self._remove(start, length, False)
         for extent in run.extents:

@@ -24,7 +24,7 @@ _POCKETS = 64  # for numbers of the user's: losses and metrics
 
 
 @dataclass(frozen=True)
-class Place:
+class MemoryLayout:
     """Where an iteration's memory comes from.
 
     Parameters
@@ -52,7 +52,7 @@ class Reserved:
 
     bytes: int
     needed_bytes: int
-    place: Place
+    place: MemoryLayout
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def reserve(device: torch.device, starts: tuple[Rehearsal, ...], budget_bytes: i
             most = held + found.reserved_bytes + drift
             reserved = most + _slack_bytes(budget_bytes)
             needed = min(reserved, _needed_bytes(held, starts))
-            return Reserved(reserved, needed, Place(segment, most, found.moved_bytes))
+            return Reserved(reserved, needed, MemoryLayout(segment, most, found.moved_bytes))
     return Shortfall(max(_needed_bytes(held, starts), budget_bytes + 1))
 
 

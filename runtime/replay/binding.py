@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from ...solver.items import Item
-from .program import Program
+from .program import BlockProgram
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class BlockBinding:
     kept: storage -> registers that stay on the device between forward and backward. offloaded: likewise, that leave.
     """
 
-    forward: Program
-    backward: Program
+    forward: BlockProgram
+    backward: BlockProgram
     inputs: tuple[Port, ...]
     results: tuple[Port, ...]
     writes: tuple[Port, ...]
@@ -65,7 +65,7 @@ class StartBinding:
         None for those that nobody reads.
     """
 
-    program: Program
+    program: BlockProgram
     inputs: tuple[Port, ...]
     results: tuple[Port, ...]
     batch: tuple[str | None, ...]

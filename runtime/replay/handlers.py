@@ -154,7 +154,7 @@ class ValueGradients(Resting):
         self._contents.grads.pop(f"value:{item.name}")
 
 
-class Shared(Resting):
+class SharedValues(Resting):
     """Values that many blocks read and that are no parameters."""
 
     def __init__(self, world: World) -> None:
@@ -194,7 +194,7 @@ class Handlers:
             ItemKind.VALUE_GRADIENT: ValueGradients(world.contents),
             ItemKind.KEPT: Resting(),
             ItemKind.OFFLOADED: self._offloaded,
-            ItemKind.SHARED: Shared(world),
+            ItemKind.SHARED: SharedValues(world),
             ItemKind.OUTPUT: Resting(),
             ItemKind.OLD_OUTPUT: OldOutputs(world.contents),
         }

@@ -98,7 +98,7 @@ class Fused:
 
 
 @dataclass(frozen=True)
-class Program:
+class BlockProgram:
     """Instructions over registers.
 
     Parameters
@@ -122,7 +122,7 @@ class Program:
 
 
 def run(
-    program: Program, registers: list[Any], ledger: Ledger, given: dict[int, int], arena: Arena | None = None
+    program: BlockProgram, registers: list[Any], ledger: Ledger, given: dict[int, int], arena: Arena | None = None
 ) -> dict[int, int]:
     """Execute a program, telling the ledger of every storage made and let go.
 

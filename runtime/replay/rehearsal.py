@@ -15,7 +15,7 @@ from ...solver.schedule import Action, Direction, Kind, Schedule
 from ..memory.changes import Change, Rehearsal
 from ..memory.updated import Updated
 from .binding import Binding, Port
-from .program import Program
+from .program import BlockProgram
 
 _LEARNT = 3  # iterations that are walked through; from the third one on all are alike
 
@@ -168,7 +168,7 @@ class _Walker:
                 self.items[_gradient(port)] = [live.pop(port.storage)]
         self._end(live.values())
 
-    def _run(self, program: Program, given: dict[int, int], fixed: Collection[int] = ()) -> dict[int, int]:
+    def _run(self, program: BlockProgram, given: dict[int, int], fixed: Collection[int] = ()) -> dict[int, int]:
         live = dict(given)
         fused = program.fused
         if fused is not None:

@@ -16,7 +16,7 @@ from ..effects import computing_s, effect, with_actions
 from ..machine import Job
 from ..resources import Resource
 from ..schedule import Action, Kind, Schedule
-from ..simulate import Executor
+from ..simulate import DryRun
 from .unrolled import Entry, Task, Unrolled
 
 # How far a lane is filled, in spans; the iteration that is taken.
@@ -82,7 +82,7 @@ class _Walk:
     def __init__(self, row: Unrolled, reach: float, lap: int) -> None:
         schedule = row.schedule
         self._row, self._schedule, self._reach, self._lap = row, schedule, reach, lap
-        self._executor = Executor(schedule)
+        self._executor = DryRun(schedule)
         self._machine = self._executor.machine
         self._budget = schedule.device_budget_bytes
         self._level = sum(schedule.item_bytes[item] for item in schedule.resident)

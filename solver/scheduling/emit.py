@@ -15,7 +15,7 @@ from ..schedule import Action, Kind, Schedule
 from .computes import compute_specs, item_sizes, value_uses
 
 
-class _Slot(IntEnum):
+class _Order(IntEnum):
     """The order of actions within a step."""
 
     FIRST = 0  # the user's code and the gate run before their part may bring anything in
@@ -28,11 +28,11 @@ class _Slot(IntEnum):
     FREE = 7
 
 
-class _Entry(NamedTuple):
+class _Emitted(NamedTuple):
     """One action with what sorts it: step, slot, urgency (0 first), and the order of emission."""
 
     step: int
-    slot: _Slot
+    slot: _Order
     urgency: int
     order: int
     action: Action
@@ -44,18 +44,18 @@ class _Emitter:
     def __init__(self, problem: Problem, sizes: dict[Item, int]) -> None:
         self.problem = problem
         self.sizes = sizes
-        self.entries: list[_Entry] = []
+        self.entries: list[_Emitted] = []
         self.homes: dict[Item, str] = {}
 
-    def add(self, step: int, slot: _Slot, kind: Kind, name: str, urgency: int = 0) -> None:
-        self.entries.append(_Entry(step, slot, urgency, len(self.entries), Action(step, kind, name)))
+    def add(self, step: int, slot: _Order, kind: Kind, name: str, urgency: int = 0) -> None:
+        self.entries.append(_Emitted(step, slot, urgency, len(self.entries), Action(step, kind, name)))
 
     def offload(self, step: int, item: Item, made: int, tier: str = HOST) -> None:
         """Send `item`, made in step `made`, to a tier in `step` and release it at the step's end."""
         if item in self.sizes:
             self.homes |= {item: tier} if tier != HOST else {}
             self.copy_out(step, item, made)
-            self.add(step, _Slot.FREE, Kind.FREE, item)
+            self.add(step, _Order.FREE, Kind.FREE, item)
 
     def copy_out(self, step: int, item: Item, made: int) -> None:
         if item in self.sizes:
@@ -65,15 +65,15 @@ class _Emitter:
         """Bring `item` in in `step`; what is needed sooner comes first."""
         if item in self.sizes:
             urgency = (needed - step) % self.problem.n_steps
-            self.add(step, _Slot.PREFETCH, Kind.PREFETCH, item, urgency)
+            self.add(step, _Order.PREFETCH, Kind.PREFETCH, item, urgency)
 
     def free(self, step: int, item: Item) -> None:
         if item in self.sizes:
-            self.add(step, _Slot.FREE, Kind.FREE, item)
+            self.add(step, _Order.FREE, Kind.FREE, item)
 
 
-def _leaves(step: int, made: int) -> _Slot:
-    return _Slot.OFFLOAD_MADE if step == made else _Slot.OFFLOAD_EARLIER
+def _leaves(step: int, made: int) -> _Order:
+    return _Order.OFFLOAD_MADE if step == made else _Order.OFFLOAD_EARLIER
 
 
 def build_schedule(problem: Problem, decisions: Decisions) -> Schedule:
@@ -121,18 +121,18 @@ def _emit_computes(emitter: _Emitter) -> None:
     problem = emitter.problem
     n = problem.n_blocks
     for start in problem.passes:
-        emitter.add(start, _Slot.COMPUTE, Kind.COMPUTE, "start")
+        emitter.add(start, _Order.COMPUTE, Kind.COMPUTE, "start")
         for i in range(n):
-            emitter.add(start + i, _Slot.COMPUTE, Kind.COMPUTE, f"F{i}")
-            emitter.add(start + problem.backward_step(i), _Slot.COMPUTE, Kind.COMPUTE, f"B{i}")
-        emitter.add(start + n, _Slot.FIRST, Kind.COMPUTE, "user")
+            emitter.add(start + i, _Order.COMPUTE, Kind.COMPUTE, f"F{i}")
+            emitter.add(start + problem.backward_step(i), _Order.COMPUTE, Kind.COMPUTE, f"B{i}")
+        emitter.add(start + n, _Order.FIRST, Kind.COMPUTE, "user")
         for shared in problem.shared:
             last = shared.last_step if start == problem.passes[-1] else min(shared.last_step, problem.pass_steps - 1)
             emitter.free(start + last, items.shared(shared.name))
         for output in problem.outputs:
             emitter.free(start + n - 1, items.old_output(output.name))
     if problem.gate:
-        emitter.add(problem.first_turn_around, _Slot.FIRST, Kind.COMPUTE, "gate")
+        emitter.add(problem.first_turn_around, _Order.FIRST, Kind.COMPUTE, "gate")
 
 
 def _emit_activations(emitter: _Emitter, decisions: Decisions) -> None:
@@ -188,7 +188,7 @@ def _emit_host_update(emitter: _Emitter, group: Group, plan: TensorPlan) -> None
     if plan.cpu_update is not None:
         assert plan.back is not None
         urgency = (plan.back - plan.cpu_update) % emitter.problem.n_steps
-        emitter.add(plan.cpu_update, _Slot.UPDATE_CPU, Kind.UPDATE_CPU, plan.name, urgency)
+        emitter.add(plan.cpu_update, _Order.UPDATE_CPU, Kind.UPDATE_CPU, plan.name, urgency)
 
 
 def _emit_gradient(emitter: _Emitter, plan: TensorPlan, step: int, made: int) -> None:
@@ -204,10 +204,10 @@ def _emit_device_update(emitter: _Emitter, group: Group, tensor: TensorSize, pla
     several = problem.micro_batches > 1
     for start in problem.passes if several else ():
         kind = Kind.BEGIN_TOTAL if start == problem.passes[0] else Kind.ACCUMULATE
-        emitter.add(start + group.grad_steps[-1], _Slot.UPDATE_DEVICE, kind, plan.name)
-    emitter.add(last, _Slot.UPDATE_DEVICE, Kind.UPDATE_DEVICE, plan.name)
+        emitter.add(start + group.grad_steps[-1], _Order.UPDATE_DEVICE, kind, plan.name)
+    emitter.add(last, _Order.UPDATE_DEVICE, Kind.UPDATE_DEVICE, plan.name)
     whole = items.total(plan.name) if several else items.gradient(plan.name)
-    emitter.add(last, _Slot.UPDATE_DEVICE, Kind.FREE, whole)
+    emitter.add(last, _Order.UPDATE_DEVICE, Kind.FREE, whole)
     if plan.out is not None:
         emitter.copy_out(plan.out, items.parameter(plan.name), last)
     if plan.drop is not None:
@@ -218,7 +218,7 @@ def _emit_device_update(emitter: _Emitter, group: Group, tensor: TensorSize, pla
             emitter.prefetch(part.stay.back, part.item, last)
 
 
-def _parts(problem: Problem, entries: list[_Entry]) -> list[tuple[Action, ...]]:
+def _parts(problem: Problem, entries: list[_Emitted]) -> list[tuple[Action, ...]]:
     """The actions of every forward and backward, and of the turn-around."""
     n, last = problem.n_blocks, problem.first_turn_around
     barrier = problem.n_steps if problem.update == "planned" else last + 1

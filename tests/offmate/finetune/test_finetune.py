@@ -24,7 +24,7 @@ from offmate.finetune.lock import locked
 from offmate.finetune.packing import IGNORED, Batches, eval_batches, read_tokens, verify_tokens, write_tokens
 from offmate.finetune.report import StepRow, make_reporters
 from offmate.finetune.settings import Lora, differences, make_settings, read_yaml
-from offmate.finetune.updates import Updates, learning_rate
+from offmate.finetune.updates import UpdateRule, learning_rate
 from offmate.finetune.weights import load_model
 
 from .finetune_kit import TEXT, arguments, make_models, refused, same
@@ -336,7 +336,7 @@ def test_damaged_and_missing_weights(base, tmp_path):
 @pytest.fixture
 def trained(base):
     model = load_model(base / "llama", torch.float32)
-    updates = Updates(model, make_settings(NAMED))
+    updates = UpdateRule(model, make_settings(NAMED))
     model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
     updates.optimizer.step()
     return model, updates

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from offmate.runtime.memory.pools import pool_peaks
-from offmate.runtime.replay.program import Instruction, Program
+from offmate.runtime.replay.program import BlockProgram, Instruction
 from offmate.runtime.replay.rehearsal import Updated, rehearse
 from torch import nn
 
@@ -246,4 +246,4 @@ def test_what_writes_without_saying_so_is_not_compiled() -> None:
     """cuDNN's batch normalisation, for which Inductor has a formula of its own."""
     step = Instruction(torch.ops.aten.cudnn_batch_norm.default, (), {}, ((0, 0),), True, (), 0, (), ())
     with pytest.raises(Unfit, match="writes running statistics"):
-        inductor._check_operators(Program(1, (step,), {}, 0, 0, 0.0))
+        inductor._check_operators(BlockProgram(1, (step,), {}, 0, 0, 0.0))

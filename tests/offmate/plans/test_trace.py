@@ -7,7 +7,7 @@ import pytest
 from offmate.runtime.trace import Recording, Taken
 from offmate.solver.resources import Resource
 from offmate.solver.schedule import Action, Kind, Schedule
-from offmate.solver.simulate import Event, simulate
+from offmate.solver.simulate import BusySpan, simulate
 
 from offmate.reports.measured import measured_timeline
 from offmate.reports.timeline import build_timeline
@@ -144,8 +144,8 @@ def test_waits_are_told_by_what_ended_meanwhile():
     first = next(a for a in schedule.forward if a.kind is Kind.COMPUTE and a.name == "F0")
     prefetch = next(a for a in schedule.forward if a.kind is Kind.PREFETCH and a.name == "p:w")
     start = taken[first].start_s
-    update = Event(Action(4, Kind.UPDATE_CPU, "w"), Resource.CPU, start - 20, start + 2, 0)
-    copy = Event(prefetch, Resource.IN, start + 2, start + 5, 10)
+    update = BusySpan(Action(4, Kind.UPDATE_CPU, "w"), Resource.CPU, start - 20, start + 2, 0)
+    copy = BusySpan(prefetch, Resource.IN, start + 2, start + 5, 10)
     timeline = measured_timeline(Recording(schedule, 7, walks, (copy,), (update,)), 100)
     spans = [(wait.cause, wait.start_s - start, wait.end_s - start) for wait in timeline.waits]
     assert spans == [(Resource.CPU, 0, 2), (Resource.IN, 2, 5)]
@@ -166,7 +166,7 @@ def test_an_update_waits_for_every_piece_of_its_state():
     update = next(a for a in schedule.backward if a.kind is Kind.UPDATE_DEVICE)
     copies = [a for a in schedule.backward if a.kind is Kind.PREFETCH and a.name.startswith("s:")]
     start = taken[update].start_s
-    jobs = tuple(Event(copy, Resource.IN, start - 4, start + 1 + i, 20) for i, copy in enumerate(copies))
+    jobs = tuple(BusySpan(copy, Resource.IN, start - 4, start + 1 + i, 20) for i, copy in enumerate(copies))
     timeline = measured_timeline(Recording(schedule, 7, walks, (), jobs), 200)
     assert [(wait.cause, wait.end_s - wait.start_s) for wait in timeline.waits] == [(Resource.IN, 2)]
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 import torch
 from offmate.runtime.clocks import StreamClock
-from offmate.runtime.trace import Job
+from offmate.runtime.trace import RecordedJob
 from offmate.solver.resources import Resource
 
 from ...accelerator.loops import on_sim
@@ -42,7 +42,7 @@ def test_a_slow_copy_is_long_in_the_trace_and_its_launch_is_not(sim, loop, monke
         time.sleep(5 * SLOW_S)
         stream_is_held.close()
 
-    def begins(job, stream, own=Job.begins):
+    def begins(job, stream, own=RecordedJob.begins):
         own(job, stream)
         if job.resource is resource and not slow:
             slow.append(job)
@@ -54,7 +54,7 @@ def test_a_slow_copy_is_long_in_the_trace_and_its_launch_is_not(sim, loop, monke
         if slow and action is not slow[0].action:
             launched.set()
 
-    monkeypatch.setattr(Job, "begins", begins)
+    monkeypatch.setattr(RecordedJob, "begins", begins)
     monkeypatch.setattr(loop.executor, "on_action", goes_on)
     with loop.model.offmate.record():
         loop.steps(1, 2)

@@ -19,10 +19,10 @@ from rich.console import Console
 
 from offmate.cli import main
 from offmate.plans.plan import load_plan
+from offmate.reports.chrome_trace import trace
 from offmate.reports.items import KINDS, block_of_items, describe_action, describe_item
 from offmate.reports.places import Place, step_order, tracks
 from offmate.reports.timeline import build_timeline
-from offmate.reports.trace import trace
 from offmate.reports.units import byte_ticks, format_seconds, second_ticks, ticks
 
 from ...solver.micro_schedule import micro_schedule

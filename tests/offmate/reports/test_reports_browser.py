@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from offmate.reports.chrome_trace import save_trace
 from offmate.reports.html import save_document
 from offmate.reports.items import KINDS
-from offmate.reports.trace import save_trace
 
 from ...browser import CHROMIUM, WHY_SKIPPED, browser
 from ..loops import trained

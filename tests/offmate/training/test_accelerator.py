@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from offmate.runtime.memory.arena import Arena
-from offmate.runtime.memory.compaction import Run, gaps_between
+from offmate.runtime.memory.compaction import Stretch, gaps_between
 from offmate.runtime.memory.pools import large_sizes
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -257,7 +257,7 @@ def shaken(room: Callable[[Arena, tuple[int, ...]], None]) -> Callable[[Arena, t
             extents = arena._extents(waits=chance.random() < 0.5)
             gaps = gaps_between(extents, arena.start, arena._end)
             edges = [arena.start, *(one.end for one in extents)], [*(one.start for one in extents[1:]), arena._end]
-            alone = [Run(low, high, (one,)) for one, low, high in zip(extents, *edges) if one.movable]
+            alone = [Stretch(low, high, (one,)) for one, low, high in zip(extents, *edges) if one.movable]
             runs = [run for run in alone if any(
                 high - low >= run.extents[0].end - run.extents[0].start and (high <= run.start or low >= run.end)
                 for low, high in gaps

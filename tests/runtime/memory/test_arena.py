@@ -8,7 +8,7 @@ import pytest
 import torch
 from offmate.runtime.devices.streams import StreamDevice, StreamEvent
 from offmate.runtime.memory.arena import Arena
-from offmate.runtime.memory.compaction import Run
+from offmate.runtime.memory.compaction import Stretch
 from offmate.runtime.memory.pools import SMALL_SEGMENT_BYTES
 
 MIB = 2**20
@@ -138,7 +138,7 @@ def test_a_neighbour_that_is_let_go_meanwhile_costs_no_memory(sim: ModuleType, m
         move(self, one)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Arena, "_move", lets_go)
-    arena._clear(next(Run(one.start, one.end, (one,)) for one in arena._extents(waits=True) if one.start == at))
+    arena._clear(next(Stretch(one.start, one.end, (one,)) for one in arena._extents(waits=True) if one.start == at))
     assert moved.data_ptr() != at
     assert holds(moved, 5)
     assert sim.memory_reserved() == reserved

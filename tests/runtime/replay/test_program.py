@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 from offmate.runtime.ledger import Ledger, LimitExceeded
-from offmate.runtime.replay.program import Fused, Made, Program, View, run
+from offmate.runtime.replay.program import BlockProgram, Fused, Made, View, run
 
 KIB = 1 << 10
 
@@ -14,7 +14,7 @@ def fused_program(function):
     """Reads register 0 (storage 7, which ends) and register 1; leaves storage 8, seen by registers 2 and 3."""
     views = (View(2, (256,), (1,), 0), View(3, (16, 8), (1, 16), 128))
     fused = Fused(function, (0, 1), (), (0,), (7,), (Made(8, KIB, views),), 3 * KIB)
-    return Program(4, (), {7: KIB}, 3 * KIB, 0, 0.0, fused)
+    return BlockProgram(4, (), {7: KIB}, 3 * KIB, 0, 0.0, fused)
 
 
 def test_bytes_rise_and_then_are_what_is_left():
