@@ -161,7 +161,7 @@ class Recorder:
 
     def begin(self, schedule: Schedule, actions: tuple[Action, ...]) -> None:
         """The executor starts to walk a part of a schedule."""
-        if actions is schedule.passes[0].forward:
+        if actions is schedule.parts[0].actions:
             self._walks, self._jobs, self._before = [[]], [], self._jobs
             self._schedule, self._fixed_bytes = schedule, self._ledger.fixed_bytes
             # Anew for every iteration: clocks drift apart, and seconds between far events are told less exactly.

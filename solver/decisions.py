@@ -161,6 +161,6 @@ def _pending(problem: Problem, group: Group, plan: TensorPlan) -> list[int]:
     first, last = group.grad_steps[-1], problem.last_gradient(group)
     waits = [(last, plan.grad_out)] if plan.cpu else [(first, plan.device_update)]
     if plan.cpu and plan.lead_out is not None:
-        waits += [(start + first, start + plan.lead_out) for start in problem.passes[:-1]]
+        waits += list(zip(problem.each(first)[:-1], problem.each(plan.lead_out)[:-1]))
     n = problem.n_steps
     return [step for made, until in waits if until not in (None, made) for step in cycle((made + 1) % n, until or 0, n)]

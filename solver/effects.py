@@ -169,7 +169,7 @@ def _accumulate_cpu(action: Action, schedule: Schedule) -> Effect:
 
 def _whole_gradient(tensor: str, schedule: Schedule) -> Item:
     """What an update reads."""
-    return items.total(tensor) if schedule.micro_batches > 1 else items.gradient(tensor)
+    return items.total(tensor) if schedule.adds_up else items.gradient(tensor)
 
 
 EFFECTS: dict[Kind, Callable[[Action, Schedule], Effect]] = {

@@ -150,7 +150,7 @@ def _changes(problem: Problem) -> dict[str, Problem]:
 
 
 def _phases(schedule: Schedule, simulation: Simulation) -> tuple[Phase, ...]:
-    words = {1: ("",), 2: ("first ", "last ")}.get(schedule.micro_batches, ("first ", "middle ", "last "))
+    words = {1: ("",), 2: ("first ", "last ")}.get(len(schedule.parts) // 2, ("first ", "middle ", "last "))
     first, phases = 0, []
     for part in schedule.parts:
         turns = part.direction is Direction.TURN_AROUND

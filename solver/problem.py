@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from .resources import HOST, Tier
 from .resources import Rates as Rates
+from .steps import Step, passes_of, steps_of
 
 Rows = tuple[int, int]
 """Rows of a tensor, from the first number on to the one before the second."""
@@ -225,6 +226,11 @@ class Problem:
         return len(self.blocks)
 
     @property
+    def machine(self) -> dict[str, Any]:
+        """What a schedule has to keep to, as its fields: rates and budgets."""
+        return {name: getattr(self, name) for name in ("rates", "device_budget_bytes", "host_budget_bytes")}
+
+    @property
     def tiers(self) -> tuple[Tier, ...]:
         """The memories beside the device's, the host's first."""
         return Tier(self.rates.host, self.host_budget_bytes), *self.rates.tiers
@@ -243,7 +249,7 @@ class Problem:
     @property
     def n_passes(self) -> int:
         """Passes among the steps; see the module's text."""
-        return min(self.micro_batches, 3)
+        return len(passes_of(self.micro_batches))
 
     @property
     def passes(self) -> tuple[int, ...]:
@@ -258,17 +264,40 @@ class Problem:
     def first_turn_around(self) -> int:
         return self.n_passes * self.pass_steps
 
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """Every step with what runs in it."""
+        return steps_of(self.n_blocks, self.micro_batches, self.turn_around_steps)
+
     def times(self, step: int) -> int:
         """How often a step happens in an iteration: those of the middle pass stand for all middle ones."""
-        return self.micro_batches - 2 if self.in_middle(step) else 1
+        return self.steps[step].times
 
     def in_middle(self, step: int) -> bool:
         """Whether a step belongs to the middle pass, which ends with what it starts with."""
-        return self.n_passes > 2 and self.pass_steps <= step < 2 * self.pass_steps
+        return self.n_passes > 2 and self.steps[step].of_pass == 1
+
+    @cached_property
+    def runs(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """By block the steps of its forward and of its backward in every pass."""
+        found: list[list[list[int]]] = [[[] for _ in range(self.n_passes)] for _ in self.blocks]
+        for number, step in enumerate(self.steps):
+            if step.block is not None:
+                found[step.block][step.of_pass].append(number)
+        return tuple(tuple((forward, backward) for forward, backward in block) for block in found)
+
+    def each(self, step: int) -> tuple[int, ...]:
+        """The steps of all passes in which what is said of a step of the first pass happens."""
+        return tuple(start + step for start in self.passes)
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether gradients of several micro-batches are added up."""
+        return self.micro_batches > 1
 
     def backward_step(self, block: int) -> int:
         """The step of the first pass in which `block` (0-based) runs backward."""
-        return self.pass_steps - 1 - block
+        return self.runs[block][0][1]
 
     def last_gradient(self, group: Group) -> int:
         """g_w: the step in which the last pass completes the gradient of a trainable group."""
@@ -278,7 +307,7 @@ class Problem:
     def arrival_bytes(self) -> int:
         """Host bytes in which gradients arrive before they are added to their totals: two of the largest, in turn."""
         largest = max((t.grad_bytes for g in self.groups if g.trainable for t in g.tensors), default=0)
-        return 2 * largest if self.micro_batches > 1 else 0
+        return 2 * largest if self.adds_up else 0
 
     def first_update(self, group: Group) -> int:
         """The first step in which the host may update a part of a trainable group."""
@@ -300,10 +329,7 @@ class Problem:
 
     def block_of(self, step: int) -> int | None:
         """The block that computes in `step`, or None in a turn-around step."""
-        if step >= self.first_turn_around:
-            return None
-        step %= self.pass_steps
-        return step if step < self.n_blocks else self.pass_steps - 1 - step
+        return self.steps[step].block
 
 
 def check(problem: Problem) -> None:

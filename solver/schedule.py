@@ -9,6 +9,8 @@ from typing import Any
 
 from .items import Item, ItemKind
 from .resources import HOST, Path, Rates, Tier
+from .steps import Direction as Direction
+from .steps import passes_of
 
 
 class Kind(Enum):
@@ -92,14 +94,6 @@ class Pass:
     backward: tuple[Action, ...]
 
 
-class Direction(Enum):
-    """What a part of an iteration is; the value is the word for it."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    TURN_AROUND = "turn-around"
-
-
 @dataclass(frozen=True)
 class Part:
     """A stretch of an iteration that the executor walks in one go.
@@ -107,13 +101,18 @@ class Part:
     Parameters
     ----------
     of_pass: which of the schedule's passes it belongs to; the turn-around follows the last and belongs to it.
-    times: how many micro-batches it stands for.
+    micro_batches: the first micro-batch that it stands for, and the one after the last.
     """
 
     direction: Direction
     of_pass: int
-    times: int
+    micro_batches: tuple[int, int]
     actions: tuple[Action, ...]
+
+    @property
+    def times(self) -> int:
+        """How many micro-batches it stands for."""
+        return self.micro_batches[1] - self.micro_batches[0]
 
 
 @dataclass(frozen=True)
@@ -201,6 +200,11 @@ class Schedule:
         return {}
 
     @property
+    def adds_up(self) -> bool:
+        """Whether gradients of several micro-batches are added up."""
+        return self.micro_batches > 1
+
+    @property
     def passes(self) -> tuple[Pass, ...]:
         """The distinct passes in order; a middle one stands for all between the first and the last."""
         return (*self.lead, Pass(self.forward, self.backward))
@@ -215,11 +219,11 @@ class Schedule:
     def parts(self) -> tuple[Part, ...]:
         """The parts of an iteration in order, of the middle passes one."""
         parts: list[Part] = []
-        for number, one in enumerate(self.passes):
-            times = max(1, self.micro_batches - 2) if number == 1 and len(self.passes) > 2 else 1
-            parts.append(Part(Direction.FORWARD, number, times, one.forward))
-            parts.append(Part(Direction.BACKWARD, number, times, one.backward))
-        return (*parts, Part(Direction.TURN_AROUND, len(self.passes) - 1, 1, self.turn_around))
+        for number, (one, runs_for) in enumerate(zip(self.passes, passes_of(self.micro_batches))):
+            parts.append(Part(Direction.FORWARD, number, runs_for, one.forward))
+            parts.append(Part(Direction.BACKWARD, number, runs_for, one.backward))
+        once = (self.micro_batches - 1, self.micro_batches)
+        return (*parts, Part(Direction.TURN_AROUND, len(self.passes) - 1, once, self.turn_around))
 
     @property
     def actions(self) -> tuple[Action, ...]:

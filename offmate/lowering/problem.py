@@ -17,6 +17,7 @@ from ..solver import items
 from ..solver.items import Item
 from ..solver.options.pieces import Grid, in_pieces
 from ..solver.problem import Block, Group, Output, Problem, Rates, Shared, Side, TensorSize, Value
+from ..solver.steps import Direction, steps_of
 from .options import BlockClass, option_numbers
 
 
@@ -77,13 +78,13 @@ class Lowering:
     ) -> None:
         self.captured, self.chain, self.blocks, self.classes = captured, chain, blocks, classes
         self.prelude, self.differentiated, self.trainable = prelude, differentiated, trainable
-        self.n = len(blocks)
+        steps = steps_of(len(blocks), micro_batches=1, turn_around_steps=0)
+        backwards = ((n, step) for n, step in enumerate(steps) if step.direction is Direction.BACKWARD)
+        self.backward = {step.block: number for number, step in backwards}
+        self.one_pass = len(steps)
         self.outputs = {o for o in captured.outputs if isinstance(o, str)}
         self.graphs = [classes[b.key].graph for b in blocks]
         self.reads = [classes[b.key].backward_reads for b in blocks]
-
-    def backward_step(self, block: int) -> int:
-        return 2 * self.n - 1 - block
 
     def problem(self, rates: LinkRates, shared_cores: bool, **budgets: Any) -> Lowered:
         """Build the problem. budgets: the remaining fields of `Problem`."""
@@ -120,12 +121,12 @@ class Lowering:
                     continue
                 uses.add(index)
                 if any(graph.register[leaf] in self.reads[index] for leaf in leaves):
-                    uses.add(self.backward_step(index))
+                    uses.add(self.backward[index])
                 if grad is not None:
-                    grads.add(self.backward_step(index))
+                    grads.add(self.backward[index])
             for own, result in zip(block.spec.results, block.joint.results):
                 if own is node and graph.register[result] in self.reads[index]:
-                    uses.add(self.backward_step(index))
+                    uses.add(self.backward[index])
         return tuple(sorted(uses)), tuple(sorted(grads))
 
     def _values(self) -> tuple[tuple[Value, ...], tuple[Output, ...], dict[str, Item]]:
@@ -213,8 +214,8 @@ class Lowering:
                 if name is None:
                     continue
                 later = any(graph.register[leaf] in self.reads[index] for leaf in leaves)
-                last[name] = max(last[name], self.backward_step(index) if later else index)
+                last[name] = max(last[name], self.backward[index] if later else index)
         for node, name in self.prelude.item.items():
             if node.name in self.outputs:
-                last[name] = 2 * self.n + turn_around_steps - 1
+                last[name] = self.one_pass + turn_around_steps - 1
         return tuple(Shared(name, size, last[name]) for name, size in self.prelude.item_bytes.items())

@@ -43,6 +43,10 @@ class Request:
         """Return whether updates wait until all gradients are complete."""
         return self.clips or self.micro_batches > 1
 
+    def has_room_for(self, size_bytes: int) -> bool:
+        """Return whether the host's budget is that large."""
+        return size_bytes <= self.host_budget_bytes
+
 
 @dataclass(frozen=True)
 class Prepared:

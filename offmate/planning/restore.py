@@ -31,7 +31,7 @@ def cached(path: Path | None, request: Request) -> Plan | None:
 
 def fitting(plan: Plan | None, request: Request) -> Plan | None:
     """Return the plan if it fits into the host budget."""
-    if plan is not None and plan.host_bytes > request.host_budget_bytes:
+    if plan is not None and not request.has_room_for(plan.host_bytes):
         log.info("an earlier plan needs %s of host memory, more than there is now", format_bytes(plan.host_bytes))
         return None
     return plan

@@ -48,9 +48,9 @@ def parts_of(schedule: Schedule) -> list[tuple[str, tuple[Action, ...]]]:
 
 def _which(schedule: Schedule, part: Part) -> str:
     """Return the number of a part's micro-batch; for the middle ones, that of the first of them."""
-    if schedule.micro_batches == 1 or part.direction is Direction.TURN_AROUND:
+    if not schedule.adds_up or part.direction is Direction.TURN_AROUND:
         return ""
-    return f" {schedule.micro_batches if part.of_pass == schedule.parts[-1].of_pass else part.of_pass + 1}"
+    return f" {part.micro_batches[0] + 1}"
 
 
 def describe_item(item: str) -> str:

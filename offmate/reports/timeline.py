@@ -193,7 +193,7 @@ def _phases(schedule: Schedule, simulation: Simulation) -> tuple[tuple[str, floa
         if actions:
             start_s = simulation.taken[done][0]
             if start_s > at_s:
-                phases.append((f"{schedule.micro_batches - 3}{_MORE}", at_s, start_s))
+                phases.append((f"{schedule.parts[2].times - 1}{_MORE}", at_s, start_s))
             at_s = max(start_s, at_s)
         done += len(actions)
         end_s = simulation.taken[done - 1][1] if actions else at_s

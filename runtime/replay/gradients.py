@@ -52,7 +52,7 @@ class Gradients:
     def __init__(self, world: World) -> None:
         self._host, self._device, self._contents = world.host, world.device, world.contents
         self._adder = world.schedule.rates.worker(Kind.ACCUMULATE_CPU.value)
-        self._sizes, self._adds_up = world.schedule.item_bytes, world.schedule.micro_batches > 1
+        self._sizes, self._adds_up = world.schedule.item_bytes, world.schedule.adds_up
         self._arrivals: list[_Arrival] = []
         self._unbegun: set[str] = set()
 

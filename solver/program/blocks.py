@@ -48,17 +48,17 @@ def add_blocks(problem: Problem, builder: Builder, account: Account) -> tuple[Ch
 
 
 def _add_block(problem: Problem, i: int, builder: Builder, account: Account) -> Choices:
-    block, backward = problem.blocks[i], problem.backward_step(i)
+    block = problem.blocks[i]
     columns: dict[int, Terms] = {}
     for o, option in enumerate(block.options):
         if option.offloaded_bytes and not offload_steps(problem, i):
             continue
         columns[o] = column = builder.column(f"Comp[{i},{o}]", integer=True)
         account.keep(option.offloaded_bytes, column)
-        for start in problem.passes:
-            account.spend(Resource.COMPUTE, start + i, option.forward_s, column)
-            account.spend(Resource.COMPUTE, start + backward, option.backward_s, column)
-            account.hold_over(range(start + i + 1, start + backward), option.saved_bytes, column)
+        for forward, backward in problem.runs[i]:
+            account.spend(Resource.COMPUTE, forward, option.forward_s, column)
+            account.spend(Resource.COMPUTE, backward, option.backward_s, column)
+            account.hold_over(range(forward + 1, backward), option.saved_bytes, column)
     if not columns:
         raise ProblemError(f"block {block.name}: every option offloads, but its backward follows its forward")
     one = add(*((1.0, c) for c in columns.values()), (-1.0, {ONE: 1.0}))
@@ -74,15 +74,16 @@ def offload_steps(problem: Problem, i: int) -> int:
     """Steps after a block's forward in which what it offloads may still leave, and before its backward in which it may
     come in; 0 if its backward follows at once, so that nothing can be offloaded.
     """
-    return min(STEPS, (problem.backward_step(i) - i - 1) // 2)
+    forward, backward = problem.runs[i][0]
+    return min(STEPS, (backward - forward - 1) // 2)
 
 
 def _offload(
     problem: Problem, i: int, most_bytes: int, total: Terms, builder: Builder, account: Account
 ) -> tuple[RoundTrip, ...]:
     """What a block offloads: it leaves from its forward on, held until then, and is back when its backward starts."""
-    backward, more = problem.backward_step(i), offload_steps(problem, i)
-    leaves, comes = tuple(range(i, i + more + 1)), tuple(range(backward - more, backward + 1))
+    (first, last), more = problem.runs[i][0], offload_steps(problem, i)
+    leaves, comes = tuple(range(first, first + more + 1)), tuple(range(last - more, last + 1))
     host, *others = problem.tiers
     parts = {tier.name: builder.column(f"Act[{i}{mark(tier.path)}]") for tier in others}
     to_host = add((1.0, total), *((-1.0, part) for part in parts.values()))
@@ -97,11 +98,11 @@ def _offload(
             account.keep(most_bytes, part, tier.name)
             account.keep(-most_bytes, part)
         trips.append(RoundTrip(tier.name, out, back))
-        for start in problem.passes:
-            gone, there = out.later(start), back.later(start)
-            leave(most_bytes, start + i, gone, account, tier.path.out)
+        for forward, backward in problem.runs[i]:
+            gone, there = out.later(forward - first), back.later(backward - last)
+            leave(most_bytes, forward, gone, account, tier.path.out)
             for step, moved in there.each():
-                account.move(tier.path.into, step, most_bytes, moved, serial=step == start + backward)
+                account.move(tier.path.into, step, most_bytes, moved, serial=step == backward)
             account.hold_over(gone.span[1:], most_bytes, part)
             account.hold_sums(gone.span[1:], -most_bytes, gone.prior)
             account.hold_sums(there.span[:-1], most_bytes, there.sums)
@@ -121,7 +122,7 @@ def add_values(problem: Problem, builder: Builder, account: Account) -> tuple[Le
         if len(ways) > 1:
             together = ((1.0, leaving.column) for _, leaving in ways)
             builder.at_most_zero(f"one tier[{value.name}]", add(*together, (-1.0, {ONE: 1.0})))
-        for start in problem.passes:
+        for start in problem.each(0):
             account.hold_over(range(start + value.made + 1, start + value.uses[-1] + 1), value.bytes, {ONE: 1.0})
             for path, leaving in ways:
                 _count_leaving(value, start, leaving, path, account)

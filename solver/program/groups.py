@@ -129,9 +129,9 @@ def updating_steps(problem: Problem, span: tuple[int, ...]) -> tuple[int, ...]:
 def add_group(problem: Problem, group: Group, builder: Builder, account: Account) -> GroupColumns:
     """The columns and rows of `group`, counted in `account`."""
     span = span_of(problem, group)
-    for start in problem.passes:
+    for begins in problem.each(0):
         for step in span.points:
-            account.hold(start + step, group.param_bytes, WHOLE)
+            account.hold(begins + step, group.param_bytes, WHOLE)
     if not group.trainable:
         return _frozen(problem, group, span, builder, account)
     if problem.update == "external":
@@ -195,8 +195,8 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     account.hold_sums(after_update[1:], group.param_bytes, back.sums)
     # Where there are several micro-batches the first one's gradient becomes the total.
     account.hold_over(around(span.points[-1], updated, problem.n_steps)[1:], group.grad_bytes, rest)
-    for start in problem.passes[1:]:
-        account.spend(Resource.COMPUTE, start + span.points[-1], group.device_add_s, rest)
+    for step in problem.each(span.points[-1])[1:]:
+        account.spend(Resource.COMPUTE, step, group.device_add_s, rest)
 
     states = _states(problem, group, updated, x, builder, account)
     away = _others(problem, group, span.between, hosted, builder, account)
@@ -217,7 +217,7 @@ def _sums(
     problem: Problem, group: Group, span: Span, x: Terms, grad_out: Flow, builder: Builder, account: Account
 ) -> Flow | None:
     """The CPU part's gradients of all passes but the last, and the host's additions, a step after each copy."""
-    if problem.n_passes == 1:
+    if not problem.adds_up:
         return None
     end = span.points[-1]
     window = around(end, problem.pass_steps + group.grad_steps[0] - 1, problem.n_steps)

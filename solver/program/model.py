@@ -119,8 +119,8 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
         memory = _levels(builder, account, unit)
         outside = [
             (step, add((1.0, memory[step]), (1.0, more)))
-            for first in problem.passes
-            for step, more in ((first, start), (first + problem.n_blocks, user))
+            for begins in problem.each(0)
+            for step, more in ((begins, start), (begins + problem.n_blocks, user))
         ]
         device_rows = (*enumerate(memory), *outside)
         most = objective if goal == "device" else {ONE: problem.device_budget_bytes / unit}
@@ -155,7 +155,7 @@ def _hold_the_rest(problem: Problem, choices: tuple[Choices, ...], account: Acco
     """
     n = problem.n_blocks
     shared_bytes = sum(s.bytes for s in problem.shared)
-    handed_in = sum(o.grad_bytes for o in problem.outputs if problem.backward_step(o.made) > n)
+    handed_in = sum(o.grad_bytes for o in problem.outputs if problem.runs[o.made][0][1] > n)
     for step, held in enumerate(held_bytes(problem)):
         account.hold(step, held, {ONE: 1.0})
     start: Terms = {ONE: float(problem.start_peak_bytes - shared_bytes)}
@@ -163,9 +163,9 @@ def _hold_the_rest(problem: Problem, choices: tuple[Choices, ...], account: Acco
     for i, block in enumerate(choices):
         for o, column in block.columns.items():
             option = problem.blocks[i].options[o]
-            for first in problem.passes:
-                account.hold(first + i, option.forward_peak_bytes, column)
-                account.hold(first + problem.backward_step(i), option.backward_peak_bytes, column)
+            for forward, backward in problem.runs[i]:
+                account.hold(forward, option.forward_peak_bytes, column)
+                account.hold(backward, option.backward_peak_bytes, column)
             if i == 0:
                 accumulate(start, -option.forward_peak_bytes, column)
             if i == n - 1:  # the user's code runs between this block's forward and its backward
@@ -198,8 +198,8 @@ def _tier_rows(problem: Problem, builder: Builder, account: Account, goal: Goal,
 def _time_rows(problem: Problem, builder: Builder, account: Account, unit_s: float) -> tuple[Terms, ...]:
     """Time of every step, at least the seconds of each resource, in units of `unit_s`."""
     rates, times = problem.rates, []
-    for first in problem.passes:
-        account.spend(Resource.COMPUTE, first, problem.start_s, {ONE: 1.0})
+    for begins in problem.each(0):
+        account.spend(Resource.COMPUTE, begins, problem.start_s, {ONE: 1.0})
     for resource in rates.working:  # updates wait for the gate
         account.spend(resource, problem.first_turn_around, problem.gate_s, {ONE: 1.0})
     ways = [(path, link, f"{word}{mark(path)}") for path in rates.paths.values() for link, word in _words(path)]

@@ -53,7 +53,7 @@ def _least(block: Block, may_offload: bool) -> int:
 def _streamed_activations(problem: Problem, i: int, option: int) -> ActivationFlow:
     if not problem.blocks[i].options[option].offloaded_bytes:
         return ActivationFlow()
-    return ActivationFlow({i: 1.0}, {problem.backward_step(i): 1.0})
+    return ActivationFlow(*({step: 1.0} for step in problem.runs[i][0]))
 
 
 def _streamed(problem: Problem, group: Group) -> GroupFlow:
@@ -67,7 +67,7 @@ def _streamed(problem: Problem, group: Group) -> GroupFlow:
     if group.side == "device":
         return replace(_on_device(problem, group, span), gaps=gaps)
     update = {problem.first_update(group): 1.0}
-    led = {span.points[-1]: 1.0} if problem.n_passes > 1 else {}
+    led = {span.points[-1]: 1.0} if problem.adds_up else {}
     out, back = {span.end: 1.0}, {last: 1.0}
     return GroupFlow(cpu_part=1.0, grad_out=out, lead_out=led, cpu_update=update, cpu_back=back, gaps=gaps)
 
@@ -95,34 +95,35 @@ def _seconds(
     rates = problem.rates
     seconds = [rates.manage_s] * problem.n_steps
     seconds[problem.first_turn_around] += problem.gate_s
-    for start in problem.passes:
-        seconds[start] += problem.start_s
-        for i, (block, o) in enumerate(zip(problem.blocks, options)):
-            option = block.options[o]
-            seconds[start + i] += option.forward_s + rates.copy_s(option.offloaded_bytes, Resource.OUT)
-            back = start + problem.backward_step(i)
-            seconds[back] += option.backward_s + rates.copy_s(option.offloaded_bytes, Resource.IN)
+    for begins in problem.each(0):
+        seconds[begins] += problem.start_s
+    for block, o, runs in zip(problem.blocks, options, problem.runs):
+        option = block.options[o]
+        for forward, backward in runs:
+            seconds[forward] += option.forward_s + rates.copy_s(option.offloaded_bytes, Resource.OUT)
+            seconds[backward] += option.backward_s + rates.copy_s(option.offloaded_bytes, Resource.IN)
     for group in problem.groups:
         _add_group(problem, group, groups[group.name], seconds)
     gone = set(values)
     for value in problem.values:
-        for start in problem.passes if value.name in gone else ():
-            seconds[start + value.made] += rates.copy_s(value.bytes, Resource.OUT)
-            seconds[start + value.uses[-1]] += rates.copy_s(value.bytes, Resource.IN)
+        if value.name in gone:
+            for made, used in zip(problem.each(value.made), problem.each(value.uses[-1])):
+                seconds[made] += rates.copy_s(value.bytes, Resource.OUT)
+                seconds[used] += rates.copy_s(value.bytes, Resource.IN)
     return seconds
 
 
 def _add_group(problem: Problem, group: Group, flow: GroupFlow, seconds: list[float]) -> None:
     rates = problem.rates
     added_s = group.cpu_add_s if flow.lead_out else 0.0
-    for step in (*flow.grad_out, *(step + start for step in flow.lead_out for start in problem.passes[:-1])):
+    for step in (*flow.grad_out, *(again for out in flow.lead_out for again in problem.each(out)[:-1])):
         seconds[step] += rates.copy_s(group.grad_bytes, Resource.OUT) + added_s
     for step in flow.cpu_update:
         seconds[step] += group.cpu_update_s
     if group.trainable and not flow.cpu_part:
         seconds[problem.device_update(group)] += group.device_update_s
-        for start in problem.passes[1:]:
-            seconds[start + group.grad_steps[-1]] += group.device_add_s
+        for step in problem.each(group.grad_steps[-1])[1:]:
+            seconds[step] += group.device_add_s
     for moved, size in ((flow.out, group.param_bytes), (flow.state_out, group.state_bytes)):
         for step in moved:
             seconds[step] += rates.copy_s(size, Resource.OUT)

@@ -32,7 +32,7 @@ def _stay(problem: Problem, solution: Solution, i: int, spare: list[float], spre
     flow, size = solution.activations[i], problem.blocks[i].options[solution.options[i]].offloaded_bytes
     if not size:
         return None
-    backward = problem.backward_step(i)
+    _, backward = problem.runs[i][0]
     gone, come = Curve(problem, i, flow.out), Curve(problem, i, flow.back)
     there = {i + k: size * (1 - gone.up_to(k - 1) + come.up_to(k)) for k in range(1, backward - i)}
     lacks = {step: size * (1 - NOISE) > part + spare[step] for step, part in there.items()}
@@ -41,6 +41,6 @@ def _stay(problem: Problem, solution: Solution, i: int, spare: list[float], spre
     out, back = min(out, max(flow.out)), max(back, min(flow.back))
     for step, part in there.items():
         used = size * (step <= out or step >= back)
-        for start in problem.passes:
-            spare[start + step] += part - used
+        for again in problem.each(step):
+            spare[again] += part - used
     return ActivationStay(out, back, spread.take(size, flow.tiers))

@@ -37,7 +37,7 @@ def host_chain(
         last_out = {name: position - 2 for name, position in back.items()}
     outs = _grad_outs(problem, group, flow, sizes, last_out, allowance)
     updates = {} if problem.update == "external" else _updates(problem, group, flow, sizes, outs, back)
-    led = _lead_outs(problem, group, flow, sizes, allowance) if problem.n_passes > 1 else {}
+    led = _lead_outs(problem, group, flow, sizes, allowance) if problem.adds_up else {}
     return [
         replace(
             plan,
@@ -84,7 +84,7 @@ def _lead_outs(
     waiting = group.grad_bytes - sum(sizes.values())
 
     def pending(k: int) -> int:
-        return min(allowance.grads(start + first + k + 1) for start in problem.passes[:-1]) - waiting
+        return min(map(allowance.grads, problem.each(first + k + 1)[:-1])) - waiting
 
     last_out = dict.fromkeys(sizes, lead_window(problem, group) - 1)
     return _leaving(sizes, last_out, pending, Curve(problem, first, flow.lead_out), flow.cpu_part)

@@ -84,9 +84,9 @@ class Allowance:
         for k in range(1, (self._updated - first) % n + 1):
             self._grads[(first + k) % n] += group.grad_bytes * (1 - flow.cpu_part)
         gone = Curve(problem, first, flow.lead_out)
-        for start in problem.passes[:-1]:
+        for again in problem.each(first)[:-1]:
             for k in range(1, lead_window(problem, group)):
-                self._grads[start + first + k] += group.grad_bytes * (flow.cpu_part - gone.up_to(k - 1))
+                self._grads[again + k] += group.grad_bytes * (flow.cpu_part - gone.up_to(k - 1))
 
     def room(self) -> float:
         """The fraction of the group that can be updated on the device on top, by what is spare around its update."""
@@ -159,7 +159,7 @@ def _idle_steps(problem: Problem, group: Group) -> int:
 
 def lead_window(problem: Problem, group: Group) -> int:
     """The steps from a pass's last gradient, included, to where the next pass begins to make it again."""
-    return problem.pass_steps + group.grad_steps[0] - group.grad_steps[-1]
+    return problem.each(group.grad_steps[0])[1] - group.grad_steps[-1]
 
 
 def envelope(need: Sequence[int]) -> list[int]:

@@ -40,7 +40,7 @@ def item_sizes(problem: Problem, decisions: Decisions) -> dict[Item, int]:
         if not plan.cpu:
             if plan.name in trained:
                 sizes |= {part.item: part.bytes for part in state_parts(trained[plan.name], plan)}
-            if problem.micro_batches > 1:
+            if problem.adds_up:
                 sizes[items.total(plan.name)] = sizes.get(items.gradient(plan.name), 0)
     for value in problem.values:
         sizes[items.value(value.name)] = value.bytes
@@ -106,7 +106,7 @@ def _forward_makes(problem: Problem, block: int) -> list[Item]:
 
 def _backward_spec(problem: Problem, block: int, option: Option, sizes: dict[Item, int]) -> ComputeSpec:
     """A backward: its peak contains what it releases, so the rise is what comes on top of that."""
-    step = problem.backward_step(block)
+    _, step = problem.runs[block][0]
     drops = [items.kept(block), items.offloaded(block)]
     drops += [items.value_gradient(value.name) for value in problem.values if value.made == block]
     drops += [items.value_gradient(output.name) for output in problem.outputs if output.made == block]

@@ -96,7 +96,7 @@ def build_schedule(problem: Problem, decisions: Decisions) -> Schedule:
             _emit_tensor(emitter, group, tensor, plans[tensor.name])
     parts = _parts(problem, sorted(emitter.entries))
     computes = compute_specs(problem, decisions, sizes)
-    several = problem.micro_batches > 1
+    several = problem.adds_up
     schedule = Schedule(
         options=decisions.options,
         item_bytes=sizes,
@@ -104,15 +104,13 @@ def build_schedule(problem: Problem, decisions: Decisions) -> Schedule:
         computes=computes,
         update_cpu_s=_shares(problem, plans, "cpu_update_s", cpu=True),
         update_device_s=_shares(problem, plans, "device_update_s", cpu=False),
-        rates=problem.rates,
-        device_budget_bytes=problem.device_budget_bytes,
-        host_budget_bytes=problem.host_budget_bytes,
         host_bytes=_host_bytes(problem, decisions, plans),
         gate=problem.gate,
         micro_batches=problem.micro_batches,
         add_cpu_s=_shares(problem, plans, "cpu_add_s", cpu=True) if several else {},
         add_device_s=_shares(problem, plans, "device_add_s", cpu=False) if several else {},
         homes=emitter.homes,
+        **problem.machine,
     )
     return with_actions(schedule, parts)
 
@@ -120,11 +118,12 @@ def build_schedule(problem: Problem, decisions: Decisions) -> Schedule:
 def _emit_computes(emitter: _Emitter) -> None:
     problem = emitter.problem
     n = problem.n_blocks
+    for i, runs in enumerate(problem.runs):
+        for forward, backward in runs:
+            emitter.add(forward, _Order.COMPUTE, Kind.COMPUTE, f"F{i}")
+            emitter.add(backward, _Order.COMPUTE, Kind.COMPUTE, f"B{i}")
     for start in problem.passes:
-        emitter.add(start, _Order.COMPUTE, Kind.COMPUTE, "start")
-        for i in range(n):
-            emitter.add(start + i, _Order.COMPUTE, Kind.COMPUTE, f"F{i}")
-            emitter.add(start + problem.backward_step(i), _Order.COMPUTE, Kind.COMPUTE, f"B{i}")
+        emitter.add(start, _Order.COMPUTE, Kind.COMPUTE, "start", urgency=-1)
         emitter.add(start + n, _Order.FIRST, Kind.COMPUTE, "user")
         for shared in problem.shared:
             last = shared.last_step if start == problem.passes[-1] else min(shared.last_step, problem.pass_steps - 1)
@@ -141,8 +140,9 @@ def _emit_activations(emitter: _Emitter, decisions: Decisions) -> None:
     for start in problem.passes:
         for i, stay in enumerate(decisions.activations):
             if stay is not None:
-                emitter.offload(start + stay.out, items.offloaded(i), start + i, stay.tier)
-                emitter.prefetch(start + stay.back, items.offloaded(i), start + problem.backward_step(i))
+                forward, backward = problem.runs[i][0]
+                emitter.offload(start + stay.out, items.offloaded(i), start + forward, stay.tier)
+                emitter.prefetch(start + stay.back, items.offloaded(i), start + backward)
         for value in problem.values:
             item = items.value(value.name)
             if value.name in decisions.offloaded_values:
@@ -194,14 +194,14 @@ def _emit_host_update(emitter: _Emitter, group: Group, plan: TensorPlan) -> None
 def _emit_gradient(emitter: _Emitter, plan: TensorPlan, step: int, made: int) -> None:
     """A gradient goes out, and with several micro-batches is added up before the next but one may follow it."""
     emitter.offload(step, items.gradient(plan.name), made)
-    if emitter.problem.micro_batches > 1:
+    if emitter.problem.adds_up:
         emitter.add(step, _leaves(step, made), Kind.ACCUMULATE_CPU, plan.name)
 
 
 def _emit_device_update(emitter: _Emitter, group: Group, tensor: TensorSize, plan: TensorPlan) -> None:
     last, problem = plan.device_update, emitter.problem
     assert last is not None
-    several = problem.micro_batches > 1
+    several = problem.adds_up
     for start in problem.passes if several else ():
         kind = Kind.BEGIN_TOTAL if start == problem.passes[0] else Kind.ACCUMULATE
         emitter.add(start + group.grad_steps[-1], _Order.UPDATE_DEVICE, kind, plan.name)

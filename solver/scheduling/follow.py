@@ -32,8 +32,7 @@ def follow(schedule: Schedule, problem: Problem) -> Schedule | None:
         schedule,
         item_bytes=sizes,
         computes={name: specs.get(name, spec) for name, spec in schedule.computes.items()},
-        device_budget_bytes=problem.device_budget_bytes,
-        host_budget_bytes=problem.host_budget_bytes,
+        **(problem.machine | {"rates": schedule.rates}),
         host_bytes=schedule.host_bytes + sum(sizes[item] - schedule.item_bytes[item] for item in leaving),
     )
     try:

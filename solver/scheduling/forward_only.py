@@ -66,11 +66,9 @@ def _stream(problem: Problem, ahead: int) -> Schedule:
         computes=_computes(problem, params, sizes),
         update_cpu_s={},
         update_device_s={},
-        rates=problem.rates,
-        device_budget_bytes=problem.device_budget_bytes,
-        host_budget_bytes=problem.host_budget_bytes,
         host_bytes=sum(size for item, size in sizes.items() if item.kind is ItemKind.PARAMETER),
         forward=tuple(actions),
+        **problem.machine,
     )
 
 

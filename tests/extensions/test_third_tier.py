@@ -184,7 +184,9 @@ def test_more_than_its_capacity_is_refused(loop):
     """The ledger of the tier is a hard limit, as the device's is."""
     loop.steps(0, 1)
     loop.executor.unload()
-    loop.executor.world.tiers[PEER].limit_bytes = 64
+    ledger = loop.executor.world.tiers[PEER]
+    ledger.limit_bytes = 64
+    ledger.reset_peak()
     with pytest.raises((offmate.OffmateError, LimitExceeded), match="the budget is 64"):
         loop.steps(1, 3)
 

@@ -15,6 +15,7 @@ ROOMS = (
     # solver: plain numbers, no torch
     "offmate.solver",
     "offmate.solver.resources",
+    "offmate.solver.steps",
     "offmate.solver.problem",
     "offmate.solver.block_graph",
     "offmate.solver.solution",
@@ -85,10 +86,12 @@ _FLOOR = {room: floor for floor, room in enumerate(ROOMS)}
 
 # What a new tier, link, kind of item or order of micro-batches has to be told to, as it is spelt in a source.
 CONCEPTS = {
-    "host or device as a tier": r"\b(host|device)_budget_bytes\b|\bhost_bytes\b",
+    "the host's capacity": r"\bhost_budget_bytes\b",
     "in or out as a link": r"\b(in|out|both)_bytes_per_s\b|\blink_(in|out)\b",
     "prefixes of items": r"[\"'](?:p|g|t|s|v|d|k|a|x|o|old):|\bf\"[pgtsvdkaxo]:\{",
-    "arithmetic of passes": r"\bmicro_batches\b|\.lead\b|\bbackward_step\(",
+    "arithmetic of passes": (
+        r"\b(pass_steps|n_passes|backward_step)\b|\b(problem|schedule)\.(passes|lead|micro_batches)\b"
+    ),
 }
 
 

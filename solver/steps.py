@@ -1,0 +1,62 @@
+"""The steps of an iteration as data: for each its block, its direction, and the micro-batches that it stands for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+
+
+class Direction(Enum):
+    """The direction of a step, or of a part of a schedule; the value is its word."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    TURN_AROUND = "turn-around"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of an iteration.
+
+    Parameters
+    ----------
+    block: the block that runs; None in the turn-around.
+    of_pass: the number of its pass; the turn-around belongs to the last one.
+    micro_batches: the first micro-batch that it runs for, and the one after the last.
+    """
+
+    block: int | None
+    direction: Direction
+    of_pass: int
+    micro_batches: tuple[int, int]
+
+    @property
+    def times(self) -> int:
+        """How often it happens in an iteration."""
+        return self.micro_batches[1] - self.micro_batches[0]
+
+
+def passes_of(micro_batches: int) -> tuple[tuple[int, int], ...]:
+    """The micro-batches of each pass: those between the first and the last are alike, so one pass stands for them."""
+    ends = sorted({0, min(1, micro_batches - 1), micro_batches - 1, micro_batches})
+    return tuple(pairwise(ends))
+
+
+def steps_of(n_blocks: int, micro_batches: int, turn_around_steps: int) -> tuple[Step, ...]:
+    """The steps of an iteration in order: per pass the forwards, then the backwards; then the turn-around.
+
+    An order of micro-batches other than this one is another list.
+    """
+    passes = passes_of(micro_batches)
+    steps = [
+        Step(block, direction, number, run_for)
+        for number, run_for in enumerate(passes)
+        for direction, blocks in (
+            (Direction.FORWARD, range(n_blocks)),
+            (Direction.BACKWARD, reversed(range(n_blocks))),
+        )
+        for block in blocks
+    ]
+    once = (micro_batches - 1, micro_batches)
+    return (*steps, *(Step(None, Direction.TURN_AROUND, len(passes) - 1, once) for _ in range(turn_around_steps)))
