@@ -20,7 +20,7 @@ from ..reports.html import document, figure
 from ..reports.plots import draw_memory, draw_tensors, draw_timeline
 from ..reports.timeline import Timeline, build_timeline
 from ..sizes import format_bytes, format_least_bytes
-from ..solver.explain import Explanation
+from ..solver.explain import Explanation, explanation, offered
 from ..solver.files import problem_from_dict
 from ..solver.files import to_dict as problem_to_dict
 from ..solver.problem import Problem
@@ -29,7 +29,6 @@ from ..solver.simulate import Simulation, simulate
 from ..solver.text import from_dict, to_dict
 from ..split import Split
 from .diff import Compared, PlanDiff, diff
-from .limits import endless_s, limits
 from .table import BlockRow, plan_table
 
 if TYPE_CHECKING:
@@ -95,7 +94,7 @@ class Plan:
     @property
     def endless_s(self) -> float:
         """Seconds of one iteration on the same device with unlimited memory: nothing moves, nothing is recomputed."""
-        return endless_s(self.problem) if self.problem is not None else self.predicted_step_s
+        return self.problem.endless_s if self.problem is not None else self.predicted_step_s
 
     @property
     def bound_words(self) -> str:
@@ -111,11 +110,15 @@ class Plan:
         return words
 
     @property
+    def objective_s(self) -> float:
+        """Seconds of a step in the program's fractions; the schedule's own if nothing was proved of them."""
+        proved = self.lower_bound_s > 0 and self.gap < 1
+        return self.lower_bound_s / (1 - self.gap) if proved else self.predicted_step_s
+
+    @property
     def rounding_loss_s(self) -> float:
         """Seconds by which whole tensors are slower than the program's fractions; 0 if they are not, or if unknown."""
-        if self.lower_bound_s <= 0:
-            return 0.0
-        return max(0.0, self.predicted_step_s - self.lower_bound_s / (1 - self.gap))
+        return max(0.0, self.predicted_step_s - self.objective_s)
 
     @property
     def host_bytes(self) -> int:
@@ -178,7 +181,8 @@ class Plan:
     def limits(self, offers: bool = False) -> Explanation:
         """Explain what limits each phase and, with `offers`, what changes would gain; not for forward-only plans."""
         assert self.problem is not None
-        return limits(self.problem, self.schedule, self.simulation, self.lower_bound_s, self.gap, offers)
+        found = offered(self.problem, self.objective_s) if offers else ()
+        return explanation(self.schedule, self.simulation, self.gap, found)
 
     def table(self) -> Table:
         """Return a table of what happens to the blocks' values and parameters: equal blocks in one row, and totals."""
