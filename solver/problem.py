@@ -292,7 +292,7 @@ class Problem:
 
     @property
     def endless_s(self) -> float:
-        """Seconds of an iteration with unlimited device memory: every block at its fastest, all updates on the device."""
+        """Seconds of an iteration with unlimited device memory: the fastest options, all updates on the device."""
         blocks_s = sum(min(o.forward_s + o.backward_s for o in block.options) for block in self.blocks)
         passes_s = self.micro_batches * (self.start_s + blocks_s)
         return passes_s + sum(group.device_update_s for group in self.groups)
