@@ -22,7 +22,7 @@ from .optim.probe import check_optimizer
 from .optim.updater import Updater, parameter_names
 from .planning.batch_size import batch_size_of, check_batch_size, fastest_batch_size, planned_within, resized
 from .planning.placement import fitted, pockets
-from .planning.planner import make_plan, plan_elsewhere
+from .planning.planner import make_plan, plan_elsewhere, trace_once
 from .planning.request import Prepared, Request
 from .plans.plan import Plan
 from .progress import Progress, planning_progress
@@ -201,8 +201,11 @@ def _sized(
         if where is None:
             return make_plan(model, args, kwargs, request, updater, say).plan
 
+        trace = trace_once(model, args, kwargs, request, say)
+
         def make(margin_bytes: int) -> Prepared:
-            return make_plan(model, args, kwargs, replace(request, margin_bytes=margin_bytes), updater, say)
+            own = replace(request, margin_bytes=margin_bytes)
+            return make_plan(model, args, kwargs, own, updater, say, trace=trace)
 
         held = pockets(where, model, (args, kwargs))
         plan = fitted(make, model, updater, where, request.budget_bytes)[0].plan

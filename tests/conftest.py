@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -131,8 +132,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Autograd has to meet the device before the first backward of the process."""
+    """Autograd has to meet the device before the first backward of the process.
+
+    What was imported by now stays: the collector need not look through it again and again.
+    """
     if any(map(needs_device, session.items)):
         from .accelerator import prepare  # not before: the solver's tests need no torch
 
         prepare()
+    gc.collect()
+    gc.freeze()

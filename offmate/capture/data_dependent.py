@@ -28,7 +28,7 @@ _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def check_sizes(graph: fx.Graph) -> None:
-    """Raise CaptureError for the first operator that makes a size or a Python number from a tensor's values.
+    """Raise MadeFromValues for the first operator that makes a size or a Python number from a tensor's values.
 
     Parameters
     ----------
@@ -39,7 +39,11 @@ def check_sizes(graph: fx.Graph) -> None:
         number = any(isinstance(leaf, _SYMBOLS) for leaf in leaves)
         if number or any(isinstance(leaf, torch.Tensor) and _has_symbols(leaf) for leaf in leaves):
             frames = (match.groups() for match in _FRAME.finditer(node.meta.get("stack_trace") or ""))
-            raise _refusal(node.target, _line(frames), number)
+            raise MadeFromValues(str(_refusal(node.target, _line(frames), number)))
+
+
+class MadeFromValues(CaptureError):
+    """Raised by `check_sizes`; it names the model's line if the graph was captured with stack traces."""
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from ..runtime.torch_names.operators import HigherOrderOperator
 from ..runtime.torch_names.tracing import FakeTensor
 from . import batch_decisions
 from .byproducts import ByProduct
-from .data_dependent import line_of, named
+from .data_dependent import MadeFromValues, line_of, named
 from .effects import updates_stats, writes
 from .fake import fake_batch, faked
 from .functions import functions_kept
@@ -136,6 +136,21 @@ def capture(
 
     Returns: the flat graph. Raises: CaptureError naming the construct that does not export.
     """
+    try:
+        with tracing.without_stack_traces():
+            return _capture(model, args, kwargs, real, device)
+    except MadeFromValues:
+        # To note the model's line for every operator is a fifth of what exporting takes, and only this error shows one.
+        return _capture(model, args, kwargs, real, device)
+
+
+def _capture(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    real: tuple[tuple[Any, ...], dict[str, Any]] | None,
+    device: torch.device | None,
+) -> Captured:
     args, kwargs = pytree.tree_map(_distinct, (args, kwargs))
     with rng_untouched(device), _checkpointing_off(model), python_restored(model):
         with python_restored(model), only_packages_hooks(model):

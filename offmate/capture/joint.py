@@ -16,8 +16,10 @@ import torch
 from torch import fx
 
 from ..errors import CaptureError
+from ..guards.surroundings import surroundings
 from ..runtime.layouts import as_layout
 from ..runtime.operators.recurrent import recorded_rnn_layer, rnn_layer_backward
+from ..runtime.torch_names.operators import OpOverload
 from ..runtime.torch_names.tracing import (
     FakeTensorMode,
     FunctionalTensorMode,
@@ -31,23 +33,45 @@ from .as_in_eager import LayoutsKept, copied, no_autocast, run_openly
 from .casts import added
 from .edges import edges_into
 from .effects import is_random
-from .spec import BlockSpec, Joint, dense_stride, storages_of
+from .spec import BlockSpec, Joint, class_key, dense_stride, storages_of
 
 _COPY = torch.ops.aten.copy.default
 _RNN_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 _RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 
+# Blocks of these operators alone are traced once per process. What others do may be registered anew under their names.
+_LASTING = ("aten", "prims")
+_MOST_KEPT = 64
+_kept: dict[tuple[Any, ...], Joint] = {}
+
 
 def trace(spec: BlockSpec, own_results: bool = True) -> Joint:
-    """Trace one block's forward and backward.
+    """Trace one block's forward and backward, or recall the trace of one like it: a model is planned more than once.
 
     Parameters
     ----------
     spec: the block; its nodes' fake values are read from `meta["fake"]`.
     own_results: whether results that are views of the block's inputs get their own storage.
 
-    Returns: the functional joint graph, split into forward and backward.
+    Returns: the functional joint graph, split into forward and backward. It is shared, and nobody changes it.
     """
+    if not all(isinstance(n.target, OpOverload) and n.target.namespace in _LASTING for n in _operators(spec)):
+        return _trace(spec, own_results)
+    storages = tuple(e.node.meta["fake"].untyped_storage().nbytes() for e in spec.externals)
+    key = class_key(spec), storages, own_results, torch.is_grad_enabled(), surroundings()
+    joint = _kept.pop(key, None) or _trace(spec, own_results)
+    # The one that was asked for last stands at the end.
+    _kept[key] = joint
+    if len(_kept) > _MOST_KEPT:
+        _kept.pop(next(iter(_kept)), None)
+    return joint
+
+
+def _operators(spec: BlockSpec) -> Iterator[fx.Node]:
+    return (node for node in spec.nodes if node.target is not operator.getitem)
+
+
+def _trace(spec: BlockSpec, own_results: bool) -> Joint:
     run = _Run(spec)
     tracer = make_fx(
         run.functional,

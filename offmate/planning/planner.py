@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,7 @@ def make_plan(
     real: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     near: tuple[Prepared, ...] = (),
     kept: Mapping[str, Plan] | None = None,
+    trace: Callable[[], Traced] | None = None,
 ) -> Prepared:
     """Plan one training iteration of a model for batches like this one.
 
@@ -87,13 +89,14 @@ def make_plan(
     real: the batch on which to take data-dependent decisions, if the given one is fake.
     near: plans for larger batches of the same kind; the decisions of the first suitable one are reused.
     kept: plans of an earlier run by fingerprint, used if one fits.
+    trace: gives the traced model if an earlier plan has traced it (see `trace_once`).
 
     Returns: the plan, bound to the model's tensors.
     Raises: CaptureError, InfeasibleBudget, PlanFileError.
     """
     start = time.perf_counter()
     where = accelerator(request.device) if machine is None else None
-    traced = trace_model(model, args, kwargs, request.config, True, say, real, where)
+    traced = trace() if trace is not None else trace_model(model, args, kwargs, request.config, True, say, real, where)
     request = replace(request, user_bytes=_user_bytes(traced, request))
     subject = _Subject(model, args, kwargs, traced, request, updater, machine, say)
     fingerprint = fingerprint_of(model, traced, request, updater, machine)
@@ -127,6 +130,14 @@ def make_plan(
     keys = tuple(b.key for b in traced.blocks)
     arrive = arrivals(traced.blocks, traced.captured.params)
     return Prepared(traced.captured, plan, binding, _gradient_like(traced), arrive, keys, structure(traced))
+
+
+def trace_once(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], request: Request, say: Progress
+) -> Callable[[], Traced]:
+    """Return a function that traces a model once, for all plans of one batch: no budget enters."""
+    where = accelerator(request.device)
+    return functools.cache(lambda: trace_model(model, args, kwargs, request.config, True, say, device=where))
 
 
 def _path(request: Request, fingerprint: str) -> Path | None:

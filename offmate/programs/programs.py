@@ -69,6 +69,7 @@ class ClassGraph:
         self.number: dict[int, int] = {}
         self.bytes: dict[int, int] = {}
         self.maker: dict[int, fx.Node] = {}
+        self._behind: dict[fx.Node, tuple[int, ...]] = {}
         self.register = {n: i for i, n in enumerate(joint.graph.nodes)}
         for node in joint.graph.nodes:
             self._note(node)
@@ -94,11 +95,15 @@ class ClassGraph:
                 self.maker[number] = node
 
     def _storages(self, nodes: Iterable[fx.Node]) -> set[int]:
-        return {self.number[s] for n in nodes for s in storages_of(n)}
+        return {s for n in nodes for s in self.storages(n)}
 
     def storages(self, node: fx.Node) -> tuple[int, ...]:
         """Return the numbers of the storages behind a node's value."""
-        return tuple(self.number[s] for s in storages_of(node))
+        found = self._behind.get(node)
+        if found is None:
+            # Every program of every option asks for them.
+            found = self._behind[node] = tuple(self.number[s] for s in storages_of(node))
+        return found
 
     def made_by(self, node: fx.Node) -> tuple[int, ...]:
         """Return the storages that the node's operator allocates."""

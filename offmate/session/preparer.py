@@ -21,7 +21,7 @@ from ..machines.devices import accelerator, check_budget, rng_untouched
 from ..optim.updater import Updater
 from ..planning.forward_only import make_stream
 from ..planning.placement import fitted, pockets
-from ..planning.planner import make_plan
+from ..planning.planner import make_plan, trace_once
 from ..planning.request import Prepared, Request
 from ..plans.plan import Plan
 from ..progress import Progress
@@ -211,11 +211,12 @@ class Preparer:
         )
         given = self._given if self.training is None else None
         near = self._variants.near(kind)
+        trace = trace_once(model, call.args, call.kwargs, request, say)
 
         def make(margin_bytes: int, config: Config) -> Prepared:
             return make_plan(
                 model, call.args, call.kwargs, replace(request, margin_bytes=margin_bytes, config=config),
-                self._updater, say, None if margin_bytes else given, near=near, kept=self._earlier,
+                self._updater, say, None if margin_bytes else given, near=near, kept=self._earlier, trace=trace,
             )  # fmt: skip
 
         def make_as_kept(margin_bytes: int) -> Prepared:

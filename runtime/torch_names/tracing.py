@@ -62,6 +62,11 @@ def nothing_folded() -> Iterator[None]:
         yield
 
 
+def without_stack_traces() -> contextlib.AbstractContextManager[Any]:
+    """Have tracing note no lines of code at nodes; a torch without the setting notes them as ever."""
+    return mock.patch.object(torch.fx.config, "do_not_emit_stack_traces", True, create=True)
+
+
 def to_functional(tensor: torch.Tensor) -> torch.Tensor:
     """Give a functional tensor of a traced one, as much of autograd's as that is."""
     wrapped = FunctionalTensor.to_functional(tensor)

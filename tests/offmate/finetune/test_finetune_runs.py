@@ -48,6 +48,15 @@ def _one_cache(monkeypatch: pytest.MonkeyPatch, cache_dir: str) -> None:
     monkeypatch.setenv("OFFMATE_CACHE_DIR", cache_dir)
 
 
+@pytest.fixture(scope="module")
+def unbroken(base: Path, tmp_path_factory: pytest.TempPathFactory, cache_dir: str) -> tuple[list[dict], Path]:
+    """The usual run that nothing breaks off: what it said, and its folder."""
+    output = tmp_path_factory.mktemp("unbroken") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OFFMATE_CACHE_DIR", cache_dir)
+        return finetune(usual(base, output)), output
+
+
 def usual(base: Path, output: Path, model: str = "llama", **more: object) -> list[str]:
     settings = {"steps": STEPS, "learning_rate": 1e-2, "warmup_steps": 2, "checkpoint_every": 2, "eval_fraction": 0}
     # How fast a tiny model seems depends on what else the machine does.
@@ -94,9 +103,9 @@ def kill(said: Path, moment: str, count: int, argv: list[str]) -> None:
     assert run(said, dies, moment, count, argv) == -signal.SIGKILL, said.read_text()
 
 
-def test_killed_anywhere_it_resumes_bit_for_bit(base, tmp_path):
-    said, unbroken, broken = tmp_path / "said", tmp_path / "unbroken", tmp_path / "broken"
-    events = finetune(usual(base, unbroken, keep_checkpoints=1))
+def test_killed_anywhere_it_resumes_bit_for_bit(base, unbroken, tmp_path):
+    said, broken = tmp_path / "said", tmp_path / "broken"
+    events, whole = unbroken
     first = random.randint(1, 4)
     kill(said, "step", first, usual(base, broken, keep_checkpoints=1))
     resume = usual(base, broken, resume=True)
@@ -104,7 +113,7 @@ def test_killed_anywhere_it_resumes_bit_for_bit(base, tmp_path):
     kill(said, "pruning", 1, resume)
     rest = finetune(resume)
     assert losses(rest) == losses(events)[STEPS - len(losses(rest)) :]
-    assert same(weights(broken), weights(unbroken))
+    assert same(weights(broken), weights(whole))
 
 
 def test_dropout_and_float32_copies_resume_bit_for_bit(base, tmp_path, monkeypatch):
@@ -238,10 +247,11 @@ def updates_seem_to_take(cpu_update_s: float, folder: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("begun", "resumed", "kept"), [("500KiB", "16MiB", True), ("16MiB", "352KiB", False)])
-def test_on_resume_the_budget_may_change_and_the_split_stays(base, tmp_path, monkeypatch, begun, resumed, kept):
+def test_on_resume_the_budget_may_change_and_the_split_stays(
+    base, unbroken, tmp_path, monkeypatch, begun, resumed, kept
+):
     """Where it does not fit another one is taken: on the emulated device that changes no bits."""
-    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
-    events = finetune(usual(base, unbroken))
+    broken, (events, whole) = tmp_path / "broken", unbroken
     updates_seem_to_take(0.0 if kept else 1.0, tmp_path, monkeypatch)
     stop_after(monkeypatch, 2)
     with pytest.raises(OffmateError, match="stopped by the test"):
@@ -252,7 +262,7 @@ def test_on_resume_the_budget_may_change_and_the_split_stays(base, tmp_path, mon
     rest = finetune(usual(base, broken, gpu_budget=resumed, resume=True))
     assert (split_of(broken) == before) == kept
     assert losses(rest) == losses(events)[2:]
-    assert same(weights(broken), weights(unbroken))
+    assert same(weights(broken), weights(whole))
 
 
 def test_a_checkpoint_without_a_split_resumes(base, tmp_path, monkeypatch):
