@@ -99,37 +99,63 @@ def make_plan(
     traced = trace() if trace is not None else trace_model(model, args, kwargs, request.config, True, say, real, where)
     request = replace(request, user_bytes=_user_bytes(traced, request))
     subject = _Subject(model, args, kwargs, traced, request, updater, machine, say)
-    fingerprint = fingerprint_of(model, traced, request, updater, machine)
-    known_as = [fingerprint]
-    if isinstance(request.config.updates, Split):
-        open_request = replace(request, config=replace(request.config, updates="auto"))
-        known_as.append(fingerprint_of(model, traced, open_request, updater, machine))
-    if given is not None and not (given.fingerprint in known_as and _as_pinned(given, request)):
-        known = differences(given, request, updater is not None)
-        raise PlanFileError(
-            "the plan was made for another model, batch, optimizer, budget, max_grad_norm, accumulation_steps or "
-            f"Config ({'; '.join([*known, f'fingerprint {given.fingerprint}, now {fingerprint}'])}); plan again with "
-            "offmate.plan and the same arguments"
-        )
-    path = _path(request, fingerprint)
-    stored = given or _earlier(request, known_as, kept or {})
-    if stored is not None:
-        lowered = _relower(subject, stored)
-        elapsed = time.perf_counter() - start
-        plan = stored if given is not None else replace(stored, plan_s=elapsed, from_cache=True)
-    elif followed := _follow(subject, near):
-        plan, lowered = followed
-        plan = replace(plan, fingerprint=fingerprint, plan_s=time.perf_counter() - start)
-    else:
-        plan, lowered = _search(subject, fingerprint, start)
-        if path is not None:
-            plan.save(path)
+    known_as = _known_as(subject)
+    if given is not None:
+        _check_given(given, known_as, subject)
+    plan, lowered = _planned(subject, known_as, given, near, kept or {}, start)
     if request.config.backend == "inductor":
         lowered = compiled(lowered, plan.schedule, request.device, say)
     binding = bind(traced.captured, lowered, plan.schedule.options)
     keys = tuple(b.key for b in traced.blocks)
     arrive = arrivals(traced.blocks, traced.captured.params)
     return Prepared(traced.captured, plan, binding, _gradient_like(traced), arrive, keys, structure(traced))
+
+
+def _known_as(subject: _Subject) -> list[str]:
+    """List the fingerprints of plans that serve: the request's own, then that of one which leaves the split open."""
+    model, traced, request = subject.model, subject.traced, subject.request
+    requests = [request]
+    if isinstance(request.config.updates, Split):
+        requests.append(replace(request, config=replace(request.config, updates="auto")))
+    return [fingerprint_of(model, traced, one, subject.updater, subject.machine) for one in requests]
+
+
+def _check_given(given: Plan, known_as: list[str], subject: _Subject) -> None:
+    """Raise PlanFileError, naming what differs, unless a plan that the user gives was made for this request."""
+    request = subject.request
+    if given.fingerprint in known_as and _as_pinned(given, request):
+        return
+    known = differences(given, request, subject.updater is not None)
+    raise PlanFileError(
+        "the plan was made for another model, batch, optimizer, budget, max_grad_norm, accumulation_steps or "
+        f"Config ({'; '.join([*known, f'fingerprint {given.fingerprint}, now {known_as[0]}'])}); plan again with "
+        "offmate.plan and the same arguments"
+    )
+
+
+def _planned(
+    subject: _Subject,
+    known_as: list[str],
+    given: Plan | None,
+    near: tuple[Prepared, ...],
+    kept: Mapping[str, Plan],
+    start: float,
+) -> tuple[Plan, Lowered]:
+    """Take the given plan, an earlier one, or a larger batch's decisions, the first that serves; else search."""
+    request, fingerprint = subject.request, known_as[0]
+    stored = given or _earlier(request, known_as, kept)
+    if stored is not None:
+        lowered = _relower(subject, stored)
+        elapsed = time.perf_counter() - start
+        return (stored if given is not None else replace(stored, plan_s=elapsed, from_cache=True)), lowered
+    if followed := _follow(subject, near):
+        plan, lowered = followed
+        return replace(plan, fingerprint=fingerprint, plan_s=time.perf_counter() - start), lowered
+    plan, lowered = _search(subject, fingerprint, start)
+    path = _path(request, fingerprint)
+    if path is not None:
+        plan.save(path)
+    return plan, lowered
 
 
 def trace_once(
