@@ -22,7 +22,10 @@ class FileError(ValueError):
 def to_dict(record: Problem | Solution) -> dict[str, Any]:
     """A problem or solution as JSON's own types, with its format and version."""
     name, version = _FORMATS[type(record)]
-    return {"format": name, "version": version} | _plain(asdict(record))
+    fields = asdict(record)
+    if isinstance(record, Problem):
+        fields["rates"] = record.rates.to_dict()
+    return {"format": name, "version": version} | _plain(fields)
 
 
 def problem_from_dict(data: dict[str, Any]) -> Problem:

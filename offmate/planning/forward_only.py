@@ -22,8 +22,8 @@ from ..programs.programs import ClassGraph
 from ..progress import Progress
 from ..sizes import format_bytes, format_least_bytes
 from ..solver.scheduling.forward_only import stream_schedule
-from .planner import fixed_bytes
 from .request import Prepared, Request
+from .subject import fixed_bytes
 
 
 def make_stream(

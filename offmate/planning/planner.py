@@ -4,64 +4,41 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..capture.arrivals import arrivals
-from ..capture.export import Captured
 from ..capture.fake import fake_batch, faked, stand_in
 from ..capture.model import Traced, structure, trace_model
 from ..capture.spec import dense_stride
-from ..errors import InfeasibleBudget, PlanFileError
+from ..errors import PlanFileError
 from ..lowering.bind import bind
 from ..lowering.inductor import compiled
-from ..lowering.options import BlockClass, stored_options
-from ..lowering.problem import Lowered, Lowering, Trainable
+from ..lowering.problem import Lowered
 from ..lowering.stored import StoredClass
 from ..machines.devices import accelerator
 from ..machines.hardware import Hardware
 from ..machines.links import LinkRates
-from ..optim.updater import UpdateCost, Updater
+from ..optim.updater import Updater
 from ..plans.plan import Plan
-from ..profile.figures import measure, measure_all, work_out
-from ..profile.store import Measured, recall, remember
-from ..programs.prelude import lower_prelude
-from ..programs.programs import NodeCost
+from ..profile.figures import measure
 from ..progress import Progress
-from ..runtime.torch_names.tensors import storage_key
-from ..sizes import format_bytes
 from ..solver.plan import plan as solve_problem
 from ..solver.scheduling.follow import follow
 from ..solver.solve import least_budget
-from ..split import Split, side_of
+from ..split import Split
 from .fingerprint import differences, fingerprint_of
 from .refusal import block_rows, refusal
 from .request import Prepared, Request
 from .restore import cached, fitting, kernel_bytes, restore_class
+from .subject import Subject, costs_of, fixed_bytes, lower, relower, user_bytes_of
 
 log = logging.getLogger("offmate")
-
-_USER_COPIES = 3  # copies of an output that the user differentiates: its gradient, and what a loss keeps and makes
-
-
-@dataclass(frozen=True)
-class _Subject:
-    """The subject of planning: a model, traced with a batch, for a request; `machine` is another machine, or None."""
-
-    model: torch.nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    traced: Traced
-    request: Request
-    updater: Updater | None
-    machine: Hardware | None
-    say: Progress
 
 
 def make_plan(
@@ -97,8 +74,8 @@ def make_plan(
     start = time.perf_counter()
     where = accelerator(request.device) if machine is None else None
     traced = trace() if trace is not None else trace_model(model, args, kwargs, request.config, True, say, real, where)
-    request = replace(request, user_bytes=_user_bytes(traced, request))
-    subject = _Subject(model, args, kwargs, traced, request, updater, machine, say)
+    request = replace(request, user_bytes=user_bytes_of(traced, request))
+    subject = Subject(model, args, kwargs, traced, request, updater, machine, say)
     known_as = _known_as(subject)
     if given is not None:
         _check_given(given, known_as, subject)
@@ -111,7 +88,7 @@ def make_plan(
     return Prepared(traced.captured, plan, binding, _gradient_like(traced), arrive, keys, structure(traced))
 
 
-def _known_as(subject: _Subject) -> list[str]:
+def _known_as(subject: Subject) -> list[str]:
     """List the fingerprints of plans that serve: the request's own, then that of one which leaves the split open."""
     model, traced, request = subject.model, subject.traced, subject.request
     requests = [request]
@@ -120,7 +97,7 @@ def _known_as(subject: _Subject) -> list[str]:
     return [fingerprint_of(model, traced, one, subject.updater, subject.machine) for one in requests]
 
 
-def _check_given(given: Plan, known_as: list[str], subject: _Subject) -> None:
+def _check_given(given: Plan, known_as: list[str], subject: Subject) -> None:
     """Raise PlanFileError, naming what differs, unless a plan that the user gives was made for this request."""
     request = subject.request
     if given.fingerprint in known_as and _as_pinned(given, request):
@@ -134,7 +111,7 @@ def _check_given(given: Plan, known_as: list[str], subject: _Subject) -> None:
 
 
 def _planned(
-    subject: _Subject,
+    subject: Subject,
     known_as: list[str],
     given: Plan | None,
     near: tuple[Prepared, ...],
@@ -145,7 +122,7 @@ def _planned(
     request, fingerprint = subject.request, known_as[0]
     stored = given or _earlier(request, known_as, kept)
     if stored is not None:
-        lowered = _relower(subject, stored)
+        lowered = relower(subject, stored)
         elapsed = time.perf_counter() - start
         return (stored if given is not None else replace(stored, plan_s=elapsed, from_cache=True)), lowered
     if followed := _follow(subject, near):
@@ -217,18 +194,7 @@ def _gradient_like(traced: Traced) -> dict[str, torch.Tensor]:
     return found
 
 
-def _user_bytes(traced: Traced, request: Request) -> int:
-    if request.user_bytes is not None:
-        return request.user_bytes
-    sizes = [
-        traced.chain.facts[n].value.numel() * traced.chain.facts[n].value.element_size()
-        for n in traced.chain.made_in
-        if n.name in traced.differentiated
-    ]
-    return sum(size if size <= 16 else math.ceil(request.user_factor * _USER_COPIES * size) for size in sizes)
-
-
-def _follow(subject: _Subject, near: tuple[Prepared, ...]) -> tuple[Plan, Lowered] | None:
+def _follow(subject: Subject, near: tuple[Prepared, ...]) -> tuple[Plan, Lowered] | None:
     """Reuse the decisions of a larger batch's plan: bytes and seconds are measured anew, nothing is solved."""
     traced, request = subject.traced, subject.request
     own = structure(traced) if near else ""
@@ -240,7 +206,7 @@ def _follow(subject: _Subject, near: tuple[Prepared, ...]) -> tuple[Plan, Lowere
         options = {key: known.plan.classes[old].options for key, old in taken.items()}
         classes = {b.key: restore_class(b, options[b.key], costs[b.key]) for b in traced.blocks}
         unknown = LinkRates(1.0, 1.0, 1.0)
-        lowered, held = _lower(subject, classes, costs[""], {}, unknown)
+        lowered, held = lower(subject, classes, costs[""], {}, unknown)
         unchanged = known.plan.fixed_bytes - known.plan.allocator_bytes
         fixed = held + unchanged - fixed_bytes(subject.model, known.captured, {})
         problem = replace(lowered.problem, device_budget_bytes=max(0, request.budget_bytes - fixed))
@@ -266,15 +232,15 @@ def _follow(subject: _Subject, near: tuple[Prepared, ...]) -> tuple[Plan, Lowere
     return None
 
 
-def _search(subject: _Subject, fingerprint: str, start: float) -> tuple[Plan, Lowered]:
+def _search(subject: Subject, fingerprint: str, start: float) -> tuple[Plan, Lowered]:
     """Measure, solve the options, and formulate and solve the problem."""
     traced, request, say = subject.traced, subject.request, subject.say
     config = request.config
-    measured = _measured(subject)
+    measured = costs_of(subject)
     classes = {b.key: restore_class(b, measured.options[b.key], measured.costs[b.key]) for b in traced.blocks}
     say("solve", 0.0)
     before = measured.costs.get("", {})
-    lowered, fixed = _lower(subject, classes, before, measured.updates, measured.rates)
+    lowered, fixed = lower(subject, classes, before, measured.updates, measured.rates)
     problem = lowered.problem
     found = solve_problem(
         problem,
@@ -305,87 +271,3 @@ def _search(subject: _Subject, fingerprint: str, start: float) -> tuple[Plan, Lo
         allocator_bytes=request.margin_bytes,
     )
     return plan, lowered
-
-
-def _measured(subject: _Subject) -> Measured:
-    """Return the costs of this model on its device, from an earlier run if nothing that they depend on has changed."""
-    model, traced, request, updater, say = (
-        subject.model, subject.traced, subject.request, subject.updater, subject.say,
-    )  # fmt: skip
-    folder = request.config.cache_dir
-    own = fingerprint_of(model, traced, request, updater, subject.machine, budgets=False)
-    measured = recall(own, folder)
-    if measured is not None:
-        return measured
-    if subject.machine is None:
-        args, kwargs = subject.args, subject.kwargs
-        figures = measure_all(model, args, kwargs, traced, updater, say, request.device)
-    else:
-        figures = work_out(model, traced, subject.machine, updater)
-    most, out_bytes_per_s = request.config.options_per_block, figures.rates.out_bytes_per_s
-    options = stored_options(traced, figures.costs, out_bytes_per_s, most, say)
-    measured = Measured(figures.rates, figures.costs, figures.updates, options)
-    remember(own, folder, measured)
-    return measured
-
-
-def _lower(
-    subject: _Subject,
-    classes: dict[str, BlockClass],
-    prelude_costs: dict[str, NodeCost],
-    updates: dict[str, UpdateCost],
-    rates: LinkRates,
-) -> tuple[Lowered, int]:
-    """Build the problem; return it and the bytes on the device that no decision changes."""
-    traced, request = subject.traced, subject.request
-    captured = traced.captured
-    prelude = lower_prelude(captured, traced.chain, traced.blocks, prelude_costs)
-    fixed = fixed_bytes(subject.model, captured, updates) + request.margin_bytes
-    if request.budget_bytes <= fixed:
-        raise InfeasibleBudget(
-            f"a budget of {format_bytes(request.budget_bytes)} does not hold the model's buffers and the optimizer's "
-            f"scalars, {format_bytes(fixed)}; raise gpu_budget",
-            budget_bytes=request.budget_bytes,
-        )
-    updater, params = subject.updater, dict(subject.model.named_parameters())
-    trainable = {
-        n: Trainable(
-            c.state_bytes, updater is not None and updater.by_rows(n, params[n].dtype),
-            c.cpu_update_s, c.device_update_s, c.cpu_add_s, c.device_add_s, side_of(request.config.updates, n),
-        )
-        for n, c in updates.items()
-    }  # fmt: skip
-    lowering = Lowering(captured, traced.chain, traced.blocks, classes, prelude, traced.differentiated, trainable)
-    lowered = lowering.problem(
-        rates,
-        shared_cores=request.device == "emulated",
-        device_budget_bytes=request.budget_bytes - fixed,
-        host_budget_bytes=request.host_budget_bytes,
-        update="planned" if subject.updater is not None else "external",
-        user_bytes=request.user_bytes or 0,
-        turn_around_steps=max(request.config.turn_around_steps, 3 if request.gate else 2),
-        gate=request.gate,
-        micro_batches=request.micro_batches,
-        gate_s=sum(c.norm_s for c in updates.values()) if request.clips else 0.0,
-    )
-    return lowered, fixed
-
-
-def fixed_bytes(model: torch.nn.Module, captured: Captured, updates: dict[str, UpdateCost]) -> int:
-    """Count the bytes of buffers, constants and optimizer scalars, which are on the device all the time."""
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    tensors = [buffers[name] for name in captured.buffers.values()] + list(captured.constants.values())
-    storages = {storage_key(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values()) + sum(c.scalar_bytes for c in updates.values())
-
-
-def _relower(subject: _Subject, plan: Plan) -> Lowered:
-    """Rebuild the programs of a stored plan; no times are needed, only what the ledger counts."""
-    stored = {
-        key: (c.options, {n: NodeCost(0.0, work, tuple(held)) for n, (work, *held) in c.kernel_bytes.items()})
-        for key, c in plan.classes.items()
-    }
-    classes = {b.key: restore_class(b, *stored[b.key]) for b in subject.traced.blocks}
-    unknown = LinkRates(1.0, 1.0, 1.0)
-    subject = replace(subject, request=replace(subject.request, budget_bytes=plan.budget_bytes))
-    return _lower(subject, classes, stored[""][1], {}, unknown)[0]

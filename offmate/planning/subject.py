@@ -1,0 +1,142 @@
+"""The subject of planning, and what is found out about it: its costs, and its blocks as a problem."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..capture.export import Captured
+from ..capture.model import Traced
+from ..errors import InfeasibleBudget
+from ..lowering.options import BlockClass, stored_options
+from ..lowering.problem import Lowered, Lowering, Trainable
+from ..machines.hardware import Hardware
+from ..machines.links import LinkRates
+from ..optim.updater import UpdateCost, Updater
+from ..plans.plan import Plan
+from ..profile.figures import measure_all, work_out
+from ..profile.store import Measured, recall, remember
+from ..programs.prelude import lower_prelude
+from ..programs.programs import NodeCost
+from ..progress import Progress
+from ..runtime.torch_names.tensors import storage_key
+from ..sizes import format_bytes
+from ..split import side_of
+from .fingerprint import fingerprint_of
+from .request import Request
+from .restore import restore_class
+
+_USER_COPIES = 3  # copies of an output that the user differentiates: its gradient, and what a loss keeps and makes
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The subject of planning: a model, traced with a batch, for a request; `machine` is another machine, or None."""
+
+    model: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    traced: Traced
+    request: Request
+    updater: Updater | None
+    machine: Hardware | None
+    say: Progress
+
+
+def user_bytes_of(traced: Traced, request: Request) -> int:
+    """Return the bytes reserved for the user's code between forward and backward, from the outputs' sizes if unset."""
+    if request.user_bytes is not None:
+        return request.user_bytes
+    sizes = [
+        traced.chain.facts[n].value.numel() * traced.chain.facts[n].value.element_size()
+        for n in traced.chain.made_in
+        if n.name in traced.differentiated
+    ]
+    return sum(size if size <= 16 else math.ceil(request.user_factor * _USER_COPIES * size) for size in sizes)
+
+
+def costs_of(subject: Subject) -> Measured:
+    """Return the costs of this model on its device, from an earlier run if nothing that they depend on has changed."""
+    model, traced, request, updater, say = (
+        subject.model, subject.traced, subject.request, subject.updater, subject.say,
+    )  # fmt: skip
+    folder = request.config.cache_dir
+    own = fingerprint_of(model, traced, request, updater, subject.machine, budgets=False)
+    measured = recall(own, folder)
+    if measured is not None:
+        return measured
+    if subject.machine is None:
+        args, kwargs = subject.args, subject.kwargs
+        figures = measure_all(model, args, kwargs, traced, updater, say, request.device)
+    else:
+        figures = work_out(model, traced, subject.machine, updater)
+    most, out_bytes_per_s = request.config.options_per_block, figures.rates.out_bytes_per_s
+    options = stored_options(traced, figures.costs, out_bytes_per_s, most, say)
+    measured = Measured(figures.rates, figures.costs, figures.updates, options)
+    remember(own, folder, measured)
+    return measured
+
+
+def lower(
+    subject: Subject,
+    classes: dict[str, BlockClass],
+    prelude_costs: dict[str, NodeCost],
+    updates: dict[str, UpdateCost],
+    rates: LinkRates,
+) -> tuple[Lowered, int]:
+    """Build the problem; return it and the bytes on the device that no decision changes."""
+    traced, request = subject.traced, subject.request
+    captured = traced.captured
+    prelude = lower_prelude(captured, traced.chain, traced.blocks, prelude_costs)
+    fixed = fixed_bytes(subject.model, captured, updates) + request.margin_bytes
+    if request.budget_bytes <= fixed:
+        raise InfeasibleBudget(
+            f"a budget of {format_bytes(request.budget_bytes)} does not hold the model's buffers and the optimizer's "
+            f"scalars, {format_bytes(fixed)}; raise gpu_budget",
+            budget_bytes=request.budget_bytes,
+        )
+    updater, params = subject.updater, dict(subject.model.named_parameters())
+    trainable = {
+        n: Trainable(
+            c.state_bytes, updater is not None and updater.by_rows(n, params[n].dtype),
+            c.cpu_update_s, c.device_update_s, c.cpu_add_s, c.device_add_s, side_of(request.config.updates, n),
+        )
+        for n, c in updates.items()
+    }  # fmt: skip
+    lowering = Lowering(captured, traced.chain, traced.blocks, classes, prelude, traced.differentiated, trainable)
+    lowered = lowering.problem(
+        rates,
+        shared_cores=request.device == "emulated",
+        device_budget_bytes=request.budget_bytes - fixed,
+        host_budget_bytes=request.host_budget_bytes,
+        update="planned" if subject.updater is not None else "external",
+        user_bytes=request.user_bytes or 0,
+        turn_around_steps=max(request.config.turn_around_steps, 3 if request.gate else 2),
+        gate=request.gate,
+        micro_batches=request.micro_batches,
+        gate_s=sum(c.norm_s for c in updates.values()) if request.clips else 0.0,
+    )
+    return lowered, fixed
+
+
+def fixed_bytes(model: torch.nn.Module, captured: Captured, updates: dict[str, UpdateCost]) -> int:
+    """Count the bytes of buffers, constants and optimizer scalars, which are on the device all the time."""
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    tensors = [buffers[name] for name in captured.buffers.values()] + list(captured.constants.values())
+    storages = {storage_key(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values()) + sum(c.scalar_bytes for c in updates.values())
+
+
+def relower(subject: Subject, plan: Plan) -> Lowered:
+    """Rebuild the programs of a stored plan; no times are needed, only what the ledger counts."""
+    stored = {
+        key: (c.options, {n: NodeCost(0.0, work, tuple(held)) for n, (work, *held) in c.kernel_bytes.items()})
+        for key, c in plan.classes.items()
+    }
+    classes = {b.key: restore_class(b, *stored[b.key]) for b in subject.traced.blocks}
+    unknown = LinkRates(1.0, 1.0, 1.0)
+    subject = replace(subject, request=replace(subject.request, budget_bytes=plan.budget_bytes))
+    return lower(subject, classes, stored[""][1], {}, unknown)[0]
