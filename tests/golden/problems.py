@@ -1,4 +1,7 @@
-"""200 random problems: for each the hashes of its linear model and of its schedule, as they were and as they are."""
+"""200 random problems: for each the hashes of its linear model and of its schedule, as they were and as they are.
+
+Seeds whose search ends at another of several best points on another processor are not among them.
+"""
 
 from __future__ import annotations
 
