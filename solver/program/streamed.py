@@ -53,7 +53,8 @@ def _least(block: Block, may_offload: bool) -> int:
 def _streamed_activations(problem: Problem, i: int, option: int) -> ActivationFlow:
     if not problem.blocks[i].options[option].offloaded_bytes:
         return ActivationFlow()
-    return ActivationFlow(*({step: 1.0} for step in problem.runs[i][0]))
+    forward, backward = problem.runs[i][0]
+    return ActivationFlow({forward: 1.0}, {backward: 1.0})
 
 
 def _streamed(problem: Problem, group: Group) -> GroupFlow:
