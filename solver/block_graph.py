@@ -30,9 +30,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Storage:
-    """Memory behind one or several tensors; `external` if it exists regardless of the block (parameters, block inputs,
-    shared values).
-    """
+    """Memory behind one or several tensors; `external` if the block does not make it (parameters, inputs, shared)."""
 
     bytes: int
     external: bool

@@ -192,8 +192,7 @@ def computing_s(action: Action, schedule: Schedule) -> float:
 
 
 def with_actions(schedule: Schedule, parts: Iterable[Iterable[Action]]) -> Schedule:
-    """Return the schedule with other actions over the same items, and with the items that an iteration of them starts
-    with.
+    """Return the schedule with other actions over the same items, its `resident` items determined anew.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""From a problem to a valid schedule: solve, round by Algorithm 1, refine, validate."""
+"""The way from a problem to a valid schedule: solve, round by Algorithm 1, refine, validate."""
 
 from __future__ import annotations
 

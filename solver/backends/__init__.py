@@ -30,8 +30,7 @@ class Backend(Protocol):
         nodes: int | None = None,
         vertex: bool = True,
     ) -> RawAnswer:
-        """Return the best point found in `time_limit_s` seconds, or the first one within the relative `gap` of the
-        bound.
+        """Return the best point found in `time_limit_s` seconds, or the first within the relative `gap` of the bound.
 
         `start` is a feasible point to begin with, or empty; `nodes` limits the nodes of the search tree. If `vertex` is
         False, any optimal point of a relaxation will do.

@@ -226,8 +226,7 @@ def _blocks(parts: list[_Part], precision: Precision, tied: bool) -> tuple[Block
 
 
 def _options(part: _Part, forward_bytes: int, backward_bytes: int, may_offload: bool) -> tuple[Option, ...]:
-    """List a block's options: keep all; recompute more and more, cheapest per byte first; offload the rest, or half of
-    it.
+    """List a block's options: keep all; recompute more and more, cheapest per byte first; offload the rest or half.
 
     Parameters
     ----------

@@ -49,9 +49,7 @@ def stride(machine: Throughputs) -> float:
 
 
 def stride_s(machine: Throughputs, subgroups: int, subgroup_params: int = SUBGROUP_PARAMS) -> float:
-    """Return the seconds of an update phase by equation 1's balance, with the better of the two integer strides next to
-    k.
-    """
+    """Return the seconds of an update phase by equation 1's balance, with the better integer stride next to k."""
     k = stride(machine)
 
     def seconds(whole: int) -> float:
