@@ -354,7 +354,7 @@ def check(problem: Problem) -> None:
     for name in problem.rates.not_above_0:
         _require(False, f"rates: {name} must be above 0")
     names = [HOST, *(tier.name for tier in problem.rates.tiers)]
-    _require(len(set(names)) == len(names), f"tiers need names of their own, found {', '.join(names)}")
+    _require(len(set(names)) == len(names), f"tiers need distinct names, found {', '.join(names)}")
     for tier in problem.rates.tiers:
         _numbers(f"tier {tier.name}", tier)
     _numbers("problem", problem)

@@ -149,7 +149,7 @@ class _Direction:
 
 
 class StreamDevice:
-    """An accelerator that computes on torch's current stream and copies on two streams of its own.
+    """An accelerator that computes on torch's current stream and copies on two further streams.
 
     A copy is launched at once if all events that it waits for are in streams. If it waits for the CPU, or for memory
     that cannot be pinned, one thread per direction launches it, so that the executor's thread is not blocked.
@@ -187,7 +187,7 @@ class StreamDevice:
             self._workers[resource] = Lane(name, self._update_threads, self._changed, poll_s=_POLL_S)
         return self._workers[resource]
 
-    # -- memory --------------------------------------------------------------------------------------------------------
+    # -- memory -------------------------------------------------------------------------------------------------------
 
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
         span = 1 + sum((size - 1) * stride for size, stride in zip(host.shape, host.stride()))
@@ -220,7 +220,7 @@ class StreamDevice:
             return host
         return self.empty_host_like(host).copy_(host)
 
-    # -- work ----------------------------------------------------------------------------------------------------------
+    # -- work ---------------------------------------------------------------------------------------------------------
 
     def copy_in(
         self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...], link: Resource = Resource.IN

@@ -211,7 +211,7 @@ class Arena:
         edges = [*(one.start for one in found[1:]), self._end]
         return [one._replace(end=min(one.end, edge)) for one, edge in zip(found, edges)]
 
-    # -- moves ---------------------------------------------------------------------------------------------------------
+    # -- moves --------------------------------------------------------------------------------------------------------
 
     def _clear(self, run: Stretch) -> None:
         """Move everything out of a run, holding its free pieces meanwhile, so that nothing moves into them."""

@@ -71,7 +71,7 @@ class Executor:
             Kind.UPDATE_DEVICE: lambda action: updates.on_device(action.name),
         }
 
-    # -- an iteration --------------------------------------------------------------------------------------------------
+    # -- an iteration -------------------------------------------------------------------------------------------------
 
     def load(self, micro_batch: int = 0) -> None:
         """Bring to the device the items with which a micro-batch starts."""
@@ -148,7 +148,7 @@ class Executor:
         else:
             recorder.take(action, handler)
 
-    # -- synchronization with the host ---------------------------------------------------------------------------------
+    # -- synchronization with the host --------------------------------------------------------------------------------
 
     def take_host_grads(self) -> dict[str, torch.Tensor]:
         """Hand over the gradients that have left for the host, once they are there."""

@@ -57,7 +57,7 @@ class Gradients:
         self._arrivals: list[_Arrival] = []
         self._unbegun: set[str] = set()
 
-    # -- items ---------------------------------------------------------------------------------------------------------
+    # -- items --------------------------------------------------------------------------------------------------------
 
     def offload(self, name: str) -> None:
         """Start the copy of a gradient to the host, unless it is on its way or its update has begun already."""
@@ -106,7 +106,7 @@ class Gradients:
         self._host.totals.discard(name)
         return Buffer({"": tensor}, UnderWay(f"the copy of the total of {name} to the device", (copy,)))
 
-    # -- the whole gradient --------------------------------------------------------------------------------------------
+    # -- the whole gradient -------------------------------------------------------------------------------------------
 
     def exists(self, name: str) -> bool:
         """Return whether this iteration has made a gradient of a parameter that no update has used yet."""
@@ -163,7 +163,7 @@ class Gradients:
         self._host.totals.clear()
         self.release_host()
 
-    # -- copies --------------------------------------------------------------------------------------------------------
+    # -- copies -------------------------------------------------------------------------------------------------------
 
     def _send(self, name: str) -> None:
         grad = self._contents.grads[f"param:{name}"]

@@ -125,7 +125,7 @@ class Updates:
         assert self._update is not None, "a schedule with updates needs the optimizer's update"
         return self._update
 
-    # -- synchronization with the host ---------------------------------------------------------------------------------
+    # -- synchronization with the host --------------------------------------------------------------------------------
 
     def start_pending(self) -> None:
         """Start now the updates that the schedule starts later, which it will then find started."""

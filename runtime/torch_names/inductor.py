@@ -22,7 +22,7 @@ _SETTINGS = {
     "compile_threads": 1,  # more would start processes, which stay alive
     "fallback_random": True,  # PyTorch's own draws
     "comprehensive_padding": False,  # bytes as planned
-    "triton.cudagraphs": False,  # they hold memory of their own
+    "triton.cudagraphs": False,  # they hold extra memory
 }
 
 

@@ -11,7 +11,7 @@ OpOverload = torch._ops.OpOverload
 """The class of a node's target that is one of the dispatcher's operators; `torch.ops` names only objects of it."""
 
 HigherOrderOperator = torch._ops.HigherOrderOperator
-"""The class of operators that hold graphs of their own, such as `torch.cond`."""
+"""The class of operators that hold graphs, such as `torch.cond`."""
 
 norms_of = torch._foreach_norm
 """Computes the norm of each tensor, all in one kernel, as `torch.nn.utils.get_total_norm` does."""

@@ -81,7 +81,7 @@ def update_phase(
     Parameters
     ----------
     subgroups, subgroup_params: their number and size.
-    room: subgroups whose states fit on the device at once, beside all half-precision parameters.
+    room: subgroups whose states fit on the device at once, besides all half-precision parameters.
     compute_s: seconds of all forwards and backwards; with 0 the iteration is the update phase alone.
     both: total rate of the link while both directions are busy, in units of one direction.
 

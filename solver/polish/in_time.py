@@ -116,7 +116,7 @@ class _Walk:
             parts[at.part].append(replace(action, step=at.step))
         return with_actions(self._schedule, parts)
 
-    # -- the order of blocking actions ---------------------------------------------------------------------------------
+    # -- the order of blocking actions --------------------------------------------------------------------------------
 
     def _walk(self) -> None:
         entries, crossed = self._row.entries, (set[tuple[int, int]](), set[tuple[int, int]]())
@@ -181,7 +181,7 @@ class _Walk:
                 if own or (task.home == self._home + 1 and task.key in early):
                     self._take(task)
 
-    # -- the tasks -----------------------------------------------------------------------------------------------------
+    # -- the tasks ----------------------------------------------------------------------------------------------------
 
     def _fill(self, seconds: float, rise: int) -> None:
         """Give every lane enough tasks to keep it busy for a span.

@@ -21,7 +21,7 @@ class Account:
     seconds: dict[Resource, list[Terms]]  # of resources other than links
     moved: dict[Resource, list[Terms]]  # bytes over each link
     serial: dict[Resource, list[Terms]]  # of these, the bytes that cannot move while the step computes
-    tiers: dict[str, Terms]  # bytes on each tier beside the device
+    tiers: dict[str, Terms]  # bytes on each tier other than the device
     traffic: Terms = field(default_factory=dict)  # all bytes that move, for the objective
 
     @staticmethod

@@ -28,7 +28,7 @@ def item_sizes(problem: Problem, decisions: Decisions) -> dict[Item, int]:
     """
     both = {value.name for value in problem.values} & {output.name for output in problem.outputs}
     if both:
-        raise ValueError(f"values and outputs need names of their own: {', '.join(sorted(both))}")
+        raise ValueError(f"values and outputs must not share names: {', '.join(sorted(both))}")
     sizes: dict[Item, int] = {}
     for group in problem.groups:
         for tensor in group.tensors:
