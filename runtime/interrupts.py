@@ -11,7 +11,7 @@ from typing import Any
 
 
 class _Held:
-    """State: the number of presses of Ctrl-C since holding began, and the handler that was installed before."""
+    """The presses of Ctrl-C since holding began, and the handler that was installed before."""
 
     def __init__(self) -> None:
         self.active = False

@@ -59,7 +59,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What limits a plan, and what would help; offers in the order of their savings.
+    """An explanation of what limits a plan and of what would help; offers in the order of their savings.
 
     Parameters
     ----------

@@ -101,7 +101,7 @@ class Builder:
         return {len(self.names) - 1: 1.0}
 
     def at_most_zero(self, name: str, terms: Mapping[int, float], *, equal: bool = False) -> None:
-        """State terms <= 0 (or == 0); an expression without columns adds no row if it holds."""
+        """State terms <= 0 (or == 0); an inequality without columns adds no row if it holds."""
         kept = {c: a for c, a in terms.items() if c != ONE and a}
         bound = -terms.get(ONE, 0.0)
         if not kept and not equal and bound >= 0:

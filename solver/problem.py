@@ -24,7 +24,7 @@ Rows = tuple[int, int]
 """Rows of a tensor as a half-open range (first, end)."""
 
 Side = Literal["any", "host", "device"]
-"""Where a group is updated: as the program decides ("any", in parts), all of it on the host, or all on the device."""
+"""The place of a group's update: as the program decides ("any", in parts), all on the host, or all on the device."""
 
 
 class ProblemError(ValueError):

@@ -142,7 +142,7 @@ def close_all(lanes: Iterable[Lane]) -> None:
 
 
 def _set_default_threads(number: int) -> None:
-    """Set the number that threads without one (the training thread?) adopt; bits of small products depend on it."""
+    """Set the number that threads without one adopt, such as the training thread; bits of products depend on it."""
     setter = threading.Thread(target=torch.set_num_threads, args=(number,))
     setter.start()
     setter.join()

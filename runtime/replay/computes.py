@@ -49,7 +49,7 @@ class Computes:
             self._backward_block(int(name[1:]))
 
     def renew_buffers(self) -> None:
-        """Copy the model's buffers to the device again if the user has changed them on the host."""
+        """Copy to the device the model's buffers that it lacks, or that the user has changed on the host."""
         contents = self._contents
         for name in self._binding.buffers:
             own = self._host.buffers[name]

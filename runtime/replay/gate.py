@@ -43,7 +43,7 @@ def total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _in_order_of_terms(dtypes: list[torch.dtype], where: torch.device) -> list[int]:
-    """Return the order in which PyTorch adds norms: by dtype, in the order of its hash table, which is asked."""
+    """Return the order in which PyTorch adds norms: by dtype, in the order of its own hash table."""
     if len(set(dtypes)) == 1:
         return list(range(len(dtypes)))
     stand_ins: list[torch.Tensor | None] = [torch.empty(0, dtype=dtype, device=where) for dtype in dtypes]

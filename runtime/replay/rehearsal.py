@@ -56,7 +56,7 @@ def rehearse(
 
 
 class _Walker:
-    """State: `changes` since the last `take`; `items`, allocations by item; `unborn`, states not yet made."""
+    """The state of a walk: `changes` since the last `take`, `items` (allocations by item), `unborn` (no state yet)."""
 
     def __init__(self, schedule: Schedule, binding: Binding, updated: Callable[[str], Updated]) -> None:
         self.schedule, self.binding, self.updated = schedule, binding, updated

@@ -41,7 +41,7 @@ def in_time(schedule: Schedule) -> Iterator[Schedule]:
     ----------
     schedule: a valid schedule.
 
-    Returns: schedules within the device budget; none if no steady order is found.
+    Returns: schedules, of which one may in rare cases exceed the device budget; none if no steady order is found.
     """
     for reach, lap in _VARIANTS[: max(1, _WORK // len(schedule.actions))]:
         found = taken_in_time(schedule, reach, lap)
@@ -236,11 +236,13 @@ class _Walk:
         return task.home < self._home or task.action.kind is not Kind.PREFETCH or task.key not in self._late
 
     def _gone(self, task: Task) -> bool:
-        """Return whether a release need not wait for a copy."""
+        """Return whether a task is a release that may be taken now without waiting for a copy."""
         return task.action.kind is Kind.FREE and self._may(task) and not self._executor.waits(task.action)
 
     def _find_room(self, task: Task, rise: int) -> bool:
-        """Release items that have left until another one fits, now and up to where it is needed."""
+        """Release items that have left until another one fits, now and up to where it is needed; return whether it
+        does.
+        """
         gone = [one for one in self._open[Kind.FREE] if self._gone(one)]
         if self._level + task.size + rise - sum(one.size for one in gone) > self._budget:
             return False
