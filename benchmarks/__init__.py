@@ -1,1 +1,1 @@
-"""Measurements that are no tests: each prints what it ran on and can write JSON."""
+"""Measurements that are not tests: each prints the machine that it ran on and can write JSON."""

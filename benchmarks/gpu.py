@@ -1,9 +1,9 @@
-"""offmate on one card beside what else trains there: seconds per step, memory, and predicted against measured.
+"""offmate on one card compared with other ways to train there: seconds per step, memory, predicted against measured.
 
 `python -m benchmarks.gpu --out DIR [--minutes 9] [--device cuda] [--budgets 10GB 24GB ...] [--models 7b 1b]` trains
-models of random weights inside budgets of device memory, each competitor in a process of its own, and writes
-gpu-CARD.json and gpu-CARD.md into DIR. The most telling cases come first; what does not fit into the minutes is listed.
-`python -m benchmarks.gpu --table FILE.json` prints the table of an earlier run.
+models of random weights inside budgets of device memory, each competitor in a separate process, and writes
+gpu-CARD.json and gpu-CARD.md into DIR. The most informative cases come first; those that do not fit into the minutes
+are listed. `python -m benchmarks.gpu --table FILE.json` prints the table of an earlier run.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from .gpu_table import gb, markdown
 ROOT = Path(__file__).parent.parent
 BUDGETS = tuple(n * 10**9 for n in (10, 16, 24, 40))
 DTYPES = ("bf16", "fp32")
-# The large model in the dtype that people train it in, then a small one that is exact in fp32; the rest after them.
+# The large model in the usual training dtype, then a small one that is exact in fp32; the others after them.
 _TELLING = (("7b", "bf16"), ("1b", "fp32"), ("1b", "bf16"), ("7b", "fp32"))
 _PAIR_WEIGHT, _BUDGET_WEIGHT = 4, 2
 _WHOLE_CARD_WAYS = ("offmate", "plain", "checkpointing")
-_MOST_SHARE = 0.4  # of all minutes for one case, so that one that hangs does not take the others' time
-_LEAST_S = 15.0  # a process does not get to its first step in less
-_GRACE_S = 10.0  # before which a case is to end itself
+_MOST_SHARE = 0.4  # of all minutes for one case, so that a hanging case does not take the others' time
+_LEAST_S = 15.0  # a process does not reach its first step in less
+_GRACE_S = 10.0  # a case should end itself this long before its limit
 _HOST_RESERVE_BYTES = 1 << 30
 _POLL_S = 0.2
 _TIME = "time"
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in measured(cases, start + 60 * arguments.minutes, Path(scratch), machine["card_bytes"]):
             result["rows"].append(row)
             print(_line(row), file=sys.stderr, flush=True)
-            # Whoever ends the run keeps what there is.
+            # Results so far survive if the run is interrupted.
             Path(arguments.out, f"gpu-{name}.json").write_text(json.dumps(result, indent=1) + "\n")
             Path(arguments.out, f"gpu-{name}.md").write_text(markdown(result) + "\n")
     return 0
@@ -82,24 +82,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--out", type=Path, metavar="DIR", help="where the results go")
+    what.add_argument("--out", type=Path, metavar="DIR", help="folder for the results")
     what.add_argument("--table", type=Path, metavar="FILE", help="print the table of an earlier run's JSON")
-    parser.add_argument("--minutes", type=float, default=9.0, help="that all of it may take (default: 9)")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the whole run (default: 9)")
     parser.add_argument("--device", default="cuda", help='"cuda", "cuda:1", "emulated" (default: cuda)')
     parser.add_argument("--budgets", type=parse_bytes, nargs="+", default=BUDGETS, metavar="SIZE", help="such as 10GB")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["7b", "1b"], help="(default: 7b 1b)")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="(default: bf16 fp32)")
     arguments = parser.parse_args(argv)
     if not arguments.minutes > 0:
-        parser.error(f"--minutes is {arguments.minutes}; it must be more than 0")
+        parser.error(f"--minutes is {arguments.minutes}; it must be greater than 0")
     return arguments
 
 
-# -- what is run, in which order --------------------------------------------------------------------------------------
+# -- the cases, in order ----------------------------------------------------------------------------------------------
 
 
 def planned(models: Sequence[str], dtypes: Sequence[str], budgets: Sequence[int], device: str) -> list[Case]:
-    """All cases, the most telling first: every step away from the first model, budget or competitor comes later."""
+    """List all cases, the most informative first: steps away from the first model, budget or competitor come later."""
     every = {(model, dtype): None for model in models for dtype in dtypes}
     pairs = [pair for pair in _TELLING if pair in every] + [pair for pair in every if pair not in _TELLING]
     sizes = _telling_budgets(budgets)
@@ -115,25 +115,26 @@ def planned(models: Sequence[str], dtypes: Sequence[str], budgets: Sequence[int]
 
 
 def _tells(budget_bytes: int | None, way: str, device: str) -> bool:
-    """Offloading is for cards that are too small; where the CPU plays the device, offmate alone keeps a budget."""
+    """Return whether a case is informative: offloading is for small cards; emulated budgets are for offmate only."""
     if device == EMULATED:
         return budget_bytes is None or way == "offmate"
     return budget_bytes is not None or way in _WHOLE_CARD_WAYS
 
 
 def _telling_budgets(budgets: Sequence[int]) -> list[int | None]:
-    """The least, the one in the middle, the whole card, the largest, and then the others."""
+    """Order the budgets: the least, the one in the middle, the whole card, the largest, and then the others."""
     ordered = sorted(set(budgets))
     first: list[int | None] = [ordered[0], ordered[len(ordered) // 2], None, ordered[-1]]
     return list(dict.fromkeys([*first, *ordered]))
 
 
 def measured(cases: Iterable[Case], until: float, scratch: Path, card_bytes: int | None) -> Iterator[Row]:
-    """One row per case: its fields, and what was found, or the reason why nothing was.
+    """Yield one row per case: its fields, and its results, or the reason why there are none.
 
     Parameters
     ----------
-    until: on the monotonic clock. scratch: a folder for what the processes leave. card_bytes: None if there is no card.
+    until: deadline on the monotonic clock. scratch: a folder for the processes' files. card_bytes: None if there is no
+        card.
     """
     all_s = until - time.monotonic()
     refused: dict[tuple[str, str, str], tuple[int, str]] = {}
@@ -153,7 +154,7 @@ def measured(cases: Iterable[Case], until: float, scratch: Path, card_bytes: int
 
 
 def _refusal(case: Case, card_bytes: int | None, refused: tuple[int, str] | None) -> Row | None:
-    """Why a case need not be tried, if that is known beforehand."""
+    """Return the reason why a case need not be tried, if it is known beforehand."""
     way = WAYS[case.way]
     if importlib.util.find_spec(way.needs) is None:
         return {"status": "cannot run", "reason": f"{way.needs} is not installed"}
@@ -163,14 +164,14 @@ def _refusal(case: Case, card_bytes: int | None, refused: tuple[int, str] | None
     if card_bytes is not None and budget > card_bytes:
         return {"status": "cannot run", "reason": f"the card has {gb(card_bytes)}"}
     if refused is not None and budget <= refused[0]:
-        return {"status": "does not fit", "reason": f"nor at {gb(refused[0])}: {refused[1]}"}
+        return {"status": "does not fit", "reason": f"not even at {gb(refused[0])}: {refused[1]}"}
     parameters = parameter_bytes(case.model, case.dtype)
     for copies, there, where in (
         (way.device_copies, budget, "the device"),
         (way.host_copies, available_host_bytes(), "the host"),
     ):
         if copies * parameters > there:
-            reason = f"parameters, gradients and states take {gb(copies * parameters)} of {where} at least"
+            reason = f"parameters, gradients and states take at least {gb(copies * parameters)} of {where}"
             return {
                 "status": "does not fit",
                 "reason": reason if where == "the device" else f"{reason}, {gb(there)} free",
@@ -182,11 +183,11 @@ def _refusal(case: Case, card_bytes: int | None, refused: tuple[int, str] | None
 
 
 def _child(arguments: list[str], scratch: Path, seconds: float) -> Row:
-    """Run one process, end it when its time is over or the host's memory is, and return what it found."""
+    """Run one process, end it when its time or the host's memory is exhausted, and return its results."""
     out = scratch / "found.json"
     out.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.gpu_run", *arguments, "--out", str(out)]
-    # What was profiled for one budget serves the next; what an earlier run left would make planning look quicker.
+    # Profiles for one budget serve the next; those of an earlier run would make planning look faster.
     env = {**os.environ, "OFFMATE_CACHE_DIR": str(scratch / "cache")}
     errors = scratch / "errors.txt"
     with errors.open("w") as stderr:
@@ -204,7 +205,7 @@ def _child(arguments: list[str], scratch: Path, seconds: float) -> Row:
 
 
 def _stopped(process: subprocess.Popen[bytes], deadline: float) -> str:
-    """Wait for a process, and say why it was ended; nothing if it ended by itself."""
+    """Wait for a process, and return the reason why it was ended; empty if it ended by itself."""
     try:
         while process.poll() is None:
             if time.monotonic() > deadline:
@@ -214,7 +215,7 @@ def _stopped(process: subprocess.Popen[bytes], deadline: float) -> str:
             time.sleep(_POLL_S)
         return ""
     finally:
-        # Also where this process is interrupted; with what the other has started.
+        # Also if this process is interrupted. The process group includes the child's own children.
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()

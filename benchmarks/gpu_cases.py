@@ -1,4 +1,4 @@
-"""How each competitor of `benchmarks.gpu` trains.
+"""The training loops of the competitors in `benchmarks.gpu`.
 
 All train the same model from the same weights on the same batches with AdamW; parameters, gradients and the optimizer's
 states have one dtype.
@@ -27,7 +27,7 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained: a built-in shape of offmate's, and the batch of every step."""
+    """A model to train: a built-in shape of offmate's, and the batch of every step."""
 
     shape: str
     samples: int
@@ -48,7 +48,7 @@ class Case:
     Parameters
     ----------
     model, way: names in MODELS and WAYS. dtype: "bf16" or "fp32". device: as `offmate.compile` takes it.
-    budget_bytes: what the allocator may reserve; None gives the whole card. seconds: that it may take.
+    budget_bytes: most bytes that the allocator may reserve; None for the whole card. seconds: time limit.
     """
 
     model: str
@@ -65,7 +65,7 @@ class Case:
 
     @property
     def where(self) -> torch.device:
-        """Where operators run."""
+        """The torch device on which operators run."""
         return devices.accelerator(self.kind) or torch.device("cpu")
 
 
@@ -75,8 +75,8 @@ class Training:
 
     Parameters
     ----------
-    step: one iteration, whose loss it returns. finish: waits for what is under way.
-    found: what this way alone knows of itself, once it has trained.
+    step: runs one iteration and returns its loss. finish: waits for work under way.
+    found: returns figures that only this way reports, once it has trained.
     """
 
     step: Callable[[Batch], float]
@@ -90,9 +90,10 @@ class Way:
 
     Parameters
     ----------
-    words: its name in tables. make: a model without memory becomes a training.
-    device_copies, host_copies: how many times the parameters' bytes it has on the device and on the host at least.
-    needs: the package it comes from.
+    words: its name in tables. make: builds a training from a model without memory.
+    device_copies, host_copies: the least memory that it needs on the device and on the host, in multiples of the
+        parameters' bytes.
+    needs: the package that it comes from.
     """
 
     words: str
@@ -120,7 +121,7 @@ def _offmate(model: Any, case: Case) -> Training:
             "lower_bound_s": plan.lower_bound_s,
             "plan_s": plan.plan_s,
             "ledger_peak_bytes": model.offmate.peak_bytes,
-            # Where there is an allocator, what it reserved takes this one's place.
+            # If there is an allocator, the bytes that it reserved replace this figure.
             "peak_device_bytes": model.offmate.peak_bytes,
         }
 
@@ -174,9 +175,9 @@ def _zero3_offload(model: Any, case: Case) -> Training:
     import deepspeed
 
     with_weights(model, torch.device("cpu"), case.where)
-    model.model.rotary_emb.to(case.where)  # buffers are not moved with what is partitioned
+    model.model.rotary_emb.to(case.where)  # buffers are not moved with the partitioned parameters
     zero = {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}}
-    # Otherwise the whole model would be on the device once.
+    # Otherwise the whole model would be on the device at some moment.
     deepspeed.init_distributed()
     deepspeed.zero.Init(module=model, config_dict_or_path=_deepspeed_config(case, zero))
     return _deepspeed(model, case, zero)
@@ -200,7 +201,7 @@ def _deepspeed(model: Any, case: Case, zero: dict[str, Any]) -> Training:
 
 
 def _deepspeed_config(case: Case, zero: dict[str, Any]) -> dict[str, Any]:
-    # States in bf16 beside bf16 parameters, as with the others.
+    # States in bf16 for bf16 parameters, as with the others.
     bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     return {
         "train_micro_batch_size_per_gpu": MODELS[case.model].samples,
@@ -221,18 +222,18 @@ WAYS = {
 }
 
 
-# -- what all of them share -------------------------------------------------------------------------------------------
+# -- common parts -----------------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def parameter_bytes(model: str, dtype: str) -> int:
-    """Of a model in MODELS."""
+    """Return the bytes of the parameters of a model in MODELS."""
     built = shapes.build(MODELS[model].shape, dtype)
     return sum(param.numel() * param.element_size() for param in built.parameters())
 
 
 def with_weights(model: Any, home: torch.device, maker: torch.device) -> None:
-    """Give a Llama without memory its weights, tensor by tensor: drawn on one device, and kept on another.
+    """Give a Llama without memory its weights, tensor by tensor: drawn on one device, and stored on another.
 
     Drawing billions of numbers takes minutes on a CPU. The same seed gives every competitor the same weights.
     """
@@ -250,7 +251,7 @@ def with_weights(model: Any, home: torch.device, maker: torch.device) -> None:
 
 
 def batches(model: Model, vocabulary: int, device: torch.device) -> list[Batch]:
-    """Token ids and labels of shape (samples, tokens) for every step, drawn on the host and brought to the device."""
+    """Return token ids and labels of shape (samples, tokens) for every step, drawn on the host, then moved."""
     generator = torch.Generator().manual_seed(SEED)
     shape = (model.samples, model.tokens)
     drawn = [torch.randint(vocabulary, shape, generator=generator).to(device) for _ in range(WARM_UP_STEPS + STEPS)]

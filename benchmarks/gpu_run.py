@@ -1,6 +1,6 @@
-"""One process of `benchmarks.gpu`: runs a case, or describes the machine, and writes what it finds to a file.
+"""One process of `benchmarks.gpu`: runs a case, or describes the machine, and writes its results to a file.
 
-The cap on what torch's allocator may reserve lets a large card stand in for a small one.
+A cap on the bytes that torch's allocator may reserve lets a large card stand in for a small one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--case", type=json.loads, metavar="JSON", help="the fields of a case")
     what.add_argument("--describe", metavar="DEVICE", help="describe the machine with this device")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where what is found goes")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file for the results")
     arguments = parser.parse_args()
     record = Record(arguments.out)
     attach(arguments.describe or arguments.case["device"])
@@ -48,12 +48,12 @@ def main() -> None:
     _build_aside(arguments.out.parent / "extensions")
     try:
         run(Case(**arguments.case), record)
-    except Exception as error:  # whatever it is, it is the reason that the table shows
+    except Exception as error:  # any error is a reason to show in the table
         record.add(**verdict(error))
 
 
 class Record:
-    """What a case has shown so far, on disk after every change: a case that is stopped still tells how far it came.
+    """The results of a case so far, on disk after every change: a case that is stopped still tells how far it came.
 
     Parameters
     ----------
@@ -65,26 +65,26 @@ class Record:
         self._found: dict[str, Any] = {}
 
     def add(self, **found: Any) -> None:
-        """Add to what is known."""
+        """Add results."""
         self._found |= found
         write_whole(self._path, json.dumps(self._found))
 
 
 def attach(device: str) -> None:
-    """Make the tests' simulated accelerator known to torch where it is asked for; before the first backward."""
+    """Make the tests' simulated accelerator known to torch, if it is asked for; call this before the first backward."""
     if device.split(":")[0] == "sim":
         importlib.import_module("tests.accelerator").load()
 
 
 def _build_aside(folder: Path) -> None:
-    """Have extensions built in a folder of this run's: a process that is ended leaves a lock that others wait for."""
+    """Have extensions built in a folder of this run: a process that is ended leaves a lock that others wait for."""
     for lock in folder.rglob("lock"):
         lock.unlink()
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
 
 
 def verdict(error: Exception) -> dict[str, str]:
-    """Why a case shows no figures, as its status and reason."""
+    """Return the reason why a case has no figures, as status and reason."""
     message = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     if isinstance(error, torch.OutOfMemoryError):
         return {"status": "does not fit", "reason": f"out of device memory: {message.split('. ')[0]}"}
@@ -138,7 +138,7 @@ def _train(training: Training, given: list[Batch], where: torch.device, record: 
 
 
 def _peaks(where: torch.device) -> dict[str, Any]:
-    """The most bytes that this process has held: on the device as reserved, on the host resident and pinned."""
+    """Return the most bytes that this process has held: reserved on the device, resident and pinned on the host."""
     found: dict[str, Any] = {"peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     if where.type != "cpu":
         found["peak_device_bytes"] = torch.accelerator.max_memory_reserved(where)
@@ -149,7 +149,7 @@ def _peaks(where: torch.device) -> dict[str, Any]:
 
 
 def _join_no_one() -> None:
-    """What libraries for many processes want to know, of the only one."""
+    """Set the environment that distributed libraries expect, for a single process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -159,7 +159,7 @@ def _join_no_one() -> None:
 
 
 def describe(device: str) -> dict[str, Any]:
-    """The machine: processor, memory, card, versions, and the link's rates with pinned memory."""
+    """Describe the machine: processor, memory, card, versions, and the link's rates with pinned memory."""
     kind = devices.device_kind(device)
     where = devices.accelerator(kind)
     found: dict[str, Any] = {

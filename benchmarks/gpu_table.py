@@ -14,7 +14,7 @@ _LOSS_AT = WARM_UP_STEPS  # the first step that every case reaches
 
 
 def gb(n_bytes: int) -> str:
-    """Bytes in the unit that cards are sold by."""
+    """Format bytes in the units by which cards are sold."""
     for unit, size in (("GB", 10**9), ("MB", 10**6)):
         if n_bytes >= size:
             return f"{n_bytes / size:.1f}".removesuffix(".0") + f" {unit}"
@@ -29,7 +29,7 @@ def _seconds(name: str) -> Callable[[Row], str]:
     return lambda row: "–" if row.get(name) is None else f"{row[name]:.3g}"
 
 
-# Headers with what stands below them, one cell per row.
+# Headers and the function that gives a row's cell below each.
 _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("trained by", lambda row: WAYS[row["way"]].words),
     ("s per step", _seconds("step_s")),
@@ -46,11 +46,11 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """What was measured, as headings and tables.
+    """Format the measurements as headings and tables.
 
     Parameters
     ----------
-    result: what `benchmarks.gpu` writes.
+    result: the JSON that `benchmarks.gpu` writes.
     """
     rows = sorted(result["rows"], key=_place)
     parts = [_machine_words(result["machine"])]
@@ -62,15 +62,15 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 _REMARKS = (
-    "Medians of the steps after the first two. Device: the most that torch's allocator reserved since the weights were "
-    "made, planning included; host: the most that was resident in the process. Loss: of the third step; all train "
-    "the same weights on the same batches. Plans of one model share one profile: the first one's "
-    "planning includes it. 1 GB is 10⁹ bytes."
+    "Medians of the steps after the first two. Device: the most bytes that torch's allocator reserved since the "
+    "weights were made, planning included. Host: the most bytes resident in the process. Loss: that of the third step; "
+    "all train the same weights on the same batches. Plans of one model share one profile, which the planning time "
+    "of the first one includes. 1 GB is 10⁹ bytes."
 )
 
 
 def _place(row: Row) -> tuple[Any, ...]:
-    """Models, dtypes, budgets and competitors in one order, whichever was measured first."""
+    """Return the sort key of a row: models, dtypes, budgets and competitors in a fixed order."""
     budget = _NO_BUDGET if row["budget_bytes"] is None else row["budget_bytes"]
     return list(MODELS).index(row["model"]), row["dtype"], budget, list(WAYS).index(row["way"])
 
@@ -82,7 +82,7 @@ def _title(row: Row, result: dict[str, Any]) -> str:
 
 
 def _table(rows: list[Row]) -> str:
-    """Columns in which no row has anything are left out."""
+    """Format rows as a table, without columns in which no row has anything."""
     cells = [(header, [cell(row) for row in rows]) for header, cell in _COLUMNS]
     shown = [(header, column) for header, column in cells if any(text not in ("", "–") for text in column)]
     lines = [[header for header, _ in shown], ["---"] * len(shown), *zip(*(column for _, column in shown))]

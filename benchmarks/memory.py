@@ -1,6 +1,6 @@
-"""The picture in the README: bytes on the device during one step of the demo, plain PyTorch's and offmate's.
+"""The figure in the README: bytes on the device during one step of the demo, for plain PyTorch and for offmate.
 
-`python -m benchmarks.memory [FILE]` runs the demo's steps and draws what was counted (default: docs/memory.svg).
+`python -m benchmarks.memory [FILE]` runs the demo's steps and draws the counted bytes (default: docs/memory.svg).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Curve:
 
 
 def plain_curve() -> Curve:
-    """The fastest of a few steps of plain PyTorch, from what the allocator reports."""
+    """Return the fastest of a few steps of plain PyTorch, from the allocator's reports."""
     model = demo_model()
     optimizer = demo_optimizer(model)
     first, *batches = demo_batches(1 + STEPS)
@@ -79,7 +79,7 @@ def plain_curve() -> Curve:
 
 
 def our_curve(budget_bytes: int) -> Curve:
-    """The fastest of a few steps of offmate inside the budget, from the device's ledger."""
+    """Return the fastest of a few steps of offmate inside the budget, from the device's ledger."""
     model = demo_model()
     optimizer = demo_optimizer(model)
     first, *batches = demo_batches(1 + STEPS)
@@ -114,7 +114,7 @@ def _ledger_points() -> Iterator[list[tuple[float, int]]]:
 
 
 def draw(plain: Curve, ours: Curve, budget_bytes: int) -> str:
-    """The picture as SVG text, legible on light and dark pages."""
+    """Draw the figure as SVG text, legible on light and dark pages."""
     top = -(-plain.peak_bytes // (100 * MIB)) * 100 * MIB
 
     def x(share: float) -> float:
@@ -152,7 +152,7 @@ def draw(plain: Curve, ours: Curve, budget_bytes: int) -> str:
 
 
 def _outline(curve: Curve, x: Callable[[float], float], y: Callable[[float], float]) -> str:
-    """A closed path under the curve: the highest point of every pixel, so that no peak is lost."""
+    """Return a closed path under the curve: the highest point of every pixel, so that no peak is lost."""
     highest: dict[int, int] = {}
     level = curve.points[0][1]
     changes = [(x(at_s / curve.seconds), size) for at_s, size in curve.points]

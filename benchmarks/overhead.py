@@ -1,8 +1,8 @@
-"""What offmate costs when nothing has to move: its step beside plain PyTorch's, at an ample budget.
+"""The cost of offmate when nothing has to move: its step compared with plain PyTorch's, at an ample budget.
 
 `python -m benchmarks.overhead [--steps N] [--backend inductor] [--json FILE]` trains two copies of the demo model in
-one process, a step of one and a step of the other in turn, and compares the medians. `--guards` measures instead what a
-call spends on asking whether the Python behind the graph has changed, for the demo model and one of 1,000 modules.
+one process, with steps of the two in turn, and compares the medians. `--guards` instead measures the time that a call
+spends on checking whether the Python behind the graph has changed, for the demo model and one of 1,000 modules.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
         "--backend", choices=("eager", "inductor"), default="eager", help="what runs offmate's blocks (default: eager)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every number to FILE")
-    parser.add_argument("--guards", action="store_true", help="measure what a call spends on guards instead")
+    parser.add_argument("--guards", action="store_true", help="measure the time that a call spends on guards instead")
     arguments = parser.parse_args()
     if arguments.steps < 1:
         parser.error(f"--steps is {arguments.steps}; at least 1 is needed")
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Describe the machine and the versions that the numbers were measured with."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -78,15 +78,15 @@ def machine() -> dict[str, Any]:
 
 
 def measure(n_steps: int, backend: str) -> dict[str, Any]:
-    """Seconds of alternating steps, in order, and the ratio of their medians.
+    """Measure the seconds of alternating steps, in order, and the ratio of their medians.
 
     Parameters
     ----------
-    n_steps: measured steps of each, after WARM_UP_STEPS unmeasured ones. backend: of `offmate.Config`.
+    n_steps: number of measured steps of each, after WARM_UP_STEPS unmeasured ones. backend: as in `offmate.Config`.
 
-    Returns: `step_s`, `reference_step_s` (medians), `ratio` of these, `pair_ratio` (the median of the single ratios,
-    which other work on the machine disturbs less), the single times, losses equal or not and by how
-    much, budget and peaks in bytes, predicted seconds.
+    Returns: `step_s`, `reference_step_s` (medians), `ratio` of these, `pair_ratio` (the median of the pairwise ratios,
+    which other work on the machine disturbs less), all times, whether the losses are equal and their largest
+    difference, budget and peaks in bytes, predicted seconds.
     """
     batches = demo_batches(WARM_UP_STEPS + n_steps)
     peak_bytes = reference_peak_bytes("emulated")
@@ -101,7 +101,7 @@ def measure(n_steps: int, backend: str) -> dict[str, Any]:
 
     def our_step(batch: Batch) -> float:
         loss = train_step(ours, optimizer, batch)
-        # Updates may run on into the next forward; here they must not run into the other's step.
+        # Updates may continue into the next forward; here they must not continue into the other's step.
         ours.offmate.sync()
         return loss
 
@@ -116,11 +116,11 @@ def measure(n_steps: int, backend: str) -> dict[str, Any]:
 
 
 def _alternate(steps: dict[str, Callable[[Batch], float]], batches: list[Batch]) -> dict[str, Any]:
-    """Run both on every batch in turn; the times after the warm-up, their medians, and whether all losses agree."""
+    """Run both on every batch in turn; return times after the warm-up, medians, and whether all losses agree."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     losses: dict[str, list[float]] = {name: [] for name in steps}
     for index, batch in enumerate(batches):
-        # Who goes first alternates, so that neither always finds the caches as the other left them.
+        # The first one alternates, so that neither always finds the caches as the other left them.
         for name in sorted(steps, reverse=index % 2 == 1):
             start_s = time.perf_counter()
             losses[name].append(steps[name](batch))
@@ -163,9 +163,9 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def measure_guards(repeats: int = 200) -> dict[str, dict[str, float]]:
-    """Seconds that one call spends on guards, for the demo model and for one of 1,000 modules.
+    """Measure the seconds that one call spends on guards, for the demo model and for one of 1,000 modules.
 
-    Returns: by model its number of modules, the median, and what is allowed: 0.1 ms and 2 µs per module.
+    Returns: by model, its number of modules, the median, and the allowed seconds: 0.1 ms plus 2 µs per module.
     """
     parts = (torch.nn.Linear(2, 2), torch.nn.Dropout(0.1), torch.nn.ReLU())
     many = torch.nn.Sequential(*(copy.deepcopy(parts[i % 3]) for i in range(999)))
@@ -186,7 +186,7 @@ def measure_guards(repeats: int = 200) -> dict[str, dict[str, float]]:
 
 
 def _show_guards(found: dict[str, dict[str, float]]) -> None:
-    table = Table(title="What a call spends on guards")
+    table = Table(title="Time that a call spends on guards")
     for column in ("model", "modules", "median", "allowed"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for name, row in found.items():

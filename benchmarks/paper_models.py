@@ -1,9 +1,9 @@
-"""The models of OffMate's table 1 (bf16, a 12 GB card, 128 GB of RAM) under assumptions that the paper leaves open.
+"""The models of OffMate's table 1 (bf16, a 12 GB card, 128 GB of RAM), with assumptions where the paper is silent.
 
-The paper gives neither batch nor sequence. Assumed: 512 tokens, batches of 2, 4 and 8 (which show how much the result
-depends on it), parameters, gradients and both moments in bf16 (8 bytes per parameter), activations as the paper's
-memory requirement less that, an iteration that takes the paper's un-offloaded samples per second, the rates of its
-RTX 3060, and a budget of 10 GB (its own 2 GB of head-room).
+The paper gives neither batch nor sequence length. Assumed are 512 tokens; batches of 2, 4 and 8 (to show how much the
+result depends on them); parameters, gradients and both moments in bf16 (8 bytes per parameter); activations that take
+the rest of the paper's memory requirement; an iteration at the paper's samples per second without offloading; the rates
+of its RTX 3060; and a budget of 10 GB (the paper's 2 GB of headroom).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Model:
     offmate_per_s: float
 
     def shape(self, batch: int) -> Shape:
-        """With the assumed sequence."""
+        """Return the shape with this batch and the assumed sequence length."""
         widths = (self.layers, self.hidden, self.intermediate, self.vocab)
         return Shape(*widths, batch, SEQUENCE, kv_hidden=self.kv_hidden, gated=self.gated, tied=self.tied)
 
@@ -63,7 +63,7 @@ MODELS = (
 
 
 def problem_of(model: Model, batch: int, speeds: Speeds, *, whole_layers: bool) -> Problem | None:
-    """The problem, None where the paper's samples per second would leave no time for the device's own updates."""
+    """Return the problem, None if the paper's samples per second leave no time for the device's own updates."""
     shape = model.shape(batch)
     plain = llama(shape, speeds, _BUDGET_BYTES, _HOST_BYTES, precision=BF16)
     params = sum(group.param_bytes for group in plain.groups) // BF16.param_bytes
@@ -84,11 +84,11 @@ def problem_of(model: Model, batch: int, speeds: Speeds, *, whole_layers: bool) 
 
 
 def rows(paper: Speeds, ours: Speeds, limit_s: float) -> Iterator[dict[str, Any]]:
-    """One row per model and batch.
+    """Yield one row per model and batch.
 
     Parameters
     ----------
-    paper: the machine's rates with the paper's H. ours: with our own. limit_s: seconds per solve.
+    paper: the machine's rates with the paper's H. ours: the same with our H. limit_s: seconds per solve.
     """
     for model in MODELS:
         for batch in BATCHES:

@@ -1,14 +1,13 @@
 """OffMate's tables 1 and 2 beside our predictions: `python -m benchmarks.paper_tables [--json FILE] [--limit S]`.
 
 Table 2: Llama2-7B in fp32 on the paper's two machines, with the paper's rates. Ours are predictions of the simulator
-for synthetic chains whose computes are scaled to the paper's own un-offloaded time and whose activations to its own
-size; nothing was run on such a card. Their blocks need about as much memory as captured ones, and no less: the model as
-captured (`offmate plan llama2-7b --dtype fp32 --hardware offmate-rtx3060`), with fused attention and thus fewer
-activations, has a least budget of 1.9 GB. Rows are first under the paper's restrictions (whole layers, interface
-activations resident, H = 50 ms), then with freedoms added one at a time. Without CPU updates ours is the program's
-figure: that row makes host updates so slow that a single whole tensor, rounded up onto the host, would swamp the
-simulator's.
-Table 1: see `paper_models.py` for what had to be assumed.
+for synthetic chains whose computes are scaled to the paper's time without offloading, and whose activations to the
+paper's size; nothing was run on such a card. Their blocks need about as much memory as captured ones, and no less: the
+model as captured (`offmate plan llama2-7b --dtype fp32 --hardware offmate-rtx3060`), with fused attention and thus
+fewer activations, has a least budget of 1.9 GB. The first rows keep the paper's restrictions (whole layers, interface
+activations resident, H = 50 ms); the others lift them one at a time. In the row without CPU updates our figure is the
+program's: host updates are so slow there that a single whole tensor, rounded up onto the host, would dominate the
+simulator's. Table 1: see `paper_models.py` for the assumptions.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from . import paper_models
 
 GB = 10**9
 NO_HOST = "w/o CPU optim"
-_SLOWER = 100.0  # host updates this much slower are never worth it
+_SLOWER = 100.0  # host updates slower by this factor never pay off
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Paper:
     rows: dict[str, tuple[float, float, float]]
 
 
-# The base is OffMate's time over one plus its overhead.
+# The base time is OffMate's time divided by one plus its overhead.
 PAPERS = (
     Paper(
         "offmate-rtx3060",
@@ -92,12 +91,12 @@ def _print(title: str, results: list[dict[str, Any]]) -> None:
 
 
 def _quick(speeds: Speeds) -> Speeds:
-    """With our own management of a step, of which launches take the most."""
+    """Return the speeds with our own management time of a step, most of which is launches."""
     return replace(speeds, rates=replace(speeds.rates, manage_s=0.001))
 
 
 def _cases(paper: Paper) -> Iterator[tuple[str, Problem]]:
-    """The paper's three rows under its restrictions, then our freedoms one at a time."""
+    """Yield the paper's three rows under its restrictions, then lift the restrictions one at a time."""
     budget = int(paper.rows["OffMate"][1] * GB)
     restricted = resident(_problem(paper, budget, whole_layers=True))
     yield "OffMate", restricted
@@ -139,7 +138,7 @@ def _speeds(machine: Hardware) -> Speeds:
 
 
 def resident(problem: Problem) -> Problem:
-    """The problem with each interface value part of what the block that reads it keeps, so that it never leaves."""
+    """Return the problem in which the block that reads an interface value keeps it, so that it never leaves."""
     read = {value.uses[0]: value.bytes for value in problem.values}
     blocks = []
     for i, block in enumerate(problem.blocks):

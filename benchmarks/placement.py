@@ -1,10 +1,10 @@
-"""How much of a budget a plan can use before the allocator's gaps have it refused.
+"""The part of a budget that a plan can use before the allocator's fragmentation makes it fail.
 
 `python -m benchmarks.placement [--models 7b 1b] [--budgets 8 10 16 24 40] [--json FILE]` plans models of real sizes for
-a card that is not here and places the plans on the simulated accelerator (`tests/accelerator`), whose allocator has the
-rules of CUDA's; its memory is never touched, so that 40 GB take none. No operator runs: what is counted is what the
-rehearsal of an iteration reserves, and what moves aside in it so that other tensors find place. `--train` also trains a
-model as large as two cores bear, operators and all, and compares what was predicted with what was reserved then.
+a card that need not be present and places the plans on the simulated accelerator (`tests/accelerator`), whose allocator
+follows the rules of CUDA's; its memory is never touched, so that 40 GB take none. No operator runs: the rehearsal of an
+iteration counts the bytes reserved, and those of tensors that move so that others fit. `--train` also trains, with real
+operators, a model as large as two cores can handle, and compares the predicted bytes with those reserved.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .gpu_cases import MODELS
 from .overhead import machine
 
 HARDWARE = "rtx4090"
-ALLOCATOR = "simulated, with the rules of CUDA's; no operator ran but where it says trained"
+ALLOCATOR = "simulated, with the rules of CUDA's; operators ran only in the rows marked as trained"
 TRAINED_PERCENT = (150, 110)  # of the least budget
 HOST_BYTES = 1 << 42
 CARD_BYTES = 80 << 30
@@ -75,11 +75,12 @@ def _write(found: dict[str, Any], path: Path | None) -> None:
 
 
 def place(name: str, dtype: str, budget_bytes: int, config: offmate.Config) -> Row:
-    """One row of the table.
+    """Place one plan; return its row of the table.
 
     Parameters
     ----------
-    name: in `gpu_cases.MODELS`. dtype: of parameters, gradients and states. config: with the folder for plans.
+    name: a name in `gpu_cases.MODELS`. dtype: that of parameters, gradients and states. config: one with the folder for
+        plans.
     """
     case = MODELS[name]
     model = shapes.build(case.shape, dtype)
@@ -119,11 +120,11 @@ def place(name: str, dtype: str, budget_bytes: int, config: offmate.Config) -> R
 
 
 def trained(percent: int) -> Row:
-    """Train a model of 120 million parameters in this part of the least budget, and compare.
+    """Train a model of 120 million parameters in this part of the least budget, and compare prediction and reservation.
 
     Parameters
     ----------
-    percent: of the least budget that the plan for an ample one names.
+    percent: budget in percent of the least budget, as named by a plan for an ample one.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -177,7 +178,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["7b", "1b"])
     parser.add_argument("--dtypes", nargs="+", choices=["bf16", "fp32"], default=["bf16", "fp32"])
     parser.add_argument("--budgets", nargs="+", type=float, default=[8, 10, 16, 24, 40], metavar="GB")
-    parser.add_argument("--train", action="store_true", help="also train a model, operators and all")
+    parser.add_argument("--train", action="store_true", help="also train a model, with real operators")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every number to FILE")
     return parser.parse_args()
 

@@ -1,11 +1,11 @@
-"""What whole tensors cost: the simulated schedule against the integer program, over random problems.
+"""The cost of whole tensors: the simulated schedule compared with the integer program, over random problems.
 
 `python -m benchmarks.rounding [--problems 20] [--json FILE]` plans random problems of two families: published
 architectures on the machines whose files come with offmate, at random precisions, batches and budgets; and Llama-like
-chains of random shapes on random machines, many of which nobody would build. Each with updates as gradients come,
-behind a gate, and with four micro-batches per update. It prints the ratio of simulated seconds to the program's: for
-all, and for those in which no tensor's state takes more than a tenth of an iteration on the link. A second table is the
-ablation: what Algorithm 1 gives by itself, and with one pass of the ladder after the other.
+chains of random shapes on random machines, many of them unrealistic. Each family is planned with updates as gradients
+come, behind a gate, and with four micro-batches per update. The first table has the ratio of simulated seconds to the
+program's: for all problems, and for those in which no tensor's state takes more than a tenth of an iteration on the
+link. The second table is an ablation: Algorithm 1 by itself, and then with the passes of the ladder added one by one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rich.table import Table
 from offmate.machines import hardware
 
 KINDS = {"as gradients come": 0, "behind a gate": 1, "four micro-batches": 4}
-SMALL = 0.1  # of an iteration: the copy of the largest state
+SMALL = 0.1  # most of an iteration that the copy of the largest state takes
 MACHINES = ("a100-40", "h100", "h200", "rtx3060", "rtx3090", "rtx4090")
 PRECISIONS = (Precision(), Precision(2, 2, 12, 2))  # float32; bfloat16 with float32 master weights
 # Layers, hidden, intermediate, vocabulary, width of keys, gated, tied: from the models' own configuration files.
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def published(seed: int, micro_batches: int) -> tuple[str, Problem]:
-    """A published architecture on a machine that can be bought; its name, and its problem."""
+    """Return the name and the problem of a published architecture on a machine that exists."""
     rng = random.Random(seed)
     name, machine = rng.choice(sorted(MODELS)), hardware.load(rng.choice(MACHINES))
     *widths, kv_hidden, gated, tied = MODELS[name]
@@ -99,7 +99,7 @@ def published(seed: int, micro_batches: int) -> tuple[str, Problem]:
 
 
 def made_up(seed: int, micro_batches: int) -> tuple[str, Problem]:
-    """A chain whose widths, rates and speeds have nothing to do with each other; its shape, and its problem."""
+    """Return the name and the problem of a chain whose widths, rates and speeds are unrelated."""
     rng = random.Random(seed)
     hidden, link = rng.choice([512, 1024, 2048, 4096]), rng.choice([4e9, 1.2e10, 2.5e10])
     shape = Shape(
@@ -121,7 +121,7 @@ def made_up(seed: int, micro_batches: int) -> tuple[str, Problem]:
 
 
 def _budgeted(rng: random.Random, problem: Problem, micro_batches: int) -> Problem:
-    """With a budget between the least and an ample one; without a gate if `micro_batches` is 0."""
+    """Return the problem with a budget between the least and an ample one; without a gate if `micro_batches` is 0."""
     if micro_batches:
         adds = {g.name: (g.cpu_update_s / 4, g.device_update_s / 4) for g in problem.groups}
         groups = tuple(replace(g, cpu_add_s=adds[g.name][0], device_add_s=adds[g.name][1]) for g in problem.groups)
@@ -131,7 +131,7 @@ def _budgeted(rng: random.Random, problem: Problem, micro_batches: int) -> Probl
 
 
 def _measured(family: str, kind: str, seed: int, label: str, problem: Problem) -> dict[str, Any]:
-    """Simulated seconds over the program's, and the part of an iteration that the largest state's copy takes."""
+    """Measure simulated seconds over the program's, and the part of an iteration for the largest state's copy."""
     started = time.perf_counter()
     planned = plan(problem)
     took_s = time.perf_counter() - started
@@ -155,9 +155,10 @@ def _measured(family: str, kind: str, seed: int, label: str, problem: Problem) -
 
 
 def ablation(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for Algorithm 1 and for every pass: how far the problems are then, and what the pass took.
+    """Return a row for Algorithm 1 and for every pass: the ratios after it, and the seconds that it took.
 
-    A pass decides by what is found before it whether it runs, so a ladder that ends with it gives what is found after.
+    Whether a pass runs depends only on the results before it, so the results after it are those of a ladder that ends
+    there.
     """
     rows, ratios = [], [1.0] * len(measured)
     for name in ("algorithm 1", *(one.name for one in LADDER)):

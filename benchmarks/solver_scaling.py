@@ -1,9 +1,9 @@
-"""How long the integer program takes as models grow, and what its windows cost.
+"""The growth of the integer program's solution time with the model, and the cost of its windows.
 
-`python -m benchmarks.solver_scaling [--layers 8 16 32] [--backends highs cbc] [--full-layers 8 16] [--limit 60]
-[--out FOLDER]` solves Llama-2-7B-like chains of half-layer blocks, at a budget with which time is lost and at one with
-which hardly any is, prints a table and writes it as JSON, Markdown and a plot. Where the program with every step
-allowed can be afforded, it is solved with the first backend too, to the same gap.
+`python -m benchmarks.solver_scaling [--layers 8 16 32] [--backends highs cbc] [--full-layers 8 16] [--limit 60] [--out
+FOLDER]` solves Llama-2-7B-like chains of half-layer blocks, at a budget that costs time and at one that costs hardly
+any, prints a table and writes it as JSON, Markdown and a plot. For the models of `--full-layers` the program with every
+step allowed is solved with the first backend, too, to the same gap.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .overhead import machine
 RESULTS = Path(__file__).parent / "results"
 _SIZE = ("columns", "rows", "seconds")
 COLUMNS = ("layers", "budget GB", "program", "backend", *_SIZE, "step s", "bound s", "gap %", "status")
-BUDGETS_GB = (2.5, 4.0)  # 2.2 is the least, of any number of layers
+BUDGETS_GB = (2.5, 4.0)  # 2.2 is the least for any number of layers
 RATES = Rates(10.4e9, 10.4e9, 16.6e9, 0.001)
 
 Row = dict[str, Any]
@@ -55,18 +55,18 @@ def main() -> None:
 
 
 def instance(layers: int, budget_bytes: int) -> Problem:
-    """Half-layer blocks of Llama-2-7B's width in fp32, with the rates of the paper's first machine."""
+    """Return half-layer blocks of Llama-2-7B's width in fp32, with the rates of the paper's first machine."""
     shape = Shape(layers, 4096, 11008, 32000, batch=4, sequence=512)
     speeds = Speeds(6.5e12, 3e11, 1.1e9, 16.6e9, RATES)
     return llama(shape, speeds, budget_bytes, 10**13)
 
 
 def measure(problem: Problem, layers: int, backend: str, limit_s: float, *, every_step: bool = False) -> Row:
-    """One row of the table; seconds include stating the program.
+    """Measure one row of the table; seconds include building the program.
 
     Parameters
     ----------
-    every_step: the full program, without windows.
+    every_step: whether to solve the full program, without windows.
     """
     if every_step:
         every = patch.object(flows, "sparse_offsets", lambda n, n_steps: list(range(n)))
@@ -122,7 +122,9 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.solver_scaling", description=__doc__)
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 16, 32, 48, 80, 128])
     parser.add_argument("--backends", nargs="+", default=["highs", "cbc"], choices=["highs", "cbc"])
-    parser.add_argument("--full-layers", type=int, nargs="*", default=[8, 16], help="where every step is allowed too")
+    parser.add_argument(
+        "--full-layers", type=int, nargs="*", default=[8, 16], help="models solved with every step allowed, too"
+    )
     parser.add_argument("--limit", type=float, default=60.0, help="seconds per solve (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="(default: benchmarks/results)")
     return parser.parse_args()

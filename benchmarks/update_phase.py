@@ -1,10 +1,10 @@
-"""The update phase of Deep Optimizer States: its equation 1 beside what the integer program decides.
+"""The update phase of Deep Optimizer States: its equation 1 compared with the integer program's decisions.
 
 `python -m benchmarks.update_phase [--json FILE] [--limit 60]` plans 24 subgroups of 100 M parameters behind a gate,
-with the throughputs that the paper gives for its V100 machine, and with one thing changed at a time. k counts the
-subgroups updated on the host for every one brought to the device and back. All seconds are predictions: theirs are
-equation 1's own balance with its stride rounded to the better neighbour, without the time in which its pipeline fills;
-ours are the program's, in fractions of subgroups, and the simulated schedule's, in whole ones.
+with the throughputs that the paper gives for its V100 machine, and then with one thing changed at a time. k counts the
+subgroups updated on the host for every one brought to the device and back. All seconds are predictions. Theirs are
+equation 1's balance with the stride rounded to the better neighbour, without the time to fill the pipeline. Ours are
+the program's, in fractions of subgroups, and the simulated schedule's, in whole ones.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def _cases() -> Iterator[tuple[str, Throughputs, Problem]]:
-    """Where equation 1's assumptions hold, and then one of them less at a time."""
+    """Yield the case in which equation 1's assumptions hold, then cases in which one of them does not."""
     yield "as equation 1 assumes", V100, update_phase(V100, room=1.01)
     quick = replace(V100, link=6.25e9)
     yield "a link of 25 GB/s", quick, update_phase(quick, room=1.01)

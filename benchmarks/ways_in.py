@@ -1,8 +1,8 @@
-"""What each way into offmate costs: a step with host gradients, a planned optimizer, clipping and accumulation.
+"""The cost of each way into offmate: a step with host gradients, a planned optimizer, clipping and accumulation.
 
 `python -m benchmarks.ways_in [--steps N] [--share S] [--json FILE]` trains copies of the demo model on the emulated
 device, at an ample budget and at a share of plain PyTorch's peak, and compares every way with plain PyTorch doing the
-same, step by step in turn.
+same, in alternating steps.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Way:
 
     Parameters
     ----------
-    planned: whether the plan updates; otherwise gradients land on the host. clips: whether their norm is clipped.
+    planned: whether the plan updates; otherwise gradients arrive on the host. clips: whether their norm is clipped.
     micro_batches: forwards and backwards per update.
     """
 
@@ -48,7 +48,7 @@ class Way:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What `offmate.compile` is told besides the optimizer."""
+        """The arguments of `offmate.compile` besides the optimizer."""
         return {"max_grad_norm": MAX_NORM if self.clips else None, "accumulation_steps": self.micro_batches}
 
 
@@ -67,7 +67,9 @@ def main() -> None:
     """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ways_in", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=8, metavar="N", help="measured steps of each (default: 8)")
-    parser.add_argument("--share", type=float, default=0.25, metavar="S", help="of the peak, as budget (default: 0.25)")
+    parser.add_argument(
+        "--share", type=float, default=0.25, metavar="S", help="budget as a share of the peak (default: 0.25)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every number to FILE")
     arguments = parser.parse_args()
     if arguments.steps < 1 or not 0 < arguments.share < 1:
@@ -86,7 +88,7 @@ def main() -> None:
 
 
 def measure(way: Way, budget_bytes: int, n_steps: int) -> dict[str, Any]:
-    """Seconds per update of plain PyTorch and of offmate in turn; medians, peaks, and whether all losses agree."""
+    """Measure seconds per update of plain PyTorch and offmate in turn; medians, peaks, and whether losses agree."""
     batches = demo_batches((WARM_UP_STEPS + n_steps) * way.micro_batches)
     updates = [batches[i : i + way.micro_batches] for i in range(0, len(batches), way.micro_batches)]
     reference = demo_model()
@@ -104,7 +106,7 @@ def measure(way: Way, budget_bytes: int, n_steps: int) -> dict[str, Any]:
             start_s = time.perf_counter()
             losses[name].append(step(update))
             if name == "offmate":
-                # Updates may run on into the next forward; here they must not run into the other's step.
+                # Updates may continue into the next forward; here they must not continue into the other's step.
                 ours.offmate.sync()
             seconds[name].append(time.perf_counter() - start_s)
     kept = {name: taken[WARM_UP_STEPS:] for name, taken in seconds.items()}

@@ -7,39 +7,39 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-_TRIES = 3  # of which the one counts that the host was told of soonest
+_TRIES = 3  # attempts at a tie; the one that the host learns of soonest counts
 
-Moment = float | torch.Event  # seconds of the host's clock, or an event in a stream that has or will have a time
+Moment = float | torch.Event  # seconds of the host's clock, or a timed event in a stream, perhaps yet to happen
 
 
 class Tie(NamedTuple):
-    """An event and the host's seconds when it happened; None for a clock that knows the host's seconds only."""
+    """An event and the host's seconds when it happened; None for a clock that only knows the host's seconds."""
 
     event: torch.Event | None
     host_s: float
 
     def seconds(self, moment: Moment) -> float:
-        """A moment in seconds of the host's clock; an event must have happened."""
+        """Convert a moment to seconds of the host's clock; an event must have happened."""
         if isinstance(moment, float):
             return moment
-        assert self.event is not None, "events come from a clock that is tied to the host's by one"
+        assert self.event is not None, "only a clock that is tied to the host's by an event makes events"
         return self.host_s + float(self.event.elapsed_time(moment)) / 1e3
 
 
 class Clock(Protocol):
-    """Notes when things happen where they happen."""
+    """Notes the times of work where it is done."""
 
     def tie(self) -> Tie:
-        """What turns moments noted around now into seconds of the host's clock."""
+        """Return a tie that converts moments noted around now to seconds of the host's clock."""
         ...
 
     def mark(self, stream: torch.Stream | None = None) -> Moment:
-        """The moment at which everything launched until now is done, on a stream or on the current one."""
+        """Return the moment at which everything launched until now is done, on a stream or on the current one."""
         ...
 
 
 class HostClock:
-    """Where work is done when the call returns."""
+    """A clock for devices whose work is done when the call returns."""
 
     def tie(self) -> Tie:
         return Tie(None, 0.0)
@@ -49,7 +49,7 @@ class HostClock:
 
 
 class StreamClock:
-    """Notes events in streams; nothing waits for them.
+    """A clock that records events in streams; nothing waits for them.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ class StreamClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Holds nothing else, so that an event in it happens at once, whatever the others still have to do.
+        # An otherwise empty stream: an event in it happens at once, whatever the other streams still have to do.
         self._stream = torch.Stream(device)
 
     def tie(self) -> Tie:
@@ -81,5 +81,5 @@ class StreamClock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock for what a device does."""
+    """Return the clock for the work of a device."""
     return HostClock() if device.type == "cpu" else StreamClock(device)

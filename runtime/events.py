@@ -1,4 +1,4 @@
-"""Events: the completion of copies and updates, by themselves or as one that says what it was."""
+"""Events: the completion of copies and updates, alone or in groups that name what they are."""
 
 from __future__ import annotations
 
@@ -14,53 +14,55 @@ class Event(Protocol):
     """The completion of one copy or update. A buffer and its event travel together."""
 
     def wait(self, stream: torch.Stream | None = None) -> None:
-        """Let what is launched on a stream from now on, the computing one by default, come after it.
+        """Let work launched on a stream from now on, by default the computing one, come after it.
 
-        The calling thread waits only for what no stream can wait for. Raises what made it fail, if that is known.
+        The calling thread blocks only if no stream can wait for the event. Raises the error that made it fail, if that
+        is known.
         """
         ...
 
     def ready(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
         ...
 
     def synchronize(self) -> None:
-        """Return when it has happened; raise what made it fail."""
+        """Block until it has happened; raise the error that made it fail."""
         ...
 
     def done(self) -> bool:
-        """Whether it has happened."""
+        """Return whether it has happened."""
         ...
 
 
 class ActionFailed(RuntimeError):
-    """A copy or an update could not be done; says which, and why."""
+    """A copy or an update that could not be done; the message says which one, and why."""
 
 
 @dataclass(frozen=True)
 class UnderWay:
-    """The copies of one item, or its update, as one event that says what it was when it fails.
+    """The copies of one item, or its update, as one event that names itself when it fails.
 
     Parameters
     ----------
-    what: in words, for the error. parts: all must happen; the failure of any one is the failure of the whole.
+    what: description for the error message. parts: events that must all happen; the failure of any one is the failure
+        of the whole.
     """
 
     what: str
     parts: tuple[Event, ...]
 
     def wait(self, stream: torch.Stream | None = None) -> None:
-        """As `Event.wait`, for all parts; raise ActionFailed if one could not happen."""
+        """Wait for all parts, as `Event.wait` does; raise ActionFailed if one could not happen."""
         for part in self.parts:
             with self._named():
                 part.wait(stream)
 
     def ready(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
         return all(part.ready() for part in self.parts)
 
     def synchronize(self) -> None:
-        """Return when all parts have happened; raise ActionFailed if one could not."""
+        """Block until all parts have happened; raise ActionFailed if one could not."""
         for part in self.parts:
             with self._named():
                 part.synchronize()
@@ -75,5 +77,5 @@ class UnderWay:
             raise ActionFailed(f"{self.what} failed: {type(error).__name__}: {error}") from error
 
     def done(self) -> bool:
-        """Whether all parts have happened."""
+        """Return whether all parts have happened."""
         return all(part.done() for part in self.parts)

@@ -1,4 +1,4 @@
-"""Ctrl-C held back to moments at which nothing is half done."""
+"""Deferral of Ctrl-C to moments at which no operation is half done."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class _Held:
-    """State: how often Ctrl-C was pressed since holding began, and who handles it otherwise."""
+    """The presses of Ctrl-C since holding began, and the handler that was installed before."""
 
     def __init__(self) -> None:
         self.active = False
@@ -33,9 +33,9 @@ _held = _Held()
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Hold Ctrl-C back during the body, but for `checkpoint`; afterwards it takes its usual course.
+    """Hold Ctrl-C back during the body, except at `checkpoint`; afterwards deliver it to its usual handler.
 
-    Does nothing on other threads than the main one, inside another `held`, and where Ctrl-C has no Python handler.
+    This does nothing on threads other than the main one, inside another `held`, or if Ctrl-C has no Python handler.
     """
     if _held.active or threading.current_thread() is not threading.main_thread():
         yield
@@ -56,11 +56,12 @@ def held() -> Iterator[None]:
 
 
 def checkpoint(patient: bool) -> None:
-    """Let a held Ctrl-C happen here.
+    """Deliver a held Ctrl-C now.
 
     Parameters
     ----------
-    patient: only if it was pressed twice, since stopping here leaves some parameters an update ahead of others.
+    patient: whether to deliver it only if it was pressed twice, since stopping now leaves some parameters an update
+        ahead of others.
     """
     if _held.presses > patient and threading.current_thread() is threading.main_thread():
         _held.deliver()

@@ -10,11 +10,11 @@ import torch
 def as_layout(
     tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], device: torch.device | None = None
 ) -> torch.Tensor:
-    """A copy of `tensor` in storage of its own with the given strides.
+    """Return a copy of `tensor` in its own storage, with the given strides.
 
     Parameters
     ----------
-    device: of the copy, None for the tensor's own.
+    device: device of the copy, None for the tensor's own.
     """
     own = torch.empty_strided(size, stride, dtype=tensor.dtype, device=device or tensor.device)
     target, source = without_repeats(own, tensor)
@@ -23,11 +23,11 @@ def as_layout(
 
 
 def without_repeats(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What to copy into a tensor: along dimensions of stride 0, which repeat one element, only the first.
+    """Return the parts of two tensors to copy: of dimensions with stride 0, which repeat one element, only the first.
 
     Parameters
     ----------
-    target: of any strides. source: of the same size; it repeats what the target repeats.
+    target: a tensor of any strides. source: one of the same size, which repeats the elements that the target repeats.
 
     Returns: views of both.
     """
@@ -38,17 +38,17 @@ def without_repeats(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.T
 
 
 def storage_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage behind a tensor as one flat tensor of bytes."""
+    """Return the whole storage behind a tensor as one flat tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def on_storage(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The tensor that views `flat`'s storage as `like` views its own."""
+    """Return the tensor that views `flat`'s storage as `like` views its own."""
     view = torch.empty(0, dtype=like.dtype, device=flat.device)
     return view.set_(flat.untyped_storage(), like.storage_offset(), like.shape, like.stride())
 
 
 def meta_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory that remembers shape, strides, offset and dtype."""
+    """Return a tensor without memory that has the same shape, strides, offset and dtype."""
     whole = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device="meta")
     return on_storage(whole, tensor)

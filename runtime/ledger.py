@@ -1,4 +1,4 @@
-"""The ledger of a device's bytes: every change in one total order, on the executor's thread, against a hard limit."""
+"""The ledger of a device's bytes: every change in one total order, on the executor's thread, under a hard limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class LimitExceeded(RuntimeError):
 
 
 class Level(NamedTuple):
-    """Bytes held, in all and by kind where the kind matters."""
+    """Bytes held, in total and, for some kinds, by kind."""
 
     level_bytes: int
     moved: Counter[str]
@@ -38,29 +38,29 @@ class Ledger:
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """Bytes held now, by what they are in words; operators' results are all of one kind."""
+        """Bytes held now, by description; results of operators are all of one kind."""
         moved = {word: self._moved[kind] for kind, word in _WORDS.items()}
         return {**moved, _REST: self.level_bytes - sum(moved.values())}
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of what lies on the device whatever the schedule does: buffers and scalars."""
+        """Bytes that are on the device regardless of the schedule: buffers and scalars."""
         return self._moved["b"]
 
     def add(self, kind: str, amount_bytes: int) -> None:
-        """`amount_bytes` of kind `kind` (the prefix of an item's name) came to the device."""
+        """Count `amount_bytes` of kind `kind` (the prefix of an item's name) that came to the device."""
         if kind in _WORDS:
             self._moved[kind] += amount_bytes
         self.made(amount_bytes)
 
     def remove(self, kind: str, amount_bytes: int) -> None:
-        """`amount_bytes` of kind `kind` left the device."""
+        """Count `amount_bytes` of kind `kind` that left the device."""
         if kind in _WORDS:
             self._moved[kind] -= amount_bytes
         self.freed(amount_bytes)
 
     def made(self, amount_bytes: int, workspace_bytes: int = 0) -> None:
-        """An operator made `amount_bytes` and held `workspace_bytes` more while it ran."""
+        """Count `amount_bytes` that an operator made, and `workspace_bytes` that it held while it ran."""
         self.level_bytes += amount_bytes
         reached = self.level_bytes + workspace_bytes
         if reached > self.peak_bytes:
@@ -69,26 +69,26 @@ class Ledger:
             self.peak_bytes = reached
 
     def freed(self, amount_bytes: int) -> None:
-        """`amount_bytes` were let go."""
+        """Count `amount_bytes` that were freed."""
         self.level_bytes -= amount_bytes
 
     def clear(self) -> None:
-        """Everything was let go."""
+        """Set the bytes held to zero."""
         self.level_bytes = 0
         self._moved.clear()
 
     def put_aside(self) -> Level:
-        """Forget what is held; `restore` knows it again."""
+        """Set the bytes held to zero and return them for `restore`."""
         held = Level(self.level_bytes, self._moved.copy())
         self.clear()
         return held
 
     def restore(self, held: Level) -> None:
-        """What was put aside is held again, in place of anything else."""
+        """Replace the bytes held by those that were put aside."""
         self.level_bytes, self._moved = held.level_bytes, held.moved.copy()
 
     def reset_peak(self) -> None:
-        """Start the peak anew from what is held now."""
+        """Restart the peak from the bytes held now."""
         self.peak_bytes = self.level_bytes
 
     def _refuse(self, reached: int) -> None:

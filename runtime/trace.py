@@ -1,8 +1,8 @@
-"""What really happened: the schedule's actions with times and bytes, recorded while the executor walks them.
+"""Recording of what really happened: the schedule's actions with times and bytes, while the executor walks them.
 
-A device without a recorder pays one comparison per action and per job. With one, every action and job is put between
+A device without a recorder pays one comparison per action and per job. With one, every action and job is bracketed by
 two moments where it runs: in the stream that computes or copies, or on the thread that works. Events in streams are
-read when the recording is, and waited for by nobody.
+read when the recording is, and nothing waits for them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .ledger import Ledger
 
 
 class Taken(NamedTuple):
-    """One action where computing is done: when it was begun and done with, and the bytes on the device.
+    """One action on the computing stream: the times of its start and end, and the bytes on the device.
 
-    `start_bytes` and `end_bytes` are the level before and after it, `high_bytes` the most meanwhile, with workspaces.
-    `launch_start_s` and `launch_end_s` are the executor's thread's times: on an accelerator it is done with an action
-    as soon as that has been launched.
+    `start_bytes` and `end_bytes` are the level before and after it, `high_bytes` the most in between, including
+    workspaces. `launch_start_s` and `launch_end_s` are times on the executor's thread: on an accelerator it is done
+    with an action as soon as that has been launched.
     """
 
     action: Action
@@ -40,7 +40,7 @@ class Taken(NamedTuple):
 
 
 class _Noted(NamedTuple):
-    """An action whose moments are not known in seconds yet; the rest as in `Taken`."""
+    """An action whose moments are not known in seconds yet; the other fields are as in `Taken`."""
 
     action: Action
     start: Moment
@@ -63,10 +63,10 @@ class Recording:
 
     Parameters
     ----------
-    schedule: what was replayed. fixed_bytes: on the device beside it.
+    schedule: the schedule that was replayed. fixed_bytes: bytes on the device that it does not count.
     walks: the actions of every forward, backward and of the turn-around, in order.
-    jobs: what workers did for them; a job may end after the iteration.
-    tails: jobs of before that ended in this iteration; they may have begun before it, at negative seconds.
+    jobs: the work of streams and workers for them; a job may end after the iteration.
+    tails: earlier jobs that ended in this iteration; they may have begun before it, at negative seconds.
     """
 
     schedule: Schedule
@@ -82,16 +82,16 @@ class Recording:
 
     @property
     def launch_s(self) -> float:
-        """Seconds that the executor's thread was at it, its waits included."""
+        """Seconds for which the executor's thread was busy, its waits included."""
         return sum(walk[-1].launch_end_s - walk[0].launch_start_s for walk in self.walks if walk)
 
 
 class RecordedJob:
-    """A job that a worker or a stream will do; its moments are set where it is done.
+    """A job for a worker or a stream; its moments are set where it is done.
 
     Parameters
     ----------
-    action: of which it is a part. resource: that does it. size_bytes: that it moves.
+    action: the action that it is part of. resource: the one that does it. size_bytes: bytes that it moves.
     """
 
     __slots__ = ("_clock", "_end", "_start", "action", "bytes", "resource")
@@ -102,15 +102,15 @@ class RecordedJob:
         self._end: Moment | None = None
 
     def begins(self, stream: torch.Stream) -> None:
-        """What is put on the stream from now on is the job."""
+        """Mark the start of the job: work put on the stream from now on belongs to it."""
         self._start = self._clock.mark(stream)
 
     def ends(self, stream: torch.Stream) -> None:
-        """What was put on the stream since it began was the job."""
+        """Mark the end of the job: work put on the stream since its start belongs to it."""
         self._end = self._clock.mark(stream)
 
     def do(self, work: Callable[[], None]) -> None:
-        """The job is this work, done now, on this thread."""
+        """Do this work as the job, now, on this thread."""
         self._start = time.perf_counter()
         try:
             work()
@@ -118,7 +118,7 @@ class RecordedJob:
             self._end = time.perf_counter()
 
     def ran(self, tie: Tie, since_s: float) -> BusySpan | None:
-        """When it was done; None if it was not."""
+        """Return the span in which it was done; None if it was not."""
         if self._start is None or self._end is None:
             return None
         start_s, end_s = (tie.seconds(moment) - since_s for moment in (self._start, self._end))
@@ -126,7 +126,7 @@ class RecordedJob:
 
 
 class _Whole(NamedTuple):
-    """A whole iteration, as it was noted."""
+    """A whole iteration, as recorded."""
 
     schedule: Schedule
     fixed_bytes: int
@@ -140,12 +140,12 @@ class Recorder:
     """Records iterations and keeps the last whole one.
 
     State: `_whole`, the last whole iteration; `_walks`, `_jobs` and `_tie`, those of the one under way, and `_before`,
-    the jobs of the one before it; `_action`, which is being taken. Changed on the executor's thread; workers set the
-    moments of their own jobs.
+    the jobs of the one before it; `_action`, the action being taken. All of it changes on the executor's thread only;
+    workers set the moments of their own jobs.
 
     Parameters
     ----------
-    ledger: of the device whose executor is recorded. clock: for what that device does.
+    ledger: the ledger of the device whose executor is recorded. clock: the clock for the device's work.
     """
 
     def __init__(self, ledger: Ledger, clock: Clock) -> None:
@@ -160,20 +160,20 @@ class Recorder:
         self._whole: _Whole | None = None
 
     def begin(self, schedule: Schedule, actions: tuple[Action, ...]) -> None:
-        """The executor starts to walk a part of a schedule."""
+        """Note that the executor starts to walk a part of a schedule."""
         if actions is schedule.parts[0].actions:
             self._walks, self._jobs, self._before = [[]], [], self._jobs
             self._schedule, self._fixed_bytes = schedule, self._ledger.fixed_bytes
-            # Anew for every iteration: clocks drift apart, and seconds between far events are told less exactly.
+            # A new tie per iteration: clocks drift apart, and seconds between distant events are less exact.
             self._tie = self._clock.tie()
         elif schedule is not self._schedule:
-            # Micro-batches of several shapes go by several schedules: there is no one iteration to show.
+            # Micro-batches of several shapes use several schedules: there is no single iteration to show.
             self._walks = []
         elif self._walks:
             self._walks.append([])
 
     def take(self, action: Action, handler: Callable[[Action], None]) -> None:
-        """Carry out an action and note it; outside a walk (when an iteration is loaded) only the jobs it starts."""
+        """Carry out an action and record it; outside a walk (while an iteration is loaded) only the jobs it starts."""
         ledger, self._action = self._ledger, action
         start_bytes, peak_bytes = ledger.level_bytes, ledger.peak_bytes
         ledger.peak_bytes = start_bytes
@@ -190,13 +190,13 @@ class Recorder:
             self._walks[-1].append(_Noted(action, start, end, *levels, launch_start_s, launch_end_s))
 
     def end(self, schedule: Schedule, actions: tuple[Action, ...]) -> None:
-        """The executor has walked a part of a schedule; after the turn-around the iteration is whole."""
+        """Note that the executor has walked a part of a schedule; after the turn-around the iteration is whole."""
         if actions is schedule.turn_around and self._walks:
             self._whole = _Whole(schedule, self._fixed_bytes, self._tie, self._walks, self._jobs, self._before)
             self._walks = []
 
     def job(self, resource: Resource, size_bytes: int) -> RecordedJob | None:
-        """A job of the action that is being taken, for whoever does it to note when; None outside of actions."""
+        """Create a job of the action being taken, for the one that does it to time; None outside of actions."""
         if self._action is None:
             return None
         job = RecordedJob(self._action, resource, size_bytes, self._clock)
@@ -204,12 +204,12 @@ class Recorder:
         return job
 
     def watched(self, resource: Resource, size_bytes: int, work: Callable[[], None]) -> Callable[[], None]:
-        """The same work, for a worker's thread, noted as a job of the action that is being taken."""
+        """Return the same work, for a worker's thread, recorded as a job of the action being taken."""
         job = self.job(resource, size_bytes)
         return work if job is None else lambda: job.do(work)
 
     def recording(self) -> Recording | None:
-        """The last whole iteration, None if there is none yet. Nothing of it may be under way."""
+        """Return the last whole iteration, None if there is none yet; nothing of it may be under way."""
         if self._whole is None:
             return None
         schedule, fixed_bytes, tie, walks, jobs, before = self._whole

@@ -1,1 +1,1 @@
-"""The plan as plain numbers: problem, integer program, rounding, schedule, simulator. Never imports torch."""
+"""Planning in plain numbers: problem, integer program, rounding, schedule, simulator. Never imports torch."""

@@ -1,4 +1,4 @@
-"""What every backend for linear models returns."""
+"""The answer that every backend for linear models returns."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class RawAnswer:
 
     Parameters
     ----------
-    values: one per column; empty without a feasible point.
-    objective, lower_bound: in the model's own units; infinite without a feasible point, or where none can exist.
-    solve_s: seconds spent, building included.
+    values: one value per column; empty if there is no feasible point.
+    objective, lower_bound: in the model's own units; infinite if no feasible point was found or none exists.
+    solve_s: seconds spent, including those for building the model.
     """
 
     status: Status
@@ -27,7 +27,7 @@ class RawAnswer:
 
 
 def trusted(model: LinearModel, answer: RawAnswer) -> RawAnswer:
-    """The answer; without its point, and so without a plan, if that breaks the model's rows."""
+    """Return the answer, without its point (and so without a plan) if the point violates rows of the model."""
     if not answer.values or holds(model, answer.values):
         return answer
     return replace(answer, status=Status.NO_ANSWER, values=(), objective=float("inf"), lower_bound=-float("inf"))

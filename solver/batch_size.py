@@ -1,4 +1,4 @@
-"""The batch size with the most samples per second, from one problem by scaling (OffMate, appendix A)."""
+"""Search for the batch size with the most samples per second, by scaling one problem (OffMate, appendix A)."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from math import ceil, inf
 from .problem import Block, Option, Problem
 from .solve import solve
 
-_WORTH = 1.005  # a size must be this much faster to count, so that ties go to the smaller batch
+_WORTH = 1.005  # a larger batch must be faster by this factor, so that ties go to the smaller one
 _LARGEST = 4096
 
 
 @dataclass(frozen=True)
 class BatchSizeTrial:
-    """A batch size and what an iteration would take with it; infinite seconds if it does not fit."""
+    """A batch size and the predicted seconds of an iteration with it; infinite if it does not fit."""
 
     batch_size: int
     step_s: float
 
     @property
     def samples_per_s(self) -> float:
-        """Samples of one micro-batch per second of it."""
+        """Samples of one micro-batch per second of an iteration."""
         return self.batch_size / self.step_s if self.step_s > 0 else 0.0
 
 
 def scaled(problem: Problem, factor: float) -> Problem:
-    """The problem with a batch `factor` times as large.
+    """Return the problem with a batch `factor` times as large.
 
     Activations, computes and the user's part grow with it; parameters, their gradients, states and updates do not.
 
@@ -79,10 +79,10 @@ def try_batch_sizes(
 
     Parameters
     ----------
-    problem: for a batch of `batch_size` samples. time_limit_s, gap, backend: of each solve.
+    problem: stated for a batch of `batch_size` samples. time_limit_s, gap, backend: as in `solve`, for each solve.
 
-    Returns: the sizes in the order in which they are tried: doubled while that helps, halved while that does not hurt,
-        then those half-way to the best one's neighbours.
+    Returns: trials in the order in which they are made: sizes are doubled while that helps and halved while that does
+        not hurt; then the midpoints between the best size and its neighbours follow.
     """
 
     def attempt(size: int) -> BatchSizeTrial:
@@ -116,7 +116,7 @@ def _climb(attempt: Callable[[int], BatchSizeTrial], first: int) -> Iterator[Bat
 
 
 def best(trials: Iterable[BatchSizeTrial]) -> BatchSizeTrial:
-    """The trial with the most samples per second; of those that are practically equal the smallest."""
+    """Return the trial with the most samples per second; of practically equal ones the smallest."""
     found = None
     for trial in sorted(trials, key=lambda t: t.batch_size):
         if found is None or trial.samples_per_s > _WORTH * found.samples_per_s:

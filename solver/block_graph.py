@@ -18,7 +18,7 @@ class Op:
     Parameters
     ----------
     reads, makes: indices of storages. A view makes nothing.
-    recomputable: False for what draws random numbers or changes state.
+    recomputable: False for operations that draw random numbers or change state.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Storage:
-    """Memory behind one or several tensors; `external` if it is there anyway (parameters, block inputs, shared)."""
+    """Memory behind one or several tensors; `external` if the block does not make it (parameters, inputs, shared)."""
 
     bytes: int
     external: bool
@@ -42,7 +42,7 @@ class BlockGraph:
 
     Parameters
     ----------
-    ops: in program order. Exactly one makes each storage that is not external.
+    ops: in program order. Each storage that is not external is made by exactly one of them.
     saved: storages that the backward reads; external ones are ignored.
     """
 
@@ -55,15 +55,15 @@ class BlockGraph:
 
     @cached_property
     def maker(self) -> dict[int, int]:
-        """The index of the op that makes each storage of the block's own."""
+        """The index of the op that makes each of the block's own storages."""
         return {j: a for a, op in enumerate(self.ops) for j in op.makes if not self.storages[j].external}
 
     def own(self, storages: Iterable[int]) -> frozenset[int]:
-        """Those of `storages` that are not external."""
+        """Return those of `storages` that are not external."""
         return frozenset(j for j in storages if not self.storages[j].external)
 
     def bytes_of(self, storages: Iterable[int]) -> int:
-        """The sum of their bytes."""
+        """Return the total bytes of `storages`."""
         return sum(self.storages[j].bytes for j in storages)
 
 

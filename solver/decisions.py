@@ -1,4 +1,4 @@
-"""What is decided for every whole tensor, and the bytes on the device that follow from it."""
+"""Decisions for every whole tensor, and the device bytes that follow from them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from .resources import HOST
 
 @dataclass(frozen=True)
 class TensorGap:
-    """A stay away between two uses: the tensor is released at the end of step `after` and comes in in step `back`.
+    """An absence between two uses: the tensor is released at the end of step `after` and is copied back in step `back`.
 
     Parameters
     ----------
-    after, before: the steps of the two uses; `before` may be the smaller one, the stay then wraps round.
-    back: the step in which it comes in, None if it stays on the device.
+    after, before: the steps of the two uses. If `before` is the smaller one, the absence wraps round the end of the
+        cycle.
+    back: the step in which it is copied back, None if it stays on the device.
     """
 
     after: int
@@ -37,7 +38,7 @@ class StateStay:
 
 @dataclass(frozen=True)
 class ActivationStay:
-    """What a block offloads leaves to a tier in step `out` and returns in step `back`, steps of the first pass."""
+    """The steps of the first pass in which a block's offloaded values leave to a tier (`out`) and return (`back`)."""
 
     out: int
     back: int
@@ -46,20 +47,22 @@ class ActivationStay:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """Where one parameter tensor goes, by step; None where it does not move.
+    """The moves of one parameter tensor, by step; None for moves that do not happen.
 
     Parameters
     ----------
     name, group: the tensor and its parameter group.
-    cpu: updated on the host. Its compute copy is then released at the end of the step of its last gradient.
-    grad_out: its gradient goes out (CPU part), in the last pass.
-    lead_out: it goes out in the first pass (CPU part), and so many steps later in every other but the last.
+    cpu: whether it is updated on the host. Its compute copy is then released at the end of the step of its last
+        gradient.
+    grad_out: its gradient of the last pass is copied to the host (CPU part).
+    lead_out: its gradient of the first pass is copied to the host (CPU part); those of the other passes but the last
+        follow at the same step of their pass.
     cpu_update: its update starts on the host (CPU part; None if the user's own code updates).
     device_update: it is updated on the device (device part of a trainable group).
-    back: it comes in before its first use (CPU part, or device part that was dropped).
-    out: its new values go to the host (device part).
-    drop: it is released at the end of the step (device part).
-    gaps: all other gaps between its uses; what recurs in several passes is listed for each.
+    back: it is copied to the device before its first use (CPU part, or device part that was dropped).
+    out: its new values are copied to the host (device part).
+    drop: it is released at the end of this step (device part).
+    gaps: all other gaps between its uses; a gap that recurs in several passes is listed once per pass.
     states: the pieces of its optimizer state that leave and return, first rows first (device part).
     """
 
@@ -78,7 +81,7 @@ class TensorPlan:
 
     @property
     def hosted(self) -> bool:
-        """Whether the host holds a copy of its values."""
+        """Return whether the host holds a copy of the tensor's values."""
         return self.cpu or self.out is not None or any(gap.back is not None for gap in self.gaps)
 
 
@@ -89,9 +92,9 @@ class Decisions:
     Parameters
     ----------
     tensors: one plan per tensor, groups and tensors in the problem's order.
-    options, activations: option index per block, and when what it offloads leaves and returns.
+    options, activations: per block, the option index, and when the values that the option offloads leave and return.
     offloaded_values: interface values that leave between their last forward and first backward use.
-    value_tiers: the tiers that they leave to, where that is not the host.
+    value_tiers: by name, the tier that a value leaves to, if that is not the host.
     """
 
     tensors: tuple[TensorPlan, ...]
@@ -103,7 +106,7 @@ class Decisions:
 
 @dataclass(frozen=True)
 class StatePart:
-    """An item of an optimizer state on the device, and how it moves; what never does is as few items as possible."""
+    """An item of an optimizer state on the device, and its move; rows that never move form as few items as possible."""
 
     item: Item
     bytes: int
@@ -111,7 +114,7 @@ class StatePart:
 
 
 def state_parts(tensor: TensorSize, plan: TensorPlan) -> tuple[StatePart, ...]:
-    """The items of the state of a tensor that is updated on the device, first rows first."""
+    """List the items of the state of a tensor that is updated on the device, first rows first."""
     parts: list[StatePart] = []
     row = 0
     for stay in (*plan.states, None):
@@ -125,15 +128,15 @@ def state_parts(tensor: TensorSize, plan: TensorPlan) -> tuple[StatePart, ...]:
 
 
 def cycle(first: int, last: int, n_steps: int) -> list[int]:
-    """The steps from `first` to `last` in cyclic order, both included; empty if `last` comes right before."""
+    """List the steps from `first` to `last` in cyclic order, both included; empty if `last` comes right before."""
     return [(first + k) % n_steps for k in range((last - first + 1) % n_steps)]
 
 
 def tensor_bytes(problem: Problem, group: Group, tensor: TensorSize, plan: TensorPlan) -> list[int]:
-    """Bytes of one tensor's compute copy, state and pending gradient in each step, as the program counts them.
+    """Count the bytes of one tensor's compute copy, state and pending gradient in each step, as the program does.
 
-    A gradient is counted from the step after the last one that adds to it; before that it is held in any case. With
-    several micro-batches the total on the device is counted from the step after the first pass's gradient.
+    A gradient is counted from the step after the last one that adds to it; before that it is held anyway. With several
+    micro-batches the total on the device is counted from the step after the first pass's gradient.
     """
     n_steps = problem.n_steps
     away: set[int] = set()
@@ -157,7 +160,7 @@ def tensor_bytes(problem: Problem, group: Group, tensor: TensorSize, plan: Tenso
 
 
 def _pending(problem: Problem, group: Group, plan: TensorPlan) -> list[int]:
-    """The steps in which a complete gradient, or a total, is on the device, but those that complete it."""
+    """List the steps in which a complete gradient, or a total, is on the device, except the steps that complete it."""
     first, last = group.grad_steps[-1], problem.last_gradient(group)
     waits = [(last, plan.grad_out)] if plan.cpu else [(first, plan.device_update)]
     if plan.cpu and plan.lead_out is not None:

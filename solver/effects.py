@@ -1,4 +1,4 @@
-"""What an action does to items, and how long it takes on which resource: said here, and asked everywhere else."""
+"""The effects of an action on items, and its duration and resource: defined here, and queried everywhere else."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .schedule import Action, Kind, Pass, Schedule
 
 @dataclass(frozen=True)
 class Effect:
-    """What an action does.
+    """The effects of an action.
 
     Parameters
     ----------
-    resource: what carries it out; None for a release, which takes no time. What computes, and what releases, blocks
-        the executor; everything else is queued.
-    seconds: how long that takes if the resource has nothing else to do.
+    resource: the resource that carries it out; None for a release, which takes no time. Computes and releases block the
+        executor; everything else is queued.
+    seconds: its duration if the resource has nothing else to do.
     reads: items that must be on the device, complete, when it starts.
     writes: items on the device whose values it makes or changes.
-    brings, releases: items that are on the device when it ends and were not before; that are not any more.
-    host_reads, host_writes: items whose copies beside the device, on the host or on another tier, it needs complete,
-        and those that it makes or changes.
-    moved_bytes: that are copied between tiers.
-    rise_bytes: the most that the bytes on the device lie above their level at its start, while it runs.
-    growth_bytes: by which the level at its end is above that at its start.
+    brings, releases: items that it puts on the device; items that it removes from it.
+    host_reads, host_writes: items of which it needs complete copies off the device, on the host or on another tier;
+        items of which it makes or changes such copies.
+    moved_bytes: bytes copied between tiers.
+    rise_bytes: the most by which the bytes on the device exceed their level at its start while it runs.
+    growth_bytes: the level at its end minus that at its start; negative if bytes are released.
     """
 
     resource: Resource | None
@@ -45,24 +45,24 @@ class Effect:
 
     @cached_property
     def blocks(self) -> bool:
-        """Whether the executor carries it out before it takes the next action."""
+        """Return whether the executor carries it out before it takes the next action."""
         return self.resource is None or self.resource == Resource.COMPUTE
 
     @cached_property
     def awaits_arrival(self) -> tuple[Item, ...]:
-        """The items whose copies to the device must have ended before: what it reads or releases."""
+        """The items that it reads or releases: their copies to the device must have ended before."""
         return (*self.reads, *(item for item in self.releases if item not in self.reads))
 
     @cached_property
     def awaits_departure(self) -> tuple[Item, ...]:
-        """The items whose copies to the host must have ended before: what it overwrites or releases."""
+        """The items that it overwrites or releases: their copies to the host must have ended before."""
         return (*self.writes, *(item for item in self.releases if item not in self.writes))
 
 
 def effect(action: Action, schedule: Schedule) -> Effect:
-    """What an action of a schedule does; looked up if it has been asked before.
+    """Return the effect of a schedule's action, cached per schedule.
 
-    Raises: KeyError if it names what the schedule does not know.
+    Raises: KeyError if the action names an item, compute or tensor that the schedule does not have.
     """
     known, key = schedule.known_effects, (action.kind, action.name)
     found = known.get(key)
@@ -71,7 +71,7 @@ def effect(action: Action, schedule: Schedule) -> Effect:
     return found
 
 
-_SUMS = (ItemKind.GRADIENT, ItemKind.VALUE_GRADIENT)  # what a backward reads and does not release it adds to
+_SUMS = (ItemKind.GRADIENT, ItemKind.VALUE_GRADIENT)  # a backward adds to those that it reads and does not release
 
 
 def _compute(action: Action, schedule: Schedule) -> Effect:
@@ -168,7 +168,7 @@ def _accumulate_cpu(action: Action, schedule: Schedule) -> Effect:
 
 
 def _whole_gradient(tensor: str, schedule: Schedule) -> Item:
-    """What an update reads."""
+    """Return the item that an update reads."""
     return items.total(tensor) if schedule.adds_up else items.gradient(tensor)
 
 
@@ -186,13 +186,13 @@ EFFECTS: dict[Kind, Callable[[Action, Schedule], Effect]] = {
 
 
 def computing_s(action: Action, schedule: Schedule) -> float:
-    """Seconds that an action keeps the device computing."""
+    """Return the seconds for which an action keeps the device computing."""
     does = effect(action, schedule)
     return does.seconds if does.resource == Resource.COMPUTE else 0.0
 
 
 def with_actions(schedule: Schedule, parts: Iterable[Iterable[Action]]) -> Schedule:
-    """The schedule with other actions over the same items, and what an iteration of them starts with.
+    """Return the schedule with other actions over the same items, its `resident` items determined anew.
 
     Parameters
     ----------
@@ -209,7 +209,7 @@ def with_actions(schedule: Schedule, parts: Iterable[Iterable[Action]]) -> Sched
 
 
 def _resident(schedule: Schedule) -> tuple[Item, ...]:
-    """What an iteration starts with: the items whose first mention does not bring them."""
+    """List the items that an iteration starts with: those whose first mention does not bring them."""
     brought: dict[Item, bool] = {}
     for action in schedule.actions:
         does = effect(action, schedule)
@@ -221,10 +221,10 @@ def _resident(schedule: Schedule) -> tuple[Item, ...]:
 
 
 def resident_at(schedule: Schedule, m: int) -> tuple[Item, ...]:
-    """The items on the device when micro-batch `m` starts, ascending by name; raises IndexError beyond the last."""
+    """List the items on the device when micro-batch `m` starts, by name; raises IndexError beyond the last."""
     schedule.pass_of(m)
     there = set(schedule.resident)
-    if m > 0:  # the passes after the first all start with what it leaves
+    if m > 0:  # all passes after the first start with the items that the first leaves
         for action in (action for part in schedule.parts if part.of_pass == 0 for action in part.actions):
             does = effect(action, schedule)
             there.difference_update(does.releases)

@@ -1,4 +1,4 @@
-"""What limits a plan, phase by phase, and what more memory or faster parts would buy."""
+"""Explanation of what limits a plan, phase by phase, and of what more memory or faster parts would gain."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .simulate import Simulation
 from .solve import solve
 
 GIB = 2**30
-_FULL = 0.9  # a resource that is busy for this part of a phase limits it
-_BUSY = 0.5  # where none is, those busy for this part are named
-_ALL = 0.995  # of the device budget: memory is full
-_WORTH_SAYING = 1e-3  # of a step
+_FULL = 0.9  # a resource that is busy for this fraction of a phase limits it
+_BUSY = 0.5  # where none does, those busy for this fraction are named
+_ALL = 0.995  # fraction of the device budget at which memory counts as full
+_WORTH_SAYING = 1e-3  # fraction of a step
 _WORDS = {
     "compute": "the device's computes",
     "copy in": "copies to the device",
@@ -30,9 +30,10 @@ class Phase:
     Parameters
     ----------
     name: "forward", "backward" or "turn_around"; with several micro-batches "first forward", "middle forward" and so
-        on, where a middle one stands for all of them. seconds: how long it takes once.
-    busy: by resource the part of the phase in which it works. memory: the most of the device budget in use, as a part.
-    waits: by resource the seconds in which the device waits for it.
+        on, where a middle one stands for all of them. seconds: its duration, once.
+    busy: by resource, the fraction of the phase in which it works. memory: the largest fraction of the device budget in
+        use.
+    waits: by resource, the seconds for which the device waits for it.
     """
 
     name: str
@@ -49,7 +50,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a change would buy: seconds per iteration as the program predicts them, infinite where it found no plan."""
+    """The gain from a change: seconds per iteration as the program predicts them, infinite where it found no plan."""
 
     change: str
     step_s: float
@@ -58,11 +59,11 @@ class Offer:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What limits a plan, and what would help; offers in the order of what they save.
+    """An explanation of what limits a plan and of what would help; offers in the order of their savings.
 
     Parameters
     ----------
-    certain: part of a step that an offer must save to be more than what the search may have overlooked.
+    certain: fraction of a step that an offer must save to exceed what the search may have overlooked.
     """
 
     step_s: float
@@ -71,18 +72,18 @@ class Explanation:
     certain: float
 
     def worth(self, offer: Offer) -> bool:
-        """Whether an offer certainly saves something."""
+        """Return whether an offer certainly saves time."""
         return offer.saved_s > self.certain * self.step_s
 
     def text(self) -> str:
-        """The explanation in sentences, one per line."""
+        """Return the explanation in sentences, one per line."""
         lines = [_sentence(phase) for phase in self.phases if phase.seconds > 0]
         for offer in self.offers:
             if self.worth(offer):
                 lines.append(f"With {offer.change} a step would take about {offer.saved_s:.2g} s less.")
             else:
                 change = f"{offer.change[0].upper()}{offer.change[1:]}"
-                lines.append(f"{change} would buy less than {self.certain:.1%}.")
+                lines.append(f"{change} would save less than {self.certain:.1%}.")
         return "\n".join(lines)
 
 
@@ -95,12 +96,13 @@ def explain(
     gap: float = 0.01,
     backend: str | None = None,
 ) -> Explanation:
-    """Say what limits a plan; the offers solve the problem again, once for each change.
+    """Explain what limits a plan; for the offers the problem is solved again, once per change.
 
     Parameters
     ----------
-    planned: what `plan` found for the problem, with a schedule.
-    offers: whether to solve again for what more of something would buy. time_limit_s, gap, backend: as in `solve`.
+    planned: the result of `plan` for the problem, with a schedule.
+    offers: whether to solve again to learn what more memory or faster parts would gain. time_limit_s, gap, backend: as
+        in `solve`.
 
     Raises: ValueError if there is no schedule to explain.
     """
@@ -112,11 +114,11 @@ def explain(
 
 
 def explanation(schedule: Schedule, simulation: Simulation, gap: float, offers: tuple[Offer, ...] = ()) -> Explanation:
-    """What limits a schedule.
+    """Explain what limits a schedule.
 
     Parameters
     ----------
-    gap: what the search may have overlooked, as a part of a step.
+    gap: what the search may have overlooked, as a fraction of a step.
     """
     return Explanation(simulation.step_s, _phases(schedule, simulation), offers, max(_WORTH_SAYING, gap))
 
@@ -124,7 +126,7 @@ def explanation(schedule: Schedule, simulation: Simulation, gap: float, offers: 
 def offered(
     problem: Problem, now_s: float, *, time_limit_s: float = 20.0, gap: float = 0.01, backend: str | None = None
 ) -> tuple[Offer, ...]:
-    """What more of something would buy, the most first; the problem is solved again for each change.
+    """Estimate the gain from each change, the largest first; the problem is solved again for each.
 
     Parameters
     ----------
@@ -166,7 +168,7 @@ def _phase(schedule: Schedule, simulation: Simulation, name: str, first: int, la
     begin, end = simulation.taken[first][0], simulation.taken[last][1]
     busy = {str(resource): 0.0 for resource in schedule.rates.resources}
     for event in simulation.timeline:
-        for shift in (0.0, simulation.step_s):  # what one iteration leaves over runs in the next one's forward
+        for shift in (0.0, simulation.step_s):  # work that one iteration leaves runs in the next one's forward
             overlap = min(event.end_s - shift, end) - max(event.start_s - shift, begin)
             busy[event.resource] += max(0.0, overlap)
     seconds = end - begin

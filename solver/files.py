@@ -1,4 +1,4 @@
-"""Problems and solutions as JSON's own types, so that any instance can be kept, solved again and reported."""
+"""Problems and solutions as JSON's own types, so that any instance can be saved, solved again and reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FileError(ValueError):
 
 
 def to_dict(record: Problem | Solution) -> dict[str, Any]:
-    """A problem or solution as JSON's own types, with its format and version."""
+    """Convert a problem or solution to JSON's own types, with its format and version."""
     name, version = _FORMATS[type(record)]
     fields = asdict(record)
     if isinstance(record, Problem):
@@ -29,9 +29,9 @@ def to_dict(record: Problem | Solution) -> dict[str, Any]:
 
 
 def problem_from_dict(data: dict[str, Any]) -> Problem:
-    """The problem that `to_dict` gave `data` for.
+    """Rebuild the problem from a dictionary made by `to_dict`.
 
-    Raises: FileError if it is of another format or version, damaged, or contradicts itself.
+    Raises: FileError if the dictionary is of another format or version, damaged, or contradicts itself.
     """
     result = _read(data, Problem)
     assert isinstance(result, Problem)
@@ -39,9 +39,9 @@ def problem_from_dict(data: dict[str, Any]) -> Problem:
 
 
 def solution_from_dict(data: dict[str, Any]) -> Solution:
-    """The solution that `to_dict` gave `data` for.
+    """Rebuild the solution from a dictionary made by `to_dict`.
 
-    Raises: FileError if it is of another format or version, or damaged.
+    Raises: FileError if the dictionary is of another format or version, or damaged.
     """
     result = _read(data, Solution)
     assert isinstance(result, Solution)
@@ -103,7 +103,7 @@ def _record(data: Any, kind: type, place: str) -> Any:
     names = {f.name for f in fields(kind)}
     for name in data.keys() - names:
         raise FileError(f"{place}: has a field {name!r} that is not known")
-    # What an older file does not say has its default.
+    # Fields that an older file lacks take their defaults.
     needed = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
     for name in needed - data.keys():
         raise FileError(f"{place}: lacks {name!r}")
@@ -115,7 +115,7 @@ def _record(data: Any, kind: type, place: str) -> Any:
 
 
 def _value(data: Any, hint: Any, place: str) -> Any:
-    """`data` as the type that `hint` describes."""
+    """Convert `data` to the type that `hint` describes."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (tuple, frozenset):
         if not isinstance(data, list):

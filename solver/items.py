@@ -1,4 +1,4 @@
-"""Items: what takes up bytes on a device, each of a kind, with a name, and printed as it parses."""
+"""Items: everything that occupies bytes on a device, each with a kind and a name, and printed in a form that parses."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _WITH_ROWS = re.compile(r"(.+)\[(?:(\d+):(\d+)|:)\]", re.DOTALL)
 
 @dataclass(frozen=True, eq=False)
 class ItemKind:
-    """A kind of items, and what holds of all of them. A new one is known as soon as it is made.
+    """A kind of items, and the properties that all of them share. Creating one registers it.
 
     Parameters
     ----------
-    prefix: what their printed form begins with, before the colon; no other kind has it.
-    words: how an item is described to people, with its name for the braces.
-    bytes_kind: the kind of bytes under which reports count them.
-    by_batch: their sizes depend on the batch, and a copy on the host serves one pass only.
-    leaves, returns: whether a schedule may send them to the host, and bring them from there.
-    roams: whether they may wait on any tier, since nothing but the device needs them.
+    prefix: the beginning of their printed form, before the colon; unique to the kind.
+    words: description of an item for people; the braces stand for its name.
+    bytes_kind: the category in which reports count their bytes.
+    by_batch: whether their sizes depend on the batch; a copy on the host then serves one pass only.
+    leaves, returns: whether a schedule may copy them to the host, and from there.
+    roams: whether they may wait on any tier, since only the device needs them.
 
-    Raises: ValueError if another kind has the prefix.
+    Raises: ValueError if another kind has this prefix.
     """
 
     prefix: str
@@ -38,28 +38,28 @@ class ItemKind:
     roams: bool = False
 
     PARAMETER: ClassVar[ItemKind]  # compute copy of a parameter
-    GRADIENT: ClassVar[ItemKind]  # of a parameter, of one micro-batch
-    TOTAL: ClassVar[ItemKind]  # of the gradients of several micro-batches, if the device updates
+    GRADIENT: ClassVar[ItemKind]  # of a parameter, for one micro-batch
+    TOTAL: ClassVar[ItemKind]  # sum of the gradients of several micro-batches, if the device updates
     STATE: ClassVar[ItemKind]
     VALUE: ClassVar[ItemKind]  # between blocks
     VALUE_GRADIENT: ClassVar[ItemKind]  # of a value or of an output
-    KEPT: ClassVar[ItemKind]  # on the device for its backward
+    KEPT: ClassVar[ItemKind]  # values that stay on the device for a block's backward
     OFFLOADED: ClassVar[ItemKind]
     SHARED: ClassVar[ItemKind]
-    OUTPUT: ClassVar[ItemKind]  # of this pass
+    OUTPUT: ClassVar[ItemKind]  # made by this pass
     OLD_OUTPUT: ClassVar[ItemKind]  # what an output becomes when its pass ends
 
     def __post_init__(self) -> None:
         other = _BY_PREFIX.setdefault(self.prefix, self)
         if other is not self:
-            raise ValueError(f"items with the prefix {self.prefix!r} are {other.words.format('...')} already")
+            raise ValueError(f"the prefix {self.prefix!r} is taken by {other.words.format('...')}; choose another")
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return _kind_of, (self.prefix,)
 
     @staticmethod
     def all() -> tuple[ItemKind, ...]:
-        """Every kind that there is."""
+        """Return every kind that has been registered."""
         return tuple(_BY_PREFIX.values())
 
 
@@ -86,15 +86,15 @@ ItemKind.OLD_OUTPUT = ItemKind("old", "last output {}", "outputs", by_batch=True
 
 
 class Item(str):
-    """Something that takes up bytes on the device. It is the text that it prints as, so that dictionaries are fast.
+    """Something that occupies bytes on the device. It is a string, its own printed form, so that dictionaries are fast.
 
-    Printed as `PREFIX:NAME`; rows of an optimizer state as `s:NAME[A:B]`; and all rows of one whose name itself looks
-    as if it ended with rows as `s:NAME[:]`.
+    It prints as `PREFIX:NAME`. Rows of an optimizer state print as `s:NAME[A:B]`. A whole state whose name itself ends
+    like rows prints as `s:NAME[:]`.
 
     Parameters
     ----------
-    kind: what it is. name: of the tensor or value; for what a block saves, the block's number.
-    rows: which rows of an optimizer state, where it is several items; None for all of it.
+    kind: its kind. name: of the tensor or value; for values that a block saves, the block's number.
+    rows: the rows of an optimizer state that it holds, if the state is several items; None for all of it.
     """
 
     __slots__ = ("kind", "name", "rows")
@@ -122,7 +122,7 @@ class Item(str):
 
     @staticmethod
     def parse(text: str) -> Item:
-        """The item that prints as `text`; raises ValueError naming the text if there is none."""
+        """Return the item that prints as `text`; raises ValueError, naming the text, if there is none."""
         return _parsed(text)
 
 
@@ -140,65 +140,65 @@ def _parsed(text: str) -> Item:
 
 
 def parameter(tensor: str) -> Item:
-    """The compute copy of a parameter tensor."""
+    """Return the item of a parameter tensor's compute copy."""
     return Item(ItemKind.PARAMETER, tensor)
 
 
 def gradient(tensor: str) -> Item:
-    """A parameter's gradient of one micro-batch."""
+    """Return the item of a parameter's gradient for one micro-batch."""
     return Item(ItemKind.GRADIENT, tensor)
 
 
 def total(tensor: str) -> Item:
-    """The sum of a parameter's gradients over micro-batches, on the device."""
+    """Return the item of the sum of a parameter's gradients over micro-batches, on the device."""
     return Item(ItemKind.TOTAL, tensor)
 
 
 def state(tensor: str, rows: Rows | None = None) -> Item:
-    """Some rows of a parameter's optimizer state; all of it with None."""
+    """Return the item of some rows of a parameter's optimizer state; all of it with None."""
     return Item(ItemKind.STATE, tensor, rows)
 
 
 def value(name: str) -> Item:
-    """An interface value."""
+    """Return the item of an interface value."""
     return Item(ItemKind.VALUE, name)
 
 
 def value_gradient(name: str) -> Item:
-    """The gradient of an interface value or of an output."""
+    """Return the item of the gradient of an interface value or of an output."""
     return Item(ItemKind.VALUE_GRADIENT, name)
 
 
 def kept(block: int) -> Item:
-    """What a block keeps on the device for its backward."""
+    """Return the item of the values that a block keeps on the device for its backward."""
     return Item(ItemKind.KEPT, str(block))
 
 
 def offloaded(block: int) -> Item:
-    """What a block sends to the host after its forward and needs back for its backward."""
+    """Return the item of the values that a block sends away after its forward and needs back for its backward."""
     return Item(ItemKind.OFFLOADED, str(block))
 
 
 def shared(name: str) -> Item:
-    """A value that many blocks read and that is no parameter."""
+    """Return the item of a value that many blocks read and that is no parameter."""
     return Item(ItemKind.SHARED, name)
 
 
 def output(name: str) -> Item:
-    """An output of this pass."""
+    """Return the item of an output of this pass."""
     return Item(ItemKind.OUTPUT, name)
 
 
 def old_output(name: str) -> Item:
-    """An output of the pass before, on the device until this pass's forwards have ended."""
+    """Return the item of the previous pass's output, on the device until this pass's forwards have ended."""
     return Item(ItemKind.OLD_OUTPUT, name)
 
 
 def names_of(those: Iterable[Item], kind: ItemKind) -> set[str]:
-    """The names of those items that are of a kind."""
+    """Return the names of those items that are of a kind."""
     return {item.name for item in those if item.kind is kind}
 
 
 def after_pass(item: Item) -> Item:
-    """What an item is called when a pass has ended: outputs become old ones."""
+    """Return what an item becomes when its pass ends: an output becomes an old output."""
     return old_output(item.name) if item.kind is ItemKind.OUTPUT else item

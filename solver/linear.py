@@ -1,4 +1,4 @@
-"""A mixed-integer linear program as plain data, and what builds it."""
+"""A mixed-integer linear program as plain data, and its builder."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Terms = dict[int, float]
 """A linear expression: coefficient by column; the key ONE holds the constant."""
 
 ONE = -1
-NEARLY = 1e-7  # what a row without columns may lack
-_BROKEN = 1e-2, 1e-6  # what a row may lack at a point: so much, and this part of what is added up in it
+NEARLY = 1e-7  # tolerance of a row without columns
+_BROKEN = 1e-2, 1e-6  # tolerances of a row at a point: absolute, and relative to the sum of its absolute terms
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class LinearModel:
 
 
 def relaxed(model: LinearModel) -> LinearModel:
-    """The model without its demand that columns be integer."""
+    """Return the model without its integrality constraints."""
     return replace(model, integer=(False,) * len(model.integer))
 
 
 def fixed(model: LinearModel, values: Mapping[int, float]) -> tuple[LinearModel, tuple[int, ...]]:
-    """The model with some columns held at `values`, and the columns that are left, by their place in `model`."""
+    """Return the model with some columns held at `values`, and the remaining columns, by their index in `model`."""
     kept = tuple(c for c in range(len(model.upper)) if c not in values)
     place = {c: i for i, c in enumerate(kept)}
     rows = []
@@ -71,7 +71,7 @@ def _broken(row: Row) -> bool:
 
 
 def holds(model: LinearModel, values: Sequence[float]) -> bool:
-    """Whether a point keeps every row, but for what solvers leave; a point that no solver should return does not."""
+    """Return whether a point satisfies every row, within tolerance; a point that is not finite does not."""
     if not all(map(isfinite, values)):
         return False
     fixed, relative = _BROKEN
@@ -86,7 +86,7 @@ def holds(model: LinearModel, values: Sequence[float]) -> bool:
 
 @dataclass
 class Builder:
-    """Collects columns and rows; `freeze` gives the model. The only mutable thing of a program."""
+    """Collects columns and rows; `freeze` gives the model. The only mutable part of a program."""
 
     names: list[str] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
@@ -94,14 +94,14 @@ class Builder:
     rows: list[Row] = field(default_factory=list)
 
     def column(self, name: str, upper: float = 1.0, *, integer: bool = False) -> Terms:
-        """A new column, as an expression."""
+        """Add a column and return it as an expression."""
         self.names.append(name)
         self.upper.append(upper)
         self.integer.append(integer)
         return {len(self.names) - 1: 1.0}
 
     def at_most_zero(self, name: str, terms: Mapping[int, float], *, equal: bool = False) -> None:
-        """State terms <= 0 (or == 0); an expression without columns that holds adds no row."""
+        """State terms <= 0 (or == 0); an inequality without columns adds no row if it holds."""
         kept = {c: a for c, a in terms.items() if c != ONE and a}
         bound = -terms.get(ONE, 0.0)
         if not kept and not equal and bound >= 0:
@@ -109,13 +109,13 @@ class Builder:
         self.rows.append(Row(name, tuple(kept), tuple(kept.values()), bound, equal))
 
     def freeze(self, objective: Mapping[int, float]) -> LinearModel:
-        """The model that minimises `objective`."""
+        """Return the model that minimises `objective`."""
         costs = tuple(objective.get(c, 0.0) for c in range(len(self.names)))
         return LinearModel(tuple(self.names), tuple(self.upper), tuple(self.integer), costs, tuple(self.rows))
 
 
 def add(*parts: tuple[float, Mapping[int, float]]) -> Terms:
-    """The sum of factor * expression."""
+    """Return the sum of factor * expression."""
     total: Terms = {}
     for factor, terms in parts:
         accumulate(total, factor, terms)
@@ -130,21 +130,21 @@ def accumulate(total: Terms, factor: float, terms: Mapping[int, float]) -> None:
 
 
 def evaluate(terms: Mapping[int, float], values: tuple[float, ...]) -> float:
-    """The expression's value at the columns' values."""
+    """Return the expression's value at the columns' values."""
     return sum(a * (1.0 if c == ONE else values[c]) for c, a in terms.items())
 
 
 @dataclass(frozen=True)
 class Flow:
-    """A fraction that moves over some steps of a span, held as sums up to each step, so that rows stay sparse.
+    """A fraction that moves over some steps of a span, stored as cumulative sums, so that rows stay sparse.
 
     Parameters
     ----------
     span: all steps of the span in their cyclic order.
     steps: those of them in which it may move.
-    sums: what has moved up to the end of each step of the span, an expression by step; one object as long as nothing
+    sums: by step, the expression of what has moved up to the end of that step; the same object as long as nothing
         moves. prior: the same up to the step's beginning.
-    total: what moves in all.
+    total: the total that moves.
     """
 
     span: tuple[int, ...]
@@ -154,15 +154,15 @@ class Flow:
     total: Terms
 
     def upto(self, step: int) -> Terms:
-        """What has moved when `step` ends, a step of the span."""
+        """Return what has moved when `step` ends, a step of the span."""
         return self.sums[step]
 
     def before(self, step: int) -> Terms:
-        """What has moved when `step` begins, a step of the span."""
+        """Return what has moved when `step` begins, a step of the span."""
         return self.prior[step]
 
     def later(self, steps: int) -> Flow:
-        """The same flow, by the same columns, `steps` later."""
+        """Return the same flow, over the same columns, `steps` later."""
         return Flow(
             tuple(step + steps for step in self.span),
             tuple(step + steps for step in self.steps),
@@ -172,7 +172,7 @@ class Flow:
         )
 
     def each(self) -> Iterable[tuple[int, Terms]]:
-        """What moves in each step in which it may."""
+        """Yield, for each step in which it may move, the expression of what moves in it."""
         last: Terms = {}
         for step in self.steps:
             yield step, add((1.0, self.sums[step]), (-1.0, last))
@@ -180,7 +180,7 @@ class Flow:
 
 
 def flow(builder: Builder, name: str, span: tuple[int, ...], steps: tuple[int, ...], total: Terms) -> Flow:
-    """A flow of `total` over `span`, moving in `steps` (ascending along the span, not empty)."""
+    """Add a flow of `total` over `span`, moving in `steps` (ascending along the span, not empty)."""
     may = set(steps)
     sums: dict[int, Terms] = {}
     prior: dict[int, Terms] = {}
@@ -197,7 +197,7 @@ def flow(builder: Builder, name: str, span: tuple[int, ...], steps: tuple[int, .
 
 
 def follows(builder: Builder, name: str, later: Flow, earlier: Flow) -> None:
-    """State that what `later` has moved at a step's end, `earlier` had moved before that step."""
+    """State that whatever `later` has moved by the end of a step, `earlier` had moved before that step."""
     for step in later.steps:
         ready = earlier.before(step)
         if ready != later.total:

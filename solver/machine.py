@@ -1,4 +1,4 @@
-"""Resources in simulated time: each does one job after the other, of those that are ready the oldest first."""
+"""Resources in simulated time: each does one job at a time, of the ready ones the oldest first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Stall(NamedTuple):
 
 
 class Job:
-    """One piece of work: seconds it takes alone, and the jobs it waits for. The machine sets its times."""
+    """A piece of work: its seconds when it runs alone, and the jobs that it waits for. The machine sets its times."""
 
     __slots__ = ("bytes", "done", "end_s", "followers", "left_s", "number", "resource", "start_s", "waits")
 
@@ -27,8 +27,8 @@ class Job:
         self.number = number
         self.bytes = size
         self.left_s = seconds
-        self.waits: list[Job] = []  # what it waits for that is not done
-        self.followers: list[Job] = []  # the jobs that wait for it
+        self.waits: list[Job] = []  # those that it waits for and that are not done
+        self.followers: list[Job] = []  # those that wait for it
         self.start_s = -1.0
         self.end_s = -1.0
         self.done = False
@@ -37,13 +37,13 @@ class Job:
 class Machine:
     """Time and queues. Only `submit`, `run`, `wait` and `skip` change it; time passes in the last three.
 
-    A resource does one job at a time, to its end: of those whose waits are done the one submitted first. Where both
-    links of a path together exceed its total rate both slow down in proportion; on shared cores each of k running
-    resources has 1/k.
+    A resource does one job at a time, to its end. Of the jobs that wait for nothing more it takes the one submitted
+    first. If both links of a path together exceed its total rate, both slow down in proportion. On shared cores each of
+    k running resources has 1/k of its speed.
 
     Parameters
     ----------
-    rates: the resources, the rates of links, and whether all share cores.
+    rates: the resources, the rates of their links, and whether all share cores.
     """
 
     def __init__(self, rates: Rates) -> None:
@@ -58,7 +58,7 @@ class Machine:
         self._beside = {link: (other, path.together) for path in rates.paths.values() for link, other in _pairs(path)}
 
     def submit(self, resource: Resource, seconds: float, size: int = 0, waits: Iterable[Job] = ()) -> Job:
-        """A job of `seconds` on a resource, after the jobs `waits`."""
+        """Submit a job of `seconds` to a resource, to begin after the jobs `waits`."""
         job = Job(resource, self._submitted, seconds, size)
         self._submitted += 1
         job.waits = [earlier for earlier in waits if not earlier.done]
@@ -79,7 +79,7 @@ class Machine:
         return job
 
     def wait(self, jobs: Iterable[Job]) -> None:
-        """Let time pass until all jobs are done; the seconds count as stalls of what they wait for."""
+        """Let time pass until all jobs are done; the seconds count as stalls, by the resource waited for."""
         for job in jobs:
             while not job.done:
                 cause, before = _cause(job), self.now
@@ -88,23 +88,23 @@ class Machine:
                 self.stalls.append(Stall(cause, before, self.now))
 
     def skip(self, seconds: float) -> None:
-        """Let time pass in which nothing ends: a span that repeats is not simulated again."""
+        """Advance the clock without ending any job, for a repeated span that is not simulated again."""
         self.now += seconds
         for job in self._running.values():
             if job is not None:
                 job.start_s += seconds
 
     def ready_s(self, resource: Resource) -> float:
-        """Seconds that a resource is busy with what is ready, if it is alone."""
+        """Return the seconds that a resource, running alone, takes for its ready jobs."""
         running = self._running[resource]
         return (running.left_s if running else 0.0) + sum(job.left_s for _, job in self._ready[resource])
 
     def submitted_s(self, resource: Resource) -> float:
-        """Seconds of what has been submitted to a resource and is not done."""
+        """Return the seconds of the jobs that have been submitted to a resource and are not done."""
         return self._waiting_s[resource] + self.ready_s(resource)
 
     def _take_up(self) -> None:
-        """Idle resources start the first of what is ready."""
+        """Have idle resources start the first of their ready jobs."""
         for resource, ready in self._ready.items():
             if ready and self._running[resource] is None:
                 job = self._running[resource] = heappop(ready)[1]
@@ -121,7 +121,7 @@ class Machine:
         self._end(running[first])
 
     def _end(self, job: Job) -> None:
-        """It is done: what waited for nothing else is ready, and idle resources take up what is."""
+        """Mark a job as done, make its followers ready that wait for nothing else, and let idle resources start."""
         job.done, job.end_s = True, self.now
         self._running[job.resource] = None
         for follower in job.followers:
@@ -133,7 +133,7 @@ class Machine:
         self._take_up()
 
     def _speeds(self, running: list[Job]) -> list[float]:
-        """The part of its full speed at which each job runs."""
+        """Return the fraction of its full speed at which each job runs."""
         share = 1.0 / len(running) if self._rates.shared_cores else 1.0
         busy = {job.resource for job in running}
         speeds = []
@@ -144,12 +144,12 @@ class Machine:
 
 
 def _pairs(path: Path) -> tuple[tuple[Resource, Resource], ...]:
-    """Each link of a path with the other one."""
+    """Pair each link of a path with the other one."""
     return (path.into, path.out), (path.out, path.into)
 
 
 def _cause(job: Job) -> Resource:
-    """The resource that keeps `job` from being done: that of the job at the end of what it waits for."""
+    """Return the resource that delays `job`: that of the job at the end of its chain of waits."""
     while job.waits:
         job = job.waits[0]
     return job.resource

@@ -1,4 +1,4 @@
-"""Schedules as earlier versions wrote them, in the words of today's."""
+"""Conversion of schedules that earlier versions wrote to the current format."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ _LIKE_ROWS = re.compile(r"p:.+\[(?:\d+:\d+|:)\]", re.DOTALL)
 
 
 def upgraded(data: dict[str, Any]) -> dict[str, Any]:
-    """A schedule's dictionary, of any version, as one of today's version.
+    """Convert a schedule's dictionary, of any version, to the current version.
 
-    Version 1 wrote the first gradient that becomes a total on the device as `accumulate`; and all of a state of a
-    tensor whose name ends like rows, which it told from rows by the tensor's compute copy, as `s:NAME`.
+    Version 1 differs in two ways. It wrote `accumulate` for the first gradient, which becomes the total on the device.
+    And it wrote `s:NAME` for a whole state even if the tensor's name ends like rows; the tensor's compute copy told the
+    two apart.
     """
     if data["version"] != 1:
         return data
@@ -33,7 +34,7 @@ def _sum(line: str, begun: set[str]) -> str:
 
 
 def _renamed(data: Any, odd: set[str]) -> Any:
-    """All of the data with the items `odd` in today's words."""
+    """Return all of the data with the items `odd` in the current form."""
     if isinstance(data, dict):
         return {_renamed(key, odd): _renamed(value, odd) for key, value in data.items()}
     if isinstance(data, list):
@@ -44,6 +45,6 @@ def _renamed(data: Any, odd: set[str]) -> Any:
 
 
 def _about(text: str) -> str:
-    """The item that a text is, or that the action is about that it prints."""
+    """Return the item that a text prints, or the one that the printed action is about."""
     parts = text.split(maxsplit=2)
     return parts[2] if len(parts) == 3 and parts[0].isdigit() else text

@@ -1,4 +1,4 @@
-"""From a problem to a valid schedule: solve, round by Algorithm 1, refine, validate."""
+"""The way from a problem to a valid schedule: solve, round by Algorithm 1, refine, validate."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _TRIES = 8
 
 @dataclass(frozen=True)
 class Planned:
-    """What planning found.
+    """The result of planning.
 
     Parameters
     ----------
-    solution: the program's last answer, in fractions; its status says why there is no schedule, if there is none.
-    schedule, simulation: the schedule, valid for the problem's budgets, and its dry run; None if there is none.
+    solution: the program's last answer, in fractions; if there is no schedule, its status says why.
+    schedule, simulation: the schedule, valid for the problem's budgets, and its dry run; None if no schedule was found.
     rounding_loss_s: simulated seconds above the fractional plan's, negative if the simulator finds more overlap.
-    gains: what each pass gained, in order.
+    gains: the gain of each pass, in order.
     """
 
     solution: Solution
@@ -53,16 +53,16 @@ def plan(
     """Find a schedule for a problem.
 
     The program's fractions become whole tensors by Algorithm 1. These can need more of the budgets than fractions do:
-    the program is then solved again with less of them. Where whole tensors cost time, passes look for a faster
+    the program is then solved again with smaller budgets. Where whole tensors cost time, passes look for a faster
     schedule (see refinements.py), and the fastest is taken.
 
     Parameters
     ----------
-    time_limit_s, gap, backend: as in `solve`; the limit is for each solve.
-    ladder: the passes after Algorithm 1, in order. report: called with what each pass gained.
+    time_limit_s, gap, backend: as in `solve`; the limit applies to each solve.
+    ladder: the passes after Algorithm 1, in order. report: called with the gain of each pass.
 
-    Returns: the schedule; the safe one that streams everything if the limit was too short for any other; or none, with
-    the status of the solve that failed.
+    Returns: the schedule; the safe one that streams everything if no other was found; or none, with the status of the
+    solve that failed.
     Raises: BackendError if the backend is not installed.
     Source: OffMate, section 4.2 and appendix B.
     """
@@ -76,17 +76,17 @@ def plan(
 
     started = time.perf_counter()
     solution = solve(problem, time_limit_s=time_limit_s, gap=gap, backend=backend)
-    if not solution.options:  # too little time, or numbers so far apart that the solver was wrong
+    if not solution.options:  # too little time, or coefficients so far apart that the solver failed
         return _streamed(problem, solution, ladder, gains)
     search = _algorithm_1(problem, solution, limits)
-    if search is None:  # fractions fit, whole tensors do not: the safe plan's may
+    if search is None:  # fractions fit, but whole tensors do not; those of the safe plan may
         return _streamed(problem, replace(solution, status=Status.INFEASIBLE), ladder, gains)
     note(Gain("algorithm 1", inf, search.loss_s, time.perf_counter() - started, 1))
     return _taken(refine(search, ladder, note), tuple(gains))
 
 
 def _algorithm_1(problem: Problem, solution: Solution, limits: Limits) -> Search | None:
-    """The program's answer in whole tensors; None if no smaller budget gives one that keeps the problem's."""
+    """Round the program's answer to whole tensors; None if no smaller budget gives a plan within the problem's."""
     tried = problem
     for attempt in range(1, _TRIES + 1):
         rounded = build_schedule(problem, round_solution(tried, solution))
@@ -105,7 +105,7 @@ def _algorithm_1(problem: Problem, solution: Solution, limits: Limits) -> Search
 
 
 def _taken(search: Search, gains: tuple[Gain, ...]) -> Planned:
-    """The best schedule of a search."""
+    """Return the best schedule of a search, validated and simulated."""
     schedule = search.best.schedule
     validate(schedule)
     simulation = simulate(schedule)
@@ -113,7 +113,7 @@ def _taken(search: Search, gains: tuple[Gain, ...]) -> Planned:
 
 
 def _streamed(problem: Problem, failed: Solution, ladder: Iterable[Refinement], gains: list[Gain]) -> Planned:
-    """The safe plan, with what the failed search knows of the bound; no schedule if it does not fit either."""
+    """Return the safe plan, with the failed search's bound; no schedule if the safe plan does not fit either."""
     safe = streaming_solution(problem)
     rounded = build_schedule(problem, round_solution(problem, safe))
     if not keeps_budgets(problem, rounded):

@@ -1,12 +1,13 @@
-"""Everything the solver needs, as plain numbers: bytes, seconds, budgets.
+"""All inputs of the solver, as plain numbers: bytes, seconds, budgets.
 
 Steps are numbered 0..T-1 and cyclic: forwards of blocks 0..L-1, backwards of blocks L-1..0, then
 `turn_around_steps` steps without compute. Block i runs forward in step i and backward in step 2L-1-i.
 
 With several micro-batches per update the forwards and backwards make up a pass, and the turn-around follows the last
 one. Middle passes are all alike, so the steps hold three passes at most: the first, into which host updates of the
-iteration before run on; a middle one that stands for all others; the last, whose gradients complete the sums. What
-groups, values, shared values and outputs say is written for one pass and holds in each, 2L steps later.
+previous iteration may extend; a middle one that stands for all others; and the last, whose gradients complete the sums.
+Steps of groups, values, shared values and outputs are given for the first pass, and recur in each later pass, 2L steps
+later.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from .resources import Rates as Rates
 from .steps import Step, passes_of, steps_of
 
 Rows = tuple[int, int]
-"""Rows of a tensor, from the first number on to the one before the second."""
+"""Rows of a tensor as a half-open range (first, end)."""
 
 Side = Literal["any", "host", "device"]
-"""Who may update a group: the program decides how much of it is whose, or all of it is the host's or the device's."""
+"""The place of a group's update: as the program decides ("any", in parts), all on the host, or all on the device."""
 
 
 class ProblemError(ValueError):
@@ -33,18 +34,18 @@ class ProblemError(ValueError):
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run a block: for each value its forward makes for its backward, keep, recompute or offload.
+    """One way to run a block: keep, recompute or offload each value that its forward makes for its backward.
 
     Parameters
     ----------
     name: a word for tables, such as "keep" or "recompute".
     saved_bytes: bytes kept on the device between the block's forward and its backward.
-    offloaded_bytes: bytes that leave after the forward and are back before the backward.
+    offloaded_bytes: bytes that leave after the forward and return before the backward.
     forward_s, backward_s: compute seconds; recomputation is part of the backward.
-    forward_peak_bytes: the most that the forward holds at one time of what it makes itself (saved, offloaded,
-        interfaces, outputs, temporaries); parameters, its inputs and shared values are not counted.
-    backward_peak_bytes: the most that the backward holds at one time: saved, brought back, gradients that come in,
-        gradients it makes, recomputed, temporaries; parameters, input values, shared values and gradient
+    forward_peak_bytes: the most bytes that the forward holds at one time of tensors that it makes itself (saved,
+        offloaded, interfaces, outputs, temporaries); parameters, its inputs and shared values are not counted.
+    backward_peak_bytes: the most bytes that the backward holds at one time: saved, brought back, incoming gradients,
+        gradients that it makes, recomputed, temporaries; parameters, input values, shared values and gradient
         accumulators that exist already are not counted.
     """
 
@@ -71,8 +72,9 @@ class TensorSize:
 
     Parameters
     ----------
-    rows: into which its state can be cut; 1 if it leaves the device, and returns, whole.
-    piece_rows: of the pieces in which its state leaves and returns where the device updates it; the last may have less.
+    rows: number of rows into which its state can be cut; 1 if it leaves the device, and returns, whole.
+    piece_rows: rows of each piece in which its state leaves and returns if the device updates it; the last piece may
+        have fewer.
     """
 
     name: str
@@ -84,11 +86,11 @@ class TensorSize:
 
     @property
     def pieces(self) -> tuple[Rows, ...]:
-        """The rows of every piece of its state, from the first one on to the one before the second."""
+        """The rows of every piece of its state, as half-open ranges."""
         return tuple((row, min(row + self.piece_rows, self.rows)) for row in range(0, self.rows, self.piece_rows))
 
     def piece_bytes(self, rows: Rows) -> int:
-        """Bytes of these rows' state."""
+        """Return the bytes of the state of these rows."""
         return self.state_bytes // self.rows * (rows[1] - rows[0])
 
 
@@ -99,11 +101,11 @@ class Group:
     Parameters
     ----------
     uses: steps whose compute reads the parameters, ascending (forwards and backwards).
-    grad_steps: backward steps that make a part of the gradient, ascending; empty if frozen. The last one is g_w.
+    grad_steps: backward steps that contribute to the gradient, ascending; empty if frozen. The last one is g_w.
     cpu_update_s, device_update_s: seconds to update the whole group on the host and on the device.
     cpu_add_s, device_add_s: seconds to add one micro-batch's gradient of the whole group to its total on the host and
         on the device.
-    side: who updates it; says nothing of what is frozen, or updated by the user's own code.
+    side: where it is updated; without effect on frozen groups and on those that the user's own code updates.
     """
 
     name: str
@@ -157,9 +159,9 @@ class Value:
 
 @dataclass(frozen=True)
 class Shared:
-    """A value that depends on no parameter (batch, mask, rotary table): there from the first step to `last_step`.
+    """A value that depends on no parameter (batch, mask, rotary table), present from the first step to `last_step`.
 
-    With several micro-batches every pass makes it anew; all but the last release it at their end at the latest.
+    With several micro-batches every pass makes it anew; all passes but the last release it by their end.
     """
 
     name: str
@@ -171,8 +173,8 @@ class Shared:
 class Output:
     """A model output: held from the forward step `made` until the next pass's last forward step has ended.
 
-    grad_bytes: bytes of the gradient that the user's backward hands in (0 if it has none); there from the first
-    backward step to the backward of the block that made the output, where it is part of the peak.
+    grad_bytes: bytes of the gradient that the user's backward hands in (0 if it has none). It is on the device from the
+    first backward step to the backward of the block that made the output, where it is part of the peak.
     """
 
     name: str
@@ -189,15 +191,15 @@ class Problem:
     ----------
     update: "planned" if the program decides where updates run; "external" if the user's own code updates the host
         parameters between the first turn-around step and the second, from gradients on the host (no states here).
-    user_bytes: what the user's code holds on the device between the last forward and the first backward, the
-        gradients of outputs that it hands in among it.
-    start_s, start_peak_bytes: seconds and peak of what runs before the first block (the batch comes in, shared values
-        are computed); the peak counts the shared values themselves.
+    user_bytes: bytes that the user's code holds on the device between the last forward and the first backward,
+        including the gradients of outputs that it hands in.
+    start_s, start_peak_bytes: seconds and peak of the code before the first block (the batch is copied in, shared
+        values are computed); the peak includes the shared values themselves.
     turn_around_steps: R, steps without compute after the last backward.
     gate: no update starts before the last backward has ended (planned updates only; needs 3 turn-around steps). Updates
-        on the device then run in turn-around steps, their gradients on the device until then; those on the host run in
-        turn-around steps and on into the next forward.
-    gate_s: seconds of what runs between the last backward and the first update: the norm of all gradients.
+        on the device then run in turn-around steps, and their gradients stay on the device until then. Updates on the
+        host run in turn-around steps and may continue into the next forward.
+    gate_s: seconds of the computation of the norm of all gradients, between the last backward and the first update.
     micro_batches: M, forwards and backwards per update. More than one needs a gate.
     """
 
@@ -232,11 +234,11 @@ class Problem:
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """The memories beside the device's, the host's first."""
+        """The memories other than the device's, the host's first."""
         return Tier(self.rates.host, self.host_budget_bytes), *self.rates.tiers
 
     def with_capacities(self, tiers: Mapping[str, int]) -> Problem:
-        """The problem with other capacities of some tiers, in bytes by name."""
+        """Return the problem with other capacities of some tiers, in bytes by name."""
         others = tuple(replace(t, capacity_bytes=tiers.get(t.name, t.capacity_bytes)) for t in self.rates.tiers)
         host_bytes = tiers.get(HOST, self.host_budget_bytes)
         return replace(self, host_budget_bytes=host_bytes, rates=replace(self.rates, tiers=others))
@@ -248,7 +250,7 @@ class Problem:
 
     @property
     def n_passes(self) -> int:
-        """Passes among the steps; see the module's text."""
+        """Number of passes among the steps; see the module's docstring."""
         return len(passes_of(self.micro_batches))
 
     @property
@@ -270,11 +272,11 @@ class Problem:
         return steps_of(self.n_blocks, self.micro_batches, self.turn_around_steps)
 
     def times(self, step: int) -> int:
-        """How often a step happens in an iteration: those of the middle pass stand for all middle ones."""
+        """Return how often a step happens in an iteration: a middle step stands for those of all middle passes."""
         return self.steps[step].times
 
     def in_middle(self, step: int) -> bool:
-        """Whether a step belongs to the middle pass, which ends with what it starts with."""
+        """Return whether a step belongs to the middle pass, which ends with the items that it starts with."""
         return self.n_passes > 2 and self.steps[step].of_pass == 1
 
     @cached_property
@@ -303,28 +305,28 @@ class Problem:
         return self.micro_batches > 1
 
     def backward_step(self, block: int) -> int:
-        """The step of the first pass in which `block` (0-based) runs backward."""
+        """Return the step of the first pass in which `block` (0-based) runs backward."""
         return self.runs[block][0][1]
 
     def last_gradient(self, group: Group) -> int:
-        """g_w: the step in which the last pass completes the gradient of a trainable group."""
+        """Return g_w, the step in which the last pass completes the gradient of a trainable group."""
         return self.passes[-1] + group.grad_steps[-1]
 
     @property
     def arrival_bytes(self) -> int:
-        """Host bytes in which gradients arrive before they are added to their totals: two of the largest, in turn."""
+        """Host bytes of the two buffers, each as large as the largest gradient, in which gradients arrive."""
         largest = max((t.grad_bytes for g in self.groups if g.trainable for t in g.tensors), default=0)
         return 2 * largest if self.adds_up else 0
 
     def first_update(self, group: Group) -> int:
-        """The first step in which the host may update a part of a trainable group."""
+        """Return the first step in which the host may update a part of a trainable group."""
         return self.first_turn_around if self.gate else (self.last_gradient(group) + 1) % self.n_steps
 
     def device_update(self, group: Group) -> int:
-        """The step in which the device updates its part of a trainable group.
+        """Return the step in which the device updates its part of a trainable group.
 
-        With a gate the groups share the turn-around steps but the last two, in which what was updated last can still
-        leave and come back; groups whose gradients are complete first go first.
+        With a gate the groups share all turn-around steps but the last two, in which the group updated last can still
+        leave and come back. Groups whose gradients are complete first go first.
         """
         return self._gated_updates[group.name] if self.gate else self.last_gradient(group)
 
@@ -335,7 +337,7 @@ class Problem:
         return {g.name: self.first_turn_around + k * steps // len(trainable) for k, g in enumerate(trainable)}
 
     def block_of(self, step: int) -> int | None:
-        """The block that computes in `step`, or None in a turn-around step."""
+        """Return the block that computes in `step`, or None in a turn-around step."""
         return self.steps[step].block
 
 
@@ -385,7 +387,7 @@ def check(problem: Problem) -> None:
     for name in problem.rates.not_above_0:
         _require(False, f"rates: {name} must be above 0")
     names = [HOST, *(tier.name for tier in problem.rates.tiers)]
-    _require(len(set(names)) == len(names), f"tiers need names of their own, found {', '.join(names)}")
+    _require(len(set(names)) == len(names), f"tiers need distinct names, found {', '.join(names)}")
     for tier in problem.rates.tiers:
         _numbers(f"tier {tier.name}", tier)
     _numbers("problem", problem)

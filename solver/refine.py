@@ -1,4 +1,4 @@
-"""The search for a fast schedule of whole tensors: what has been found, and the refinements that find more."""
+"""The search for a fast schedule of whole tensors: the candidates found, and the refinements that find more."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .solution import Solution
 
 @dataclass(frozen=True)
 class Limits:
-    """What one solve of the program may take; the fields are `solve`'s parameters."""
+    """The limits of one solve of the program; the fields are `solve`'s parameters."""
 
     time_limit_s: float = 60.0
     gap: float = 0.01
@@ -30,8 +30,8 @@ class Candidate:
 
     Parameters
     ----------
-    near: the answer, in fractions or in whole parts, that it comes from.
-    rounded: as it was built from the answer's whole tensors. schedule: with its moves improved, so far as they were.
+    near: the answer, in fractions or in whole parts, from which it was rounded.
+    rounded: the schedule as built from the answer's whole tensors. schedule: the same after all improvements so far.
     step_s: simulated seconds of an iteration; infinite if the schedule breaks a rule.
     timed: whether the moves of `rounded` were timed exactly.
     """
@@ -44,18 +44,19 @@ class Candidate:
 
 
 def candidate(near: Solution, rounded: Schedule, schedule: Schedule, *, timed: bool = False) -> Candidate:
-    """A schedule with its simulated seconds."""
+    """Return the candidate of a schedule, with its simulated seconds."""
     return Candidate(near, rounded, schedule, simulate(schedule).step_s if is_valid(schedule) else inf, timed)
 
 
 @dataclass(frozen=True)
 class Search:
-    """What is known on the way to a schedule.
+    """The state of the search for a schedule.
 
     Parameters
     ----------
-    problem: whose budgets a schedule has to keep. tried: the same with budgets that leave room for whole tensors.
-    solution: the program's answer to `tried`. found: schedules, at least one.
+    problem: the problem whose budgets a schedule has to keep. tried: the same with budgets that leave room for whole
+        tensors.
+    solution: the program's answer to `tried`. found: candidates, at least one.
     """
 
     problem: Problem
@@ -66,21 +67,21 @@ class Search:
 
     @property
     def best(self) -> Candidate:
-        """The fastest schedule, the first of several."""
+        """The fastest candidate, the first of several."""
         return min(self.found, key=lambda one: one.step_s)
 
     @property
     def loss_s(self) -> float:
-        """Simulated seconds of the best schedule above the program's."""
+        """Simulated seconds of the best schedule minus the program's seconds."""
         return self.best.step_s - self.solution.objective_s
 
     def loses(self, part: float, least_s: float = 0.0) -> bool:
-        """Whether whole tensors cost more than a part of the program's seconds, and more than some seconds."""
+        """Return whether whole tensors cost more than a part of the program's seconds, and more than `least_s`."""
         return self.loss_s > max(part * self.solution.objective_s, least_s)
 
 
 class Refinement(Protocol):
-    """A pass of the search. What it is given is valid, and so is what it gives; its options are fields."""
+    """A pass of the search, with its options as fields. It takes and gives valid schedules only."""
 
     @property
     def name(self) -> str:
@@ -88,22 +89,22 @@ class Refinement(Protocol):
         ...
 
     def accepts(self, search: Search) -> bool:
-        """Whether it is worth its time."""
+        """Return whether the pass is worth its time."""
         ...
 
     def candidates(self, search: Search) -> Iterator[Candidate]:
-        """Schedules that may be faster than the best; asked for one by one, as long as it `accepts` what is found."""
+        """Yield schedules that may be faster than the best, as long as the pass `accepts` what is found."""
         ...
 
 
 @dataclass(frozen=True)
 class Gain:
-    """What one pass gained.
+    """The gain of one pass.
 
     Parameters
     ----------
-    name: of the pass. before_s, after_s: seconds by which the best schedule is above the program, infinite before the
-        first one. took_s: seconds that the pass took. schedules: how many it tried.
+    name: the pass's name. before_s, after_s: seconds of the best schedule minus those of the program, before and after
+        the pass; infinite before the first pass. took_s: seconds that the pass took. schedules: how many it tried.
     """
 
     name: str
@@ -123,7 +124,7 @@ def refine(search: Search, ladder: Iterable[Refinement], report: Callable[[Gain]
 
     Parameters
     ----------
-    report: called after every pass that was run.
+    report: called with the gain of every pass that was run.
     """
     for refinement in ladder:
         if not refinement.accepts(search):

@@ -37,11 +37,11 @@ class Improve:
 
 @dataclass(frozen=True)
 class Settle:
-    """The program solved again with whole host parts, then with whole parts of states, too.
+    """Solve the program again with whole host parts, then with whole parts of states, too.
 
     Parameters
     ----------
-    worth: part of the program's seconds that whole tensors must cost.
+    worth: fraction of the program's seconds that whole tensors must cost for the pass to run.
     """
 
     worth: float = 0.02
@@ -64,13 +64,14 @@ class Settle:
 
 @dataclass(frozen=True)
 class Whole:
-    """The program in whole tensors.
+    """Solve the program in whole tensors.
 
     Parameters
     ----------
-    worth, least_s: part of the program's seconds, and seconds, that whole tensors must cost: it takes as many seconds
-        as ten thousand steps then lose.
-    room: part of the device that may be left for moves, if without it the answer still loses too much; 0 for none.
+    worth, least_s: fraction of the program's seconds, and seconds, that whole tensors must cost for the pass to run: at
+        that loss, the seconds that the pass takes are lost again in about ten thousand steps.
+    room: fraction of the device budget that may be left free for moves, if the answer otherwise still loses too much; 0
+        for none.
     """
 
     worth: float = 0.05
@@ -98,11 +99,12 @@ class Whole:
 
 @dataclass(frozen=True)
 class InTime:
-    """Every move at its time, by the simulator's clock.
+    """List scheduling: every move at its time, by the simulator's clock.
 
     Parameters
     ----------
-    worth: part of the program's seconds that whole tensors must cost. most: schedules whose moves are timed.
+    worth: fraction of the program's seconds that whole tensors must cost for the pass to run. most: schedules whose
+        moves are timed.
     """
 
     worth: float = 0.02
@@ -118,18 +120,18 @@ class InTime:
         left = [one for number, one in by_rounded.items() if number not in done]
         for one in sorted(left, key=lambda one: one.step_s)[: self.most]:
             timed = list(filter(is_valid, in_time(one.rounded)))
-            # Where no steady order is found, that is remembered, too.
+            # `timed` also marks schedules for which no steady order was found, so that they are not tried again.
             yield candidate(one.near, one.rounded, fastest(*timed) if timed else one.schedule, timed=True)
 
 
 @dataclass(frozen=True)
 class Trials:
-    """Random shifts of how urgent moves are, under the simulator.
+    """Local search: random shifts of how urgent moves are, under the simulator.
 
     Parameters
     ----------
-    worth, least_s: as for `Whole`. effort, effort_per_s: at most so many simulated actions in all, which takes a few
-        seconds, and for every second that a step still loses.
+    worth, least_s: as for `Whole`. effort, effort_per_s: limits on the simulated actions of all trials: in total (a few
+        seconds), and per second that a step still loses.
     """
 
     worth: float = 0.05
@@ -143,7 +145,7 @@ class Trials:
 
     def candidates(self, search: Search) -> Iterator[Candidate]:
         def promise_s(one: Candidate) -> float:
-            """The less a step takes if moves come in fractions, the more trials are likely to find."""
+            """Estimate how promising a candidate is: trials find more if its step is short with fractional moves."""
             return one.step_s + (one.step_s if one.near is search.solution else one.near.objective_s)
 
         likely = min(search.found, key=promise_s)
@@ -159,13 +161,13 @@ LADDER: tuple[Refinement, ...] = (
     Settle(),
     InTime(),
     Whole(),
-    InTime(worth=0.05, name="in time again"),  # of what the program in whole tensors gave
+    InTime(worth=0.05, name="in time again"),  # for the schedules that the program in whole tensors gave
     Trials(),
 )
 
 
 def _rounded(problem: Problem, tried: Problem, near: Solution) -> Iterator[Candidate]:
-    """What Algorithm 1 and local moves make of a solution that is nearer to whole tensors, if it keeps the budgets.
+    """Round a solution nearer to whole tensors, improve it locally, and yield it if it keeps the budgets.
 
     Parameters
     ----------
@@ -178,18 +180,18 @@ def _rounded(problem: Problem, tried: Problem, near: Solution) -> Iterator[Candi
 
 
 def keeps_budgets(problem: Problem, schedule: Schedule) -> bool:
-    """Whether a schedule stays within the problem's budgets."""
+    """Return whether a schedule stays within the problem's budgets."""
     fits = all(used <= tier.capacity_bytes for tier, (_, used) in zip(problem.tiers, schedule.tiers))
     return fits and max(memory_highs(schedule)) <= problem.device_budget_bytes
 
 
 def without_the_program(ladder: Iterable[Refinement]) -> tuple[Refinement, ...]:
-    """The passes of a ladder that need no answer of the program."""
+    """Return the passes of a ladder that need no answer of the program."""
     return tuple(one for one in ladder if isinstance(one, Improve | InTime))
 
 
 def _with_room(problem: Problem, part: float) -> Problem | None:
-    """The problem with as much less of the device as its largest item takes; None if that is more than a part of it."""
+    """Return the problem with the device budget less its largest item; None if that exceeds a part of the budget."""
     tensors = [t for group in problem.groups for t in group.tensors]
     largest = max(max(t.param_bytes, *(t.piece_bytes(rows) for rows in t.pieces[:1])) for t in tensors)
     if largest > part * problem.device_budget_bytes:

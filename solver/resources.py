@@ -1,4 +1,4 @@
-"""Resources that take time, and the tiers that items leave to, each with a link either way."""
+"""Resources that take time, and the tiers that items leave to, each with a link in either direction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HOST = "host"
 
 
 class Resource(str):
-    """Something that does one job at a time. It is the word that tables show, so a new one needs no registration."""
+    """Something that does one job at a time. It is a string, its word in tables, so a new one needs no registration."""
 
     __slots__ = ()
     COMPUTE: ClassVar[Resource]
@@ -21,7 +21,7 @@ class Resource(str):
 
     @property
     def value(self) -> str:
-        """The word alone."""
+        """The word as a plain string."""
         return str(self)
 
 
@@ -35,7 +35,8 @@ class Path:
     Parameters
     ----------
     tier: the name of the other tier.
-    in_bytes_per_s, out_bytes_per_s: rates of the link to the device and of the link from it, if the other one is idle.
+    in_bytes_per_s, out_bytes_per_s: rates of the link to the device and of the link from it while the other one is
+        idle.
     both_bytes_per_s: total rate while both are busy.
     """
 
@@ -60,20 +61,20 @@ class Path:
         return self.into, self.out
 
     def bytes_per_s(self, link: Resource) -> float:
-        """The rate of a link while the other one is idle."""
+        """Return the rate of a link while the other one is idle."""
         return self.in_bytes_per_s if link == self.into else self.out_bytes_per_s
 
     def share(self, link: Resource) -> float:
-        """The part of the path's total rate that a link takes while the other one is idle."""
+        """Return the fraction of the path's total rate that a link takes while the other one is idle."""
         return self.bytes_per_s(link) / self.both_bytes_per_s
 
     @property
     def together(self) -> float:
-        """The part of its own rate that each link has while both are busy; above 1 if neither slows the other."""
+        """The fraction of its own rate that each link has while both are busy; above 1 if neither slows the other."""
         return self.both_bytes_per_s / (self.in_bytes_per_s + self.out_bytes_per_s)
 
     def faster(self, factor: float) -> Path:
-        """The path with links that carry `factor` times the bytes."""
+        """Return the path with links that carry `factor` times the bytes."""
         return replace(self, **{name: factor * rate for name, rate in _rates_of(self).items()})
 
 
@@ -83,7 +84,7 @@ class Tier:
 
     Parameters
     ----------
-    path: its name, and the links between it and the device. capacity_bytes: the most that it holds.
+    path: its name, and the links between it and the device. capacity_bytes: the most bytes that it holds.
     """
 
     path: Path
@@ -96,11 +97,11 @@ class Tier:
 
 @dataclass(frozen=True)
 class Worker:
-    """A resource of the host beside its CPU, and what it does in the CPU's place.
+    """A resource of the host besides its CPU, and the actions that it does instead of the CPU.
 
     Parameters
     ----------
-    name: of the resource. does: the kinds of actions that run on it, by the word that they print as.
+    name: of the resource. does: the kinds of actions that run on it, by their printed words.
     """
 
     name: str
@@ -109,14 +110,15 @@ class Worker:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine has beside its compute: the host's links and CPU, further tiers, and further workers.
+    """A machine's resources besides its compute: the host's links and CPU, further tiers, and further workers.
 
     Parameters
     ----------
-    in_bytes_per_s, out_bytes_per_s, both_bytes_per_s: of the path to the host; see `Path`.
-    manage_s: H, seconds of the CPU per step for the management of everything else.
-    shared_cores: compute, copies and CPU updates share the same cores (the emulated device): their sum bounds a step.
-    tiers: memories beside the host's. workers: resources beside the CPU.
+    in_bytes_per_s, out_bytes_per_s, both_bytes_per_s: rates of the path to the host; see `Path`.
+    manage_s: H, CPU seconds per step for managing everything else.
+    shared_cores: whether compute, copies and CPU updates share the same cores (the emulated device); the sum of their
+        seconds then bounds a step.
+    tiers: memories besides the host's. workers: resources besides the CPU.
     """
 
     in_bytes_per_s: float
@@ -129,7 +131,7 @@ class Rates:
 
     @property
     def not_above_0(self) -> dict[str, float]:
-        """The link rates with which no copy would ever end, by name."""
+        """The link rates that are not above 0, with which no copy would ever end, by name."""
         return {
             f"{path.tier}: {name}" if path.tier != HOST else name: rate
             for path in self.paths.values()
@@ -139,7 +141,7 @@ class Rates:
 
     @cached_property
     def paths(self) -> Mapping[str, Path]:
-        """The path to each tier by the tier's name, the host's first."""
+        """The path to each tier, by the tier's name, the host's first."""
         host = Path(HOST, self.in_bytes_per_s, self.out_bytes_per_s, self.both_bytes_per_s)
         return {path.tier: path for path in (host, *(tier.path for tier in self.tiers))}
 
@@ -155,7 +157,7 @@ class Rates:
 
     @cached_property
     def workers_of(self) -> Mapping[str, Resource]:
-        """By the word of a kind of action the worker that does it, where that is not the CPU."""
+        """The workers that replace the CPU, by the word of the kind of action that they do."""
         return {kind: Resource(worker.name) for worker in self.workers for kind in worker.does}
 
     @cached_property
@@ -163,15 +165,15 @@ class Rates:
         return {link: path for path in self.paths.values() for link in path.links}
 
     def bytes_per_s(self, link: Resource) -> float:
-        """The rate of a link while the other one of its path is idle; raises KeyError for what is no link."""
+        """Return the rate of a link while the other one of its path is idle; raises KeyError if it is no link."""
         return self._path_of[link].bytes_per_s(link)
 
     def copy_s(self, amount_bytes: float, link: Resource) -> float:
-        """Seconds of a copy over a link while the other one of its path is idle."""
+        """Return the seconds of a copy over a link while the other one of its path is idle."""
         return amount_bytes / self.bytes_per_s(link)
 
     def worker(self, kind: str) -> Resource:
-        """What carries out the host's actions of a kind, given by its word."""
+        """Return the resource that carries out the host's actions of a kind, given by its word."""
         return self.workers_of.get(kind, Resource.CPU)
 
     @cached_property
@@ -186,16 +188,16 @@ class Rates:
         return compute, *self.host.links, *workers, *(link for link in self.links if link not in self.host.links)
 
     def faster(self, factor: float) -> Rates:
-        """The machine with links to the host that carry `factor` times the bytes."""
+        """Return the machine with links to the host that carry `factor` times the bytes."""
         return replace(self, **_rates_of(self.host.faster(factor)))
 
     def to_dict(self) -> dict[str, Any]:
-        """The rates as JSON's own types; nothing is said of further tiers and workers where there are none."""
+        """Convert the rates to JSON's own types, without empty lists of further tiers and workers."""
         return {name: value for name, value in asdict(self).items() if value != ()}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Rates:
-        """The rates that `to_dict` gave `data` for; raises TypeError or KeyError if something is wrong with it."""
+        """Rebuild rates from a dictionary made by `to_dict`; raises TypeError or KeyError if it is damaged."""
         known = dict(data)
         tiers = tuple(Tier(Path(**row["path"]), row["capacity_bytes"]) for row in known.pop("tiers", ()))
         workers = tuple(Worker(row["name"], tuple(row["does"])) for row in known.pop("workers", ()))

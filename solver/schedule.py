@@ -1,4 +1,4 @@
-"""What the runtime replays: whole tensors and actions, small, frozen, printed as they parse."""
+"""The schedule that the runtime replays: whole tensors and actions, small, frozen, printed as they parse."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .steps import passes_of
 
 
 class Kind(Enum):
-    """What an action does; the value is the word it prints as."""
+    """The kind of an action; the value is the word that it prints as."""
 
     COMPUTE = "compute"  # runs the compute NAME: "start", "F3", "user", "B3", "gate"
-    PREFETCH = "prefetch"  # allocates the item and starts its copy from its tier, the host, to the device
+    PREFETCH = "prefetch"  # allocates the item and starts its copy from its tier to the device
     OFFLOAD = "offload"  # starts the item's copy from the device to its tier
     FREE = "free"  # releases the item, after its offload if one is under way
     UPDATE_CPU = "update-cpu"  # starts the update of tensor NAME on the host
     UPDATE_DEVICE = "update-device"  # updates tensor NAME on the device
-    BEGIN_TOTAL = "begin-total"  # device: the first micro-batch's gradient of tensor NAME becomes its total
-    ACCUMULATE = "accumulate"  # device: adds the gradient of tensor NAME to its total, and releases it
-    ACCUMULATE_CPU = "accumulate-cpu"  # host: starts adding the gradient that was sent out; the first is the total
+    BEGIN_TOTAL = "begin-total"  # on the device: the first micro-batch's gradient of tensor NAME becomes its total
+    ACCUMULATE = "accumulate"  # on the device: adds the gradient of tensor NAME to its total, and releases it
+    ACCUMULATE_CPU = "accumulate-cpu"  # on the host: starts adding the gradient sent out; the first is the total
 
-    __hash__ = object.__hash__  # members are keys of what the simulator touches most
+    __hash__ = object.__hash__  # members are keys of the dictionaries that the simulator uses most
 
 
 ABOUT_ITEMS = (Kind.PREFETCH, Kind.OFFLOAD, Kind.FREE)
@@ -34,7 +34,7 @@ ABOUT_ITEMS = (Kind.PREFETCH, Kind.OFFLOAD, Kind.FREE)
 
 @dataclass(frozen=True)
 class Action:
-    """One action of a schedule: what, on what, in which step. Prints as `STEP KIND NAME`.
+    """One action of a schedule: its step, its kind, and its object. Prints as `STEP KIND NAME`.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ class Action:
 
     @staticmethod
     def parse(line: str) -> Action:
-        """The action that prints as `line`; raises ValueError naming the line otherwise."""
+        """Return the action that prints as `line`; raises ValueError naming the line otherwise."""
         parts = line.split(maxsplit=2)
         try:
             step, kind, name = int(parts[0]), Kind(parts[1]), parts[2].strip()
@@ -68,15 +68,15 @@ class Action:
 
 @dataclass(frozen=True)
 class ComputeSpec:
-    """What one compute action reads, makes and releases.
+    """The items that one compute action reads, makes and releases.
 
     Parameters
     ----------
     seconds: predicted seconds.
     needs: items that must be resident, their copies complete, when it starts.
-    makes: items that are resident when it ends and were not before.
-    drops: items that it releases itself, at their last use inside.
-    rise_bytes: the most that the bytes on the device lie above their level at its start, while it runs.
+    makes: items that it adds to those that are resident.
+    drops: items that it releases itself, at their last use.
+    rise_bytes: the most by which the bytes on the device exceed their level at its start while it runs.
     """
 
     seconds: float
@@ -96,7 +96,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of an iteration that the executor walks in one go.
+    """A part of an iteration that the executor walks without interruption.
 
     Parameters
     ----------
@@ -119,12 +119,12 @@ class Part:
 class Schedule:
     """One iteration as actions over whole tensors, in the order in which the executor takes them.
 
-    The forward part runs inside the model's call, the backward part inside the user's backward, the turn-around part
-    in the optimizer's step. After it the iteration starts again: what is resident then is what `resident` lists.
+    The forward part runs inside the model's call, the backward part inside the user's backward, the turn-around part in
+    the optimizer's step. After it the iteration starts again, with the items of `resident` on the device.
 
-    With several micro-batches these are the last one's parts, and `lead` holds the passes before: none for one
-    micro-batch, one for two; for three and more two, the second of which is replayed for every micro-batch between the
-    first and the last, and ends with the items on the device with which it starts. Step numbers go on through the
+    With several micro-batches these are the last one's parts, and `lead` holds the passes before it: none for one
+    micro-batch, one for two, two for three or more. The second of two is replayed for every micro-batch between the
+    first and the last, and ends with the same items on the device as it starts with. Step numbers continue through the
     passes; computes have the same names, and are the same, in each.
 
     Parameters
@@ -134,19 +134,19 @@ class Schedule:
     resident: items on the device when an iteration starts, ascending by name.
     computes: specification of every compute action by name.
     update_cpu_s, update_device_s: seconds per tensor for the tensors updated there.
-    homes: by item the tier that it leaves to, where that is not the host.
+    homes: by item, the tier that it leaves to, if that is not the host.
     add_cpu_s, add_device_s: seconds per tensor to add a gradient to its total, for the tensors updated there; empty for
         one micro-batch.
     host_bytes: bytes reserved in host memory.
-    gate: no update starts in the backward part. Gradients stay on the device or go out as they are made; the
-        turn-around part, which the executor takes in the optimizer's step, starts the updates: `update-device` all
-        there, `update-cpu` there or in the next iteration's first forward part. Between the last backward and the first
-        update lies the compute "gate", in which an executor that clips takes the norm: every gradient (or total) is
-        then on the device, on the host, or on its way there, and "gate" waits for what is on its way.
+    gate: no update starts in the backward part. Gradients stay on the device or go out as they are made. The
+        turn-around part, which the executor takes in the optimizer's step, starts the updates: every `update-device`,
+        and each `update-cpu` that does not start in the next iteration's first forward part. Between the last backward
+        and the first update lies the compute "gate", in which an executor that clips takes the norm. Every gradient (or
+        total) is then on the device, on the host, or on its way there, and "gate" waits for those on their way.
     micro_batches: M, forwards and backwards per update; more than one needs a gate. Every pass then ends a gradient
         that the device will use with `begin-total`, or with `accumulate` in later passes, and one that the host will
         use with `offload`, `free` and `accumulate-cpu`. Gradients arrive on the host in two buffers used in turn: a
-        copy waits for the addition of the last but one.
+        copy waits for the addition of the gradient before the previous one.
     """
 
     options: tuple[int, ...]
@@ -170,19 +170,19 @@ class Schedule:
     homes: dict[Item, str] = field(default_factory=dict)
 
     def path_of(self, item: Item) -> Path:
-        """The path on which an item leaves and returns."""
+        """Return the path on which an item leaves and returns."""
         return self.rates.paths[self.homes.get(item, HOST)]
 
     @property
     def tiers(self) -> tuple[tuple[Tier, int], ...]:
-        """Every tier beside the device, the host first, and the bytes that the schedule needs there."""
+        """Every tier but the device, the host first, and the bytes that the schedule needs there."""
         away = [(tier, sum(self.item_bytes[i] for i, home in self.homes.items() if home == tier.name))
                 for tier in self.rates.tiers]  # fmt: skip
         return ((Tier(self.rates.host, self.host_budget_bytes), self.host_bytes), *away)
 
     @cached_property
     def states(self) -> dict[str, tuple[Item, ...]]:
-        """By tensor the items of its optimizer state on the device, first rows first."""
+        """By tensor, the items of its optimizer state on the device, first rows first."""
         found: dict[str, list[Item]] = {}
         for item in self.item_bytes:
             if item.kind is ItemKind.STATE:
@@ -190,13 +190,13 @@ class Schedule:
         return {tensor: tuple(sorted(items, key=lambda item: item.rows or (0, 0))) for tensor, items in found.items()}
 
     def share_of_state(self, item: Item, size_bytes: int) -> int:
-        """An item's part of bytes that all of its tensor's state takes; all of them if the state has no bytes."""
+        """Return an item's share of bytes that its tensor's state takes in total; all if the state has no bytes."""
         items = self.states.get(item.name, ())
         return size_bytes * self.item_bytes[item] // sum(self.item_bytes[one] for one in items) if items else size_bytes
 
     @cached_property
     def known_effects(self) -> dict[tuple[Kind, str], Any]:
-        """By kind and name of an action what it does, as far as it has been asked: the memory of `effects.effect`."""
+        """The cache of `effects.effect`, by kind and name of an action."""
         return {}
 
     @property
@@ -210,14 +210,14 @@ class Schedule:
         return (*self.lead, Pass(self.forward, self.backward))
 
     def pass_of(self, m: int) -> Pass:
-        """The pass of micro-batch `m`, counted from 0; raises IndexError beyond the last."""
+        """Return the pass of micro-batch `m`, counted from 0; raises IndexError beyond the last."""
         if not 0 <= m < self.micro_batches:
             raise IndexError(f"micro-batch {m} of {self.micro_batches}")
         return self.passes[-1] if m == self.micro_batches - 1 else self.passes[min(m, 1)]
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The parts of an iteration in order, of the middle passes one."""
+        """The parts of an iteration in order, with one middle pass at most."""
         parts: list[Part] = []
         for number, (one, runs_for) in enumerate(zip(self.passes, passes_of(self.micro_batches))):
             parts.append(Part(Direction.FORWARD, number, runs_for, one.forward))

@@ -1,4 +1,4 @@
-"""The dry run of a schedule: exact bytes at every action, and seconds over compute, copies in and out, and CPU."""
+"""The dry run of a schedule: exact bytes at every action, and seconds on compute, copies in and out, and CPU."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .machine import Job, Machine, Stall
 from .resources import Resource
 from .schedule import Action, Kind, Schedule
 
-_ITERATIONS = 3  # by the third what one iteration leaves to the next has settled
+_ITERATIONS = 3  # by the third, the work that one iteration leaves to the next has settled
 
 
 @dataclass(frozen=True)
 class BusySpan:
-    """What one resource did for one action; seconds from the start of the iteration.
+    """The time that one resource spent on one action; seconds from the start of the iteration.
 
-    An event of an iteration may end after it: tails run on into the next one. Of the middle micro-batches the first
+    A span may end after its iteration, since work continues into the next one. Of the middle micro-batches the first
     stands for all.
     """
 
@@ -37,13 +37,14 @@ class Simulation:
     Parameters
     ----------
     step_s: seconds of the iteration.
-    peak_bytes, peak_action: the most bytes on the device, and the first action that reaches it.
-    timeline: what every resource did, in the order of the actions.
-    stall_s: seconds in which the executor waited, by the resource that it waited for.
-    stalls: those spans one by one, in order; a long wait may be several. Of the middle micro-batches only the first's.
-    taken: per action of the schedule the seconds at which the executor takes it and is done with it; a queued copy is
-        done at once.
-    memory: per action its index and the most bytes on the device while it is carried out.
+    peak_bytes, peak_action: the most bytes on the device, and the first action that reaches them.
+    timeline: the spans of all resources, in the order of the actions.
+    stall_s: seconds for which the executor waited, by the resource that it waited for.
+    stalls: these waits one by one, in order; a long wait may be several. Of the middle micro-batches only those of the
+        first.
+    taken: per action of the schedule, the seconds at which the executor takes it and is done with it; it is done with a
+        queued copy at once.
+    memory: per action, its index and the most bytes on the device while it is carried out.
     """
 
     step_s: float
@@ -57,7 +58,7 @@ class Simulation:
 
 
 def memory_highs(schedule: Schedule) -> list[int]:
-    """The most bytes on the device during each action: its level, and what the action rises by on top."""
+    """Return the most bytes on the device during each action: its level plus the action's rise."""
     level = sum(schedule.item_bytes[item] for item in schedule.resident)
     highs = []
     for action in schedule.actions:
@@ -68,7 +69,7 @@ def memory_highs(schedule: Schedule) -> list[int]:
 
 
 def room_bytes(schedule: Schedule) -> dict[str, int]:
-    """By how much more each compute could rise, by name, without the schedule's peak being any higher."""
+    """Return the bytes by which each compute could rise further, by name, without raising the schedule's peak."""
     highs = memory_highs(schedule)
     peak = max(highs)
     room: dict[str, int] = {}
@@ -82,9 +83,9 @@ def simulate(schedule: Schedule) -> Simulation:
     """Run a schedule dry until it is steady.
 
     The executor takes actions in order. Computes and device updates block it, and wait for the copies of what they
-    read; frees block it until the item's copies are done; everything else is queued on its resource. The gate waits
-    for all gradients on their way to the host. Of the middle micro-batches two are run, and the second, in which what
-    the first one leaves has settled, counts for all others.
+    read; frees block it until the item's copies are done; everything else is queued on its resource. The gate waits for
+    all gradients on their way to the host. Two of the middle micro-batches are run; the second, which starts from a
+    settled state, counts for all others.
 
     Parameters
     ----------
@@ -119,8 +120,9 @@ def simulate(schedule: Schedule) -> Simulation:
 class DryRun:
     """Takes actions in order.
 
-    State: the machine's queues. `arriving`, `leaving`: by item the latest copy of it to the device, and to the host.
-    `on_host`: by item the latest job that makes or changes its copy on the host. `jobs` and `taken`: of this iteration.
+    State: the machine's queues. `arriving`, `leaving`: by item, its latest copy to the device, and to the host.
+    `on_host`: by item, the latest job that makes or changes its copy on the host. `jobs` and `taken`: those of this
+    iteration.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -135,7 +137,7 @@ class DryRun:
         self._step: int | None = None
 
     def iterate(self) -> None:
-        """One iteration; `jobs`, `taken` and the machine's stalls are then those of this iteration."""
+        """Run one iteration; `jobs`, `taken` and the machine's stalls are then its own."""
         self.jobs, self.taken, self._step = [], [], None
         self.machine.stall_s, self.machine.stalls = dict.fromkeys(self.schedule.rates.resources, 0.0), []
         for _, group in groupby(self.schedule.parts, key=lambda part: (part.of_pass, part.times)):
@@ -146,7 +148,7 @@ class DryRun:
                 self._repeat(actions, parts[0].times - 1)
 
     def finish(self, jobs: Iterable[Job]) -> None:
-        """Go on with another iteration until jobs are done: what it adds competes with them."""
+        """Continue with another iteration until jobs are done, since its work competes with them."""
         left = [job for job in jobs if not job.done]
         for action in self.schedule.actions if left else ():
             self._walk((action,))
@@ -156,7 +158,7 @@ class DryRun:
         self.machine.wait(left)
 
     def _repeat(self, middle: tuple[Action, ...], times: int) -> None:
-        """The middle pass `times` more: once in fact, the rest of them as long as that."""
+        """Run the middle pass once more, and let the clock advance as if it were run `times` more."""
         machine = self.machine
         jobs, taken, stalls = list(self.jobs), list(self.taken), list(machine.stalls)
         before, stalled = machine.now, dict(machine.stall_s)
@@ -176,7 +178,7 @@ class DryRun:
             self.taken.append((began, self.machine.now))
 
     def waits(self, action: Action) -> list[Job]:
-        """The jobs under way that the executor waits for before it carries out an action."""
+        """Return the jobs under way that the executor waits for before it carries out an action."""
         does = effect(action, self.schedule)
         return self._waits(does) if does.blocks else []
 
@@ -185,7 +187,7 @@ class DryRun:
         return waits + self.sources(does) if does.host_reads else waits
 
     def sources(self, does: Effect) -> list[Job]:
-        """What the copies on the host that an action reads still wait for."""
+        """Return the jobs that still write the host copies that an action reads."""
         return _undone(self.on_host, does.host_reads)
 
     def take(self, action: Action) -> None:
@@ -213,10 +215,10 @@ class DryRun:
 
 
 class _Buffers:
-    """The two buffers on the host in which gradients arrive by turns, until they are added to their totals.
+    """The two host buffers in which gradients arrive in turn, until they are added to their totals.
 
-    State: `filled`, how many gradients were sent; `holds`, by tensor the number of its gradient until its addition is
-    queued; `emptied`, by that number the addition, until the buffer is used again.
+    State: `filled`, the number of gradients sent; `holds`, by tensor, the number of its gradient until its addition is
+    queued; `emptied`, by that number, the addition, until the buffer is used again.
     """
 
     def __init__(self) -> None:
@@ -225,17 +227,17 @@ class _Buffers:
         self.emptied: dict[int, Job] = {}
 
     def fill(self, tensor: str) -> list[Job]:
-        """A tensor's gradient is sent; what its copy has to wait for."""
+        """Assign a buffer to a tensor's gradient, and return the jobs that its copy has to wait for."""
         self.holds[tensor] = self.filled
         emptied = self.emptied.pop(self.filled - 2, None)
         self.filled += 1
         return [emptied] if emptied is not None and not emptied.done else []
 
     def empty(self, tensor: str, addition: Job) -> None:
-        """The addition of a tensor's gradient is queued."""
+        """Note that the addition of a tensor's gradient is queued."""
         self.emptied[self.holds.pop(tensor)] = addition
 
 
 def _undone(jobs: dict[Item, Job], items: Iterable[Item]) -> list[Job]:
-    """The latest jobs of items that are not done."""
+    """Return the latest jobs of these items that are not done."""
     return [jobs[item] for item in items if item in jobs and not jobs[item].done]

@@ -1,4 +1,4 @@
-"""What the integer program answers: fractions, its bound and its status."""
+"""The integer program's answer: fractions, its bound and its status."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Status(Enum):
-    """How a solve ended; the value is a sentence with advice."""
+    """The end of a solve; the value is a sentence with advice."""
 
     OPTIMAL = "solved to within the requested gap"
     TIME_LIMIT = "the time limit ended the search; the plan is valid, a longer limit may find a faster one"
@@ -18,14 +18,15 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Gap:
-    """What happens to a group's compute copy between two successive uses (never the idle gap of a trainable group).
+    """The absences of a group's compute copy between two successive uses (never the idle gap of a trainable group).
 
     Parameters
     ----------
-    after, before: the steps of the two uses; `before` may be smaller, the gap then wraps round the cycle's end.
+    after, before: the steps of the two uses. If `before` is the smaller one, the gap wraps round the end of the cycle.
     dropped: fraction released at the end of step `after`.
     back: fraction that comes in, by step, from `after` + 1 to `before` - 1 (cyclic).
-    shifts: the gap recurs that many steps later, with the same fractions: once per pass, or between every two passes.
+    shifts: numbers of steps after which the gap recurs, with the same fractions: once per pass, or between every two
+        passes.
     """
 
     after: int
@@ -37,13 +38,13 @@ class Gap:
 
 @dataclass(frozen=True)
 class GroupFlow:
-    """Where one parameter group goes: fractions of the group, by step. Absent steps are 0.
+    """The moves of one parameter group: fractions of the group, by step. Absent steps are 0.
 
     Parameters
     ----------
     cpu_part: x_w, the fraction updated on the host.
-    grad_out: GradOut, CPU part, of the last pass.
-    lead_out: the same of the first pass, and of every other but the last.
+    grad_out: GradOut, the CPU part's gradients of the last pass going to the host.
+    lead_out: the same for the first pass, and for every other but the last.
     cpu_update: Opt, CPU part.
     cpu_back: ParInC, CPU part's new parameters coming in.
     out: ParOut, device part's new parameters going to the host.
@@ -51,7 +52,7 @@ class GroupFlow:
     back: ParIn, device part coming in, idle gap.
     gaps: all other gaps (for a frozen group every gap), in order.
     state_out, state_in: OutO and InO, the device part's optimizer states.
-    state_tiers: which part of what leaves of them goes to which tier; empty if all goes to the host.
+    state_tiers: by tier, the fraction of the states that leave which goes there; empty if all goes to the host.
     """
 
     cpu_part: float = 0.0
@@ -70,13 +71,13 @@ class GroupFlow:
 
 @dataclass(frozen=True)
 class ActivationFlow:
-    """How what a block's option offloads leaves after its forward and returns for its backward.
+    """The moves of the values that a block's option offloads after its forward and needs back for its backward.
 
     Parameters
     ----------
-    out, back: fractions of it by step of the first pass; empty if the option offloads nothing. What moves in the
-        forward's or the backward's own step does so after the one or before the other.
-    tiers: which part of it goes to which tier; empty if all goes to the host.
+    out, back: fractions of their bytes, by step of the first pass; empty if the option offloads nothing. In the
+        forward's own step they move after it, in the backward's own step before it.
+    tiers: by tier, the fraction that goes there; empty if all goes to the host.
     """
 
     out: dict[int, float] = field(default_factory=dict)
@@ -91,11 +92,11 @@ class Solution:
     Parameters
     ----------
     options: option index per block.
-    activations: per block, how what its option offloads leaves and returns.
+    activations: per block, the moves of the values that its option offloads.
     offloaded_values: names of the interface values that leave between their last forward and first backward use.
-    value_tiers: by name the tier that they leave to, where that is not the host.
-    step_s: predicted seconds per step, each taken once. `objective_s` is their sum, those of the middle pass's steps
-        (`Problem.times`) M - 2 times.
+    value_tiers: by name, the tier that a value leaves to, if that is not the host.
+    step_s: predicted seconds per step, each counted once. `objective_s` is their sum, with the middle pass's steps
+        counted M - 2 times (`Problem.times`).
     memory_bytes: device bytes per step as the program counts them.
     lower_bound_s: no plan whose copies and host updates keep to the program's steps (see program/groups.py and
         program/blocks.py) is faster.

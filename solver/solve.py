@@ -1,4 +1,4 @@
-"""Solves a problem, and finds the least budgets with which one can be solved."""
+"""The solution of a problem, and the least budgets with which it can be solved."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .solution import Solution, Status
 
 ALIGN_BYTES = 256
 MARGIN = 1e-6  # relative; covers the solvers' tolerance on a row
-_REMEMBERED = 32  # problems of a process
+_REMEMBERED = 32  # problems whose least budget a process caches
 
 
 @dataclass(frozen=True)
 class LeastBudget:
-    """The smallest budget with which a problem has a plan, stalls allowed.
+    """The smallest budget with which a problem has a plan, however slow.
 
     Parameters
     ----------
-    bytes: the device budget; the host budget if no device budget would do.
+    bytes: the device budget; the host budget if no device budget suffices.
     step: the step that binds, None for the host.
     block: name of the block that computes in that step, "turn-around" or "host".
     resource: which budget `bytes` is of.
@@ -45,14 +45,14 @@ class NoAnswer(RuntimeError):
 
 
 def solve(problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.01, backend: str | None = None) -> Solution:
-    """The fastest plan in fractions.
+    """Solve for the fastest plan in fractions.
 
     Parameters
     ----------
     time_limit_s: seconds for the search. gap: relative gap to the bound at which it may end.
     backend: "highs" or "cbc"; by default the first that is installed.
 
-    Returns: a solution; `status` says whether there is one. Infinite seconds if there is none.
+    Returns: a solution; its status says whether it holds a plan. Its seconds are infinite if it does not.
     Raises: BackendError if the backend is not installed.
     Source: OffMate, section 4.1.
     """
@@ -66,13 +66,14 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.01, ba
 def least_budget(
     problem: Problem, *, time_limit_s: float = 60.0, gap: float = 1e-4, backend: str | None = None
 ) -> LeastBudget:
-    """The smallest device budget with which `problem` has a plan, its host budget as given, however slow.
+    """Find the smallest device budget with which `problem` has a plan, however slow, under its host budget.
 
     Parameters
     ----------
     time_limit_s: seconds for the search. gap: relative gap to the bound at which it may end.
 
-    Returns: bytes with which the problem is feasible, rounded up; the host's need if that alone is what binds.
+    Returns: bytes with which the problem is feasible, rounded up; those of the host if the host budget is too small for
+    any plan.
     Raises: NoAnswer if the time limit was too short.
     """
     # Plans of one problem for several device budgets share the answer, so it is found once.
@@ -93,7 +94,7 @@ def _least_budget(problem: Problem, time_limit_s: float, gap: float, backend: st
 
 
 def least_host(problem: Problem, *, time_limit_s: float = 60.0, gap: float = 1e-4, backend: str | None = None) -> int:
-    """The smallest host budget in bytes with which `problem` has a plan on an endless device.
+    """Find the smallest host budget in bytes with which `problem` has a plan, with unlimited device memory.
 
     Raises: NoAnswer if the time limit was too short.
     """
@@ -116,5 +117,5 @@ def _point(answer: RawAnswer) -> tuple[float, ...]:
 
 
 def _round_up(amount_bytes: float) -> int:
-    """A multiple of ALIGN_BYTES that the solvers' tolerance cannot push below what is needed."""
+    """Return a multiple of ALIGN_BYTES that the solvers' tolerance cannot push below what is needed."""
     return ceil(amount_bytes * (1 + MARGIN) / ALIGN_BYTES) * ALIGN_BYTES

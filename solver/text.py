@@ -1,4 +1,4 @@
-"""Schedules as plain dictionaries for JSON, and as text for people."""
+"""Conversion of schedules to plain dictionaries for JSON, and to text for people."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PLAIN = ("item_bytes", "update_cpu_s", "update_device_s", "device_budget_bytes"
 
 
 def to_dict(schedule: Schedule) -> dict[str, Any]:
-    """A schedule as JSON's own types, with actions as text lines."""
+    """Convert a schedule to JSON's own types, with actions as text lines."""
     data: dict[str, Any] = {"format": _FORMAT, "version": _VERSION}
     data |= {name: getattr(schedule, name) for name in _PLAIN}
     data |= {name: dict(data[name]) for name in _PLAIN if isinstance(data[name], dict)}
@@ -41,9 +41,10 @@ def to_dict(schedule: Schedule) -> dict[str, Any]:
 
 
 def from_dict(data: dict[str, Any]) -> Schedule:
-    """The schedule that `to_dict` gave `data` for, validated; text of earlier versions is read as well.
+    """Rebuild and validate the schedule from a dictionary made by `to_dict`, of this or an earlier version.
 
-    Raises: ScheduleError if it is of another format or version, lacks something, or is not valid.
+    Raises: ScheduleError if the dictionary is of an unknown format or version, or incomplete, or if the schedule is not
+    valid.
     """
     if not isinstance(data, dict):
         raise ScheduleError(f"not a schedule: expected an object, found {str(data)[:40]!r}")
@@ -91,7 +92,7 @@ def _spec(data: dict[str, Any]) -> ComputeSpec:
 
 
 def to_text(schedule: Schedule) -> str:
-    """A schedule as lines for people: actions by part, with their bytes and the bytes on the device."""
+    """Format a schedule as lines for people: actions by part, with their bytes and the bytes on the device."""
     highs = iter(memory_highs(schedule))
     lines = [
         f"device budget {schedule.device_budget_bytes} B, host {schedule.host_bytes} of "
@@ -109,7 +110,7 @@ def to_text(schedule: Schedule) -> str:
 
 
 def _titled(schedule: Schedule) -> list[tuple[str, tuple[Action, ...]]]:
-    """The parts in order with their titles."""
+    """Return the parts in order with their titles."""
     many = schedule.micro_batches
     middle = f"each of {many - 2} middle micro-batches" if many > 3 else "the middle micro-batch"
     of = {1: ("",), 2: (" of the first micro-batch", " of the last one")}

@@ -64,9 +64,9 @@ def test_what_cannot_fit_is_not_tried(gpu: Any, monkeypatch: pytest.MonkeyPatch,
     ]
     rows = list(gpu.measured(cases, time.monotonic() + 600, tmp_path, 80 * 10**9))
     # 6.74 billion parameters of two bytes, four times.
-    assert "take 53.9 GB of the device at least" in rows[0]["reason"] and "53.9 GB" in rows[1]["reason"]
+    assert "take at least 53.9 GB of the device" in rows[0]["reason"] and "53.9 GB" in rows[1]["reason"]
     assert [(case["way"], case["budget_bytes"]) for case in tried] == [("offmate", 40 * 10**9)]
-    assert rows[3]["reason"] == "nor at 40 GB: out of device memory"
+    assert rows[3]["reason"] == "not even at 40 GB: out of device memory"
 
 
 def test_a_table_shows_figures_and_reasons(gpu: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Devices: the emulated one, and those with streams and memory of their own."""
+"""Devices: the emulated one, and accelerators with their own streams and memory."""

@@ -1,4 +1,4 @@
-"""What a device must offer so that the executor can replay a schedule on it."""
+"""The interface that a device offers so that the executor can replay a schedule on it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class Device(Protocol):
-    """A compute device with memory of its own, and a copy engine for every link.
+    """A compute device with its own memory, and a copy engine for every link.
 
-    `ledger` counts its bytes. Copies and updates start after the events they are given, copies also after what was
-    launched before them, and run beside what is launched later; of those of one direction, or of the host's, that are
-    ready the first given goes first: one that has to wait holds up no other. A `recorder`, if there is one, is told of
-    every copy and update. `torch_device` is where operators run; on the CPU the device's memory is the host's own, and
-    there is no `arena`.
+    `ledger` counts its bytes. Copies and updates start after the events that they are given, copies also after all work
+    launched before them, and they run concurrently with work launched later. Of the ready ones of one link or worker
+    the first given goes first; one that has to wait delays no other. A `recorder`, if there is one, notes every copy
+    and update. `torch_device` is where operators run; on the CPU the device's memory is the host's own, and there is no
+    `arena`.
     """
 
     ledger: Ledger
@@ -32,39 +32,39 @@ class Device(Protocol):
 
     @property
     def arena(self) -> Arena | None:
-        """Where its large tensors find place."""
+        """The arena that makes room for its large tensors, if it has one."""
         ...
 
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
-        """Device memory for a tensor of this shape, strides and dtype."""
+        """Return device memory for a tensor of this shape, strides and dtype."""
         ...
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the device of a tensor of the user's, on any device; in order with what computes."""
+        """Return a device copy of a tensor of the user's, from any device, in order with the computing stream."""
         ...
 
     def pinned(self, host: torch.Tensor) -> torch.Tensor:
-        """A host tensor, or a copy of it, such that copies from and to it run beside compute."""
+        """Return a host tensor, or a copy of it, such that copies from and to it run concurrently with compute."""
         ...
 
     def empty_host_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Host memory from which and to which copies run beside compute."""
+        """Return host memory such that copies from and to it run concurrently with compute."""
         ...
 
     def empty_on(self, tier: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Memory of a tier other than the device; raises ValueError, naming the tier, if the device has none such."""
+        """Return memory of a tier other than the device; raises ValueError, naming the tier, if it does not exist."""
         ...
 
     def copy_in(
         self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...], link: Resource = Resource.IN
     ) -> Event:
-        """Start a copy to the device over a link, the host's unless another is named."""
+        """Start a copy to the device over a link, by default the host's."""
         ...
 
     def copy_out(
         self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...], link: Resource = Resource.OUT
     ) -> Event:
-        """Start a copy from the device over a link, the host's unless another is named."""
+        """Start a copy from the device over a link, by default the host's."""
         ...
 
     def update_on_host(

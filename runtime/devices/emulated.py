@@ -1,6 +1,6 @@
-"""The CPU plays the device: a ledger with a hard limit, copies and updates on their own threads, optional link rates.
+"""The CPU as an emulated device: a ledger with a hard limit, copies and updates on threads, optional link rates.
 
-Same executor, same schedule, same events as on a real device; only the memory is the host's own.
+Executor, schedule and events are the same as on a real device; only the memory is the host's own.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class EmulatedDevice:
 
     Parameters
     ----------
-    limit_bytes: the budget that its ledger keeps.
-    link_bytes_per_s: rate of each link, or by link; what has none copies as fast as the memory allows.
+    limit_bytes: the budget that its ledger enforces.
+    link_bytes_per_s: rate of all links, or rates by link; a link without one copies as fast as the memory allows.
     """
 
     def __init__(self, limit_bytes: int, link_bytes_per_s: float | Mapping[Resource, float] | None = None) -> None:
@@ -41,12 +41,12 @@ class EmulatedDevice:
         self._lanes: dict[Resource, Lane] = {}
         for resource in (Resource.IN, Resource.OUT, Resource.CPU):
             self._lane(resource)
-        # A thread that is still inside a kernel when the interpreter goes away aborts the process, so whoever forgets
-        # to close the device has it done when nothing refers to it any more, at the latest at exit.
+        # A thread that is still inside a kernel when the interpreter shuts down aborts the process. So a device that is
+        # not closed is closed when nothing refers to it any more, at the latest at exit.
         self._close = weakref.finalize(self, close_all, self._lanes.values())
 
     def _lane(self, resource: Resource) -> Lane:
-        """The thread of a link or worker, made when it is first asked for."""
+        """Return the thread of a link or worker, made on first use."""
         if resource not in self._lanes:
             self._lanes[resource] = Lane(_THREADS.get(resource, resource.replace(" ", "-")), 1, self._changed)
         return self._lanes[resource]

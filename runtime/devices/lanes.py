@@ -13,7 +13,7 @@ from ..events import Event
 
 
 class LaneEvent:
-    """The completion of a job on a thread; a stream cannot wait for it, so the thread that asks does."""
+    """The completion of a job on a thread. A stream cannot wait for it, so `wait` blocks the calling thread."""
 
     def __init__(self) -> None:
         self._happened = threading.Event()
@@ -34,7 +34,7 @@ class LaneEvent:
         return self._happened.is_set()
 
     def settle(self, error: BaseException | None = None) -> None:
-        """It has happened, or `error` has kept it from happening."""
+        """Mark it as happened, or as failed with `error`."""
         self._error = error
         self._happened.set()
 
@@ -46,16 +46,17 @@ class _Queued(NamedTuple):
 
 
 class Lane:
-    """One thread that does one job at a time: of those whose events have happened the one submitted first.
+    """One thread that does one job at a time: of the jobs whose events have happened, the one submitted first.
 
-    State: `_jobs`, those not begun; `_busy`, whether one is under way; `_closing`. All are changed under `_changed`.
+    State: `_jobs`, the jobs not begun; `_busy`, whether one is under way; `_closing`. All are changed under `_changed`.
 
     Parameters
     ----------
-    name: of the thread. n_threads: that its work may use.
-    changed: notified of every job that comes or is done; lanes whose jobs wait for each other share it.
-    launches: whether its work only launches what a stream does, so that an event need only be one for a stream.
-    poll_s: how often events are asked that happen on a device and notify nobody; None where there are none.
+    name: of the thread. n_threads: number of threads that its work may use.
+    changed: condition notified of every job that is submitted or done; lanes whose jobs wait for each other share it.
+    launches: whether its jobs only launch work on a stream, so that they may begin once a stream can wait for their
+        events.
+    poll_s: interval in seconds at which events on a device, which notify nobody, are polled; None if there are none.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Lane:
         return event
 
     def _run(self) -> None:
-        # Sets the number that threads without any take when they first ask or compute, and takes it for this one.
+        # Sets the default for threads that have none yet, and makes this thread adopt it.
         torch.set_num_threads(self._n_threads)
         torch.get_num_threads()
         self._ready.set()
@@ -107,7 +108,7 @@ class Lane:
             del job, failed
 
     def _next(self) -> _Queued | None:
-        """The first job that can begin, once there is one; None when the lane is closed and all are done."""
+        """Return the first job that can begin, once there is one; None once the lane is closed and its jobs done."""
         with self._changed:
             while self._jobs or not self._closing:
                 for i, job in enumerate(self._jobs):
@@ -123,13 +124,13 @@ class Lane:
             self._changed.wait_for(lambda: not self._jobs and not self._busy)
 
     def close(self) -> None:
-        """Stop the thread once its jobs are done; in a forked child there is none, and a lock may be held for ever."""
-        if os.getpid() != self._process:
+        """Stop the thread once its jobs are done; do nothing in a forked child, which has no such thread."""
+        if os.getpid() != self._process:  # in a forked child a lock may be held for ever
             return
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        # A job may have held the last reference to the device.
+        # A job may have held the last reference to the device, so that this runs on its own thread.
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=10)
 
@@ -141,7 +142,7 @@ def close_all(lanes: Iterable[Lane]) -> None:
 
 
 def _set_default_threads(number: int) -> None:
-    """What threads take that have no number yet, the training thread perhaps: bits of small products depend on it."""
+    """Set the number that threads without one adopt, such as the training thread; bits of products depend on it."""
     setter = threading.Thread(target=torch.set_num_threads, args=(number,))
     setter.start()
     setter.join()

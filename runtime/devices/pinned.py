@@ -16,13 +16,13 @@ _ALIGNMENT_BYTES = 512
 
 
 class PinnedMemory:
-    """Hands out pinned host memory.
+    """An allocator of pinned host memory.
 
     torch pins powers of two, so that a tensor on its own may take nearly twice its bytes. Here blocks are powers of two
-    and tensors lie side by side in them, each with a storage of its own; what dies is given out again.
+    and tensors lie side by side in them, each with its own storage; memory of dead tensors is reused.
     Source: OffMate, appendix C.
 
-    State: `reserved_bytes`, pinned in all; `refused`, whether the system would pin no more; `_holes`, the free
+    State: `reserved_bytes`, pinned in total; `refused`, whether the system has refused to pin more; `_holes`, the free
     stretches of every block, changed under `_lock` since tensors may die on any thread.
     """
 
@@ -34,7 +34,7 @@ class PinnedMemory:
         self._lock = threading.RLock()
 
     def empty_strided(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A host tensor, pinned if the system allows it."""
+        """Return a host tensor, pinned if the system allows it."""
         span = 1 + sum((n - 1) * s for n, s in zip(shape, stride)) if 0 not in shape else 0
         n_bytes = span * torch.empty((), dtype=dtype).element_size()
         raw = self._take(n_bytes) if n_bytes else None
@@ -43,7 +43,7 @@ class PinnedMemory:
         return torch.empty(0, dtype=dtype).set_(raw.untyped_storage(), 0, shape, stride)
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A pinned copy of a tensor that is copied once; the tensor itself where pinning is refused."""
+        """Return a pinned copy of a tensor that is copied once; the tensor itself if pinning is refused."""
         if self.refused:
             return tensor
         try:
@@ -68,7 +68,7 @@ class PinnedMemory:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def _hole(self, size: int) -> tuple[int, int] | None:
-        """The smallest free stretch that is large enough, as block and start."""
+        """Return the smallest free stretch that is large enough (best fit), as block and start."""
         fitting = [
             (length, block, start)
             for block, holes in enumerate(self._holes)
@@ -78,7 +78,7 @@ class PinnedMemory:
         return min(fitting)[1:] if fitting else None
 
     def _grow(self, size: int) -> tuple[int, int] | None:
-        # Blocks grow with what there is, so that the last one, half empty perhaps, is a small part of it.
+        # Blocks grow with the total, so that the last one, perhaps half empty, is a small part of it.
         usual = min(max(_LEAST_BLOCK_BYTES, self.reserved_bytes // 8), _MOST_BLOCK_BYTES)
         length = 1 << (max(size, usual) - 1).bit_length()
         if self.refused:
@@ -96,8 +96,8 @@ class PinnedMemory:
     def _refuse(self, error: RuntimeError) -> None:
         self.refused = True
         log.warning(
-            "the system pins no more host memory after %d bytes (%s); copies of what is not pinned go through a small "
-            "pinned buffer and are slower",
+            "the system pins no more host memory after %d bytes (%s); copies of memory that is not pinned go through a "
+            "small pinned buffer and are slower",
             self.reserved_bytes,
             str(error).splitlines()[0],
         )
@@ -114,7 +114,7 @@ class PinnedMemory:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A dense tensor's memory as a flat tensor of bytes, whatever the order of its dimensions; None if it has gaps."""
+    """Return a dense tensor's memory as a flat tensor of bytes, in any order of dimensions; None if it has gaps."""
     span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride())) if tensor.numel() else 0
     if span != tensor.numel():
         return None

@@ -1,4 +1,4 @@
-"""A device with streams and memory of its own: CUDA's, and any other that torch's device-neutral names know."""
+"""A device with its own streams and memory: CUDA's, and any other that torch's device-neutral names support."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..trace import RecordedJob, Recorder
 from .lanes import Lane, LaneEvent, close_all
 from .pinned import PinnedMemory, flat_bytes
 
-_STAGE_BYTES = 1 << 25  # of each of the two buffers through which memory goes that cannot be pinned
-_POLL_S = 2e-4  # how often the update worker asks for gradients under way
+_STAGE_BYTES = 1 << 25  # of each of the two staging buffers for memory that cannot be pinned
+_POLL_S = 2e-4  # interval at which the update worker polls for gradients under way
 
 
 class StreamEvent:
@@ -41,9 +41,9 @@ class StreamEvent:
 
 
 class LateEvent:
-    """A point in a stream that a launching thread has still to reach.
+    """A point in a stream that a launching thread has yet to reach.
 
-    State: `launched`, the job of that thread; `_event`, set by it.
+    State: `launched`, the job on that thread; `_event`, set by the job.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class LateEvent:
         self._event: StreamEvent | None = None
 
     def reached(self, event: StreamEvent) -> None:
-        """The thread has launched what this event comes after."""
+        """Note that the thread has launched the work that this event follows."""
         self._event = event
 
     def wait(self, stream: torch.Stream | None = None) -> None:
@@ -76,7 +76,7 @@ class LateEvent:
 
 
 class _Direction:
-    """One of the two ways between host and device: its stream, and the thread for copies that cannot start at once."""
+    """One direction between host and device: its stream, and the thread for copies that cannot start at once."""
 
     def __init__(self, device: torch.device, resource: Resource, name: str, changed: threading.Condition) -> None:
         self.resource = resource
@@ -149,15 +149,15 @@ class _Direction:
 
 
 class StreamDevice:
-    """An accelerator that computes on torch's current stream and copies on two streams of its own.
+    """An accelerator that computes on torch's current stream and copies on two further streams.
 
-    A copy is launched at once where all that it waits for is in streams; where it waits for the CPU, or for memory that
-    cannot be pinned, one thread per direction launches it, so that the executor's thread goes on.
+    A copy is launched at once if all events that it waits for are in streams. If it waits for the CPU, or for memory
+    that cannot be pinned, one thread per direction launches it, so that the executor's thread is not blocked.
 
     Parameters
     ----------
-    device: with its index. limit_bytes: the budget that its ledger keeps, and beyond which the allocator reserves
-        nothing. update_threads: of the update worker.
+    device: an accelerator with its index. limit_bytes: the budget that its ledger enforces, and beyond which the
+        allocator reserves nothing. update_threads: number of threads of the update worker.
     """
 
     def __init__(self, device: torch.device, limit_bytes: int, update_threads: int | None = None) -> None:
@@ -171,7 +171,7 @@ class StreamDevice:
         if capped:
             _cap(device, limit_bytes / total)
         self._changed = threading.Condition()
-        # Copies of each direction run beside compute and beside those of the other one.
+        # Copies of each direction run concurrently with compute and with those of the other direction.
         names = {Resource.IN: "copy-in", Resource.OUT: "copy-out"}
         self._ways = {link: _Direction(device, link, name, self._changed) for link, name in names.items()}
         self._workers: dict[Resource, Lane] = {}
@@ -181,7 +181,7 @@ class StreamDevice:
         self._close = weakref.finalize(self, _close, lanes, self._workers, device if capped else None)
 
     def _worker(self, resource: Resource) -> Lane:
-        """The thread of a worker, made when it is first asked for."""
+        """Return the thread of a worker, made on first use."""
         if resource not in self._workers:
             name = "update" if resource == Resource.CPU else resource
             self._workers[resource] = Lane(name, self._update_threads, self._changed, poll_s=_POLL_S)
@@ -201,14 +201,14 @@ class StreamDevice:
 
     def empty_on(self, tier: str, tensor: torch.Tensor) -> torch.Tensor:
         if tier != HOST:
-            raise ValueError(f"{self.torch_device} has no tier {tier!r}; what leaves it goes to the {HOST}")
+            raise ValueError(f"{self.torch_device} has no tier {tier!r}; items can leave it to the {HOST} only")
         return self.empty_host_like(tensor)
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         own = self.empty_like(tensor)
         target, source = without_repeats(own, tensor)
         if source.device.type == "cpu" and not source.is_pinned():
-            # A copy from pageable memory would hold the thread until the stream has come to it.
+            # A copy from pageable memory would block the thread until the stream has reached it.
             staged = self.host_memory.staged(source)
             target.copy_(staged, non_blocking=staged is not source)
         else:
@@ -239,7 +239,7 @@ class StreamDevice:
     def _copy(
         self, way: _Direction, target: torch.Tensor, source: torch.Tensor, host: torch.Tensor, after: tuple[Event, ...]
     ) -> Event:
-        # What was launched until now may still use the memory of the target, or make the source.
+        # Work launched until now may still use the target's memory, or make the source.
         now = StreamEvent(torch.accelerator.current_stream(self.torch_device).record_event())
         before: tuple[Event, ...] = (now, *after)
         job = None if self.recorder is None else self.recorder.job(way.resource, source.nbytes)
@@ -273,7 +273,7 @@ class StreamDevice:
 
 
 def _cap(device: torch.device, fraction: float) -> None:
-    """Have the allocator reserve no more than this part of the device, where it can be told."""
+    """Limit the allocator to this part of the device, if it can be told."""
     module = torch.get_device_module(device)
     if hasattr(module, "set_per_process_memory_fraction"):
         module.set_per_process_memory_fraction(fraction, device)

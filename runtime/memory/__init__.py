@@ -1,1 +1,1 @@
-"""Memory of an accelerator: what its allocator reserves, and how tensors find room in it."""
+"""Memory of an accelerator: the bytes that its allocator reserves, and the room that tensors find in them."""

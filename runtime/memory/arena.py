@@ -1,4 +1,4 @@
-"""One large segment of an accelerator's memory, in which tensors move aside for one that finds no place."""
+"""One large segment of an accelerator's memory, in which tensors are moved to make room for one that does not fit."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ..torch_names.tensors import StorageWeakRef, has_expired, storage_behind
 from .compaction import LEAST_CUT_BYTES, Extent, Stretch, cheapest_run, first_without_place, gaps_between
 from .pools import SMALL_SEGMENT_BYTES, large_sizes, rounded
 
-_ROUNDS = 30  # of moves for one allocation
-_STRAYS = 64  # pieces of the same size elsewhere that are taken before the right one
+_ROUNDS = 30  # most rounds of moves for one allocation
+_STRAYS = 64  # most pieces of the same size elsewhere that are taken before the right one
 
 
 @dataclass(eq=False)
 class _Tensor:
-    """Memory of a tensor, and the copies that read or write it.
+    """The memory of a tensor, and the copies that read or write it.
 
-    `end`: of the piece that it has, for which it may have too little by what an allocator does not cut off, unless it
-    is `sure`. `fixed`: somebody else may use its address.
+    `end`: the end of its piece. Unless it is `sure`, the piece may be longer, by the most that an allocator does not
+    cut off. `fixed`: whether other code may use its address.
     """
 
     start: int
@@ -37,17 +37,17 @@ class _Tensor:
 
 
 class Arena:
-    """Sees to it that large tensors find place in one segment of the allocator's.
+    """Makes room for large tensors in one segment of the allocator's memory.
 
-    The allocator alone decides where a tensor lies: it takes the smallest gap that is large enough. Where no gap is,
-    some tensors leave for smaller ones, by copies on the computing stream, until there is one. What was launched before
-    reads them where they were, what is launched later where they are; copies on other streams are waited for on that
-    stream, and tensors of which a copy is still to be launched stay.
+    The allocator alone decides where a tensor lies: best fit, the smallest gap that is large enough. If no gap is, some
+    tensors move to smaller ones, by copies on the computing stream, until one is. Work launched before a move reads the
+    old memory, work launched later the new one. Copies on other streams are waited for on that stream, and a tensor
+    with a copy yet to be launched does not move (see `runtime/replay/contents.py`).
 
-    Changed on the executor's thread only. State: `start` and `_end` of the segment; `_tensors` by where they start, and
-    in order `_starts`, `_ends` (later where one is not sure), `_weak` pointers to their storages; `_foreign`, gaps
-    in which something lies that is not known; `_sure_bytes`, which certainly lie in one gap; `_anchor`, a piece that
-    keeps the segment from being given back; `moved_bytes` so far.
+    Changed on the executor's thread only. State: `start` and `_end` of the segment; `_tensors` by start, and in order
+    their `_starts`, `_ends` (larger if not sure) and `_weak` pointers to their storages; `_foreign`, gaps that unknown
+    memory occupies; `_sure_bytes`, which certainly lie in one gap; `_anchor`, a piece that keeps the segment from being
+    returned; `moved_bytes` so far.
 
     Parameters
     ----------
@@ -65,9 +65,9 @@ class Arena:
         self._anchor: torch.Tensor | None = None
 
     def take(self, segment_bytes: int) -> None:
-        """Have the allocator reserve the segment, and nothing else that it need not, before an iteration starts.
+        """Have the allocator reserve the segment, and as little else as possible, before an iteration starts.
 
-        Where tensors of the user's lie in an earlier segment and both would not fit, that one has to do.
+        If some of the user's tensors lie in an earlier segment and both do not fit, the earlier one stays in use.
         """
         self._anchor = None
         self.forget_gaps()
@@ -76,16 +76,16 @@ class Arena:
             self.start = self._end = 0
             return
         with contextlib.suppress(torch.OutOfMemoryError):
-            start = self._empty(segment_bytes).data_ptr()  # let go at once, and kept
+            start = self._empty(segment_bytes).data_ptr()  # freed at once; the allocator keeps the segment
             for known in (self._tensors, self._starts, self._ends, self._weak):
                 known.clear()
             self.start, self._end = start, start + segment_bytes
         self._anchor = self._piece_of_segment()
 
     def _piece_of_segment(self) -> torch.Tensor | None:
-        """The least piece that large tensors are given; None if the segment has none.
+        """Allocate the smallest piece that large tensors get, in the segment; None if the segment has none.
 
-        Gaps beside what lies elsewhere (a library's workspace) come first, since they are smaller.
+        Gaps elsewhere (next to a library's workspace) come first, since they are smaller.
         """
         strays: list[torch.Tensor] = []
         with contextlib.suppress(torch.OutOfMemoryError):
@@ -97,11 +97,11 @@ class Arena:
         return None
 
     def let_go(self) -> None:
-        """Nothing of an iteration is on the device any more: whoever needs the segment's memory may have it."""
+        """Release the anchor once no tensor of an iteration is left, so that other code may take the segment."""
         self._anchor = None
 
     def room(self, sizes: Iterable[int]) -> None:
-        """See that tensors of these bytes, which are allocated next and together, find place."""
+        """Make room for tensors of these bytes, which are allocated next and together."""
         wanted = large_sizes(sizes)
         total = sum(wanted)
         if not wanted or self._anchor is None:
@@ -114,19 +114,19 @@ class Arena:
             if short is None:
                 self._sure_bytes = max(lengths[-1], total)
                 break
-            # Whoever waits for a copy under way holds up the computing stream.
+            # To wait for a copy under way would delay the computing stream.
             run = self._run(short, waits=False) or self._run(short, waits=True)
             if run is None:
-                break  # the allocator says what it has
+                break  # the allocator reports what it has
             self._clear(run)
         self._sure_bytes = max(0, self._sure_bytes - total)
 
     def note(self, tensor: torch.Tensor, *, alone: bool = False) -> None:
-        """A tensor has been allocated; nothing is forgotten of one that is known.
+        """Register a tensor that has been allocated; one that is known already stays as it is.
 
         Parameters
         ----------
-        alone: nothing else has been allocated or let go since.
+        alone: whether nothing else has been allocated or freed since.
         """
         storage = tensor.untyped_storage()
         start, weak = storage.data_ptr(), StorageWeakRef(storage)
@@ -135,25 +135,25 @@ class Arena:
             self._lies(start, storage.nbytes(), weak, alone)
 
     def fix(self, tensor: torch.Tensor) -> None:
-        """Somebody else may use a tensor's address from now on."""
+        """Mark a tensor as one whose address other code may use from now on."""
         self.note(tensor)
         known = self._tensors.get(tensor.untyped_storage().data_ptr())
         if known is not None:
             known.fixed = True
 
     def copied(self, tensor: torch.Tensor, event: Event) -> None:
-        """A copy from or to a tensor is under way."""
+        """Register a copy from or to a tensor that is under way."""
         known = self._tensors.get(tensor.untyped_storage().data_ptr())
         if known is not None:
             known.copies.append(event)
 
     def forget_gaps(self) -> None:
-        """Somebody else may have allocated."""
+        """Forget the known gaps, since other code may have allocated."""
         self._sure_bytes = 0
         self._foreign.clear()
 
     def _lies(self, start: int, size: int, storage: StorageWeakRef, alone: bool) -> None:
-        """A tensor lies at an address; what is too little to be cut off belongs to its piece."""
+        """Register a tensor at an address; a remainder too small to be cut off belongs to its piece."""
         at = bisect_left(self._starts, start)
         if at < len(self._starts) and self._starts[at] == start:
             self._forget(at)
@@ -178,7 +178,7 @@ class Arena:
             self._forget(at)
 
     def _gap_lengths(self) -> list[int]:
-        """Bytes of the gaps, ascending; at least so many, where the end of what lies before one is not sure."""
+        """Return the bytes of the gaps, ascending, as lower bounds if the end of a tensor is not sure."""
         assert self._anchor is not None
         self._forget_dead()
         if self._foreign or self._anchor.data_ptr() != self.start:
@@ -192,11 +192,11 @@ class Arena:
         return cheapest_run(self._extents(waits=waits), self.start, self._end, size)
 
     def _extents(self, *, waits: bool) -> list[Extent]:
-        """What lies in the segment, in order.
+        """List the extents in the segment, in order.
 
         Parameters
         ----------
-        waits: whether what a copy reads or writes may move, if that is launched.
+        waits: whether tensors with copies under way may move, provided that these copies are launched.
         """
         assert self._anchor is not None
         self._forget_dead()
@@ -214,7 +214,7 @@ class Arena:
     # -- moves --------------------------------------------------------------------------------------------------------
 
     def _clear(self, run: Stretch) -> None:
-        """Move everything out of a run; what is free in it is held meanwhile, so that nothing moves into it."""
+        """Move everything out of a run, holding its free pieces meanwhile, so that nothing moves into them."""
         self._sure_bytes = 0
         pieces = [(low, high - low) for low, high in gaps_between(sorted(run.extents), run.start, run.end)]
         held = []
@@ -232,20 +232,20 @@ class Arena:
     def _move(self, one: _Tensor) -> None:
         for copy in one.copies:
             copy.wait()
-        # The same bytes elsewhere, for all tensors that view this storage; where they were is free from now on.
+        # Moves the bytes for all tensors that view this storage, and frees the old piece.
         storage = storage_behind(one.storage.cdata)
         if storage is None:
-            return  # a worker has just let go of it
+            return  # a worker has just freed it
         storage.resize_(one.bytes)
         self.moved_bytes += rounded(one.bytes)
         if self.start <= storage.data_ptr() < self._end:
             self._lies(storage.data_ptr(), one.bytes, one.storage, alone=True)
 
     def _hold(self, start: int, size: int) -> torch.Tensor | None:
-        """Allocate a free piece of the segment; None, noted, if something that is not known lies there.
+        """Allocate a free piece of the segment; None, noted as foreign, if unknown memory lies there.
 
-        Pieces are cut from where a gap begins: sooner, by what was left to the tensor before for safety, or by all of
-        that tensor if a worker has just let go of it.
+        Pieces are cut from the start of a gap. It may start earlier than assumed: by the margin left to the tensor
+        before it, or by all of that tensor if a worker has just freed it.
         """
         strays = []
         for _ in range(_STRAYS):

@@ -1,4 +1,4 @@
-"""What is allocated and let go in iterations, in order."""
+"""Allocations and frees of iterations, in order."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 
 class Change(NamedTuple):
-    """An allocation of `bytes` under a number of its own, or with 0 bytes the end of the allocation of that number.
+    """An allocation of `bytes` with its own number, or, with 0 bytes, the end of the allocation with that number.
 
-    `then`: bytes of the allocations that follow at once, before anything can move. `fixed`: it never moves.
+    `then`: bytes of the allocations that follow at once, before anything can move. `fixed`: whether it never moves.
     """
 
     number: int
@@ -21,19 +21,19 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What is allocated and let go, in order.
+    """The allocations and frees of a start and some iterations, in order.
 
     Parameters
     ----------
-    stretches: first what training starts with, then iterations. period: by how much the numbers of every further
-        iteration's allocations lie above those of the one before.
+    stretches: first the allocations that training starts with, then iterations. period: the offset of every further
+        iteration's numbers from those of the one before.
     """
 
     stretches: tuple[list[Change], ...]
     period: int = 0
 
     def played(self, iterations: int) -> Iterator[list[Change]]:
-        """What training starts with, and so many iterations."""
+        """Yield the allocations that training starts with, then those of `iterations` iterations."""
         yield from self.stretches[: 1 + iterations]
         for more in range(1, iterations + 2 - len(self.stretches)):
             yield [one._replace(number=one.number + more * self.period) for one in self.stretches[-1]]

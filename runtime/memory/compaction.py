@@ -1,7 +1,7 @@
-"""Room in one piece: which tensors move aside so that a large one finds place where gaps are large enough together.
+"""Compaction: the choice of tensors to move so that scattered gaps become one that is large enough.
 
-A move costs a copy within the device, some hundred times faster than the link; memory left unused for the sake of
-order costs such transfers in every iteration.
+A move is a copy within the device, about a hundred times faster than one over the link. Memory left unused to avoid
+moves would cost such transfers in every iteration.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import bisect
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-LEAST_CUT_BYTES = 1 << 20  # what is left of a large piece is cut off above this, and belongs to it up to this
+LEAST_CUT_BYTES = 1 << 20  # a larger remainder of a large piece is cut off; a smaller one belongs to the piece
 _PARTS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
-_CANDIDATES = 400  # runs whose tensors are tried for place elsewhere, the cheapest first
+_CANDIDATES = 400  # most runs whose tensors are tested for room elsewhere, the cheapest first
 
 
 class Extent(NamedTuple):
-    """Where a tensor lies, and whether it may lie elsewhere."""
+    """The place of a tensor, and whether the tensor may move."""
 
     start: int
     end: int
@@ -24,7 +24,7 @@ class Extent(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """A stretch of memory that becomes one gap when the extents in it have moved out, the largest first."""
+    """A stretch of memory that becomes one gap when its extents, the largest first, have moved out."""
 
     start: int
     end: int
@@ -32,9 +32,9 @@ class Stretch(NamedTuple):
 
 
 def gaps_between(extents: Sequence[Extent], start: int, end: int) -> list[tuple[int, int]]:
-    """Start and end of what lies between extents, which come in order.
+    """Return the start and end of every gap between extents, which are in order.
 
-    Returns: gaps that an allocator would use.
+    Returns: those gaps that an allocator would use.
     """
     edges = [start, *(edge for extent in extents for edge in extent[:2]), end]
     pairs = zip(edges[::2], edges[1::2])
@@ -42,11 +42,11 @@ def gaps_between(extents: Sequence[Extent], start: int, end: int) -> list[tuple[
 
 
 def first_without_place(lengths: Sequence[int], sizes: Sequence[int]) -> int | None:
-    """The first of `sizes` that finds no gap, if each takes the smallest that is large enough.
+    """Return the first of `sizes` that fits no gap, if each takes the best fit.
 
     Parameters
     ----------
-    lengths: of the gaps, ascending. sizes: to be allocated together, descending.
+    lengths: lengths of the gaps, ascending. sizes: bytes to be allocated together, descending.
     """
     if not sizes or (lengths and lengths[-1] >= sum(sizes)):
         return None
@@ -62,13 +62,14 @@ def first_without_place(lengths: Sequence[int], sizes: Sequence[int]) -> int | N
 
 
 def cheapest_run(extents: Sequence[Extent], start: int, end: int, size: int) -> Stretch | None:
-    """The run of at least `size` bytes with the least to move, all of which finds place in gaps outside the run.
+    """Return the run of at least `size` bytes with the least to move, all of which fits into gaps outside the run.
 
-    Where there is none, one that makes a gap larger than any is now, from which a later call gets on.
+    If there is no such run, return one that makes a gap larger than any existing one, from which a later call
+    continues.
 
     Parameters
     ----------
-    extents: in order, between `start` and `end`. size: larger than every gap.
+    extents: extents in order, between `start` and `end`. size: a size larger than every gap.
     """
     gaps = gaps_between(extents, start, end)
     largest = max((high - low for low, high in gaps), default=0)
@@ -84,7 +85,7 @@ def cheapest_run(extents: Sequence[Extent], start: int, end: int, size: int) -> 
 
 
 class _Candidate(NamedTuple):
-    """A run by what would move, its start and end, and its extents, from `first` to before `after`."""
+    """A run: its bytes to move, its start and end, and its extents, from `first` to before `after`."""
 
     moved_bytes: int
     start: int
@@ -94,7 +95,7 @@ class _Candidate(NamedTuple):
 
 
 def _candidates(extents: Sequence[Extent], start: int, end: int, size: int) -> Iterator[_Candidate]:
-    """Every shortest run of at least `size` bytes between extents that stay where they are."""
+    """Yield every shortest run of at least `size` bytes between extents that cannot move."""
     first, low = 0, start
     for i, extent in enumerate([*extents, Extent(end, end, False)]):
         if not extent.movable:
@@ -104,7 +105,7 @@ def _candidates(extents: Sequence[Extent], start: int, end: int, size: int) -> I
 
 
 def _between(extents: Sequence[Extent], first: int, last: int, start: int, end: int, size: int) -> Iterator[_Candidate]:
-    """Those of the extents from `first` to before `last`, none of which stays."""
+    """Yield the runs among the extents from `first` to before `last`, all of which can move."""
     after, moved = first, 0
     for i in range(first, last):
         low = extents[i - 1].end if i > first else start

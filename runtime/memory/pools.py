@@ -1,7 +1,7 @@
 """The caching allocator's rules, as far as they decide how much it reserves.
 
-What a device's own allocator does is what counts; this is for what cannot be asked of it: how much more than a budget
-some allocations would take. Source: c10/cuda/CUDACachingAllocator.cpp, default settings.
+The behaviour of the device's own allocator is what counts. This model answers what the allocator cannot: by how much
+some allocations would exceed a budget. Source: c10/cuda/CUDACachingAllocator.cpp, default settings.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import NamedTuple
 from .changes import Change
 from .compaction import LEAST_CUT_BYTES, Extent, Stretch, cheapest_run, first_without_place
 
-_GRAIN_BYTES = 512  # every piece is a multiple of it
-_SMALL_BYTES = 1 << 20  # the most that comes from small segments
+_GRAIN_BYTES = 512  # every piece is a multiple of this
+_SMALL_BYTES = 1 << 20  # largest request served from small segments
 SMALL_SEGMENT_BYTES = 1 << 21
-_ANCHOR = -1  # number of the piece that keeps the first segment from being given back
-_ROUNDS = 30  # of moves for one allocation
-_LARGE_SEGMENT_BYTES, _OWN_SEGMENT_BYTES = 20 << 20, 10 << 20  # from the latter on a segment has its request's size
+_ANCHOR = -1  # number of the piece that keeps the first segment from being returned
+_ROUNDS = 30  # most rounds of moves for one allocation
+_LARGE_SEGMENT_BYTES, _OWN_SEGMENT_BYTES = 20 << 20, 10 << 20  # requests from the latter on get their own
 
 
 class Pools:
-    """Pieces of segments, those of small allocations apart from the others.
+    """Pieces of segments, with small allocations kept apart from the others.
 
-    State: `reserved_bytes`, of all segments; `moved_bytes`; the free pieces of each pool by size and place, and where
-    they start and end; the allocations' pieces and rounded bytes by number, and which of them never move.
+    State: `reserved_bytes`, those of all segments; `moved_bytes`; the free pieces of each pool by size and place, with
+    their starts and ends; the allocations' pieces and rounded bytes by number, and those of them that never move.
 
     Parameters
     ----------
-    segment_bytes: of a first large segment, in which tensors move aside for one that finds no place.
+    segment_bytes: size of a first large segment, in which tensors move to make room for one that does not fit.
     """
 
     def __init__(self, segment_bytes: int) -> None:
@@ -48,7 +48,7 @@ class Pools:
             self.change(Change(_ANCHOR, SMALL_SEGMENT_BYTES, fixed=True))
 
     def change(self, change: Change) -> None:
-        """Make a change."""
+        """Apply a change."""
         if not change.bytes:
             self._fixed.discard(change.number)
             del self._asked[change.number]
@@ -63,12 +63,12 @@ class Pools:
             self._fixed.add(change.number)
 
     def piece(self, number: int) -> tuple[int, int]:
-        """Where an allocation lies: the start and the bytes of its piece."""
+        """Return the start and the bytes of an allocation's piece."""
         start, length, _ = self._live[number]
         return start, length
 
     def _cut(self, size: int, small: bool) -> tuple[int, int]:
-        """A piece of a free one, or of a new segment."""
+        """Cut a piece from a free one, or from a new segment."""
         start, length = self._take(size, small) or self._segment(_segment_bytes(size))
         if length - size >= _GRAIN_BYTES if small else length - size > LEAST_CUT_BYTES:
             self._put(start + size, length - size, small)
@@ -76,7 +76,7 @@ class Pools:
         return start, length
 
     def _make_room(self, sizes: list[int]) -> None:
-        """Have what is in the first segment move aside until everything finds place, if that is possible."""
+        """Move tensors within the first segment until everything fits, if that is possible."""
         for _ in range(_ROUNDS):
             short = first_without_place([length for length, _ in self._free[False]], sizes)
             if short is None:
@@ -100,7 +100,7 @@ class Pools:
         self._put(run.start, run.end - run.start, False)
 
     def _take(self, size: int, small: bool) -> tuple[int, int] | None:
-        """The smallest free piece that is large enough."""
+        """Remove and return the smallest free piece that is large enough (best fit)."""
         free = self._free[small]
         at = bisect.bisect_left(free, (size, 0))
         if at == len(free):
@@ -111,7 +111,7 @@ class Pools:
 
     def _segment(self, length: int) -> tuple[int, int]:
         start = self._next
-        self._next += length + 1  # neighbouring segments are not one
+        self._next += length + 1  # neighbouring segments never merge
         self.reserved_bytes += length
         return start, length
 
@@ -137,18 +137,18 @@ class Pools:
 
 
 class Played(NamedTuple):
-    """What some iterations took: bytes reserved in the end, and bytes that moved aside in each on an average."""
+    """The memory of some rehearsed iterations: bytes reserved in the end, and the mean of bytes moved per iteration."""
 
     reserved_bytes: int
     moved_bytes: int
 
 
 def played(stretches: Iterable[Iterable[Change]], segment_bytes: int) -> Played:
-    """What is reserved, nothing being given back, when these changes follow a first large segment.
+    """Return the memory that is reserved, nothing being returned, when these changes follow a first large segment.
 
     Parameters
     ----------
-    stretches: what there is at the start, then iterations.
+    stretches: the changes at the start, then those of iterations.
     """
     pools, row = Pools(segment_bytes), list(stretches)
     for change in chain(*row):
@@ -157,9 +157,9 @@ def played(stretches: Iterable[Iterable[Change]], segment_bytes: int) -> Played:
 
 
 def pool_peaks(changes: Iterable[Change]) -> tuple[int, int]:
-    """The most bytes held at once in large allocations, and what the segments for the small ones take at least.
+    """Return the most bytes held at once in large allocations, and the least bytes of segments for small ones.
 
-    Caching allocators keep what is small in segments of its own, so that it does not cut up the large ones.
+    Caching allocators keep small allocations in separate segments, so that they do not fragment the large ones.
     """
     live: dict[int, int] = {}
     held, peak = [0, 0], [0, 0]
@@ -174,12 +174,12 @@ def pool_peaks(changes: Iterable[Change]) -> tuple[int, int]:
 
 
 def rounded(size: int) -> int:
-    """Bytes of the piece that a request gets."""
+    """Return the bytes of the piece that a request gets."""
     return _in_grains(size, _GRAIN_BYTES)
 
 
 def large_sizes(sizes: Iterable[int]) -> list[int]:
-    """Those of some requests that do not come from small segments, rounded and descending."""
+    """Return the requests that do not come from small segments, rounded and descending."""
     return sorted((rounded(size) for size in sizes if size > _SMALL_BYTES), reverse=True)
 
 

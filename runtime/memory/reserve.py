@@ -1,4 +1,4 @@
-"""What a caching allocator reserves for a schedule, by its rules."""
+"""The memory that a caching allocator reserves for a schedule, by its rules."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from .changes import Rehearsal
 from .pools import SMALL_SEGMENT_BYTES, Played, played, pool_peaks
 from .updated import Updated
 
-# Left for the user's own tensors (batches, losses, metrics), which come and go as they like.
+# Left for the user's own tensors (batches, losses, metrics), which come and go at any time.
 _SLACK_SEGMENTS, _SLACK_SHARE = 1, 256
-# The segment in percent of the large allocations' peak: what is tried, the most first, since the more room there is the
-# less has to move; what a budget must at least allow for.
+# The segment in percent of the large allocations' peak: sizes to try, the largest first, since more room means fewer
+# moves; and sizes of which a budget must allow at least one.
 _SEGMENT_PERCENT, _NEEDED_PERCENT = (115, 110, 107, 105, 104, 103), (103, 104, 106, 110, 120)
-_SMALL_SHARE = 32  # of the small allocations' peak, left for their drifting
-_TINY_BYTES = 512  # of the smallest piece that an allocator hands out
-_ITERATIONS = 8  # rehearsed
-_POCKETS = 64  # for numbers of the user's: losses and metrics
+_SMALL_SHARE = 32  # part (1/32) of the small allocations' peak, left for their fragmentation
+_TINY_BYTES = 512  # smallest piece that an allocator hands out
+_ITERATIONS = 8  # iterations rehearsed
+_POCKETS = 64  # holes for the user's scalars: losses and metrics
 
 
 @dataclass(frozen=True)
 class MemoryLayout:
-    """Where an iteration's memory comes from.
+    """The layout of an iteration's memory.
 
     Parameters
     ----------
-    segment_bytes: what the allocator reserves in one piece for large tensors. reserved_bytes: in all; where it comes to
-        hold more, what is small has drifted apart and has to be laid out anew. moved_bytes: what moves within the
-        segment in an iteration, about. updated: what the optimizer holds of the parameters updated on the device.
+    segment_bytes: bytes that the allocator reserves in one piece for large tensors. reserved_bytes: all reserved bytes;
+        if the allocator comes to hold more, the small pool is fragmented and has to be laid out anew. moved_bytes:
+        approximate bytes that move within the segment per iteration. updated: the optimizer's memory for each parameter
+        updated on the device.
     """
 
     segment_bytes: int
@@ -42,12 +43,12 @@ class MemoryLayout:
 
 @dataclass(frozen=True)
 class Reserved:
-    """What the allocator will hold.
+    """The bytes that the allocator will hold.
 
     Parameters
     ----------
-    bytes: in all, what is left for the user's included. needed_bytes: of these, what it cannot do without.
-    place: what has to be done for this before and during training.
+    bytes: all of them, including those left for the user's tensors. needed_bytes: the least of them that suffice.
+    place: the layout that achieves this, to be set up before training and kept during it.
     """
 
     bytes: int
@@ -57,22 +58,22 @@ class Reserved:
 
 @dataclass(frozen=True)
 class Shortfall:
-    """The least budget that would be large enough, about."""
+    """The least budget, approximately, that would be large enough."""
 
     needed_bytes: int
 
 
 def reserve(device: torch.device, starts: tuple[Rehearsal, ...], budget_bytes: int) -> Reserved | Shortfall:
-    """How the allocator can hold what an iteration takes, most of it in one piece (see arena.py).
+    """Plan how the allocator can hold the memory of an iteration, most of it in one piece (see arena.py).
 
-    Nothing of the iteration may be on the device. The arena has to take its segment before training.
+    No tensor of the iteration may be on the device. The arena has to take its segment before training.
 
     Parameters
     ----------
-    starts: every way in which training may start, rehearsed.
-    budget_bytes: what may be reserved, library workspaces included.
+    starts: rehearsals, one for each way in which training may start.
+    budget_bytes: most bytes that may be reserved, including library workspaces.
 
-    Returns: what will be reserved, or what is missing for the iteration to fit.
+    Returns: the bytes that will be reserved, or the budget that the iteration would need.
     """
     _make_workspaces(device)
     torch.accelerator.empty_cache()
@@ -92,7 +93,7 @@ def reserve(device: torch.device, starts: tuple[Rehearsal, ...], budget_bytes: i
 
 
 def _needed_bytes(held: int, starts: tuple[Rehearsal, ...]) -> int:
-    """The least budget in which everything finds place, by the allocator's rules.
+    """Return the least budget in which everything fits, by the allocator's rules.
 
     Parameters
     ----------
@@ -101,21 +102,22 @@ def _needed_bytes(held: int, starts: tuple[Rehearsal, ...]) -> int:
     large, small = _peaks(starts)
     segments = (_in_segments(large * percent // 100) + 2 * SMALL_SEGMENT_BYTES for percent in _NEEDED_PERCENT)
     least = min(_played(starts, segment).reserved_bytes for segment in segments)
-    # One segment more, since what else is on the device need not lie as it does now.
+    # One segment more, since other memory on the device may be laid out differently then.
     free = held + least + small // _SMALL_SHARE + (_SLACK_SEGMENTS + 1) * SMALL_SEGMENT_BYTES
     return -(-free * _SLACK_SHARE // (_SLACK_SHARE - 1)) + 1
 
 
 def make_pockets(device: torch.device, tiny: int, others_bytes: Iterable[int]) -> tuple[torch.Tensor, ...]:
-    """Cut small memory into pieces in which what is not rehearsed finds place without cutting up what is.
+    """Pre-split the small pool, so that the user's own tensors fill these holes and do not fragment the plan's.
 
-    An allocator takes the smallest piece that is large enough: numbers, which come and go at any time, go into these.
+    An allocator takes the smallest piece that is large enough. So scalars, which come and go at any time, go into
+    these.
 
     Parameters
     ----------
-    tiny: how many numbers optimizer and gate keep on the device. others_bytes: tensors that the user brings there.
+    tiny: number of scalars that optimizer and gate keep on the device. others_bytes: sizes of the user's tensors there.
 
-    Returns: what keeps the pieces apart; let go of, they are one again.
+    Returns: the tensors that keep the holes apart; once they are freed, the holes merge again.
     """
     others = [size for size in others_bytes if _TINY_BYTES < size <= SMALL_SEGMENT_BYTES // 8]
     pieces, walls = [], []
@@ -126,7 +128,7 @@ def make_pockets(device: torch.device, tiny: int, others_bytes: Iterable[int]) -
 
 
 def _segments(large: int, most: int) -> list[int]:
-    """Sizes to try for the segment, the largest first; with the piece that keeps it."""
+    """List the sizes to try for the segment, the largest first, including the piece that keeps it."""
     if not large:
         return [0]
     tried = {
@@ -137,7 +139,7 @@ def _segments(large: int, most: int) -> list[int]:
 
 
 def _in_segments(size: int) -> int:
-    """Rounded down to whole multiples of the least that is reserved at once."""
+    """Round down to whole multiples of the least that is reserved at once."""
     return size - size % SMALL_SEGMENT_BYTES
 
 
@@ -151,13 +153,13 @@ def _peaks(starts: tuple[Rehearsal, ...]) -> tuple[int, int]:
 
 
 def _make_workspaces(device: torch.device) -> None:
-    """Let matrix libraries take what they hold for good: once for this thread, and once for autograd's."""
+    """Have matrix libraries allocate their permanent workspaces: once for this thread, and once for autograd's."""
     with torch.enable_grad():
         a, b = (torch.ones(16, 16, device=device, requires_grad=True) for _ in range(2))
         torch.nn.functional.linear(a, b, torch.ones(16, device=device)).matmul(b).sum().backward()
 
 
 def _played(starts: tuple[Rehearsal, ...], segment_bytes: int) -> Played:
-    """The most that any start reserves with a segment of this size, and the most that moves."""
+    """Return the most that any start reserves with a segment of this size, and the most that moves."""
     found = [played(start.played(_ITERATIONS), segment_bytes) for start in starts]
     return Played(*(max(values) for values in zip(*found)))

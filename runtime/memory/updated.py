@@ -1,4 +1,4 @@
-"""What an optimizer holds of a parameter on an accelerator."""
+"""The memory that an optimizer holds for a parameter on an accelerator."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Updated:
-    """What an optimizer holds of a parameter on the device.
+    """The memory that an optimizer holds for a parameter on the device.
 
     Parameters
     ----------
-    state_bytes: of each tensor of its state, in the order in which the first update makes them. workspace_bytes: while
-        it is updated.
+    state_bytes: bytes of each tensor of its state, in the order in which the first update makes them. workspace_bytes:
+        additional bytes during its update.
     """
 
     state_bytes: tuple[int, ...]

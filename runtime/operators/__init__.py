@@ -1,1 +1,1 @@
-"""Operators that captured graphs hold beside torch's own."""
+"""Operators that captured graphs contain besides torch's own."""

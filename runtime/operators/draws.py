@@ -1,4 +1,4 @@
-"""Random numbers drawn into storage laid out as asked: how numbers fall into a tensor depends on its strides."""
+"""Random numbers drawn into storage of a given layout: the order of draws in a tensor depends on its strides."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def _(p, size, stride, dtype, device):
 
 
 draw = torch.ops.offmate.draw.default
-"""draw(method, numbers, size, stride, dtype, device): such a tensor, filled by that in-place method of tensors."""
+"""draw(method, numbers, size, stride, dtype, device): a new tensor, filled by that in-place method of tensors."""
 draw_bernoulli = torch.ops.offmate.draw_bernoulli.default
-"""draw_bernoulli(p, size, stride, dtype, device): such a tensor, filled by `bernoulli_` with a tensor of chances."""
+"""draw_bernoulli(p, size, stride, dtype, device): a new tensor, filled by `bernoulli_` with probabilities `p`."""

@@ -1,4 +1,4 @@
-"""The LSTM layer as eager's forward runs it: its kernel computes otherwise where no gradient is recorded."""
+"""The LSTM layer as eager's forward runs it: its kernel computes differently if no gradient is recorded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LIBRARY.impl("recorded_rnn_layer", _recorded, "CompositeExplicitAutograd")
 torch.library.register_fake("offmate::recorded_rnn_layer", _KERNEL, lib=_LIBRARY)
 
 recorded_rnn_layer = torch.ops.offmate.recorded_rnn_layer.default
-"""`mkldnn_rnn_layer` with what its backward reads, whatever the grad mode is."""
+"""`mkldnn_rnn_layer`, with the values that its backward reads in any grad mode."""
 
 _BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 _LIBRARY.define(str(schema_of(_BACKWARD)).replace("aten::mkldnn_rnn_layer_backward", "rnn_layer_backward"))

@@ -1,1 +1,1 @@
-"""Replay: a schedule's actions carried out, one handler per kind of item."""
+"""Replay: the actions of a schedule carried out, with one handler per kind of item."""

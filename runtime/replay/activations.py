@@ -1,4 +1,4 @@
-"""Interface values, and what options offload: made by forwards for backwards, and away from the device in between."""
+"""Interface values and offloaded values: made by forwards for backwards, and off the device in between."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Away:
         self._world, self._contents, self._homes = world, world.contents, Homes(world)
 
     def release_host(self) -> None:
-        """Give up the memory that they leave to; nothing may be under way, and nothing there still needed."""
+        """Free the memory that they leave to; no copy may be under way, and none of its values still needed."""
         self._homes.clear()
 
     def _bring(self, item: Item) -> Buffer:
@@ -32,7 +32,7 @@ class _Away:
 
 
 class Values(_Away):
-    """Interface values. Several may view one storage, which is the item; how they view it is remembered."""
+    """Interface values. Several may view one storage, which is the item; their views of it are recorded."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
@@ -60,7 +60,7 @@ class Values(_Away):
 
 
 class Offloaded(_Away):
-    """What a block's option offloads: storages that the registers of its backward view."""
+    """The values that a block's option offloads: storages that registers of its backward view."""
 
     def bring(self, item: Item) -> None:
         buffer = self._bring(item)

@@ -1,4 +1,4 @@
-"""How a model's blocks fill their programs' registers: the link between a schedule's items and tensors."""
+"""The binding of a model's blocks to their programs' registers: the link between a schedule's items and tensors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .program import BlockProgram
 
 @dataclass(frozen=True)
 class Port:
-    """A register and where its tensor comes from or goes to.
+    """A register, and the source or destination of its tensor.
 
     Parameters
     ----------
     register: its number in the program.
     kind: "param", "buffer", "shared", "value" (an interface value or an output) or "grad" (of a param or a value).
-    name: of the tensor; for a gradient with the prefix "param:" or "value:".
-    storage: number of the tensor's storage in the program, -1 where nobody asks.
+    name: name of the tensor; for a gradient with the prefix "param:" or "value:".
+    storage: number of the tensor's storage in the program, -1 if it is not needed.
     """
 
     register: int
@@ -36,11 +36,12 @@ class BlockBinding:
 
     Parameters
     ----------
-    inputs: what forward and backward read from outside; the same register numbers serve both.
+    inputs: ports that forward and backward read from outside; both use the same register numbers.
     results: interface values and outputs that the forward makes; the backward may read them again.
     writes: buffers that the forward writes.
     tangents: gradients that the backward consumes. grads: gradients that it makes.
-    kept: storage -> registers that stay on the device between forward and backward. offloaded: likewise, that leave.
+    kept: storage -> registers that stay on the device between forward and backward. offloaded: storage -> registers
+        that leave.
     """
 
     forward: BlockProgram
@@ -56,13 +57,13 @@ class BlockBinding:
 
 @dataclass(frozen=True)
 class StartBinding:
-    """What runs before the first block: the batch comes in and shared values are computed.
+    """The program before the first block: the batch comes in and shared values are computed.
 
     Parameters
     ----------
-    program: makes the shared values. inputs: batch tensors, buffers and constants that it reads.
+    program: the program that makes the shared values. inputs: batch tensors, buffers and constants that it reads.
     results: shared values that it makes. batch: names of the batch's tensors, in the order in which they are handed in;
-        None for those that nobody reads.
+        None for those that no program reads.
     """
 
     program: BlockProgram
@@ -79,7 +80,7 @@ class Binding:
     ----------
     value_item: name of a value -> item that holds its storage (`v:...` or `o:...`).
     shared_item: name of a shared value -> item that holds its storage (`x:...`).
-    constants: tensors that the graph holds itself.
+    constants: by name, tensors that the graph itself holds.
     outputs: names of the values that the model returns.
     """
 
@@ -104,16 +105,16 @@ class Binding:
 
 @dataclass
 class HostState:
-    """What the host holds of the model: the truth between iterations. Changed by the executor and its workers.
+    """The host's copy of the model, which is current between iterations. Changed by the executor and its workers.
 
     Parameters
     ----------
-    params: host tensor of every parameter. buffers: of every buffer.
+    params: host tensor of every parameter. buffers: host tensor of every buffer.
     states: optimizer state of every trainable parameter, empty until its first update.
-    updates: how many updates each parameter has had.
+    updates: number of updates that each parameter has had.
     grads: host memory that gradients leave to, kept from one iteration to the next.
-    totals: parameters of which `grads` holds the sum of this iteration's micro-batches so far.
-    gate_is_open: whether updates may begin; plans that share an iteration's micro-batches share its gate.
+    totals: parameters for which `grads` holds the sum over this iteration's micro-batches so far.
+    gate_is_open: whether updates may begin; plans that share an iteration's micro-batches share this gate.
     """
 
     params: dict[str, torch.Tensor]

@@ -1,4 +1,4 @@
-"""Runs a schedule's computes: fills programs' registers with tensors, and keeps what comes out."""
+"""Execution of a schedule's computes: fills programs' registers with tensors, and keeps the results."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .world import World
 
 
 class Computes:
-    """One short method per kind of compute.
+    """Runs computes, with one short method per kind.
 
-    State: `batch` and `incoming`, what the user handed in, until it is used; `_seen_buffers`, memory and version of the
-    host's buffers of which the device has copies.
+    State: `batch` and `incoming`, the user's batch and gradients, until they are used; `_seen_buffers`, memory and
+    version of the host's buffers of which the device has copies.
 
     Parameters
     ----------
-    gate: opened by the compute of that name.
+    gate: the gate that the compute of that name opens.
     """
 
     def __init__(self, world: World, gate: Gate) -> None:
@@ -49,18 +49,18 @@ class Computes:
             self._backward_block(int(name[1:]))
 
     def renew_buffers(self) -> None:
-        """See that the device has the model's buffers as the host has them, which the user may have changed."""
-        here = self._contents
+        """Copy to the device the model's buffers that it lacks, or that the user has changed on the host."""
+        contents = self._contents
         for name in self._binding.buffers:
             own = self._host.buffers[name]
             seen = (own.data_ptr(), version_of(own))
-            if name not in here.model_buffers or self._seen_buffers.get(name) != seen:
-                here.model_buffers[name] = own if self._on_host else self._device.bring(own)
-                here.newer_buffers.discard(name)
+            if name not in contents.model_buffers or self._seen_buffers.get(name) != seen:
+                contents.model_buffers[name] = own if self._on_host else self._device.bring(own)
+                contents.newer_buffers.discard(name)
             self._seen_buffers[name] = seen
 
     def take_outputs(self) -> dict[str, torch.Tensor]:
-        """Hand over what the model returns, that which depends on no parameter included."""
+        """Hand over the model's outputs, including those that depend on no parameter."""
         outputs, self._contents.outputs = self._contents.outputs, {}
         for name in self._binding.outputs:
             if name not in outputs:
@@ -70,7 +70,7 @@ class Computes:
         return outputs
 
     def _give_way(self, outputs: Iterable[torch.Tensor]) -> None:
-        """From now on the user uses outputs, and allocates."""
+        """Fix the addresses of outputs, which the user reads from now on, and make room for the user's allocations."""
         arena = self._device.arena
         if arena is None:
             return
@@ -80,13 +80,13 @@ class Computes:
             arena.room((self._schedule.computes["user"].rise_bytes,))
 
     def _start(self) -> None:
-        start, ledger, here = self._binding.start, self._device.ledger, self._contents
+        start, ledger, contents = self._binding.start, self._device.ledger, self._contents
         batch_bytes: dict[str, int] = {}
         for name, tensor in zip(start.batch, self.batch):
             if name is not None and tensor is not None:
-                # No other name may keep it longer than the schedule has it.
-                here.shared[name] = self._device.bring(tensor)
-                batch_bytes[name] = here.shared[name].untyped_storage().nbytes()
+                # No other reference may keep it alive longer than the schedule does.
+                contents.shared[name] = self._device.bring(tensor)
+                batch_bytes[name] = contents.shared[name].untyped_storage().nbytes()
                 ledger.add("x", batch_bytes[name])
         self.batch = ()
         registers: list[Any] = [None] * start.program.n_registers
@@ -97,57 +97,57 @@ class Computes:
                 given[port.storage] = batch_bytes[port.name]
         for name in batch_bytes:
             if name not in self._binding.shared_item:
-                here.shared.pop(name)
+                contents.shared.pop(name)
         run(start.program, registers, ledger, given, self._device.arena)
         for port in start.results:
-            here.shared[port.name] = registers[port.register]
+            contents.shared[port.name] = registers[port.register]
 
     def _forward_block(self, index: int) -> None:
-        block, here = self._binding.blocks[index], self._contents
+        block, contents = self._binding.blocks[index], self._contents
         registers = self._registers(block, block.forward.n_registers)
         live = run(block.forward, registers, self._device.ledger, {}, self._device.arena)
         for port in block.writes:
-            here.model_buffers[port.name].copy_(registers[port.register])
+            contents.model_buffers[port.name].copy_(registers[port.register])
             if not self._on_host:
-                here.newer_buffers.add(port.name)
+                contents.newer_buffers.add(port.name)
             self._device.ledger.freed(live.pop(port.storage))
         for port in block.results:
-            here.values[port.name] = Buffer({"": registers[port.register]})
+            contents.values[port.name] = Buffer({"": registers[port.register]})
             if port.name in self._binding.outputs:
-                here.outputs[port.name] = registers[port.register]
+                contents.outputs[port.name] = registers[port.register]
                 if not self._on_host and port.name in self._binding.value_item:
-                    here.returned[self._binding.value_item[port.name]] = registers[port.register]
-        saved = here.saved[index] = Saved()
+                    contents.returned[self._binding.value_item[port.name]] = registers[port.register]
+        saved = contents.saved[index] = Saved()
         for storage, views in {**block.kept, **block.offloaded}.items():
             saved.registers |= {r: registers[r] for r in views}
             saved.storage_bytes[storage] = live[storage]
 
     def _backward_block(self, index: int) -> None:
-        block, here = self._binding.blocks[index], self._contents
-        saved = here.saved.pop(index)
-        copies = here.values.pop(items.offloaded(index), None)
+        block, contents = self._binding.blocks[index], self._contents
+        saved = contents.saved.pop(index)
+        copies = contents.values.pop(items.offloaded(index), None)
         if copies is not None:
             copies.settle()
         registers = self._registers(block, block.backward.n_registers)
         for port in block.results:
-            buffer = here.values.get(port.name)
+            buffer = contents.values.get(port.name)
             if buffer is not None:
                 registers[port.register] = buffer.read()
         for register in saved.registers:
             registers[register] = saved.registers[register]
         given = dict(saved.storage_bytes)
-        # What only the registers hold dies at its last reader.
+        # Tensors that only the registers hold are freed at their last reader.
         del saved, copies
         for port in block.tangents:
-            given[port.storage] = here.grads[port.name].untyped_storage().nbytes()
-            registers[port.register] = here.grads.pop(port.name)
+            given[port.storage] = contents.grads[port.name].untyped_storage().nbytes()
+            registers[port.register] = contents.grads.pop(port.name)
         run(block.backward, registers, self._device.ledger, given, self._device.arena)
         for port in block.grads:
-            here.grads[port.name] = registers[port.register]
+            contents.grads[port.name] = registers[port.register]
             if port.name.startswith("param:"):
-                here.pending.add(port.name[6:])
-                # That of the micro-batch before has left.
-                here.grad_leaving.pop(port.name[6:], None)
+                contents.pending.add(port.name[6:])
+                # The gradient of the micro-batch before has left.
+                contents.grad_leaving.pop(port.name[6:], None)
 
     def _registers(self, block: BlockBinding, n_registers: int) -> list[Any]:
         registers: list[Any] = [None] * n_registers
@@ -156,19 +156,19 @@ class Computes:
         return registers
 
     def _read(self, port: Port) -> torch.Tensor | None:
-        here = self._contents
+        contents = self._contents
         if port.kind == "param":
-            return here.params[port.name].read() if port.name in here.params else None
+            return contents.params[port.name].read() if port.name in contents.params else None
         if port.kind == "buffer":
-            return here.model_buffers[port.name]
+            return contents.model_buffers[port.name]
         if port.kind == "shared":
             constant = self._binding.constants.get(port.name)
-            return here.shared.get(port.name) if constant is None else constant
-        buffer = here.values.get(port.name)
+            return contents.shared.get(port.name) if constant is None else constant
+        buffer = contents.values.get(port.name)
         return None if buffer is None else buffer.read()
 
     def _user(self) -> None:
-        """The user's code has run between the forwards and the backwards and hands in gradients."""
+        """Take the gradients from the user's code, which has run between the forwards and the backwards."""
         spec, arena = self._schedule.computes["user"], self._device.arena
         self._device.ledger.made(0, spec.rise_bytes)
         if arena is not None:

@@ -1,4 +1,19 @@
-"""What a device holds of a model during an iteration, and what is under way to and from it."""
+"""The contents of a device during an iteration, and the copies under way.
+
+Between iterations the host's values are current. While an iteration runs these invariants hold:
+
+- An item in `Contents.newer` has current values on the device (or, if it is in `on_tiers`, on that tier). The host's
+  may be older, or their copy may not have ended. An update on the device and the start of a copy to a tier add the
+  item. A release after that copy, or a rescue to the host, removes it. A state on another tier stays in it.
+- `Contents.written` holds the last event that writes an item off the device: its copy there, or its update on the
+  host. A copy back to the device, and a read on the host, must come after it.
+- A parameter is in `Contents.pending` from the backward that makes its gradient until its update is started, on either
+  side. With several micro-batches, those whose total is on the host are in `HostState.totals` instead, or as well.
+- A copy that is yet to be launched, since it waits for the CPU, holds the addresses of its source and target. Neither
+  may move or be freed before it is launched; after that the order of streams protects them. So the arena moves no
+  tensor with such a copy, and every release or overwrite first waits for the copy (`Buffer.settle`, or its event's
+  `wait`).
+"""
 
 from __future__ import annotations
 
@@ -12,27 +27,27 @@ from ..events import Event
 
 @dataclass
 class Buffer:
-    """Device tensors of one item and the event after which they may be read. A buffer and its event travel together."""
+    """The device tensors of one item, with the events of their copies: they may be read after `arrived`."""
 
     tensors: dict[str, torch.Tensor]
     arrived: Event | None = None
     leaving: Event | None = None
 
     def read(self) -> torch.Tensor:
-        """Its first tensor, for what is launched from now on."""
+        """Return its first tensor, ordered after its arrival for work launched from now on."""
         if self.arrived is not None:
             self.arrived.wait()
             self.arrived = None
         return next(iter(self.tensors.values()))
 
     def settle(self) -> None:
-        """What is launched from now on comes after the copies that read or write it."""
+        """Order work launched from now on after the copies that read or write the tensors."""
         for event in (self.arrived, self.leaving):
             if event is not None:
                 event.wait()
 
     def synchronize(self) -> None:
-        """Wait for the copies that read or write it."""
+        """Block until the copies that read or write the tensors have ended."""
         for event in (self.arrived, self.leaving):
             if event is not None:
                 event.synchronize()
@@ -40,7 +55,7 @@ class Buffer:
 
 @dataclass
 class Saved:
-    """What a block's forward left for its backward: registers by number, bytes by storage."""
+    """The values that a block's forward leaves for its backward: registers by number, bytes by storage."""
 
     registers: dict[int, torch.Tensor] = field(default_factory=dict)
     storage_bytes: dict[int, int] = field(default_factory=dict)
@@ -48,26 +63,30 @@ class Saved:
 
 @dataclass
 class Contents:
-    """What is on the device and under way; changed on the executor's thread only, workers fill what they were given.
+    """The items on the device and the copies under way; see the module's docstring for the invariants.
 
     Parameters
     ----------
-    params, values: buffers by tensor name. states: by item. model_buffers: the model's own buffers by name.
+    params, values: buffers by tensor name. states: buffers by item. model_buffers: the model's own buffers by name.
     shared, outputs: tensors by value name.
     grads: gradients by "param:NAME" or "value:NAME". saved: by block.
-    newer: items of parameters and states whose device copy is newer than the host's. newer_buffers: likewise, the
-        model's buffers by name.
-    on_tiers: tensors by item of states that wait on a tier beside the host.
-    states_at_home: by parameter, its state as the host had it before the device updated it; scalars stay on the device.
-    updated_rows: by parameter whose update on the device was cut short, so many of its first rows have had it.
-    written: by item the event after which its host copy may be read.
-    pending: parameters whose gradient is there and whose update has not been started.
-    grad_leaving, grad_adding: by parameter, its gradient's way to the host, and its addition to the total there.
-    grad_copied: likewise, the event after which the device's copy of it may be let go.
+    newer: items of parameters and states with values that the host may lack. newer_buffers: names of such buffers of
+        the model.
+    on_tiers: by item of a state that waits on a tier other than the host, its tensors there.
+    states_at_home: by parameter, its state as the host had it before the device updated it; updated scalars stay on the
+        device.
+    updated_rows: by parameter whose update on the device was interrupted, the number of its first rows that were
+        updated.
+    written: by item, the event after which its copy off the device may be read.
+    pending: parameters with a gradient whose update has not been started.
+    grad_leaving, grad_adding: by parameter, the events of its gradient's copy to the host, and of its addition to the
+        total there.
+    grad_copied: by parameter, the event after which the gradient's memory on the device may be freed.
     totals: by parameter, the sum of its gradients so far, where it is kept on the device.
-    views: how tensors view the storages that have left.
-    returned: outputs by item, on a device with an allocator of its own: memory that the user lets go of sooner than the
-        schedule has it would be cut up in another way than was rehearsed.
+    views: by item, the views that tensors have of storages that have left.
+    returned: outputs by item, on a device with its own allocator. They are kept as long as the schedule keeps them,
+        even if the user frees them sooner, since the memory would otherwise be reused in another way than was
+        rehearsed.
     """
 
     params: dict[str, Buffer] = field(default_factory=dict)
@@ -93,11 +112,11 @@ class Contents:
     returned: dict[Item, torch.Tensor] = field(default_factory=dict)
 
     def clear(self) -> None:
-        """Nothing is on the device or under way any more."""
+        """Forget everything that was on the device or under way."""
         for part in fields(self):
             getattr(self, part.name).clear()
 
 
 def is_bulk(value: object) -> bool:
-    """Whether a part of an optimizer's state is a tensor worth moving; scalars stay where they are."""
+    """Return whether a part of an optimizer's state is a tensor worth moving; scalars stay where they are."""
     return isinstance(value, torch.Tensor) and value.dim() > 0

@@ -14,11 +14,11 @@ from .world import World
 
 
 def bring(world: World, item: Item, sources: dict[str, torch.Tensor], path: Path | None = None) -> Buffer:
-    """Start copies to new device memory, after what still writes to their sources.
+    """Start copies to new device memory, after the copies that still write to their sources.
 
     Parameters
     ----------
-    path: on which they come, the item's own if None.
+    path: the path over which they come, None for the item's own.
     """
     device, written, link = world.device, world.contents.written, (path or world.schedule.path_of(item)).into
     after: tuple[Event, ...] = (written[item],) if item in written else ()
@@ -28,17 +28,17 @@ def bring(world: World, item: Item, sources: dict[str, torch.Tensor], path: Path
 
 
 def send(world: World, item: Item, buffer: Buffer, targets: dict[str, torch.Tensor]) -> None:
-    """Start copies of an item's tensors to its tier, after those that fill them.
+    """Start copies of an item's tensors to its tier, after the copies that fill them.
 
     Parameters
     ----------
-    targets: memory there for each of the buffer's tensors.
+    targets: memory on the tier for each of the buffer's tensors.
     """
     after = () if buffer.arrived is None else (buffer.arrived,)
     leaving = start_out(world, item, ((targets[key], tensor) for key, tensor in buffer.tensors.items()), after)
     if leaving is not None:
         buffer.leaving = leaving
-        # Until it is known to have arrived, the device's copy is the one to trust.
+        # Until the copy has ended, the device's values are the current ones (see contents.py).
         world.contents.newer.add(item)
 
 
@@ -55,9 +55,9 @@ def start_out(
 
 
 class Homes:
-    """Memory that items leave to on their tiers, kept from one iteration to the next.
+    """The memory that items leave to on their tiers, kept from one iteration to the next.
 
-    State: the memory by item, and what the tiers' ledgers count.
+    State: the memory by item, and the tiers' ledgers.
     """
 
     def __init__(self, world: World) -> None:
@@ -65,11 +65,11 @@ class Homes:
         self._of: dict[Item, dict[str, torch.Tensor]] = {}
 
     def of(self, item: Item) -> dict[str, torch.Tensor]:
-        """An item's memory by part; raises KeyError if it has none."""
+        """Return an item's memory, by part; raises KeyError if it has none."""
         return self._of[item]
 
     def fitting(self, item: Item, key: str, like: torch.Tensor) -> torch.Tensor:
-        """Memory for a part of an item, that of the last iteration if it has the same shape.
+        """Return memory for a part of an item, that of the last iteration if it has the same shape.
 
         Raises: LimitExceeded if the item's tier would hold more than its capacity.
         """
@@ -83,7 +83,7 @@ class Homes:
         return homes[key]
 
     def clear(self) -> None:
-        """Give all of it up; nothing may be under way, and nothing there still needed."""
+        """Free all of it; no copy may be under way, and none of its values still needed."""
         for item, homes in self._of.items():
             ledger = self._world.tiers.get(self._world.tier_of(item))
             if ledger is not None:

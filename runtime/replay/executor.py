@@ -1,4 +1,4 @@
-"""Replays a schedule: walks its actions in order, one short handler per kind, waiting for events and nothing else."""
+"""Replay of a schedule: walks its actions in order, with one short handler per kind, and waits for events only."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from .updates import Updates
 from .world import World
 
 _MOVING = (Kind.PREFETCH, Kind.OFFLOAD, Kind.UPDATE_CPU)
-_OF_THE_LAST = (ItemKind.OLD_OUTPUT, ItemKind.GRADIENT, ItemKind.SHARED)  # what an iteration finds and cannot bring
+_OF_THE_LAST = (ItemKind.OLD_OUTPUT, ItemKind.GRADIENT, ItemKind.SHARED)  # present at the start, never brought
 
 
 class Executor:
     """Replays one schedule on one device.
 
-    State: the world's contents; `loaded`, whether what a micro-batch starts from is there;
-    `complete`, whether the last backward has ended, so that all its gradients are whole; `gate`. All of it is changed
+    State: the world's contents; `loaded`, whether the items that a micro-batch starts with are on the device;
+    `complete`, whether the last backward has ended, so that all its gradients are complete; `gate`. All of it changes
     on the thread that calls `forward`, `backward` and `turn_around`, in the order of the schedule's actions; workers
-    only fill tensors they were given.
+    only fill the tensors that they are given.
 
     Parameters
     ----------
-    world: the schedule, the tensors that it is replayed on, and where.
-    fixed_bytes: what lies on the device whatever the schedule does (buffers, scalar states).
-    clip: how gradients are clipped when the schedule's gate opens.
+    world: the schedule, its tensors and the device.
+    fixed_bytes: bytes that are on the device regardless of the schedule (buffers, scalar states).
+    clip: the clipping of gradients when the schedule's gate opens.
     """
 
     def __init__(self, world: World, fixed_bytes: int = 0, clip: Clip | None = None) -> None:
@@ -57,7 +57,7 @@ class Executor:
         self._updates = Updates(world, states, self._gradients, self.gate, unmoved)
         self._computes = Computes(world, self.gate)
         self._updating = False
-        # Handlers that knew the executor would keep it, and its programs, until garbage is collected.
+        # Handlers with a reference to the executor would keep it, and its programs, alive until garbage is collected.
         computes, transfers, gradients, updates = self._computes, self._transfers, self._gradients, self._updates
         self._handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.COMPUTE: lambda action: computes.run(action.name),
@@ -74,7 +74,7 @@ class Executor:
     # -- an iteration -------------------------------------------------------------------------------------------------
 
     def load(self, micro_batch: int = 0) -> None:
-        """Bring to the device what a micro-batch finds there when it starts."""
+        """Bring to the device the items with which a micro-batch starts."""
         self.device.ledger.add("b", self.fixed_bytes)
         for item in resident_at(self.schedule, micro_batch):
             if item.kind in _OF_THE_LAST:
@@ -88,7 +88,7 @@ class Executor:
 
         Parameters
         ----------
-        batch: tensors in the order of `StartBinding.batch`. micro_batch: which one of the iteration, from 0.
+        batch: tensors in the order of `StartBinding.batch`. micro_batch: its index in the iteration, from 0.
 
         Returns: the model's output tensors by name.
         """
@@ -104,24 +104,24 @@ class Executor:
 
         Parameters
         ----------
-        gradients: of those outputs that the plan differentiates, by name. micro_batch: as in `forward`.
+        gradients: by name, the gradients of the outputs that the plan differentiates. micro_batch: as in `forward`.
         """
         self.complete = False
         self.gate.close()
         self._computes.incoming = gradients
         self._walk(self.schedule.pass_of(micro_batch).backward)
         self.complete, self._updating = True, False
-        here = self._contents
+        contents = self._contents
         for name in self.binding.outputs:
-            here.values.pop(name, None)
-        here.returned = {items.after_pass(item): tensor for item, tensor in here.returned.items()}
+            contents.values.pop(name, None)
+        contents.returned = {items.after_pass(item): tensor for item, tensor in contents.returned.items()}
 
     def turn_around(self) -> None:
-        """Run what lies between the last backward and the next forward; a gate opens in it."""
+        """Run the actions between the last backward and the next forward; a gate opens in it."""
         self._walk(self.schedule.turn_around)
 
     def finish(self) -> None:
-        """End an iteration of fewer micro-batches than planned: all updates are made on the host, now."""
+        """End an iteration of fewer micro-batches than planned by making all updates on the host, now."""
         self.unload()
         self.gate.open()
         self.sync()
@@ -148,17 +148,17 @@ class Executor:
         else:
             recorder.take(action, handler)
 
-    # -- the truth ----------------------------------------------------------------------------------------------------
+    # -- synchronization with the host --------------------------------------------------------------------------------
 
     def take_host_grads(self) -> dict[str, torch.Tensor]:
         """Hand over the gradients that have left for the host, once they are there."""
         return self._gradients.take()
 
     def sync(self) -> None:
-        """Wait for everything under way, do the updates that are due, and bring home what is newer."""
+        """Wait for everything under way, make the updates that are due, and copy newer values to the host."""
         self._updates.start_pending()
-        here = self._contents
-        for event in [*here.written.values(), *here.grad_leaving.values(), *here.grad_adding.values()]:
+        contents = self._contents
+        for event in [*contents.written.values(), *contents.grad_leaving.values(), *contents.grad_adding.values()]:
             event.synchronize()
         self._updates.rescue()
 
@@ -168,15 +168,15 @@ class Executor:
         return frozenset(self._contents.newer_buffers)
 
     def bring_buffers(self) -> None:
-        """Copy them to the host."""
+        """Copy the model's buffers that are newer on the device to the host."""
         self._updates.rescue_buffers()
 
     def renew_states(self) -> None:
-        """Send the optimizer states on the device anew; the host's are the newest, after `sync`."""
+        """Copy the host's optimizer states, the newest after `sync`, to the device again."""
         self._by_kind.states.renew()
 
     def unload(self) -> None:
-        """Take everything off the device; afterwards the host holds the truth, sums of gradients included."""
+        """Take everything off the device; afterwards the host's values are current, sums of gradients included."""
         self.sync()
         if not self.gate.is_open:
             self._gradients.store_totals()
@@ -188,11 +188,11 @@ class Executor:
         self._empty()
 
     def park(self, given: Iterable[torch.Tensor]) -> Parked:
-        """Leave the device to something else between a forward and its backward; `unpark` goes on.
+        """Clear the device for other work between a forward and its backward, until `unpark`.
 
         Parameters
         ----------
-        given: the outputs; their memory stays, as does what the host shares.
+        given: the outputs; their memory stays, as does the memory shared with the host.
         """
         self.sync()
         for buffers in (self._contents.params, self._contents.states, self._contents.values, self._contents.totals):
@@ -206,14 +206,14 @@ class Executor:
         return Parked(storages, self.device.ledger.put_aside())
 
     def unpark(self, parked: Parked) -> None:
-        """Have everything on the device as it was when `park` was called."""
+        """Restore everything on the device as it was when `park` was called."""
         unpark(parked)
         self.device.ledger.restore(parked.level)
 
     def abandon(self) -> frozenset[str]:
-        """After a failure: let what is under way end, save what only the device has, take everything off it.
+        """Clear the device after a failure: let work under way end, and save values that only the device has.
 
-        Returns: the tensors whose newest values could not be saved, since the device was lost.
+        Returns: the tensors whose newest values could not be saved because the device was lost.
         """
         lost: frozenset[str] = frozenset()
         try:
@@ -239,7 +239,7 @@ class Executor:
 
 
 def _never_moved(schedule: Schedule) -> frozenset[str]:
-    """Parameters that stay on the device all the time."""
+    """Return the parameters that stay on the device all the time."""
     names = {a.name for a in schedule.actions if a.kind in _MOVING}
     resident = (item for item in schedule.resident if item.kind is ItemKind.PARAMETER)
     return frozenset(item.name for item in resident if item not in names and item.name not in names)

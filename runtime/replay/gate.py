@@ -1,4 +1,4 @@
-"""Holds updates back until every gradient is complete, and clips the gradients by their global norm."""
+"""The gate: holds updates back until every gradient is complete, and clips gradients by their global norm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Clip:
 
     Parameters
     ----------
-    max_norm: gradients are scaled down where their norm is above; infinity only measures it.
+    max_norm: gradients are scaled down if their norm is larger; infinity only measures it.
     names: all parameters, in the order in which their norms are added up.
     """
 
@@ -26,9 +26,9 @@ class Clip:
 
 
 def total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """The global norm as `torch.nn.utils.get_total_norm` takes it of gradients that are all on one device.
+    """Return the global norm as `torch.nn.utils.get_total_norm` does for gradients that are all on one device.
 
-    Where some are on the host, their norms enter the sum at the same place, so that the order of its terms is the same.
+    If some are on the host, their norms enter the sum at the same position, so that the order of its terms is the same.
     """
     if not gradients:
         return torch.tensor(0.0)
@@ -37,13 +37,13 @@ def total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     norms: dict[int, torch.Tensor] = {}
     for kind in {(g.device, g.dtype) for g in gradients}:
         own = [i for i in order if (gradients[i].device, gradients[i].dtype) == kind]
-        # Together, since the thread waits for every copy of what lies in pageable memory.
+        # In one copy, since the thread waits for every copy from pageable memory.
         norms |= zip(own, torch.stack(norms_of([gradients[i] for i in own])).to(where).unbind())
     return torch.linalg.vector_norm(torch.stack([norms[i] for i in order]))
 
 
 def _in_order_of_terms(dtypes: list[torch.dtype], where: torch.device) -> list[int]:
-    """PyTorch adds norms dtype by dtype, in the order of a hash table of its own, which is asked."""
+    """Return the order in which PyTorch adds norms: by dtype, in the order of its own hash table."""
     if len(set(dtypes)) == 1:
         return list(range(len(dtypes)))
     stand_ins: list[torch.Tensor | None] = [torch.empty(0, dtype=dtype, device=where) for dtype in dtypes]
@@ -52,14 +52,14 @@ def _in_order_of_terms(dtypes: list[torch.dtype], where: torch.device) -> list[i
 
 
 class Gate:
-    """Closed from an iteration's first backward to its optimizer step if the schedule has a gate, else always open.
+    """A gate that is closed from an iteration's first backward to its optimizer step, or always open without one.
 
-    State: `HostState.gate_is_open`; `norm`, the global norm of the last iteration; `_scale`, by which the gradients in
-    `_unscaled` are still to be multiplied: they had left for the host when the gate opened.
+    State: `HostState.gate_is_open`; `norm`, the global norm of the last iteration; `_scale`, the factor still to be
+    applied to the gradients in `_unscaled`, which had left for the host when the gate opened.
 
     Parameters
     ----------
-    exists: whether the schedule has a gate. clip: None clips nothing.
+    exists: whether the schedule has a gate. clip: the clipping; None for none.
     """
 
     def __init__(self, exists: bool, clip: Clip | None, host: HostState, gradients: Gradients) -> None:
@@ -70,15 +70,15 @@ class Gate:
 
     @property
     def is_open(self) -> bool:
-        """Whether updates may begin."""
+        """Return whether updates may begin."""
         return self._host.gate_is_open
 
     def close(self) -> None:
-        """A backward begins."""
+        """Close the gate, if there is one, when a backward begins."""
         self._host.gate_is_open = not self._exists
 
     def open(self) -> None:
-        """All gradients are complete: measure their norm, scale those on the device, and let updates begin."""
+        """Measure the norm of all gradients, now complete, scale those on the device, and let updates begin."""
         self._host.gate_is_open = True
         self._scale, self._unscaled = None, frozenset()
         if self._clip is None:
@@ -86,7 +86,7 @@ class Gate:
         gradients = {name: self._gradients.whole(name) for name in self._clip.names if self._gradients.exists(name)}
         self.norm = total_norm([g.tensor for g in gradients.values()])
         scale = torch.clamp(self._clip.max_norm / (self.norm + 1e-6), max=1.0)
-        if bool(scale == 1.0):  # would change nothing
+        if bool(scale == 1.0):  # scaling would change nothing
             return
         for gradient in gradients.values():
             if not gradient.on_host:
@@ -94,5 +94,5 @@ class Gate:
         self._scale, self._unscaled = scale.cpu(), frozenset(n for n, g in gradients.items() if g.on_host)
 
     def scale_of(self, name: str) -> torch.Tensor | None:
-        """What the gradient of this parameter on the host is still to be multiplied by."""
+        """Return the factor still to be applied to this parameter's gradient on the host, None for none."""
         return self._scale if name in self._unscaled else None

@@ -1,4 +1,4 @@
-"""Gradients of parameters: on their way to the host, and added up over the micro-batches of an iteration."""
+"""Gradients of parameters: their way to the host, and their sums over the micro-batches of an iteration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .world import World
 
 
 class Gradient(NamedTuple):
-    """A parameter's gradient and where it is."""
+    """The gradient of a parameter, and its place."""
 
     tensor: torch.Tensor
     on_host: bool
@@ -25,11 +25,12 @@ class Gradient(NamedTuple):
 
 @dataclass
 class _Arrival:
-    """One of the host's buffers in which later micro-batches' gradients arrive, before they are added to their total.
+    """A host buffer in which later micro-batches' gradients arrive before they are added to their total.
 
     Parameters
     ----------
-    memory: flat bytes, enough for any gradient. holds: parameter whose gradient is in it or on its way, not added yet.
+    memory: flat bytes, enough for any gradient. holds: parameter whose gradient is in it or on its way and not added
+        yet.
     gradient: that gradient. added: the event after which the buffer may be written again.
     """
 
@@ -43,10 +44,10 @@ class Gradients:
     """Moves gradients and adds them up.
 
     With one micro-batch a gradient that leaves is copied to `HostState.grads`. With several, the first one becomes the
-    total, there or on the device; later ones are added to it once they are complete, as autograd adds to `.grad`.
+    total, on the host or on the device; later ones are added to it once they are complete, as autograd adds to `.grad`.
 
     State: `_arrivals`, used in turn; `_unbegun`, the totals on the device to which no micro-batch has added yet, since
-    those before this one ran by plans without that parameter. Everything else that changes is in `contents` and `host`.
+    earlier ones ran by plans without that parameter. All other state is in `contents` and `host`.
     """
 
     def __init__(self, world: World) -> None:
@@ -64,11 +65,11 @@ class Gradients:
             self._send(name)
 
     def free(self, name: str) -> None:
-        """Let go of a gradient on the device, after its copy to the host."""
-        here = self._contents
-        if name in here.grad_copied:
-            here.grad_copied.pop(name).wait()
-        here.grads.pop(f"param:{name}", None)
+        """Free a gradient on the device, after its copy to the host."""
+        contents = self._contents
+        if name in contents.grad_copied:
+            contents.grad_copied.pop(name).wait()
+        contents.grads.pop(f"param:{name}", None)
 
     def begin_total(self, name: str) -> None:
         """Make the first micro-batch's gradient the total on the device."""
@@ -79,8 +80,8 @@ class Gradients:
 
     def accumulate(self, name: str) -> None:
         """Add a gradient to its total on the device."""
-        here, gradient = self._contents, items.gradient(name)
-        grad, total = here.grads.pop(f"param:{name}"), here.totals[name].read()
+        contents, gradient = self._contents, items.gradient(name)
+        grad, total = contents.grads.pop(f"param:{name}"), contents.totals[name].read()
         if name in self._unbegun:
             total.copy_(grad)
             self._unbegun.discard(name)
@@ -95,7 +96,7 @@ class Gradients:
                 self._add(arrival)
 
     def restore(self, name: str) -> Buffer:
-        """Bring a total back to the device, in the middle of an iteration, or make room for one that has not begun."""
+        """Bring a total back to the device in the middle of an iteration, or make room for one that has not begun."""
         if name not in self._host.totals:
             self._unbegun.add(name)
             return Buffer({"": self._device.empty_like(self._host.params[name])})
@@ -108,42 +109,42 @@ class Gradients:
     # -- the whole gradient -------------------------------------------------------------------------------------------
 
     def exists(self, name: str) -> bool:
-        """Whether this iteration has made a gradient of a parameter that no update has used yet."""
+        """Return whether this iteration has made a gradient of a parameter that no update has used yet."""
         return name in self._contents.pending or name in self._host.totals
 
     def whole(self, name: str) -> Gradient:
-        """A parameter's complete gradient, once it can be read."""
-        here = self._contents
-        if name in here.totals:
-            return Gradient(here.totals[name].read(), False)
-        if not self._adds_up and f"param:{name}" in here.grads and name not in here.grad_leaving:
-            return Gradient(here.grads[f"param:{name}"], False)
+        """Return a parameter's complete gradient, once it can be read."""
+        contents = self._contents
+        if name in contents.totals:
+            return Gradient(contents.totals[name].read(), False)
+        if not self._adds_up and f"param:{name}" in contents.grads and name not in contents.grad_leaving:
+            return Gradient(contents.grads[f"param:{name}"], False)
         for event in self.bring_home(name):
             event.synchronize()
         return Gradient(self._host.grads[name], True)
 
     def bring_home(self, name: str) -> tuple[Event, ...]:
-        """See that the host gets the complete gradient; the events after which it has."""
-        here = self._contents
-        if name in here.totals:
+        """Have the complete gradient copied to the host; return the events after which it is there."""
+        contents = self._contents
+        if name in contents.totals:
             if name not in self._unbegun:
-                self._copy(name, here.totals[name].read())
-        elif f"param:{name}" in here.grads and name not in here.grad_leaving and name in here.pending:
+                self._copy(name, contents.totals[name].read())
+        elif f"param:{name}" in contents.grads and name not in contents.grad_leaving and name in contents.pending:
             self._send(name)
         self.accumulate_on_host(name)
-        events = (here.grad_leaving.get(name), here.grad_adding.get(name))
+        events = (contents.grad_leaving.get(name), contents.grad_adding.get(name))
         return tuple(event for event in events if event is not None)
 
     def store_totals(self) -> None:
-        """Bring all that was added up to the host, in the middle of an iteration."""
-        here = self._contents
-        for name in sorted({*here.totals, *here.pending} - self._unbegun):
+        """Copy all sums of gradients to the host, in the middle of an iteration."""
+        contents = self._contents
+        for name in sorted({*contents.totals, *contents.pending} - self._unbegun):
             for event in self.bring_home(name):
                 event.synchronize()
             self._host.totals.add(name)
 
     def take(self) -> dict[str, torch.Tensor]:
-        """Hand over the gradients that have left for the host, once they are there."""
+        """Hand over the gradients sent to the host, once they have arrived."""
         leaving = self._contents.grad_leaving
         for event in leaving.values():
             event.synchronize()
@@ -152,13 +153,13 @@ class Gradients:
         return grads
 
     def release_host(self) -> None:
-        """Let go of host memory; nothing may be under way. Sums that an iteration goes on with stay."""
+        """Free host memory; nothing may be under way. Sums with which an iteration continues stay."""
         self._host.grads = {name: grad for name, grad in self._host.grads.items() if name in self._host.totals}
         self._arrivals.clear()
         self._unbegun.clear()
 
     def forget(self) -> None:
-        """The iteration was given up: nothing that was added up counts any more."""
+        """Discard all sums, since the iteration was given up."""
         self._host.totals.clear()
         self.release_host()
 
@@ -180,9 +181,9 @@ class Gradients:
         self._leaves(name, copy)
 
     def _leaves(self, name: str, copy: Event) -> None:
-        here = self._contents
-        here.grad_leaving[name] = UnderWay(f"the copy of the gradient of {name} to the host", (copy,))
-        here.grad_copied[name] = here.grad_leaving[name]
+        contents = self._contents
+        contents.grad_leaving[name] = UnderWay(f"the copy of the gradient of {name} to the host", (copy,))
+        contents.grad_copied[name] = contents.grad_leaving[name]
 
     def _send_to_arrival(self, name: str, grad: torch.Tensor) -> None:
         arrival = self._next_arrival()
@@ -191,7 +192,7 @@ class Gradients:
         self._leaves(name, self._device.copy_out(arrival.gradient, grad, after))
 
     def _next_arrival(self) -> _Arrival:
-        """The buffer used longest ago; what it still holds is added first."""
+        """Return the buffer used longest ago; a gradient that it still holds is added first."""
         if not self._arrivals:
             most = max(size for item, size in self._sizes.items() if item.kind is ItemKind.GRADIENT)
             like = torch.empty(most, dtype=torch.uint8, device="meta")
@@ -203,14 +204,14 @@ class Gradients:
         return arrival
 
     def _add(self, arrival: _Arrival) -> None:
-        here, name, gradient = self._contents, arrival.holds, arrival.gradient
+        contents, name, gradient = self._contents, arrival.holds, arrival.gradient
         assert name is not None and gradient is not None
         total = self._host.grads[name]
-        before = here.grad_adding.get(name)
-        after = (here.grad_leaving[name], *((before,) if before is not None else ()))
+        before = contents.grad_adding.get(name)
+        after = (contents.grad_leaving[name], *((before,) if before is not None else ()))
         added = self._device.update_on_host(lambda: _add_to(total, gradient), after, self._adder)
         arrival.added = UnderWay(f"the addition of the gradient of {name} on the host", (added,))
-        here.grad_adding[name] = arrival.added
+        contents.grad_adding[name] = arrival.added
         arrival.holds, arrival.gradient = None, None
 
 

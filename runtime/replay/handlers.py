@@ -1,6 +1,6 @@
-"""What moving and releasing an item means for each kind of item; kinds that save activations have a file of their own.
+"""Handlers that move and release items, one per kind; those of saved activations are in activations.py.
 
-To add a kind of item: a row of `ItemKind`, a handler here, and its entry in `Handlers`.
+To add a kind of item, register an `ItemKind`, write a handler, and enter it in `Handlers`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .world import World
 
 
 class Handler(Protocol):
-    """Moves and releases items of one kind; whoever calls it counts their bytes."""
+    """Moves and releases items of one kind; the caller counts their bytes."""
 
     def bring(self, item: Item) -> None:
         """Allocate an item on the device and start its copy from the host."""
@@ -31,12 +31,12 @@ class Handler(Protocol):
         ...
 
     def release(self, item: Item) -> None:
-        """Give up an item's memory on the device, after the copies that read it; if one failed the item stays."""
+        """Free an item's memory on the device, after the copies that read it; if one failed the item stays."""
         ...
 
 
 class Resting:
-    """Items that never move, and that computes release."""
+    """Items that never move, and that only computes release."""
 
     def bring(self, item: Item) -> None:
         raise ValueError(f"{item} never comes from the host")
@@ -45,7 +45,7 @@ class Resting:
         raise ValueError(f"{item} never goes to the host")
 
     def release(self, item: Item) -> None:
-        """Nothing but the ledger knows of it."""
+        """Do nothing: only the ledger counts the item."""
 
 
 class Parameters:
@@ -71,9 +71,9 @@ class Parameters:
 
 
 class OfStates:
-    """Optimizer states, whole or in rows. Their place is on the host; some wait for their next update on a tier.
+    """Optimizer states, whole or in rows. Their home is on the host; some wait for their next update on a tier.
 
-    State: `_homes`, the memory on such tiers. An item that waits there is listed in the contents.
+    State: `_homes`, the memory on such tiers. Items that wait there are in `Contents.on_tiers`.
     """
 
     def __init__(self, world: World, states: States) -> None:
@@ -99,16 +99,16 @@ class OfStates:
     def release(self, item: Item) -> None:
         self._contents.states[item].settle()
         del self._contents.states[item]
-        if item not in self._contents.on_tiers:  # else the host's copy is still an older one
+        if item not in self._contents.on_tiers:  # otherwise the host's values are still older
             self._contents.newer.discard(item)
 
     def release_tiers(self) -> None:
-        """Give up the memory on tiers; nothing there may be newer than on the host."""
+        """Free the memory on tiers; none of its values may be newer than the host's."""
         self._contents.on_tiers.clear()
         self._homes.clear()
 
     def renew(self) -> None:
-        """Copy the states that are on the device from the host again; what waits on a tier comes from there, too."""
+        """Copy the states that are on the device from the host again; those on tiers will come from the host, too."""
         self._contents.on_tiers.clear()
         for item, buffer in self._contents.states.items():
             buffer.settle()
@@ -132,7 +132,7 @@ class OfGradients(Resting):
 
 
 class Totals(Resting):
-    """Sums of gradients on the device. They come in where an iteration goes on by another plan."""
+    """Sums of gradients on the device. They are brought back if an iteration continues by another plan."""
 
     def __init__(self, contents: Contents, gradients: Gradients) -> None:
         self._contents, self._gradients = contents, gradients
@@ -166,7 +166,7 @@ class SharedValues(Resting):
 
 
 class OldOutputs(Resting):
-    """Outputs of the pass before."""
+    """Outputs of the previous pass."""
 
     def __init__(self, contents: Contents) -> None:
         self._contents = contents
@@ -176,11 +176,11 @@ class OldOutputs(Resting):
 
 
 class Handlers:
-    """The handler of every kind of item.
+    """The handlers of all kinds of items.
 
     Parameters
     ----------
-    unmoved: parameters that stay on the device for good and share their memory with the host's.
+    unmoved: parameters that stay on the device permanently and share their memory with the host's.
     """
 
     def __init__(self, world: World, states: States, gradients: Gradients, unmoved: frozenset[str]) -> None:
@@ -200,7 +200,7 @@ class Handlers:
         }
 
     def release_host(self) -> None:
-        """Give up the memory beside the device that items leave to; nothing of it may be under way or still needed."""
+        """Free the memory that items leave to; no copy of it may be under way, and no value still needed."""
         self._values.release_host()
         self._offloaded.release_host()
         self.states.release_tiers()

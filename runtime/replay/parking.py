@@ -1,4 +1,4 @@
-"""What an iteration has on the device, moved to the host while something else runs there."""
+"""Parking: the memory of an iteration on the device, moved to the host while something else runs tcontents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .contents import Contents
 
 @dataclass(frozen=True)
 class Parked:
-    """Storages that were emptied, each with its bytes; and what the ledger said before."""
+    """The storages that were emptied, each with its bytes, and the ledger's level before."""
 
     storages: tuple[tuple[torch.UntypedStorage, torch.Tensor], ...]
     level: Level
@@ -24,7 +24,7 @@ def park(contents: Contents, stays: Iterable[torch.Tensor]) -> tuple[tuple[torch
 
     Parameters
     ----------
-    contents: nothing of it may be under way. stays: tensors whose memory others read meanwhile.
+    contents: the device's contents, with no copy under way. stays: tensors whose memory other code reads meanwhile.
     """
     seen = {tensor.untyped_storage().data_ptr() for tensor in stays}
     parked = []
@@ -34,14 +34,14 @@ def park(contents: Contents, stays: Iterable[torch.Tensor]) -> tuple[tuple[torch
             continue
         seen.add(storage.data_ptr())
         parked.append((storage, _flat(storage).cpu().clone()))
-    # All at the end: memory that was let go of could be taken for another storage's.
+    # All at the end: memory freed earlier could be mistaken for another storage's.
     for storage, _ in parked:
         storage.resize_(0)
     return tuple(parked)
 
 
 def unpark(parked: Parked) -> None:
-    """Bring it back."""
+    """Bring parked memory back to the device."""
     for storage, home in parked.storages:
         storage.resize_(home.numel())
         _flat(storage).copy_(home)
@@ -52,11 +52,10 @@ def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _tensors(contents: Contents) -> Iterator[torch.Tensor]:
-    here = contents
-    for buffers in (here.params, here.states, here.values, here.totals):
+    for buffers in (contents.params, contents.states, contents.values, contents.totals):
         for buffer in buffers.values():
             yield from buffer.tensors.values()
-    for tensors in (here.model_buffers, here.shared, here.outputs, here.grads, here.returned):
+    for tensors in (contents.model_buffers, contents.shared, contents.outputs, contents.grads, contents.returned):
         yield from tensors.values()
-    for saved in here.saved.values():
+    for saved in contents.saved.values():
         yield from saved.registers.values()

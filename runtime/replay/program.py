@@ -1,4 +1,4 @@
-"""A program: the operators of one block's forward or backward in order, with what each makes and lets go."""
+"""A program: the operators of a block's forward or backward in order, with the storages that each makes and frees."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ class Instruction:
     Parameters
     ----------
     target: the operator. args, kwargs: its arguments, registers as Slots.
-    outs: (position in the result, register) of what is read later; position 0 for a result that is no tuple.
+    outs: (position in the result, register) of each tensor that is read later; position 0 for a result that is no
+        tuple.
     tupled: whether the result is a tuple.
     makes: (position, storage, bytes) of every storage that the operator allocates, bytes as profiled.
-    workspace_bytes: what its kernel holds beyond its results while it runs.
-    clears: registers that nobody reads afterwards. ends: storages that die afterwards.
+    workspace_bytes: bytes that its kernel holds beyond its results while it runs.
+    clears: registers that nothing reads afterwards. ends: storages that are freed afterwards.
     """
 
     target: Callable[..., Any]
@@ -46,18 +47,18 @@ class Instruction:
 
     @cached_property
     def allocates(self) -> tuple[int, ...]:
-        """Bytes of everything that has to find place at once."""
+        """Bytes of everything that must fit at once."""
         return (*(size for _, _, size in self.makes), self.workspace_bytes)
 
     @cached_property
     def allocates_once(self) -> bool:
-        """Whether nothing but one result is allocated."""
+        """Return whether one result is the only allocation."""
         return len(self.makes) == 1 and not self.workspace_bytes
 
 
 @dataclass(frozen=True)
 class View:
-    """How a register's tensor lies in its storage: strides and offset in elements."""
+    """The layout of a register's tensor in its storage: strides and offset in elements."""
 
     register: int
     size: tuple[int, ...]
@@ -67,7 +68,7 @@ class View:
 
 @dataclass(frozen=True)
 class Made:
-    """A storage that a fused program leaves: its number, its bytes as profiled, and what lies in it."""
+    """A storage that a fused program leaves: its number, its bytes as profiled, and the views of it."""
 
     storage: int
     bytes: int
@@ -80,12 +81,12 @@ class Fused:
 
     Parameters
     ----------
-    function: takes a list of tensors, which it empties so that each can be let go after its last reader; returns a
+    function: takes a list of tensors, which it empties so that each can be freed after its last reader; returns a
         tensor per storage that outlives the program.
-    inputs: registers that it reads, in order. constants: tensors that it reads besides, after those.
-    clears: registers that nobody reads afterwards. ends: storages given to the program that die in it.
-    makes: per tensor returned, what it stands for.
-    rise_bytes: as counted, the most that the bytes held lie above their level at the start.
+    inputs: registers that it reads, in order. constants: further tensors that it reads, after those.
+    clears: registers that nothing reads afterwards. ends: storages given to the program that are freed in it.
+    makes: for each tensor returned, the storage that it is.
+    rise_bytes: the most by which the bytes held exceed their level at the start, as counted.
     """
 
     function: Callable[[list[Any]], Any]
@@ -105,11 +106,11 @@ class BlockProgram:
     ----------
     n_registers: how many registers a run needs.
     instructions: in order.
-    given: storages that are there before the run and that it may let go, by storage number -> bytes as profiled.
-    rise_bytes: the most that the bytes held lie above their level at the start.
-    net_bytes: by how much the level has changed at the end.
+    given: storage number -> bytes as profiled, of the storages that exist before the run and that it may free.
+    rise_bytes: the most by which the bytes held exceed their level at the start.
+    net_bytes: the level at the end minus that at the start.
     seconds: the operators' measured seconds, added up.
-    fused: what runs instead of the instructions, if anything does.
+    fused: the function that runs instead of the instructions, if there is one.
     """
 
     n_registers: int
@@ -124,15 +125,15 @@ class BlockProgram:
 def run(
     program: BlockProgram, registers: list[Any], ledger: Ledger, given: dict[int, int], arena: Arena | None = None
 ) -> dict[int, int]:
-    """Execute a program, telling the ledger of every storage made and let go.
+    """Execute a program, telling the ledger of every storage made and freed.
 
     Parameters
     ----------
     registers: filled with the program's inputs; results are left in it.
-    given: bytes of the storages that the run may let go, by storage number; they are in the ledger already.
-    arena: in which what is made finds place, if there is one.
+    given: bytes of the storages that the run may free, by storage number; they are in the ledger already.
+    arena: the arena that makes room for results, if there is one.
 
-    Returns: bytes by storage number of what is still alive at the end, `given` included.
+    Returns: bytes of the storages still alive at the end, by storage number, `given` included.
     """
     live = dict(given)
     if program.fused is not None:
@@ -146,7 +147,7 @@ def run(
         made = 0
         for position, storage, _ in step.makes:
             element = result[position] if step.tupled else result
-            # A kernel may leave out what nobody asked it for.
+            # A kernel may leave out results that were not requested.
             live[storage] = nbytes = 0 if element is None else element.untyped_storage().nbytes()
             made += nbytes
             if arena is not None and element is not None:
@@ -163,7 +164,7 @@ def run(
 def _run_fused(
     fused: Fused, registers: list[Any], ledger: Ledger, live: dict[int, int], arena: Arena | None
 ) -> dict[int, int]:
-    """Run a program's one function, counted as one rise and then as what it leaves."""
+    """Run a program's fused function, counted as one rise followed by the storages that it leaves."""
     inputs = [*(registers[register] for register in fused.inputs), *fused.constants]
     for register in fused.clears:
         registers[register] = None

@@ -1,7 +1,7 @@
-"""The allocations of an iteration without its work: what an allocator makes of a schedule is seen before training.
+"""Rehearsal: the allocations of an iteration without its work, to learn before training what an allocator reserves.
 
-A ledger counts bytes; an allocator also needs them in one piece, and rounds. Replayed by the allocator's rules these
-changes take milliseconds, and what would be reserved then is what training will reserve.
+A ledger counts bytes; an allocator also needs them contiguous, and rounds. Replaying these changes by the allocator's
+rules takes milliseconds, and reserves what training will reserve.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..memory.updated import Updated
 from .binding import Binding, Port
 from .program import BlockProgram
 
-_LEARNT = 3  # iterations that are walked through; from the third one on all are alike
+_LEARNT = 3  # iterations that are walked; from the third one on all are alike
 
 
 def rehearse(
@@ -28,15 +28,15 @@ def rehearse(
     *,
     fresh: bool,
 ) -> Rehearsal:
-    """Walk through a schedule.
+    """Walk through a schedule and collect its allocations and frees.
 
-    The first iteration finds what training starts with, without what an iteration before would have left; from the
-    second one on things lie where the one before has left them.
+    The first iteration starts with the items with which training starts, without leftovers of an iteration before;
+    later ones start with the memory as the one before left it.
 
     Parameters
     ----------
-    updated: what the optimizer holds of a parameter. buffer_bytes: of the model's buffers.
-    fresh: optimizer states do not exist before the first update makes them.
+    updated: gives the optimizer's memory for a parameter. buffer_bytes: bytes of each of the model's buffers.
+    fresh: whether optimizer states do not exist before the first update makes them.
     """
     walker = _Walker(schedule, binding, updated)
     walker.unborn = {item for item in schedule.item_bytes if fresh and item.kind is ItemKind.STATE}
@@ -56,7 +56,7 @@ def rehearse(
 
 
 class _Walker:
-    """State: `changes` since they were taken; `items`, those of items; `unborn`, states not yet made."""
+    """The state of a walk: `changes` since the last `take`, `items` (allocations by item), `unborn` (no state yet)."""
 
     def __init__(self, schedule: Schedule, binding: Binding, updated: Callable[[str], Updated]) -> None:
         self.schedule, self.binding, self.updated = schedule, binding, updated
@@ -66,7 +66,7 @@ class _Walker:
         self._last = 0
 
     def take(self) -> list[Change]:
-        """The changes since the last call."""
+        """Return the changes since the last call."""
         taken, self.changes = self.changes, []
         return taken
 
@@ -97,7 +97,7 @@ class _Walker:
             sizes = [made[storage] for storage in wanted]
         else:
             sizes = [self.schedule.item_bytes[item]]
-        # Nobody else knows the address of anything but of the gradients that the user hands in.
+        # Only gradients that the user hands in have addresses that other code knows.
         self.items[item] = [self.make(size, fixed=item.kind is ItemKind.VALUE_GRADIENT) for size in sizes]
 
     def _update(self, name: str) -> None:
@@ -172,7 +172,7 @@ class _Walker:
         live = dict(given)
         fused = program.fused
         if fused is not None:
-            # In which pieces it takes its memory is not known; what has room for all of it at once has room for them.
+            # The pieces in which it takes its memory are not known; room for all of it at once suffices for any pieces.
             self._pass(fused.rise_bytes)
             self._end([live.pop(storage) for storage in fused.ends if storage in live])
             return live | {made.storage: self.make(made.bytes, fixed=made.storage in fixed) for made in fused.makes}
@@ -185,13 +185,13 @@ class _Walker:
         return live
 
     def make(self, size: int, then: tuple[int, ...] = (), *, fixed: bool = False) -> int:
-        """Allocate so many bytes, others right afterwards; the allocation's number."""
+        """Allocate `size` bytes, followed at once by `then`; return the allocation's number."""
         self._last += 1
         self.changes.append(Change(self._last, max(size, 1), then, fixed))
         return self._last
 
     def _pass(self, size: int) -> None:
-        """Allocate what is let go at once, if it is anything."""
+        """Allocate bytes that are freed at once, if any."""
         if size:
             self._end([self.make(size)])
 

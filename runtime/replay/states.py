@@ -12,9 +12,9 @@ from .world import World
 
 
 class States:
-    """Which rows of which state an item is, and where they lie on the host. Nothing here changes but `HostState`.
+    """Maps items to rows of states and to their place on the host. Only `HostState` changes.
 
-    An item of rows holds them of every part of the state that has the parameter's shape; scalars are not cut.
+    An item of rows holds these rows of every part of the state that has the parameter's shape; scalars are not cut.
     """
 
     def __init__(self, world: World) -> None:
@@ -22,22 +22,22 @@ class States:
         self.share = world.schedule.share_of_state
 
     def items(self, name: str) -> tuple[Item, ...]:
-        """The items of a parameter's state, first rows first; one that has no bytes is an item, too."""
+        """Return the items of a parameter's state, first rows first; a state without bytes has an item, too."""
         return self._items.get(name, (items.state(name),))
 
     def sources(self, item: Item) -> dict[str, torch.Tensor]:
-        """Where an item comes from: host memory that copies read beside compute; nothing before the first update."""
+        """Return the host memory that an item is copied from, pinned if possible; nothing before the first update."""
         state = self._host.states.get(item.name, {})
         bulk = {k: self._device.pinned(v) for k, v in state.items() if isinstance(v, torch.Tensor) and is_bulk(v)}
         state.update(bulk)
         return {key: self._part(item, whole) for key, whole in bulk.items()}
 
     def homes(self, item: Item, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Where an item goes: host memory, made where there is none but the device's own.
+        """Return the host memory that an item is copied to, allocated if the host has none yet.
 
         Parameters
         ----------
-        tensors: the item's on the device.
+        tensors: the item's tensors on the device.
         """
         state, param = self._host.states[item.name], self._host.params[item.name]
         found: dict[str, torch.Tensor] = {}
@@ -56,5 +56,5 @@ class States:
 
 
 def in_rows(whole: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Some rows of a tensor, on its memory."""
+    """Return some rows of a tensor, as a view."""
     return whole.narrow(0, rows[0], rows[1] - rows[0])

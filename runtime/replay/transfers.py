@@ -10,23 +10,23 @@ from .world import World
 
 
 class Transfers:
-    """Has every item's handler move it, and counts its bytes.
+    """Delegates the moves of an item to its handler, and counts its bytes.
 
     Parameters
     ----------
-    handlers: of every kind of item.
+    handlers: by kind of item.
     """
 
     def __init__(self, world: World, handlers: Mapping[ItemKind, Handler]) -> None:
         self._ledger, self._sizes, self._handlers = world.device.ledger, world.schedule.item_bytes, handlers
 
     def prefetch(self, item: Item) -> None:
-        """Allocate an item and start its copy host -> device."""
+        """Allocate an item and start its copy to the device."""
         self._ledger.add(item.kind.prefix, self._sizes[item])
         self._handlers[item.kind].bring(item)
 
     def offload(self, item: Item) -> None:
-        """Start an item's copy device -> host."""
+        """Start an item's copy to the host or another tier."""
         self._handlers[item.kind].send(item)
 
     def free(self, item: Item) -> None:
@@ -35,5 +35,5 @@ class Transfers:
         self._ledger.remove(item.kind.prefix, self._sizes[item])
 
     def count(self, item: Item) -> None:
-        """Count an item that is on the device as if it had come."""
+        """Count an item that is on the device already as if it had been brought."""
         self._ledger.add(item.kind.prefix, self._sizes[item])

@@ -1,4 +1,4 @@
-"""The optimizer's updates on host and device, and what makes the host hold the truth."""
+"""The optimizer's updates on host and device, and the copies that make the host's values current."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .world import World
 
 
 class Updates:
-    """Runs updates, and brings to the host what only the device has.
+    """Runs updates, and copies to the host the values that only the device has.
 
     Parameters
     ----------
-    unmoved: parameters that never leave the device and share their memory with the host's on an emulated one.
+    unmoved: parameters that never leave an emulated device and share their memory with the host's.
     """
 
     def __init__(self, world: World, states: States, gradients: Gradients, gate: Gate, unmoved: frozenset[str]) -> None:
@@ -34,15 +34,15 @@ class Updates:
 
     def on_host(self, name: str) -> None:
         """Start the update of a parameter on a worker, unless it has been started already."""
-        here, host = self._contents, self._host
+        contents, host = self._contents, self._host
         if not self._gradients.exists(name):
             return
-        here.pending.discard(name)
+        contents.pending.discard(name)
         host.totals.discard(name)
         update, grad, scale = self._known(), host.grads[name], self._gate.scale_of(name)
-        done = here.updated_rows.pop(name, 0)
-        # The last rows are never among those that are done.
-        known = frozenset(here.states[self._states.items(name)[-1]].tensors if done else ())
+        done = contents.updated_rows.pop(name, 0)
+        # The last rows are never among those that have been updated.
+        known = frozenset(contents.states[self._states.items(name)[-1]].tensors if done else ())
 
         def work() -> None:
             if scale is not None:
@@ -54,29 +54,29 @@ class Updates:
                 update(name, param, grad, state)
             host.updates[name] = host.updates.get(name, 0) + 1
 
-        arrived = (here.grad_leaving.pop(name, None), here.grad_adding.pop(name, None))
+        arrived = (contents.grad_leaving.pop(name, None), contents.grad_adding.pop(name, None))
         after = tuple(event for event in arrived if event is not None)
         under_way = self._device.update_on_host(work, after, self._worker)
-        here.written[items.parameter(name)] = UnderWay(f"the update of {name} on the host", (under_way,))
+        contents.written[items.parameter(name)] = UnderWay(f"the update of {name} on the host", (under_way,))
 
     def on_device(self, name: str) -> None:
-        """Update a parameter on the device: item by item of its state, each with its rows."""
-        here = self._contents
-        param, grad = here.params[name], self._gradients.whole(name).tensor
+        """Update a parameter on the device, item by item of its state, each with its own rows."""
+        contents = self._contents
+        param, grad = contents.params[name], self._gradients.whole(name).tensor
         parts = self._states.items(name)
-        buffers = [here.states.setdefault(item, Buffer({})) for item in parts]
-        # A copy to the host may still read what is overwritten here.
+        buffers = [contents.states.setdefault(item, Buffer({})) for item in parts]
+        # A copy to the host may still read the memory that the update overwrites (see contents.py).
         for buffer in (param, *buffers):
             buffer.settle()
         host = self._host.states.setdefault(name, {})
-        here.newer |= {items.parameter(name), *parts}
-        here.states_at_home.setdefault(name, dict(host))
+        contents.newer |= {items.parameter(name), *parts}
+        contents.states_at_home.setdefault(name, dict(host))
         if len(parts) > 1:
             self._on_device_in_rows(name, param.read(), grad, dict(zip(parts, buffers)), host)
         else:
             self._on_device_whole(name, param.read(), grad, buffers[0], host)
         self._host.updates[name] = self._host.updates.get(name, 0) + 1
-        here.pending.discard(name)
+        contents.pending.discard(name)
 
     def _on_device_whole(
         self, name: str, param: torch.Tensor, grad: torch.Tensor, buffer: Buffer, host: dict[str, object]
@@ -90,7 +90,7 @@ class Updates:
                 host[key] = value
 
     def _make_room(self, name: str, item: Item, buffer: Buffer) -> None:
-        """For what an update of an item's rows allocates, their state among it if there is none yet."""
+        """Make room for what the update of an item's rows allocates, including their state if there is none yet."""
         if self._device.arena is not None and name in self._updated:
             updated, share = self._updated[name], self._states.share
             made = () if buffer.tensors else tuple(share(item, size) for size in updated.state_bytes)
@@ -105,7 +105,7 @@ class Updates:
     def _on_device_in_rows(
         self, name: str, param: torch.Tensor, grad: torch.Tensor, buffers: dict[Item, Buffer], host: dict[str, object]
     ) -> None:
-        """What all rows share advances once, with the last of them."""
+        """Update rows item by item; the values that all rows share advance once, with the last rows."""
         last = next(reversed(buffers))
         for item, buffer in buffers.items():
             rows = item.rows
@@ -125,19 +125,19 @@ class Updates:
         assert self._update is not None, "a schedule with updates needs the optimizer's update"
         return self._update
 
-    # -- the truth ----------------------------------------------------------------------------------------------------
+    # -- synchronization with the host --------------------------------------------------------------------------------
 
     def start_pending(self) -> None:
-        """Start now what the schedule starts later; it will find it done."""
+        """Start now the updates that the schedule starts later, which it will then find started."""
         for name in self._owed():
             self._start(name)
 
     def salvage_begun(self) -> None:
-        """After a failure: end on the host what was updated in part on the device."""
+        """After a failure, complete on the host the updates that were made in part on the device."""
         self._salvage(sorted(self._contents.updated_rows))
 
     def salvage_pending(self) -> None:
-        """After a failure: do the updates that were still to come, as far as their gradients can be had."""
+        """After a failure, make the updates that were still to come, as far as their gradients can be read."""
         self._salvage(self._owed())
 
     def _salvage(self, names: list[str]) -> None:
@@ -157,62 +157,62 @@ class Updates:
             if item in self._contents.newer:
                 self._rescue(item)
                 self._contents.newer.discard(item)
-            self._contents.on_tiers.pop(item, None)  # older once the host has updated it
+            self._contents.on_tiers.pop(item, None)  # outdated once the host updates the state
         self.on_host(name)
 
     def rescue(self) -> None:
-        """Copy to the host what only the device has; no copy may be under way."""
-        here = self._contents
+        """Copy to the host the values that only the device has; no copy may be under way."""
+        contents = self._contents
         with torch.no_grad():
-            for item in sorted(here.newer):
+            for item in sorted(contents.newer):
                 self._rescue(item)
             self._rescue_scalars()
-        here.newer.clear()
-        here.states_at_home.clear()
+        contents.newer.clear()
+        contents.states_at_home.clear()
         self.rescue_buffers()
 
     def rescue_buffers(self) -> None:
         """Copy to the host the model's buffers of which only the device has the newest values."""
-        here = self._contents
+        contents = self._contents
         with torch.no_grad():
-            for name in sorted(here.newer_buffers):
-                self._host.buffers[name].copy_(here.model_buffers[name])
-        here.newer_buffers.clear()
+            for name in sorted(contents.newer_buffers):
+                self._host.buffers[name].copy_(contents.model_buffers[name])
+        contents.newer_buffers.clear()
 
     def give_up_on_device(self) -> frozenset[str]:
-        """The device is lost: states that it shares with the host become what they were before it had them.
+        """Reset states shared with a lost device to their values before the device had them.
 
-        Returns: the tensors of which only the device had the newest values.
+        Returns: the names of tensors whose newest values only the device had.
         """
-        here = self._contents
-        lost = {item.name for item in here.newer} | here.newer_buffers | here.states_at_home.keys()
-        for name, known in here.states_at_home.items():
+        contents = self._contents
+        lost = {item.name for item in contents.newer} | contents.newer_buffers | contents.states_at_home.keys()
+        for name, known in contents.states_at_home.items():
             state = self._host.states[name]
             away = [k for k, v in state.items() if isinstance(v, torch.Tensor) and v.device.type != "cpu"]
             parts = self._states.items(name)
-            partly = len(parts) > 1 and state.keys() - known.keys() and not here.written.keys() >= {*parts}
+            partly = len(parts) > 1 and state.keys() - known.keys() and not contents.written.keys() >= {*parts}
             if partly or any(key not in known for key in away):
-                # Its first update was the device's, and half a state is none.
+                # The device made its first update, and an incomplete state is useless.
                 state.clear()
             else:
                 state.update({key: known[key] for key in away})
-        here.newer.clear()
-        here.newer_buffers.clear()
+        contents.newer.clear()
+        contents.newer_buffers.clear()
         return frozenset(lost)
 
     def _rescue(self, item: Item) -> None:
-        here, name = self._contents, item.name
-        if item.kind is ItemKind.PARAMETER and name in here.params and name not in self._unmoved:
-            self._host.params[name].copy_(here.params[name].tensors[""])
-        elif item.kind is ItemKind.STATE and item in here.states:
-            self._rescue_state(item, here.states[item].tensors)
-        elif item in here.on_tiers:
-            here.written[item].synchronize()
-            for key, home in self._states.homes(item, here.on_tiers[item]).items():
-                home.copy_(here.on_tiers[item][key])
+        contents, name = self._contents, item.name
+        if item.kind is ItemKind.PARAMETER and name in contents.params and name not in self._unmoved:
+            self._host.params[name].copy_(contents.params[name].tensors[""])
+        elif item.kind is ItemKind.STATE and item in contents.states:
+            self._rescue_state(item, contents.states[item].tensors)
+        elif item in contents.on_tiers:
+            contents.written[item].synchronize()
+            for key, home in self._states.homes(item, contents.on_tiers[item]).items():
+                home.copy_(contents.on_tiers[item][key])
 
     def _rescue_scalars(self) -> None:
-        """Scalars of states live where their parameter was updated last; they come home all at once."""
+        """Copy scalars of states, which live where their parameter was last updated, to the host, all at once."""
         away = [
             (state, key, value)
             for state in self._host.states.values()
@@ -254,12 +254,12 @@ def _update_rest(
     done: int,
     known: frozenset[str],
 ) -> None:
-    """Update the rows that an update on the device has not come to.
+    """Update the rows that an update on the device has not reached.
 
     Parameters
     ----------
-    state: whole; its first `done` rows are updated. known: its parts that were there before; the other rows of a part
-        that was not are made here.
+    state: the whole state, whose first `done` rows are updated. known: its parts that existed before that update; the
+        remaining rows of other parts are made here.
     """
     rows = (done, param.shape[0])
     bulk = _bulk(state)

@@ -1,4 +1,4 @@
-"""What everything that replays a schedule shares."""
+"""The objects that everything that replays a schedule shares."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .contents import Contents
 
 @dataclass(frozen=True)
 class World:
-    """A schedule, the tensors that it is replayed on, and where.
+    """A schedule, the tensors that it is replayed on, and the device.
 
     Parameters
     ----------
-    schedule, binding: what to do, and on which tensors.
+    schedule, binding: the actions, and their tensors.
     host: parameters, buffers and optimizer states.
-    device: where; its ledger counts every byte.
+    device: the device; its ledger counts every byte.
     update: the optimizer's update of one tensor; None if the user's code updates.
-    updated: what the optimizer holds of parameters that are updated on an accelerator.
-    contents: what is on the device and under way.
+    updated: the optimizer's memory for parameters that are updated on an accelerator.
+    contents: the items on the device and the copies under way.
     """
 
     schedule: Schedule
@@ -39,9 +39,9 @@ class World:
 
     @cached_property
     def tiers(self) -> dict[str, Ledger]:
-        """The ledgers of tiers beside device and host by name, each with its capacity as the limit."""
+        """The ledgers, by name, of tiers besides device and host, each with its capacity as the limit."""
         return {tier.name: Ledger(tier.capacity_bytes) for tier in self.schedule.rates.tiers}
 
     def tier_of(self, item: Item) -> str:
-        """The tier that an item leaves to."""
+        """Return the tier that an item leaves to."""
         return self.schedule.path_of(item).tier

@@ -1,6 +1,6 @@
-"""Of Inductor, for graphs of our own; publicly it takes what `torch.compile` has captured.
+"""Private names of Inductor, for our own graphs; the public API takes only what `torch.compile` has captured.
 
-Importing this takes seconds, so whoever compiles imports it where it is needed.
+Importing this takes seconds, so callers import it only where they compile.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .autograd import without_autocast
 from .tracing import FakeTensorMode, make_fx
 
 _SETTINGS = {
-    "compile_threads": 1,  # more are processes, which would stay
+    "compile_threads": 1,  # more would start processes, which stay alive
     "fallback_random": True,  # PyTorch's own draws
     "comprehensive_padding": False,  # bytes as planned
-    "triton.cudagraphs": False,  # they hold memory of their own
+    "triton.cudagraphs": False,  # they hold extra memory
 }
 
 
@@ -56,8 +56,8 @@ def compile_function(
 
     Parameters
     ----------
-    given: tensors as those that it will be given. left: with the strides that its results are to have.
-    donated: indices of those given that it may write into.
+    given: tensors like those that it will be given. left: tensors with the strides that its results are to have.
+    donated: indices of the given tensors that it may write into.
 
     Returns: a function that takes a list of tensors and empties it.
     """
@@ -69,7 +69,7 @@ def compile_function(
         last.meta["user_visible_output_idxs"] = list(range(len(left)))
         last.meta["original_output_strides"] = [tensor.stride() for tensor in left]
         context = _guards.TracingContext(mode)
-        # Where Inductor looks for what may be written into; only a backward's saved tensors may, as it sees things.
+        # Inductor looks here for tensors that may be written into, and allows that only for a backward's saved tensors.
         context.fw_metadata = SimpleNamespace(bw_donated_idxs=list(donated), static_input_indices=[])  # type: ignore[assignment]
         with _guards.tracing(context):
             return compile_fx.compile_fx_inner(module, fakes, is_backward=bool(donated))

@@ -1,4 +1,4 @@
-"""Of modules and optimizers: where they keep what public methods add to or count."""
+"""Private names of modules and optimizers: the places of what public methods add to or count."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import torch
 from torch.nn.modules import module as _module
 
 PARAMETERS, BUFFERS, MODULES = TABLES = ("_parameters", "_buffers", "_modules")
-"""A module's dictionaries of what it holds itself; the public generators say nothing of aliases and replacements."""
+"""A module's dictionaries of its own members; the public generators do not show aliases and replacements."""
 
 parameters_of: Callable[[torch.nn.Module], dict[str, Any]] = operator.attrgetter(PARAMETERS)
 buffers_of: Callable[[torch.nn.Module], dict[str, Any]] = operator.attrgetter(BUFFERS)
 """These dictionaries of a module."""
 
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-"""A module's dictionaries of hooks around its forward; publicly hooks can only be added."""
+"""A module's dictionaries of hooks around its forward; the public API can only add hooks."""
 
 BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
-"""Likewise of hooks on gradients."""
+"""A module's dictionaries of hooks on gradients; the public API can only add hooks."""
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-"""An optimizer's dictionaries of hooks around its step; publicly hooks can only be added."""
+"""An optimizer's dictionaries of hooks around its step; the public API can only add hooks."""
 
-# Recurrent modules keep their parameters in them once more.
+# Recurrent modules keep second references to their parameters in these.
 RECURRENT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
 
 CALL = "_call_impl"
-"""What calling a module runs, its hooks included; one that an instance holds runs instead of it."""
+"""The method that calling a module runs, hooks included; an instance attribute of this name runs instead of it."""
 
 _GLOBAL_HOOKS = (
     "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks",
@@ -41,7 +41,7 @@ _STEPPED = "_opt_called"
 
 
 def global_hooks() -> list[Any]:
-    """Give the hooks that are called around every module; publicly they can only be added."""
+    """Give the hooks that are called around every module; the public API can only add them."""
     return [hook for name in _GLOBAL_HOOKS for hook in getattr(_module, name).values()]
 
 
@@ -51,9 +51,9 @@ def is_from_torch_compile(model: torch.nn.Module) -> bool:
 
 
 def conversion(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, bool, Any]:
-    """Give what the arguments of a module's `to` ask for: device, dtype, non_blocking and memory format.
+    """Give the device, dtype, non_blocking flag and memory format that the arguments of a module's `to` ask for.
 
-    `Module.to` takes them apart by this function, and keeps what it found to itself.
+    `Module.to` parses them by this function, and does not expose the result.
     """
     asked: tuple[Any, Any, bool, Any] = torch._C._nn._parse_to(*args, **kwargs)
     return asked
@@ -62,7 +62,7 @@ def conversion(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any,
 def state_at_construction(kind: type[Any], hyper: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
     """Give the state of a parameter that an optimizer's constructor makes, empty where the first update does.
 
-    Of torch's only Adagrad's constructor makes one, in torch 2.11.0, and in 2.13.0 no more.
+    Of torch's optimizers only Adagrad's constructor makes one, in torch 2.11.0 but not in 2.13.0.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ def step_hooks(optimizer: Any) -> tuple[dict[int, Any], dict[int, Any]]:
 
 
 def note_step(optimizer: Any) -> None:
-    """Let schedulers see that an optimizer has stepped; else they warn, and only their own wrapper of it says so."""
+    """Mark an optimizer as having stepped; otherwise schedulers warn, and only their own wrapper sets this mark."""
     setattr(optimizer, _STEPPED, True)
 
 

@@ -1,4 +1,4 @@
-"""Of operators: what their schemas say, and some that have no public name."""
+"""Private names of operators: what their schemas say, and some that have no public name."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ OpOverload = torch._ops.OpOverload
 """The class of a node's target that is one of the dispatcher's operators; `torch.ops` names only objects of it."""
 
 HigherOrderOperator = torch._ops.HigherOrderOperator
-"""The class of operators that hold graphs of their own, as `torch.cond`."""
+"""The class of operators that hold graphs, such as `torch.cond`."""
 
 norms_of = torch._foreach_norm
-"""The norm of each tensor, of all in one kernel, as `torch.nn.utils.get_total_norm` takes them."""
+"""Computes the norm of each tensor, all in one kernel, as `torch.nn.utils.get_total_norm` does."""
 
 grouped_by_kind = _foreach_utils._group_tensors_by_device_and_dtype
-"""The groups in which `torch.nn.utils.get_total_norm` takes norms, in its order, which decides how they are rounded."""
+"""Groups tensors as `torch.nn.utils.get_total_norm` does, in its order, which determines the rounding of the sum."""
 
 attention_order = torch._C._get_sdp_priority_order
-"""In which order attention kernels are tried; publicly the order can only be set."""
+"""Returns the order in which attention kernels are tried; the public API can only set it."""
 
 flops_of_attention = flop_counter.sdpa_flop_count
 flops_of_attention_backward = flop_counter.sdpa_backward_flop_count
 flop_counts = flop_counter.flop_registry
 """Floating-point operations by operator; the public `FlopCounterMode` counts only while operators run."""
 
-# Autocast and `Tensor.to` cast by it; it has no other name.
+# Autocast and `Tensor.to` cast with it; it has no other name.
 cast = torch.ops.aten._to_copy.default
 
 # What `scaled_dot_product_attention` becomes on a CPU.
@@ -35,17 +35,17 @@ attention_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.de
 attention_on_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 CASTS = ("aten.to.", "aten._to_copy")
-"""How the names of operators begin by which a program casts in so many words."""
+"""Prefixes of the names of operators by which a program casts explicitly."""
 
 ASSERTIONS = ("aten._assert", "aten.sym_constrain")
-"""How the names of operators begin that compute nothing and refuse some values."""
+"""Prefixes of the names of operators that compute nothing and reject some values."""
 
 ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention")
-"""What the names of operators contain that compute attention, with whatever dropout."""
+"""Substrings of the names of operators that compute attention, with or without dropout."""
 
 
 def schema_of(target: Any) -> Any:
-    """Give an operator's schema, which says what it writes, None for any other target; nothing public tells."""
+    """Give an operator's schema, which says what it writes, None for other targets; no public function does."""
     return getattr(target, "_schema", None)
 
 

@@ -1,4 +1,4 @@
-"""Of tensors, of the storages behind them, and of parameters."""
+"""Private names of tensors, of the storages behind them, and of parameters."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ VERSION = "_version"
 """The attribute that `version_of` reads."""
 
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter(VERSION)
-"""How often a tensor's memory was written in place; views count together. Publicly only autograd compares it."""
+"""Returns how often a tensor's memory was written in place, all views counted; publicly only autograd compares it."""
 
 storage_key: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
-"""A number that no other storage alive has; `data_ptr` gives none for storages without memory, as fake ones are."""
+"""Returns a number that no other living storage has; `data_ptr` gives none for storages without memory (fake ones)."""
 
 StorageWeakRef = reductions.StorageWeakRef
 """Knows a storage without keeping it alive. Python's weak references end with the wrapper, before the storage does."""
 
 has_expired: Callable[[int], Any] = torch.UntypedStorage._expired
-"""Whether the storage behind a weak reference's `cdata` is gone; its method `expired` does the same, more slowly."""
+"""Returns whether the storage behind a weak reference's `cdata` is freed; the method `expired` is slower."""
 
 storage_behind: Callable[[int], torch.UntypedStorage | None] = torch.UntypedStorage._new_with_weak_ptr
-"""The storage behind a weak reference's `cdata`, None if it is gone; publicly a weak reference leads nowhere."""
+"""Returns the storage behind a weak reference's `cdata`, None if it is freed; there is no public way back to it."""
 
 gradient_hooks: Callable[[torch.Tensor], dict[int, Any] | None] = operator.attrgetter("_backward_hooks")
-"""A tensor's hooks on its gradient, in the order in which they are called; publicly they can only be added."""
+"""Returns a tensor's hooks on its gradient, in calling order; the public API can only add them."""
 
 
 def late_gradient_hooks(tensor: torch.Tensor) -> dict[int, Any] | None:
-    """Give a leaf's hooks that are called once its gradient is added up; publicly they can only be added."""
+    """Give a leaf's hooks that are called once its gradient is added up; the public API can only add them."""
     return getattr(tensor, "_post_accumulate_grad_hooks", None)
 
 
@@ -42,14 +42,15 @@ def as_class(values: torch.Tensor, cls: type[torch.Tensor]) -> torch.Tensor:
 
 
 class ParameterByClass:
-    """Mixed into classes of parameters: what `torch.nn.Parameter` makes of such a one is a plain parameter.
+    """A mixin for classes of parameters, with which `torch.nn.Parameter` makes a plain parameter of an instance.
 
-    It asks for an object of the same class and then marks that as a parameter; there is no public way to say no.
+    `torch.nn.Parameter` asks for an object of the same class and then marks it as a parameter; no public switch
+    prevents that.
     """
 
     @property
     def _is_param(self) -> bool:
-        """Not by this mark, but by its class."""
+        """Return False: its class makes it a parameter, not this mark."""
         return False
 
     @_is_param.setter

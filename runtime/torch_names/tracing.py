@@ -1,4 +1,4 @@
-"""Of tracing: tensors without values, tensors without writes, and what export leaves in a graph."""
+"""Private names of tracing: tensors without values, tensors without writes, and what export leaves in a graph."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from torch.utils import _python_dispatch
 
 FakeTensor = fake_tensor.FakeTensor
 FakeTensorMode = fake_tensor.FakeTensorMode
-"""Tensors with all that tensors have but values. Publicly there is the device "meta", which chooses other kernels."""
+"""Tensors with everything but values. The public alternative, the device "meta", chooses other kernels."""
 
 DataDependentOutputException = fake_tensor.DataDependentOutputException
 DynamicOutputShapeException = fake_tensor.DynamicOutputShapeException
-"""What an operator raises that would have to look at values, as `func`; publicly a part of a message."""
+"""Errors of an operator (`func`) that would have to look at values; publicly it appears only in the message."""
 
 GuardOnDataDependentSymNode = symbolic_shapes.GuardOnDataDependentSymNode
-"""What export raises at a branch or a bound that is made from values; publicly it is a `RuntimeError` like many."""
+"""The error of export at a branch or a bound that depends on values; publicly it is a `RuntimeError` like others."""
 
 FunctionalTensor = functional_tensor.FunctionalTensor
 FunctionalTensorMode = functional_tensor.FunctionalTensorMode
 """Tensors whose writes become operators; the public `torch.func.functionalize` runs no backward inside."""
 
 has_data_mutation = functional_utils.has_data_mutation
-"""Whether anything wrote into a functional tensor's values."""
+"""Returns whether anything wrote into a functional tensor's values."""
 
 make_fx = proxy_tensor.make_fx
-"""The graph of operators that a function runs, as `torch.export` traces, for functions that are no module."""
+"""Traces the graph of operators that a function runs, as `torch.export` does for modules."""
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
-"""Sees every operator that runs in a block; torch documents it under this name alone."""
+"""Sees every operator that runs within a block; torch documents it under this name only."""
 
 outside_of_modes = _python_dispatch._disable_current_modes
-"""Leaves, for a block, all modes that are being traced or watched under; publicly each ends where it began."""
+"""Leaves, within a block, all modes that trace or watch; publicly each mode ends where it began."""
 
 set_grad_enabled = torch._C._set_grad_enabled
-"""What stands in an exported graph where a grad mode begins."""
+"""The node in an exported graph at which a grad mode begins."""
 
 enter_autocast = torch.amp.autocast_mode._enter_autocast
 exit_autocast = torch.amp.autocast_mode._exit_autocast
-"""What stands in an exported graph where an autocast region begins and ends."""
+"""The nodes in an exported graph at which an autocast region begins and ends."""
 
-# Passes of export that fold grad modes and autocast regions into subgraphs: of one inside the other, they lose one.
+# Passes of export that fold grad modes and autocast regions into subgraphs; of two nested ones they lose one.
 _FOLDING = ("replace_autocast_with_hop_pass", "replace_set_grad_with_hop_pass")
 
 
@@ -68,7 +68,7 @@ def without_stack_traces() -> contextlib.AbstractContextManager[Any]:
 
 
 def to_functional(tensor: torch.Tensor) -> torch.Tensor:
-    """Give a functional tensor of a traced one, as much of autograd's as that is."""
+    """Wrap a traced tensor as a functional one, with as much of its autograd metadata as it has."""
     wrapped = FunctionalTensor.to_functional(tensor)
     torch._mirror_autograd_meta_to(tensor, wrapped)  # type: ignore[attr-defined]
     return wrapped

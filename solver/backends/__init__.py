@@ -1,4 +1,4 @@
-"""One file per solver; the only place where solver libraries are imported."""
+"""One file per solver; no other module imports solver libraries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class BackendError(ImportError):
 
 
 class Backend(Protocol):
-    """Minimises a linear model."""
+    """A solver that minimises linear models."""
 
     def solve(
         self,
@@ -30,18 +30,18 @@ class Backend(Protocol):
         nodes: int | None = None,
         vertex: bool = True,
     ) -> RawAnswer:
-        """The best point found in `time_limit_s` seconds, or within the relative `gap` of the bound.
+        """Return the best point found in `time_limit_s` seconds, or the first within the relative `gap` of the bound.
 
-        `start` is a feasible point to begin with, if there is one; `nodes` limits the nodes of the search tree. Where
-        any of the best points of a relaxation will do, it need not be a `vertex`.
+        `start` is a feasible point to begin with, or empty; `nodes` limits the nodes of the search tree. If `vertex` is
+        False, any optimal point of a relaxation will do.
         """
         ...
 
 
 def get(name: str) -> Backend:
-    """The backend called `name`: "highs" or "cbc"; raises BackendError naming what to install."""
+    """Return the backend called `name`: "highs" or "cbc"; raises BackendError naming what to install."""
     if name not in INSTALL:
-        raise BackendError(f"no solver is called {name!r}; there are {', '.join(sorted(INSTALL))}")
+        raise BackendError(f"no solver is called {name!r}; choose one of {', '.join(sorted(INSTALL))}")
     try:
         return import_module(f".{name}", __name__)
     except ImportError as error:
@@ -49,7 +49,7 @@ def get(name: str) -> Backend:
 
 
 def default() -> Backend:
-    """HiGHS, or CBC where HiGHS is not installed; raises BackendError if there is neither."""
+    """Return HiGHS, or CBC where HiGHS is not installed; raises BackendError if neither is installed."""
     try:
         return get("highs")
     except BackendError:

@@ -1,4 +1,4 @@
-"""CBC, as pulp brings it along."""
+"""CBC, as bundled with pulp."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..linear import LinearModel
 from ..solution import Status
 
 INFINITE = float("inf")
-INTERIOR = "barrier"  # for a relaxation, which is degenerate: several times as fast as the simplex
+INTERIOR = "barrier"  # for relaxations, which are degenerate: several times as fast as the simplex method
 
 
 def solve(
@@ -32,14 +32,14 @@ def solve(
 
     Parameters
     ----------
-    time_limit_s: limit on the search; where nothing is integer, on the processor's time. gap: relative gap at which the
-        search may end.
-    start: not used; CBC as pulp runs it takes no point to begin with.
-    nodes: limit on the nodes of the search tree; a limit on effort by which the answer is the same every time.
+    time_limit_s: limit on the search, in seconds; for purely continuous models a limit on processor time. gap: relative
+        gap at which the search may end.
+    start: not used, since pulp passes CBC no starting point.
+    nodes: limit on the nodes of the search tree; unlike a time limit, it makes the answer reproducible.
     vertex: not used; CBC always finds one.
 
-    Returns: the same answer every time, unless the time limit ends the search. The bound is read from CBC's log, where
-    a search that ended early prints it; a search that ended by itself has the objective as its bound.
+    Returns: the same answer every time, unless the time limit ends the search. The bound is read from CBC's log if the
+    search ended early, and is the objective otherwise.
     """
     started = time.perf_counter()
     problem, variables = _to_pulp(model)
@@ -78,7 +78,7 @@ def _printed_bound(log: str) -> float | None:
 
 
 def _to_pulp(model: LinearModel) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
-    """The model as a pulp problem, and its variables in the order of the columns."""
+    """Return the model as a pulp problem, and its variables in the order of the columns."""
     problem = pulp.LpProblem("plan", pulp.LpMinimize)
     variables = [
         pulp.LpVariable(f"c{i}", 0, None if upper == float("inf") else upper, _category(integer))

@@ -1,4 +1,4 @@
-"""Which storages of a block to keep or offload: exact, with CP-SAT."""
+"""Exact choice, with CP-SAT, of the storages of a block to keep or offload."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from . import BackendError
 if TYPE_CHECKING:
     from ..block_graph import BlockGraph
 
-RESOLUTION = 10**6  # the dearest plan in integer units of cost
+RESOLUTION = 10**6  # integer units of cost that the most expensive plan has
 CHILD = Path(__file__).with_name("cpsat_child.py")
 
 
 class CpSat:
-    """Answers questions about one block graph from a process of its own, which lives as long as the `with` block.
+    """Answers questions about one block graph from a separate process, which lives as long as the `with` block.
 
     Parameters
     ----------
-    graph: the block class. Every answer: the storages to keep and those to offload.
+    graph: of the block class. Every answer lists the storages to keep and those to offload.
     """
 
     def __init__(self, graph: BlockGraph) -> None:
@@ -32,7 +32,7 @@ class CpSat:
     def __enter__(self) -> CpSat:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        command = [sys.executable, "-P", str(CHILD)]  # -P: the folder's own modules must hide no others
+        command = [sys.executable, "-P", str(CHILD)]  # -P: modules in this folder must not shadow others
         self._child = subprocess.Popen(command, text=True, env=environment, **pipes)  # type: ignore[call-overload]
         return self
 
@@ -40,18 +40,18 @@ class CpSat:
         self._child.communicate()
 
     def least_kept(self) -> tuple[frozenset[int], frozenset[int]]:
-        """The fewest bytes kept with which all else can be recomputed; nothing is offloaded."""
+        """Minimise the bytes kept such that everything else can be recomputed; nothing is offloaded."""
         return self._ask(None, None)
 
     def fastest(
         self, keep_at_most_bytes: int, offload_s_per_byte: float | None
     ) -> tuple[frozenset[int], frozenset[int]]:
-        """The fewest seconds of recomputation and of copies.
+        """Minimise the seconds of recomputation and of copies.
 
         Parameters
         ----------
-        keep_at_most_bytes: limit on what is kept.
-        offload_s_per_byte: price of a byte that leaves and returns; None if nothing may leave.
+        keep_at_most_bytes: limit on the bytes kept.
+        offload_s_per_byte: cost of a byte that leaves and returns; None if nothing may leave.
         """
         return self._ask(keep_at_most_bytes, offload_s_per_byte)
 
@@ -72,7 +72,7 @@ class CpSat:
 
 
 def _question(graph: BlockGraph, offload_s_per_byte: float | None) -> dict[str, Any]:
-    """The graph as plain numbers: own storages by index, and costs in integer units."""
+    """Return the graph as plain numbers: its own storages by index, and costs in integer units."""
     sizes = [(j, graph.storages[j].bytes) for j in sorted(graph.maker)]
     ops = [(a, op) for a, op in enumerate(graph.ops) if op.recomputable]
     copies_s = [] if offload_s_per_byte is None else [(j, size * offload_s_per_byte) for j, size in sizes]

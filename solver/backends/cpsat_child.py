@@ -1,7 +1,7 @@
-"""CP-SAT in a process of its own: one question as a line of JSON on stdin, one answer as a line on stdout.
+"""CP-SAT in a separate process: questions are lines of JSON on stdin, answers are lines of JSON on stdout.
 
-ortools and highspy each bring a libhighs.so.1, and a process can hold only one of them: whichever is imported second
-fails. So this file runs by itself and imports nothing of the package.
+ortools and highspy each ship a libhighs.so.1, and a process can load only one of them: the one imported second fails.
+So this file runs as its own process and imports nothing from the package.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 from ortools.sat.python import cp_model
 
-EFFORT = 0.1  # CP-SAT's own measure of work, so that the answer does not depend on the machine's speed
+EFFORT = 0.1  # in CP-SAT's deterministic time, so that the answer does not depend on the machine's speed
 
 
 def answer(question: dict[str, Any]) -> dict[str, list[int]]:
-    """Which storages to keep and which to offload; the question's fields are those of cpsat.CpSat."""
+    """Choose the storages to keep and those to offload; the question's fields are those of `cpsat.CpSat`."""
     model = cp_model.CpModel()
     sizes, maker = dict(question["sizes"]), dict(question["maker"])
     keep = {j: model.new_bool_var(f"keep{j}") for j in sizes}

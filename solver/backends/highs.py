@@ -15,7 +15,7 @@ from ..solution import Status
 
 INFINITE = float("inf")
 OPTIONS = {"random_seed": 0, "parallel": "off", "output_flag": False}
-# The first relaxation takes most of the time: it is degenerate, and an interior point is three times as fast.
+# The first relaxation takes most of the time: it is degenerate, and an interior-point method is three times as fast.
 INTERIOR = {"solver": "ipm", "mip_lp_solver": "ipm"}
 SIMPLEX = {"solver": "simplex", "mip_lp_solver": "choose"}
 
@@ -33,10 +33,11 @@ def solve(
 
     Parameters
     ----------
-    time_limit_s: limit on the search. gap: relative gap at which the search may end.
-    start: a feasible point to begin with, one value per column; none if empty.
-    nodes: limit on the nodes of the search tree; a limit on effort by which the answer is the same every time.
-    vertex: whether the point of a relaxation has to be one; the way to it can take longer than finding the optimum.
+    time_limit_s: limit on the search, in seconds. gap: relative gap at which the search may end.
+    start: a feasible point to begin with, one value per column; empty for none.
+    nodes: limit on the nodes of the search tree; unlike a time limit, it makes the answer reproducible.
+    vertex: whether the point of a relaxation has to be a vertex; crossover to one can take longer than finding the
+        optimum.
 
     Returns: the same answer every time, unless the time limit ends the search.
     """
@@ -53,7 +54,7 @@ def solve(
     _run(highs, time_limit_s, INTERIOR)
     answer = _answer(model, highs, started)
     if _refused(highs) or trusted(model, answer) is not answer:
-        # An interior point wrongly finds small feasible programs infeasible when seconds differ by many magnitudes.
+        # Interior points wrongly call small feasible programs infeasible if seconds differ by many magnitudes.
         _run(highs, max(1.0, time_limit_s - (time.perf_counter() - started)), SIMPLEX)
         answer = trusted(model, _answer(model, highs, started))
     return answer
@@ -67,7 +68,7 @@ def _run(highs: highspy.Highs, time_limit_s: float, more: dict[str, str]) -> Non
 
 
 def _refused(highs: highspy.Highs) -> bool:
-    """Whether the run ended by itself without a point."""
+    """Return whether the run ended by itself without reaching an optimum."""
     status = highspy.HighsModelStatus
     return highs.getModelStatus() not in (status.kOptimal, status.kTimeLimit, status.kSolutionLimit)
 
@@ -91,7 +92,7 @@ def _answer(model: LinearModel, highs: highspy.Highs, started: float) -> RawAnsw
 
 
 def _build(model: LinearModel) -> highspy.Highs:
-    """The model as HiGHS holds it, rows by their columns."""
+    """Return the model as HiGHS stores it, row by row."""
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = len(model.upper), len(model.rows)
     lp.col_cost_ = np.array(model.costs)

@@ -1,1 +1,1 @@
-"""Problems made from shapes and rates: for tests, scaling, and published tables."""
+"""Problems made from shapes and rates, for tests, scaling and published tables."""

@@ -1,4 +1,4 @@
-"""Problems of Llama-like models from their shape and a machine's rates: for tests, scaling and published tables."""
+"""Problems of Llama-like models, from a shape and a machine's rates, for tests, scaling and published tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..options.pieces import Grid, in_pieces
 from ..problem import Block, Group, Option, Output, Problem, Rates, Shared, TensorSize, Value
 
 LOSS_BYTES = 4
-# Values as large as the largest saved one that a block's first gradients are made from, and its last ones.
+# Number of temporaries, each as large as the largest saved value, that a backward needs at its start and at its end.
 _FIRST, _LAST = 2, 3
 
 
@@ -18,8 +18,8 @@ class Shape:
 
     Parameters
     ----------
-    hidden, intermediate, vocab: widths. kv_hidden: width of keys and of values, `hidden` without grouped heads.
-    gated: whether the MLP has a gate besides its two products. tied: whether input and output embedding are one.
+    hidden, intermediate, vocab: widths. kv_hidden: width of keys and of values, 0 for `hidden` (no grouped heads).
+    gated: whether the MLP has a gate besides its two products. tied: whether input and output embedding share weights.
     attention_heads: heads whose score matrices are kept (plain attention); 0 for a fused kernel, which keeps none.
     """
 
@@ -51,7 +51,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What a machine does per second: operations, bytes of device memory moved, bytes of parameters updated."""
+    """The rates of a machine: operations, bytes of device memory moved, and bytes of parameters updated per second."""
 
     flops_per_s: float
     memory_bytes_per_s: float
@@ -62,7 +62,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class _Saved:
-    """One value that a block's forward keeps for its backward, and the seconds to compute it again."""
+    """One value that a block's forward keeps for its backward, and the seconds to recompute it."""
 
     bytes: int
     seconds: float
@@ -70,12 +70,12 @@ class _Saved:
 
 @dataclass(frozen=True)
 class _Part:
-    """One block before its options: parameters by elements, seconds of its forward, what it saves and what it makes.
+    """One block before its options: parameters by elements, seconds of its forward, values that it saves and makes.
 
     Parameters
     ----------
-    made_bytes: the value for the next block, or the loss. grad_bytes: of its gradient. output_bytes: the logits, which
-        the user holds and the next block reads.
+    made_bytes: the value for the next block, or the loss. grad_bytes: that value's gradient. output_bytes: the logits,
+        which the user holds and the next block reads.
     """
 
     name: str
@@ -98,17 +98,18 @@ def llama(
     iteration_s: float | None = None,
     activation_bytes: int | None = None,
 ) -> Problem:
-    """The problem of training a Llama-like decoder: embedding, layers, output embedding, loss.
+    """Return the problem of training a Llama-like decoder: embedding, layers, output embedding, loss.
 
-    The logits are an output. A block needs about as much memory as one captured from the model does, and no less.
+    The logits are an output. A block needs about as much memory as one captured from a model does, and no less.
 
     Parameters
     ----------
     whole_layers: one block per layer instead of one for attention and one for the MLP; one for output embedding and
         loss.
-    iteration_s: seconds of forward, backward and device updates when everything fits, to which the computes are
-        scaled; as the speeds say if None.
-    activation_bytes: what all forwards save together, to which it is scaled; as the shape says if None.
+    iteration_s: seconds of forward, backward and device updates if everything fits, to which the computes are scaled;
+        None for the seconds that follow from the speeds.
+    activation_bytes: bytes that all forwards save together, to which the saved values are scaled; None for those that
+        follow from the shape.
 
     Returns: a problem with planned updates.
     """
@@ -166,18 +167,18 @@ def _value(part: _Part, i: int, n: int) -> Value:
 
 
 def _moved_s(shape: Shape, speeds: Speeds, precision: Precision, widths: float) -> float:
-    """Seconds of an operator that reads and writes `widths` hidden states."""
+    """Return the seconds of an operator that reads and writes `widths` hidden states."""
     moved = 2 * widths * shape.tokens * shape.hidden * precision.activation_bytes
     return moved / speeds.memory_bytes_per_s
 
 
 def _product(shape: Shape, speeds: Speeds, precision: Precision, width: int, out: int) -> _Saved:
-    """A matrix product from `width` to `out`, and its result."""
+    """Return a matrix product from `width` to `out`, as its result and its seconds."""
     return _Saved(shape.tokens * out * precision.activation_bytes, 2 * shape.tokens * width * out / speeds.flops_per_s)
 
 
 def _moved(shape: Shape, speeds: Speeds, precision: Precision, width: float) -> _Saved:
-    """The result of an elementwise operator."""
+    """Return an elementwise operator, as its result and its seconds."""
     size = round(shape.tokens * width * precision.activation_bytes)
     return _Saved(size, 2 * size / speeds.memory_bytes_per_s)
 
@@ -218,18 +219,18 @@ def _blocks(parts: list[_Part], precision: Precision, tied: bool) -> tuple[Block
         total = sum(s.bytes for s in part.saved)
         largest = max((s.bytes for s in part.saved), default=0)
         forward = total + part.made_bytes + part.output_bytes + largest
-        # A backward holds most when it begins, with all that was saved, or when it ends, with all gradients made.
+        # A backward holds most at its start, with all saved values, or at its end, with all gradients.
         backward = part.grad_bytes + max(total + _FIRST * largest, grads + _LAST * largest)
         blocks.append(Block(part.name, _options(part, forward, backward, i < len(parts) - 1)))
     return tuple(blocks)
 
 
 def _options(part: _Part, forward_bytes: int, backward_bytes: int, may_offload: bool) -> tuple[Option, ...]:
-    """Keep everything; recompute ever more, cheapest per byte first; offload what is left where recomputing is dear.
+    """List a block's options: keep all; recompute more and more, cheapest per byte first; offload the rest or half.
 
     Parameters
     ----------
-    forward_bytes, backward_bytes: the peaks. may_offload: not if the block's backward follows its forward at once.
+    forward_bytes, backward_bytes: the peaks. may_offload: False if the block's backward follows its forward at once.
     """
     order = sorted(range(len(part.saved)), key=lambda k: part.saved[k].seconds / max(part.saved[k].bytes, 1))
     total = sum(s.bytes for s in part.saved)
@@ -277,5 +278,5 @@ def _groups(parts: list[_Part], shape: Shape, speeds: Speeds, precision: Precisi
                 size / speeds.device_update_bytes_per_s,
             )
         )
-    # As if every matrix had rows as wide as the hidden states.
+    # Every matrix is cut as if its rows were as wide as the hidden states.
     return in_pieces(groups, {name: Grid(n // shape.hidden) for part in parts for name, n in part.params.items()})

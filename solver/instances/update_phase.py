@@ -1,7 +1,7 @@
 """The update phase of Deep Optimizer States as a problem: subgroups whose states live on the host, behind a gate.
 
-Its equation 1 chooses one stride k for all subgroups: k are updated on the host while one is brought in, updated on the
-device and sent back.
+The paper's equation 1 chooses one stride k for all subgroups: k are updated on the host while one is copied in, updated
+on the device and sent back.
 
 Source: Deep Optimizer States (Maurya et al., 2024), section 4.2.
 """
@@ -15,13 +15,13 @@ from ..problem import Block, Group, Option, Problem, Rates, TensorSize
 from ..solution import Solution
 
 PARAM_BYTES, STATE_BYTES = 2, 12  # a half-precision copy; parameter, momentum and variance in single precision
-LINK_BYTES = 4  # its rates count single-precision parameters
+LINK_BYTES = 4  # the paper's rates count single-precision parameters
 SUBGROUP_PARAMS = 100_000_000
 
 
 @dataclass(frozen=True)
 class Throughputs:
-    """What a machine does in parameters per second: B, U_c, D_c and U_g of the paper.
+    """The rates of a machine in parameters per second: B, U_c, D_c and U_g of the paper.
 
     Parameters
     ----------
@@ -36,12 +36,12 @@ class Throughputs:
 
     @property
     def cpu_s(self) -> float:
-        """Seconds of the host per parameter."""
+        """Seconds of host work per parameter."""
         return 1 / self.cpu_update + 1 / self.cpu_cast
 
 
 def stride(machine: Throughputs) -> float:
-    """k of equation 1: subgroups updated on the host for every one updated on the device, not rounded.
+    """Return k of equation 1: subgroups updated on the host per subgroup updated on the device, not rounded.
 
     Copies in and out overlap each other and the host's updates; the device's update does not overlap its copies.
     """
@@ -49,7 +49,7 @@ def stride(machine: Throughputs) -> float:
 
 
 def stride_s(machine: Throughputs, subgroups: int, subgroup_params: int = SUBGROUP_PARAMS) -> float:
-    """Seconds of an update phase by equation 1's own balance, with the better of the two whole strides next to k."""
+    """Return the seconds of an update phase by equation 1's balance, with the better integer stride next to k."""
     k = stride(machine)
 
     def seconds(whole: int) -> float:
@@ -61,7 +61,7 @@ def stride_s(machine: Throughputs, subgroups: int, subgroup_params: int = SUBGRO
 
 
 def ratio(solution: Solution) -> float:
-    """The k of a solution: subgroups updated on the host for every one whose states move; infinite if none do."""
+    """Return k of a solution: subgroups updated on the host per subgroup whose states move; infinite if none do."""
     host = sum(flow.cpu_part for flow in solution.groups.values())
     moved = sum(sum(flow.state_out.values()) for flow in solution.groups.values())
     return host / moved if moved > 0 else inf
@@ -76,16 +76,16 @@ def update_phase(
     compute_s: float = 0.0,
     both: float = 2.0,
 ) -> Problem:
-    """A chain of blocks, one subgroup each, whose gate opens after the last backward.
+    """Return a chain of blocks, one subgroup each, whose gate opens after the last backward.
 
     Parameters
     ----------
     subgroups, subgroup_params: their number and size.
-    room: subgroups whose states fit on the device at once, beside all half-precision parameters.
-    compute_s: seconds of all forwards and backwards; with none the update phase is all there is.
-    both: what the link carries when both directions are busy, in units of one direction.
+    room: subgroups whose states fit on the device at once, besides all half-precision parameters.
+    compute_s: seconds of all forwards and backwards; with 0 the iteration is the update phase alone.
+    both: total rate of the link while both directions are busy, in units of one direction.
 
-    Returns: a problem in which gradients take no time to move, as in equation 1.
+    Returns: a problem whose gradients take no time to move, as in equation 1.
     """
     n, rate = subgroups, machine.link * LINK_BYTES
     forward_s = compute_s / (3 * n)

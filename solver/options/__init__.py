@@ -1,1 +1,1 @@
-"""Options of a block class: what its forward keeps, recomputes or offloads; and pieces of states."""
+"""Options of a block class (the values that its forward keeps, recomputes or offloads), and pieces of states."""

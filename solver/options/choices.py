@@ -1,4 +1,4 @@
-"""Options of a block class: for each forward value that the backward reads keep, recompute or offload."""
+"""Options of a block class: keep, recompute or offload, for each forward value that the backward reads."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from ..backends.cpsat import CpSat
 from ..block_graph import BlockGraph
 
-LEVELS = (0.25, 0.5, 0.75)  # of what keeping all holds beyond recomputing all
-CHEAP_LINK = 0.25  # price of a link that is idle anyway, against one that makes compute wait
+LEVELS = (0.25, 0.5, 0.75)  # of the bytes that keeping everything holds beyond recomputing everything
+CHEAP_LINK = 0.25  # cost of a copy over a link that is idle anyway, relative to one that makes compute wait
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,8 @@ class Choice:
 
     Parameters
     ----------
-    keep, offload: storages that stay on the device, or leave after the forward and return before the backward.
+    keep, offload: storages that stay on the device; storages that leave after the forward and return before the
+        backward.
     recompute: indices of the ops that the backward runs again, in program order.
     """
 
@@ -31,17 +32,19 @@ class Choice:
 
 
 def choices(graph: BlockGraph, link_bytes_per_s: float, max_choices: int = 8) -> tuple[Choice, ...]:
-    """The frontier of a class: none holds no more, moves no more and takes no longer than another.
+    """Return the Pareto frontier of a class in bytes kept, bytes moved and seconds of recomputation.
 
     Parameters
     ----------
-    link_bytes_per_s: rate at which what is offloaded leaves, and returns. max_choices: at least 3.
+    link_bytes_per_s: rate at which offloaded storages leave, and at which they return. max_choices: at least 3.
 
-    Returns: "keep", the most bytes first; then mixtures by falling bytes kept; "recompute", which keeps the least; and
-    "offload", which keeps nothing and recomputes what costs less to recompute than to move.
+    Returns: "keep", which keeps the most bytes; then mixtures by falling bytes kept; "recompute", which keeps the
+    least; and "offload", which keeps nothing and recomputes the storages that cost less to recompute than to move.
     """
     if link_bytes_per_s <= 0 or max_choices < 3:
-        raise ValueError(f"link_bytes_per_s is {link_bytes_per_s} and max_choices {max_choices}; above 0, at least 3")
+        raise ValueError(
+            f"link_bytes_per_s is {link_bytes_per_s}, not above 0, or max_choices is {max_choices}, not at least 3"
+        )
     everything = _choice(graph, "keep", graph.own(graph.saved), frozenset())
     with CpSat(graph) as cpsat:
         fixed, mixtures = _candidates(graph, everything, 2 / link_bytes_per_s, cpsat)
@@ -55,7 +58,7 @@ def choices(graph: BlockGraph, link_bytes_per_s: float, max_choices: int = 8) ->
 def _candidates(
     graph: BlockGraph, everything: Choice, price_s: float, cpsat: CpSat
 ) -> tuple[list[Choice], list[Choice]]:
-    """The choices that are always there, and the best at each level of bytes kept and price of the link."""
+    """Return the choices that always exist, and the best at each level of bytes kept and price of the link."""
     least_bytes = _choice(graph, "", *cpsat.least_kept()).keep_bytes
     recompute = _choice(graph, "recompute", *cpsat.fastest(least_bytes, None))
     offload = _choice(graph, "offload", *cpsat.fastest(0, price_s))
@@ -68,7 +71,7 @@ def _candidates(
 
 
 def _choice(graph: BlockGraph, name: str, keep: frozenset[int], offload: frozenset[int]) -> Choice:
-    """What follows from keeping and offloading these: what must run again, and which of them that leaves needed."""
+    """Derive the choice that keeps and offloads these storages: the ops to run again, and the storages still needed."""
     again: set[int] = set()
     needed: set[int] = set()
     wanted = list(graph.own(graph.saved))
@@ -101,18 +104,18 @@ def _costs(choice: Choice) -> tuple[int, int, float]:
 
 
 def _beats(one: Choice, other: Choice) -> bool:
-    """Whether `one` is no worse in anything and better in something."""
+    """Return whether `one` dominates `other`: no worse in any cost and better in at least one."""
     pairs = list(zip(_costs(one), _costs(other)))
     return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
 
 
 def _distinct(found: list[Choice]) -> list[Choice]:
-    """The first choice of each cost."""
+    """Return the first of the choices with each combination of costs."""
     return list({_costs(c): c for c in reversed(found)}.values())[::-1]
 
 
 def _spread(frontier: list[Choice], count: int) -> list[Choice]:
-    """At most `count` of them, evenly over the order."""
+    """Return at most `count` of them, evenly spaced in their order."""
     if len(frontier) <= count:
         return frontier
     return [frontier[(2 * i + 1) * len(frontier) // (2 * count)] for i in range(count)]

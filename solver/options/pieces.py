@@ -1,6 +1,6 @@
-"""Where optimizer states are cut: pieces small enough that moving one more or less hardly matters.
+"""Division of optimizer states into pieces so small that moving one more or less hardly matters.
 
-A whole state that takes a tenth of an iteration on the link leaves the device late and holds up what comes behind it.
+A whole state that takes a tenth of an iteration on the link leaves the device late and delays the copies behind it.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from typing import NamedTuple
 
 from ..problem import Group
 
-_PART = 0.005  # of all states
-_LEAST_BYTES = 4 << 20  # below it copies take more for being begun than for their bytes
+_PART = 0.005  # of the bytes of all states
+_LEAST_BYTES = 4 << 20  # below this size the latency of a copy exceeds the time for its bytes
 
 
 class Grid(NamedTuple):
-    """Where a tensor may be cut: how many rows it has, and that a piece starts at a multiple of `every`."""
+    """The rows of a tensor at which its state may be cut: a piece starts at a multiple of `every`."""
 
     rows: int
     every: int = 1
 
 
 def in_pieces(groups: Iterable[Group], grids: Mapping[str, Grid]) -> tuple[Group, ...]:
-    """Groups whose tensors' states are cut into pieces of about one two-hundredth of all states, or a few MiB.
+    """Return groups whose tensors' states are cut into pieces of about 1/200 of all states, or a few MiB.
 
     Parameters
     ----------
-    grids: by name where a tensor may be cut; one that is not named stays whole.
+    grids: by name, where a tensor may be cut; a tensor that is not named stays whole.
     """
     groups = tuple(groups)
     piece = max(_LEAST_BYTES, ceil(sum(group.state_bytes for group in groups) * _PART))

@@ -1,1 +1,1 @@
-"""Polish: a valid schedule made faster, by moving what its rules let move."""
+"""Polish: a valid schedule is made faster by moving the actions that may move."""

@@ -1,4 +1,4 @@
-"""Local improvement of a schedule: updates and prefetches start earlier, frees that would block come later."""
+"""Local improvement of a schedule: updates and prefetches start earlier, and frees that would block come later."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from ..schedule import Action, Kind, Schedule
 from ..simulate import memory_highs, simulate
 from .unrolled import has_barrier
 
-_AHEAD = 2  # computes by which a copy is to be ready earlier than needed
+_AHEAD = 2  # a copy should be ready this many computes before it is needed
 
 
 def improve(schedule: Schedule) -> Schedule:
-    """A schedule that is at least as fast in the simulator and stays within the device budget at every action.
+    """Return a schedule that is at least as fast in the simulator and within the device budget at every action.
 
-    Host updates start as soon as their gradient is on its way; of those that wait for the CPU either the first goes
-    first, or the one whose parameter comes in first. Prefetches move up, in their order and not before the
-    host's copy is valid, so that they are done about two computes before they are needed, the time the link needs for
-    what is behind them included. Frees of items on their way out move to just before the first action that needs
-    their bytes. All three may cross the end of the iteration, unless the user's own code updates there, but not the
-    border between two micro-batches: a middle one must leave behind what it found.
+    Host updates start as soon as their gradient is on its way. Of the updates that wait for the CPU either the oldest
+    goes first, or the one whose parameter is prefetched first. Prefetches move up, in their order and not before the
+    host's copy is valid, so that they are done about two computes before they are needed, including the link's time for
+    the prefetches behind them. Frees of items on their way out move to just before the first action that needs their
+    bytes. All three may cross the end of the iteration, unless the user's own code updates there. None may cross the
+    border between two micro-batches, since a middle one must end with the items that it started with.
 
     Parameters
     ----------
     schedule: a valid schedule.
 
-    Returns: the fastest of a few variants, the given one among them.
+    Returns: the fastest of a few variants, including the given schedule.
     """
     early = _early_updates(schedule)
     base = fastest(early, _urgent_updates(early))
@@ -42,7 +42,7 @@ def improve(schedule: Schedule) -> Schedule:
 
 
 def fastest(*variants: Schedule) -> Schedule:
-    """The first of the schedules that the simulator finds fastest."""
+    """Return the fastest of the schedules in the simulator, the first of equally fast ones."""
     best, best_s = variants[0], simulate(variants[0]).step_s
     for variant in variants[1:]:
         seconds = simulate(variant).step_s
@@ -67,12 +67,12 @@ def _placed(schedule: Schedule) -> list[_Placed]:
 
 
 def _crosses(entry: _Placed, following: _Placed) -> bool:
-    """Whether another pass of the same iteration begins between two neighbours."""
+    """Return whether another pass of the same iteration begins between two neighbours."""
     return entry.of_pass < following.of_pass
 
 
 def _rebuilt(schedule: Schedule, placed: Iterable[_Placed]) -> Schedule:
-    """The schedule with these actions; the order within each part is theirs."""
+    """Return the schedule with these actions, in their order within each part."""
     parts: list[list[Action]] = [[] for _ in schedule.parts]
     for entry in placed:
         parts[entry.part].append(entry.action)
@@ -80,12 +80,12 @@ def _rebuilt(schedule: Schedule, placed: Iterable[_Placed]) -> Schedule:
 
 
 def _beside(moved: _Placed, neighbour: _Placed) -> _Placed:
-    """`moved` as an action next to `neighbour`: in its step and part."""
+    """Return `moved` as an action next to `neighbour`, in its step and part."""
     return replace(neighbour, action=replace(moved.action, step=neighbour.action.step))
 
 
 def _moved(actions: list[_Placed], places: dict[int, int]) -> Iterable[_Placed]:
-    """The actions with those at the keys of `places`, in their order, moved to just before the index given there."""
+    """Yield the actions, those at the keys of `places` moved, in their order, to just before the index given there."""
     before: dict[int, list[int]] = {}
     for i, place in places.items():
         before.setdefault(place, []).append(i)
@@ -98,7 +98,7 @@ def _moved(actions: list[_Placed], places: dict[int, int]) -> Iterable[_Placed]:
 
 
 def _early_updates(schedule: Schedule) -> Schedule:
-    """Host updates, in their order, right after the copies of their gradients have been queued."""
+    """Start host updates, in their order, right after the copies of their gradients have been queued."""
     actions = _from_backward(schedule)
     places: dict[int, int] = {}
     earliest = 0
@@ -108,9 +108,9 @@ def _early_updates(schedule: Schedule) -> Schedule:
 
 
 def _urgent_updates(schedule: Schedule) -> Schedule:
-    """Host updates in the order in which a CPU takes them that always begins the one whose parameter comes in first.
+    """Reorder host updates: the CPU always begins the ready one whose parameter is prefetched first.
 
-    What is ready when is what the simulator says of the schedule as it is.
+    The times at which updates are ready come from a simulation of the given schedule.
     """
     simulation, cut = simulate(schedule), len(schedule.parts[0].actions)
     actions = _from_backward(schedule)
@@ -131,20 +131,20 @@ def _urgent_updates(schedule: Schedule) -> Schedule:
 
 
 def _next_prefetch(actions: list[Action], update: int) -> int:
-    """The index at which the parameter of an update comes in."""
+    """Return the index at which the parameter of an update is prefetched."""
     item = items.parameter(actions[update].name)
     later = range(update, len(actions))
     return next((i for i in later if actions[i].name == item and actions[i].kind is Kind.PREFETCH), len(actions))
 
 
 def _from_backward(schedule: Schedule) -> list[_Placed]:
-    """The actions from the first backward on, in which order a gradient, its update and the next use come."""
+    """List the actions from the first backward on: a gradient, its update and the next use then come in this order."""
     actions, cut = _placed(schedule), len(schedule.parts[0].actions)
     return actions[cut:] + actions[:cut]
 
 
 def _ready_updates(schedule: Schedule, actions: list[_Placed]) -> dict[int, int]:
-    """By host update the index from which on it can start: its gradient is on its way, and the gate is open."""
+    """Return, by host update, the first index at which it can start: its gradient is on its way and the gate open."""
     sent: dict[str, int] = {}
     opens = next(i for i, entry in enumerate(actions) if entry.action.name == "gate") + 1 if schedule.gate else 0
     ready: dict[int, int] = {}
@@ -160,7 +160,7 @@ def _ready_updates(schedule: Schedule, actions: list[_Placed]) -> dict[int, int]
 
 
 def _late_frees(schedule: Schedule) -> Schedule:
-    """Hold back frees of items on their way out until an action needs the bytes; the oldest go first."""
+    """Hold back frees of items on their way out until an action needs the bytes; the oldest free goes first."""
     if not has_barrier(schedule):
         _, held = _hold_back(schedule, ())
         done, still_held = _hold_back(schedule, held)
@@ -171,7 +171,7 @@ def _late_frees(schedule: Schedule) -> Schedule:
 
 
 def _hold_back(schedule: Schedule, held_before: Sequence[_Placed]) -> tuple[list[_Placed], list[_Placed]]:
-    """One iteration with frees held back, given those held when it starts, and those held when it ends."""
+    """Walk one iteration, holding frees back; return its actions and the frees still held when it ends."""
     budget, sizes = schedule.device_budget_bytes, schedule.item_bytes
     done: list[_Placed] = []
     held = deque(held_before)
@@ -203,8 +203,8 @@ def _hoisted(schedule: Schedule) -> Schedule:
 def _hoist(schedule: Schedule, *, rotated: bool) -> Schedule:
     """Move prefetches up so that they are done two computes before they are needed, where they fit.
 
-    Seen from the first forward on nothing moves into the iteration before; `rotated` sees it from the first backward.
-    Nothing moves into the pass before.
+    The walk starts at the first forward, or, if `rotated`, at the first backward; no prefetch moves to before its
+    start. None moves into the pass before.
     """
     if rotated and has_barrier(schedule):
         return schedule
@@ -215,7 +215,7 @@ def _hoist(schedule: Schedule, *, rotated: bool) -> Schedule:
     room = [schedule.device_budget_bytes - high for high in highs]
     goals, floors = _goals(schedule, plain), _floors(schedule, plain)
     places: dict[int, int] = {}
-    earliest = int(rotated)  # behind the user's code, which comes first in the backward part
+    earliest = int(rotated)  # after the user's code, which comes first in the backward part
     for i, action in enumerate(plain):
         if i and _crosses(actions[i - 1], actions[i]):
             earliest = i
@@ -231,7 +231,7 @@ def _hoist(schedule: Schedule, *, rotated: bool) -> Schedule:
 
 
 def _floors(schedule: Schedule, actions: list[Action]) -> dict[int, int]:
-    """By prefetch, the first index at which its item is gone from the device and valid on the host."""
+    """Return, by prefetch, the first index at which its item is off the device and valid on the host."""
     floors: dict[int, int] = {}
     touched: dict[Item, int] = {}
     for i, action in enumerate(actions):
@@ -245,7 +245,7 @@ def _floors(schedule: Schedule, actions: list[Action]) -> dict[int, int]:
 
 
 def _goals(schedule: Schedule, actions: list[Action]) -> dict[int, int]:
-    """By prefetch, the index at which it should start, by the clock of computes alone."""
+    """Return, by prefetch, the index at which it should start, by the clock of computes alone."""
     clock = [0.0, *accumulate(computing_s(action, schedule) for action in actions)]
     computes = [i for i, action in enumerate(actions) if action.kind is Kind.COMPUTE]
     needed: dict[Item, int] = {}

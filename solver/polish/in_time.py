@@ -1,9 +1,9 @@
-"""A schedule's moves taken when their time has come, by the simulator's clock.
+"""List scheduling of a schedule's moves under the simulator's clock.
 
-The executor takes actions in order, so an action that is early in the order can hold up, or displace on its lane, what
-is wanted sooner. Here the order of what blocks the executor stays; everything else is put into it while the schedule is
-simulated: each lane is given the most urgent of what is ready, no more than keeps it busy until the executor comes by
-again; memory is released when bytes are needed, what has arrived on the host first.
+The executor takes actions in order, so an action that is early in the order can delay a more urgent one, by blocking
+the executor or by occupying a lane. Here the actions that block the executor keep their order; all others are inserted
+while the schedule is simulated. Each lane is given the most urgent ready tasks, just enough to keep it busy until the
+executor's next turn. Memory is released only when bytes are needed, of items already copied to the host first.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from ..schedule import Action, Kind, Schedule
 from ..simulate import DryRun
 from .unrolled import Entry, Task, Unrolled
 
-# How far a lane is filled, in spans; the iteration that is taken.
+# Pairs: how far a lane is filled, in spans; the iteration that is taken.
 _VARIANTS = ((1.0, 2), (0.5, 2), (5.0, 2), (1.0, 3), (0.25, 2), (2.0, 3), (0.0, 2), (5.0, 3))
-_WORK = 16000  # actions in all variants that are tried
+_WORK = 16000  # effort limit: actions in all variants together
 _FORCED = (Kind.OFFLOAD, Kind.UPDATE_CPU, Kind.ACCUMULATE_CPU, Kind.FREE, Kind.PREFETCH)  # in this order
 
 Keys = set[tuple[int, int]]
 
 
 class _Stuck(Exception):
-    """Memory cannot be made as the tasks stand, or an iteration does not end as it began."""
+    """Memory cannot be freed with the tasks as they stand, or an iteration does not end as it began."""
 
 
 def in_time(schedule: Schedule) -> Iterator[Schedule]:
-    """The schedule with its moves in time, in a few variants, fewer of a long schedule.
+    """Yield the schedule with its moves timed, in a few variants, fewer for a long schedule.
 
-    What crosses the end of an iteration does so in every one alike; nothing crosses the border between micro-batches,
-    or that at which the user's own code updates.
+    Tasks that cross the end of one iteration cross it in every iteration. No task crosses the border between
+    micro-batches, or one at which the user's own code updates.
 
     Parameters
     ----------
     schedule: a valid schedule.
 
-    Returns: schedules within the device budget; none where no steady order is found.
+    Returns: schedules, of which one may in rare cases exceed the device budget; none if no steady order is found.
     """
     for reach, lap in _VARIANTS[: max(1, _WORK // len(schedule.actions))]:
         found = taken_in_time(schedule, reach, lap)
@@ -52,14 +52,15 @@ def in_time(schedule: Schedule) -> Iterator[Schedule]:
 def taken_in_time(
     schedule: Schedule, reach: float, lap: int = 2, shifts: Mapping[tuple[int, int], float] | None = None
 ) -> Schedule | None:
-    """The schedule with its moves in time.
+    """Return the schedule with its moves timed.
 
     Parameters
     ----------
-    reach: how far a lane is filled, in seconds of what blocks the executor next. lap: the iteration that is taken.
-    shifts: by part of the schedule and index in it, the entries by which a move is more urgent (below 0), or less.
+    reach: how far a lane is filled, in units of the seconds of the next blocking action. lap: the iteration that is
+        taken.
+    shifts: by part of the schedule and index in it, the entries by which a move is more urgent (below 0) or less.
 
-    Returns: the schedule, which may be above the device budget in a rare case; None where no steady order is found.
+    Returns: the schedule, which in rare cases exceeds the device budget; None if no steady order is found.
     """
     try:
         return _Walk(Unrolled(schedule, lap + 2, shifts or {}), reach, lap).schedule()
@@ -70,13 +71,14 @@ def taken_in_time(
 class _Walk:
     """Walks iterations of a schedule and takes every task at its time.
 
-    State: `_here` and `_home`, the entry and the pass; `_level`, bytes on the device, and `_highs`, by entry the most
-    that is known to be there; `_open`, by kind the tasks whose floor has been passed; `_taken`, what was taken where;
-    the simulated executor.
+    State: `_here` and `_home`, the current entry and pass; `_level`, bytes on the device, and `_highs`, by entry the
+    most bytes known to be there; `_open`, by kind the tasks whose floor has been passed; `_taken`, the actions taken
+    and where; the simulated executor.
 
     Parameters
     ----------
-    row: the iterations. reach: how far lanes are filled. lap: the iteration that counts, which ends as the one before.
+    row: the iterations. reach: how far lanes are filled. lap: the iteration that counts, which must end as the one
+        before.
     """
 
     def __init__(self, row: Unrolled, reach: float, lap: int) -> None:
@@ -95,12 +97,12 @@ class _Walk:
         }
         self._open: dict[Kind, list[Task]] = {kind: [] for kind in Kind}
         self._here = self._home = 0
-        self._at = row.entries[0]  # where what is taken now is put
-        self._early: Keys | None = None  # what may be taken before the next border, though it belongs behind it
-        self._late: Keys = set()  # what may not come in before it, though it belongs before
+        self._at = row.entries[0]  # the entry at which tasks taken now are placed
+        self._early: Keys | None = None  # keys that may be taken before the next border although they belong behind it
+        self._late: Keys = set()  # keys that may not be prefetched before it although they belong there
 
     def schedule(self) -> Schedule:
-        """The schedule of the iteration that counts."""
+        """Return the schedule of the iteration that counts."""
         self._walk()
         walks = self._row.walks
         home = {task.key for _, _, task in self._taken if task is not None and task.home // walks == self._lap}
@@ -110,11 +112,11 @@ class _Walk:
                 continue
             before = task is not None and task.home // walks < self._lap
             if before and task is not None and task.key in home and task.action.kind is not Kind.PREFETCH:
-                continue  # it was still to come in the iteration before; from now on it is done in time
+                continue  # left over from the iteration before; from now on it is done in time
             parts[at.part].append(replace(action, step=at.step))
         return with_actions(self._schedule, parts)
 
-    # -- the order of what blocks -------------------------------------------------------------------------------------
+    # -- the order of blocking actions --------------------------------------------------------------------------------
 
     def _walk(self) -> None:
         entries, crossed = self._row.entries, (set[tuple[int, int]](), set[tuple[int, int]]())
@@ -139,13 +141,13 @@ class _Walk:
             self._home += 1
 
     def _crossed(self) -> tuple[Keys, Keys]:
-        """What has been taken of what belongs behind a border, and what has not of what belongs before it."""
+        """Return the tasks taken that belong behind a border, and those not taken that belong before it, by key."""
         tasks = self._row.tasks
         early = {task.key for task in tasks if task.done and task.home > self._home}
         return early, {task.key for task in tasks if not task.done and task.home <= self._home}
 
     def _catch_up(self) -> None:
-        """Take what has come to its place, but for releases, which wait until their bytes are needed."""
+        """Take the tasks whose place has come, except releases, which wait until their bytes are needed."""
         for task in self._opening.get(self._here, ()):
             insort(self._open[task.action.kind], task, key=Task.rank)
         for task in self._due.get(self._here, ()):
@@ -153,7 +155,7 @@ class _Walk:
                 self._take(task)
 
     def _pass_by(self, entry: Entry, action: Action) -> None:
-        """Carry out what blocks the executor; while it waits lanes are filled again whenever a job ends."""
+        """Carry out an action that blocks the executor; while it waits, lanes are refilled whenever a job ends."""
         seconds, does = computing_s(action, self._schedule), effect(action, self._schedule)
         if does.brings:
             for task in [one for one in self._open[Kind.FREE] if one.action.name in does.brings]:
@@ -170,7 +172,7 @@ class _Walk:
         self._level += does.growth_bytes
 
     def _end_pass(self, *, forced: bool) -> None:
-        """Where the border asks for it, take what is still to be taken before it."""
+        """Take all tasks that belong before a border, if the border requires it."""
         self._fill(0.0, 0)
         early = self._early or set()
         for kind in _FORCED if forced else ():
@@ -179,14 +181,14 @@ class _Walk:
                 if own or (task.home == self._home + 1 and task.key in early):
                     self._take(task)
 
-    # -- what moves ---------------------------------------------------------------------------------------------------
+    # -- the tasks ----------------------------------------------------------------------------------------------------
 
     def _fill(self, seconds: float, rise: int) -> None:
-        """Give every lane what keeps it busy for a span.
+        """Give every lane enough tasks to keep it busy for a span.
 
         Parameters
         ----------
-        rise: bytes that what comes next needs on top.
+        rise: additional bytes that the next blocking action needs.
         """
         reach, rates = self._reach * seconds, self._schedule.rates
         lanes = [(Kind.OFFLOAD, path.out) for path in rates.paths.values()]
@@ -197,7 +199,7 @@ class _Walk:
             self._bring(path.into, reach, rise)
 
     def _bring(self, lane: Resource, reach: float, rise: int) -> None:
-        """Give a link to the device what keeps it busy, as far as there is room."""
+        """Give a link to the device enough tasks to keep it busy, as far as there is room."""
         for task in self._candidates(Kind.PREFETCH, lane, reach):
             for one in task.after:
                 self._take(one)
@@ -206,7 +208,7 @@ class _Walk:
             self._take(task)
 
     def _candidates(self, kind: Kind, lane: Resource, reach: float) -> Iterator[Task]:
-        """The tasks of a lane that may be taken until it is busy for long enough, those first that it can begin."""
+        """Yield the tasks that a lane may take until it is busy for long enough, those that can begin at once first."""
         for ready in (True, False):
             busy_s = self._machine.ready_s if ready else self._machine.submitted_s
             if busy_s(lane) > reach:
@@ -216,17 +218,17 @@ class _Walk:
                     continue
                 sources = self._sources(task)
                 if bool(sources) is ready or (kind is Kind.PREFETCH and any(job.waits for job in sources)):
-                    continue  # what would come in must at least be next in line itself, or its bytes would lie there
+                    continue  # a prefetch must be next in line, or its bytes would be occupied while it waits
                 yield task
                 if busy_s(lane) > reach:
                     return
 
     def _sources(self, task: Task) -> list[Job]:
-        """What a task's job would wait for."""
+        """List the jobs that a task's job would wait for."""
         return self._executor.sources(effect(task.action, self._schedule))
 
     def _may(self, task: Task) -> bool:
-        """Whether a task may be taken here without blocking the executor."""
+        """Return whether a task may be taken now without blocking the executor."""
         if task.done or not all(one.done or self._gone(one) for one in task.after):
             return False
         if task.home > self._home:
@@ -234,15 +236,17 @@ class _Walk:
         return task.home < self._home or task.action.kind is not Kind.PREFETCH or task.key not in self._late
 
     def _gone(self, task: Task) -> bool:
-        """Whether a release need not wait for a copy."""
+        """Return whether a task is a release that may be taken now without waiting for a copy."""
         return task.action.kind is Kind.FREE and self._may(task) and not self._executor.waits(task.action)
 
     def _find_room(self, task: Task, rise: int) -> bool:
-        """Release what has left until there is room for an item, here and up to where it is needed."""
+        """Release items that have left until another one fits, now and up to where it is needed; return whether it
+        does.
+        """
         gone = [one for one in self._open[Kind.FREE] if self._gone(one)]
         if self._level + task.size + rise - sum(one.size for one in gone) > self._budget:
             return False
-        for one in gone:  # further on only what is released early makes room
+        for one in gone:  # later on only releases moved forward make room
             if not self._fits(task) and one.place > self._here:
                 self._take(one)
         for one in gone:
@@ -255,7 +259,7 @@ class _Walk:
         return all(high <= room for high in self._highs[self._here : task.place])
 
     def _make_room(self, more: int) -> None:
-        """Release until `more` bytes fit; what has arrived on the host goes first."""
+        """Release until `more` bytes fit; items that have arrived on the host go first."""
         while self._level + more > self._budget:
             held = [one for one in self._open[Kind.FREE] if not one.done and all(t.done for t in one.after)]
             held = [one for one in held if one.place <= self._here or self._gone(one)]

@@ -1,7 +1,7 @@
-"""Local search: which moves are more urgent than they look, by trial under the simulator.
+"""Local search over the urgency of moves, under the simulator.
 
-A schedule's moves are taken in time, each as urgent as its place says, more or less a random shift. A schedule that is
-faster than the best so far takes its place, and the next shifts are tried around it.
+A schedule's moves are timed, with an urgency given by each move's place plus a random shift. A schedule that is faster
+than the best so far replaces it, and the next shifts are drawn around its own.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .unrolled import Unrolled
 
 _REACHES = (0.25, 0.5, 1.0, 2.0)
 _SPREADS = (2.0, 5.0, 15.0, 40.0)  # standard deviations of a shift, in entries
-_PARTS = (0.02, 0.1, 0.3, 1.0)  # of the moves that get a new shift
+_PARTS = (0.02, 0.1, 0.3, 1.0)  # fractions of the moves that get a new shift
 _MOST = 150  # trials
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """One way to take moves in time, what it gives, and how long an iteration of that takes."""
+    """One set of urgencies, the schedule that it gives, and the seconds of an iteration of that."""
 
     reach: float
     shifts: Mapping[tuple[int, int], float]
@@ -33,12 +33,12 @@ class _Trial:
 
 
 def best_of_trials(schedule: Schedule, work: int) -> Schedule | None:
-    """The fastest schedule that some hundred trials find; the same one every time.
+    """Return the fastest schedule found by up to about 150 trials; the same one every time.
 
     Parameters
     ----------
-    schedule: a valid schedule, as it was built: places of moves are taken from it.
-    work: actions in all trials together.
+    schedule: a valid schedule as it was built; the places of moves are taken from it.
+    work: effort limit: simulated actions in all trials together.
 
     Returns: a valid schedule; None if no trial gives one.
     Source: design of rounding (improvement under the simulator).
@@ -59,7 +59,7 @@ def best_of_trials(schedule: Schedule, work: int) -> Schedule | None:
 def _tried(
     schedule: Schedule, reach: float, shifts: Mapping[tuple[int, int], float], best: _Trial | None
 ) -> _Trial | None:
-    """What a trial gives, if it is valid and faster than the best so far."""
+    """Return the result of a trial if it is valid and faster than the best so far."""
     found = taken_in_time(schedule, reach, shifts=shifts)
     if found is None:
         return None

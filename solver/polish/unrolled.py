@@ -1,4 +1,4 @@
-"""Several iterations of a schedule in one row: what blocks the executor keeps its place, everything else may move."""
+"""Several iterations of a schedule in a row: blocking actions keep their places, all others may move."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Entry:
 
     Parameters
     ----------
-    action: what blocks the executor here: a compute, an update or an addition on the device, the release of something
-        that need not be copied; None where a pass ends.
-    lap, walk: the iteration, and the pass in it. part: the part of the schedule, in order. step: of the schedule.
-    closed: a pass's end that nothing may cross.
+    action: the action that blocks the executor here: a compute, an update or an addition on the device, or the release
+        of an item that need not be copied; None where a pass ends.
+    lap, walk: the iteration, and the pass in it. part: the part of the schedule, in order. step: the schedule's step.
+    closed: whether it is the end of a pass that nothing may cross.
     """
 
     action: Action | None
@@ -40,12 +40,13 @@ class Task:
 
     Parameters
     ----------
-    key: part and index in it. home: the pass in which the schedule has it, counted over all iterations.
+    key: part of the schedule, and index in it. home: the pass in which the schedule has it, counted over all
+        iterations.
     size: bytes of the item.
-    floor: the first entry before which it may be taken. after: what must have been taken before.
+    floor: the first entry before which it may be taken. after: tasks that must have been taken before.
     place: the entry before which it must be taken; a release may wait until its bytes are needed.
-    number: in the row.
-    shift: entries by which it is taken to be more urgent, or less, than its place says.
+    number: its index in the row.
+    shift: entries by which it counts as more urgent (below 0) or less urgent than its place says.
     """
 
     action: Action
@@ -60,21 +61,21 @@ class Task:
     done: bool = False
 
     def rank(self) -> tuple[float, int]:
-        """What sorts tasks by urgency."""
+        """Return the key that sorts tasks by urgency."""
         return self.place + self.shift, self.number
 
 
 class Unrolled:
     """Entries and tasks of several iterations.
 
-    Copies to the device are in place right before what needs them, host updates before the copy of their values, all
-    else where the schedule has it. State: all of it is set while the row is made.
+    The place of a copy to the device is right before the entry that needs it, that of a host update before the copy of
+    its values, that of any other task where the schedule has it. State: all of it is set while the row is made.
 
     Parameters
     ----------
-    laps: iterations. shifts: by key those of the tasks that have one. `walks`: passes of each, `repeated` the one of
-        them that is like the next, -1 if there is none. `highs`: the bytes on the device during each entry with every
-        task in place.
+    laps: number of iterations. shifts: by key, for the tasks that have one. `walks`: passes of each iteration,
+        `repeated` the one of them that equals the next, -1 if none does. `highs`: the bytes on the device during each
+        entry if every task is taken at its place.
     """
 
     def __init__(self, schedule: Schedule, laps: int, shifts: Mapping[tuple[int, int], float]) -> None:
@@ -83,8 +84,8 @@ class Unrolled:
         self.entries: list[Entry] = []
         self.tasks: list[Task] = []
         self._barrier = has_barrier(schedule)
-        self._written: dict[Item, int] = {}  # by item the last entry that writes it
-        self._used: dict[Item, int] = {}  # by item the last entry that reads or writes it
+        self._written: dict[Item, int] = {}  # by item, the last entry that writes it
+        self._used: dict[Item, int] = {}  # by item, the last entry that reads or writes it
         self._latest: dict[tuple[Kind, str], Task] = {}
         self._coming: dict[Item, Task] = {}  # copies to the device that nothing has needed yet
         self._opened = self._home = 0  # the entry behind the last gate; the pass, over all laps
@@ -149,7 +150,7 @@ class Unrolled:
             self._used[item] = self._written[item] = here
 
     def _end_pass(self, lap: int, walk: int, last: tuple[int, tuple[Action, ...]], *, closed: bool) -> None:
-        """Add the border behind a pass, in the part of its last entry; where the user's code updates, in the last."""
+        """Add the border behind a pass, in the part of its last entry or, if the user's code updates, in the last."""
         part, step = self.entries[-1].part, self.entries[-1].step
         if self._barrier and last[1]:
             part, step = last[0], last[1][-1].step
@@ -179,15 +180,15 @@ _NOTHING = Effect(None)
 
 
 def _touched(schedule: Schedule, action: Action) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
-    """The items that an entry reads (or releases), and those that it writes."""
+    """Return the items that an entry reads (or releases), and those that it writes."""
     does = effect(action, schedule)
     gradients = [item for item in does.writes if item.kind is ItemKind.GRADIENT]
-    # Values are current until the gradient is complete: what its update reads comes in before.
+    # Values are current until the gradient is complete; the copy that its update reads comes in before that.
     return (*does.awaits_arrival, *(items.parameter(item.name) for item in gradients)), does.writes
 
 
 def _walked(schedule: Schedule) -> Iterator[list[tuple[int, tuple[Action, ...]]]]:
-    """The passes of an iteration as the parts that are walked, each with its index; of the middle ones two.
+    """Yield the passes of an iteration as lists of indexed parts; the middle passes, if several, as two.
 
     The turn-around belongs to the last.
     """
@@ -198,16 +199,16 @@ def _walked(schedule: Schedule) -> Iterator[list[tuple[int, tuple[Action, ...]]]
 
 
 def has_barrier(schedule: Schedule) -> bool:
-    """Whether the user's own code updates between iterations, so that nothing may cross their border."""
+    """Return whether the user's own code updates between iterations, so that nothing may cross their border."""
     updated = schedule.update_cpu_s or schedule.update_device_s
     return not updated and any(item.kind is ItemKind.GRADIENT for item in schedule.item_bytes)
 
 
 def _leaving(schedule: Schedule) -> set[tuple[int, int]]:
-    """The releases of items that were sent to the host, by part and index in it."""
+    """Return the releases of items that were sent to the host, by part and index in it."""
     found: set[tuple[int, int]] = set()
     leaving: set[str] = set()
-    for _ in range(2):  # in the second iteration what the first one left is known
+    for _ in range(2):  # the second iteration starts with what the first one left
         for parts in _walked(schedule):
             for part, actions in parts:
                 for i, action in enumerate(actions):

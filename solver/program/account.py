@@ -1,4 +1,4 @@
-"""What a plan uses, step by step, as expressions: the rows are made from it, and so is the answer's table."""
+"""A plan's use of bytes and seconds, step by step, as expressions: the source of the rows and of the answer's table."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from ..resources import HOST, Rates, Resource
 
 @dataclass
 class Account:
-    """What every row is made of, one expression per step (bytes and seconds, unscaled).
+    """The expressions that all rows are made of, one per step (bytes and seconds, unscaled).
 
-    Most of what is on the device stays there over many steps. So its bytes are kept as changes: `rise` of a step is
-    what it holds more than the step before, of step 0 all that it holds.
+    Most bytes on the device stay there over many steps, so they are stored as changes: `rise` of a step is its bytes
+    minus those of the step before; of step 0, all its bytes.
     """
 
     rise: list[Terms]
-    seconds: dict[Resource, list[Terms]]  # of what does no copies
+    seconds: dict[Resource, list[Terms]]  # of resources other than links
     moved: dict[Resource, list[Terms]]  # bytes over each link
-    serial: dict[Resource, list[Terms]]  # of these, what cannot run beside the step's compute
-    tiers: dict[str, Terms]  # bytes on each tier beside the device
+    serial: dict[Resource, list[Terms]]  # of these, the bytes that cannot move while the step computes
+    tiers: dict[str, Terms]  # bytes on each tier other than the device
     traffic: Terms = field(default_factory=dict)  # all bytes that move, for the objective
 
     @staticmethod
     def of(rates: Rates, n_steps: int) -> Account:
-        """An empty account of a machine's resources and tiers."""
+        """Return an empty account of a machine's resources and tiers."""
 
         def each(resources: Iterable[Resource]) -> dict[Resource, list[Terms]]:
             return {resource: [{} for _ in range(n_steps)] for resource in resources}
@@ -48,7 +48,7 @@ class Account:
         """Count amount * an expression by step on the device in `steps`, neighbours in cyclic order."""
         last: Terms = {}
         for step in steps:
-            if step == 0:  # the cycle's end: nothing follows the last step
+            if step == 0:  # a new cycle: changes do not carry over from the last step
                 last = {}
             terms = sums[step]
             if terms is not last:
@@ -63,7 +63,7 @@ class Account:
         accumulate(self.tiers[tier], amount_bytes, terms)
 
     def spend(self, resource: Resource, step: int, seconds: float, terms: Terms) -> None:
-        """Keep a resource that does no copies busy for seconds * terms in `step`."""
+        """Keep a resource other than a link busy for seconds * terms in `step`."""
         accumulate(self.seconds[resource][step], seconds, terms)
 
     def move(self, link: Resource, step: int, amount_bytes: float, terms: Terms, *, serial: bool = False) -> None:
@@ -71,7 +71,7 @@ class Account:
 
         Parameters
         ----------
-        serial: before (in) or after (out) the step's compute, which awaits or makes it.
+        serial: whether the copy must precede (in) or follow (out) the step's compute, which reads or makes the bytes.
         """
         accumulate(self.moved[link][step], amount_bytes, terms)
         accumulate(self.traffic, amount_bytes, terms)

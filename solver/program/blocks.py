@@ -1,6 +1,6 @@
-"""Columns and rows of the chain: each block's option and the interface values between blocks.
+"""Columns and rows of the chain: the option of each block, and the interface values between blocks.
 
-Every pass does what the others do: a column is counted in each of them.
+All passes are decided alike: each column counts in every pass.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from ..resources import Path, Resource
 from .account import Account
 from .groups import RoundTrip, leave, mark
 
-STEPS = 3  # further ones in which what a block offloads may still leave, and may be on its way back
+STEPS = 3  # extra steps in which offloaded values may still leave, and in which they may already return
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Comp of one block and the way of what its option offloads.
+    """The option of one block (Comp), and the round trips of the values that the option offloads.
 
     Parameters
     ----------
-    columns: a binary column by option index.
-    trips: what leaves and returns in the first pass by each tier, as parts of the most that an option offloads; empty
-        if none offloads anything.
+    columns: by option index, a binary column.
+    trips: by tier, the flows that leave and return in the first pass, as fractions of the most bytes that any option
+        offloads; empty if no option offloads.
     """
 
     columns: dict[int, Terms]
@@ -33,7 +33,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Leaving:
-    """Z of one interface value: leaves to a tier in step `out` of the first pass, is back in step `back`."""
+    """Z of one interface value: it leaves to a tier in step `out` of the first pass and is back in step `back`."""
 
     name: str
     out: int
@@ -43,7 +43,7 @@ class Leaving:
 
 
 def add_blocks(problem: Problem, builder: Builder, account: Account) -> tuple[Choices, ...]:
-    """Exactly one option per block; peaks are counted by the caller."""
+    """Add exactly one option per block; the caller counts the peaks."""
     return tuple(_add_block(problem, i, builder, account) for i in range(problem.n_blocks))
 
 
@@ -71,9 +71,7 @@ def _add_block(problem: Problem, i: int, builder: Builder, account: Account) -> 
 
 
 def offload_steps(problem: Problem, i: int) -> int:
-    """Steps after a block's forward in which what it offloads may still leave, and before its backward in which it may
-    come in; 0 if its backward follows at once, so that nothing can be offloaded.
-    """
+    """Return the number of extra steps in which a block's offloaded values may leave, or return; 0 if none can."""
     forward, backward = problem.runs[i][0]
     return min(STEPS, (backward - forward - 1) // 2)
 
@@ -81,7 +79,7 @@ def offload_steps(problem: Problem, i: int) -> int:
 def _offload(
     problem: Problem, i: int, most_bytes: int, total: Terms, builder: Builder, account: Account
 ) -> tuple[RoundTrip, ...]:
-    """What a block offloads: it leaves from its forward on, held until then, and is back when its backward starts."""
+    """Add the flows of a block's offloaded values: held until they leave, and back when its backward starts."""
     (first, last), more = problem.runs[i][0], offload_steps(problem, i)
     leaves, comes = tuple(range(first, first + more + 1)), tuple(range(last - more, last + 1))
     host, *others = problem.tiers
@@ -110,7 +108,7 @@ def _offload(
 
 
 def add_values(problem: Problem, builder: Builder, account: Account) -> tuple[Leaving, ...]:
-    """Interface values are held until their last use, or leave between their last forward and first backward use."""
+    """Add the interface values: held until their last use, or away between last forward and first backward use."""
     result: list[Leaving] = []
     for value in problem.values:
         window = away_window(problem, value)
@@ -138,7 +136,7 @@ def _count_leaving(value: Value, start: int, leaving: Leaving, path: Path, accou
 
 
 def away_window(problem: Problem, value: Value) -> tuple[int, int] | None:
-    """The first pass's steps in which a value leaves and comes back, None where it would be away for no step."""
+    """Return the first pass's steps in which a value leaves and comes back, None if it would be away for no step."""
     forwards = [value.made, *(u for u in value.uses if u < problem.n_blocks)]
     backwards = [u for u in value.uses if u >= problem.n_blocks]
     if not backwards or backwards[0] - forwards[-1] < 3:

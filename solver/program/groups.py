@@ -1,4 +1,4 @@
-"""Columns and rows of one parameter group; the symbols are those of model.py's legend."""
+"""Columns and rows of one parameter group; the symbols are those of the legend in model.py."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from .account import Account
 
 WHOLE: Terms = {ONE: 1.0}
 NONE: Terms = {}
-EVERY = 3  # offsets up to this one are all there,
-SHORT = 12  # and so are all of a span this short,
-FEW = 40  # and all of a problem of so few steps, whose program stays small anyway
+EVERY = 3  # offsets below this one are all allowed,
+SHORT = 12  # and so are all offsets of a span this short,
+FEW = 40  # and all offsets of a problem with this few steps, whose program stays small anyway
 
 
 @dataclass(frozen=True)
 class Span:
-    """A group's cycle: the steps between its last gradient (or use) and its first use, and the other gaps.
+    """The cycle of a group: the idle gap between its last gradient (or use) and its first use, and the other gaps.
 
     Parameters
     ----------
-    first, end: f_w; g_w (of a frozen group its last use).
+    first, end: f_w; g_w (for a frozen group its last use).
     idle: g_w .. f_w - 1 in cyclic order, g_w included.
-    points: steps of the first pass in which the whole compute copy is there, ascending: uses and the last gradient.
+    points: steps of the first pass in which the whole compute copy is on the device, ascending: uses and the last
+        gradient.
     between: the gaps within an iteration.
     """
 
@@ -47,7 +48,7 @@ class Stay:
 
 @dataclass(frozen=True)
 class Away:
-    """What is done in a gap: `part` is dropped at the end of step `after` and comes back before step `before`."""
+    """The decision about a gap: `part` is dropped at the end of step `after` and is back before step `before`."""
 
     stay: Stay
     part: Terms
@@ -56,7 +57,7 @@ class Away:
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """What leaves to a tier and returns from it unchanged: its flows out and back, both of the same total."""
+    """A part that leaves to a tier and returns unchanged: its flows out and back, with the same total."""
 
     tier: str
     out: Flow
@@ -80,12 +81,12 @@ class GroupColumns:
 
 
 def around(first: int, last: int, n_steps: int) -> tuple[int, ...]:
-    """Steps from `first` to `last`, both included, going round the cycle; never empty."""
+    """Return the steps from `first` to `last`, both included, going round the cycle; never empty."""
     return tuple((first + i) % n_steps for i in range((last - first) % n_steps + 1))
 
 
 def span_of(problem: Problem, group: Group) -> Span:
-    """Where the group's gaps lie."""
+    """Return the gaps of a group."""
     points = tuple(sorted({*group.uses, *group.grad_steps[-1:]}))
     first, end = points[0], points[-1] + problem.passes[-1]
     within = [Stay(after, before, problem.passes) for after, before in pairwise(points)]
@@ -94,11 +95,11 @@ def span_of(problem: Problem, group: Group) -> Span:
 
 
 def sparse_offsets(n: int, n_steps: int) -> list[int]:
-    """Offsets below `n`: the first EVERY all, then ever further apart; all of them in a problem of few steps.
+    """List offsets below `n`: all of the first EVERY, then at growing distances; all if the problem has few steps.
 
-    A copy is best made soon after a step or shortly before one. Further off any one of several neighbouring steps will
-    do: each group has steps of its own, so together they still use them all. What that costs against the program with
-    every step allowed is shown by benchmarks/solver_scaling.py.
+    A copy is best made soon after a step or shortly before one. Further away, one of several neighbouring steps is
+    enough: each group has its own steps, so together the groups still use them all. benchmarks/solver_scaling.py
+    measures the cost relative to the program with every step allowed.
     """
     if n <= SHORT or n_steps <= FEW:
         return list(range(n))
@@ -110,24 +111,24 @@ def sparse_offsets(n: int, n_steps: int) -> list[int]:
 
 
 def leaving_steps(problem: Problem, span: tuple[int, ...], skip_last: int = 0) -> tuple[int, ...]:
-    """Steps of a gap in which something may leave, close together at its start."""
+    """Return the steps of a gap in which a flow may leave, dense at its start."""
     return tuple(span[k] for k in sparse_offsets(len(span) - skip_last, problem.n_steps))
 
 
 def coming_steps(problem: Problem, span: tuple[int, ...], skip_first: int = 0) -> tuple[int, ...]:
-    """Steps of a gap in which something may come in, close together at its end."""
+    """Return the steps of a gap in which a flow may come in, dense at its end."""
     return tuple(span[-1 - k] for k in reversed(sparse_offsets(len(span) - skip_first, problem.n_steps)))
 
 
 def updating_steps(problem: Problem, span: tuple[int, ...]) -> tuple[int, ...]:
-    """Steps of a gap in which the host may update, close together at both ends."""
+    """Return the steps of a gap in which the host may update, dense at both ends."""
     half = sparse_offsets((len(span) + 1) // 2, problem.n_steps)
     places = {*half, *(len(span) - 1 - k for k in half)}
     return tuple(span[k] for k in sorted(places))
 
 
 def add_group(problem: Problem, group: Group, builder: Builder, account: Account) -> GroupColumns:
-    """The columns and rows of `group`, counted in `account`."""
+    """Add the columns and rows of `group`, and count them in `account`."""
     span = span_of(problem, group)
     for begins in problem.each(0):
         for step in span.points:
@@ -147,7 +148,7 @@ def _frozen(problem: Problem, group: Group, span: Span, builder: Builder, accoun
 
 
 def _external(problem: Problem, group: Group, span: Span, builder: Builder, account: Account) -> GroupColumns:
-    """All of it is updated by the user's code, between the first turn-around step and the second."""
+    """Add a group that the user's code updates as a whole, between the first turn-around step and the second."""
     name, barrier = group.name, problem.first_turn_around
     leaves = leaving_steps(problem, around(span.end, barrier, problem.n_steps))
     comes = coming_steps(problem, span.idle[span.idle.index(barrier) + 1 :])
@@ -160,7 +161,7 @@ def _external(problem: Problem, group: Group, span: Span, builder: Builder, acco
 
 
 def _planned(problem: Problem, group: Group, span: Span, builder: Builder, account: Account) -> GroupColumns:
-    """A CPU part and a device part, each with flows of its own."""
+    """Add a group with a CPU part and a device part, each with its own flows."""
     name, idle = group.name, span.idle
     first_update, updated = problem.first_update(group), problem.device_update(group)
     before_use = around(first_update, span.first - 1, problem.n_steps)
@@ -193,7 +194,7 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     account.hold_over(idle[1:], group.param_bytes, rest)
     account.hold_sums(after_update[1:], -group.param_bytes, out_drop.prior)
     account.hold_sums(after_update[1:], group.param_bytes, back.sums)
-    # Where there are several micro-batches the first one's gradient becomes the total.
+    # With several micro-batches the first one's gradient becomes the total.
     account.hold_over(around(span.points[-1], updated, problem.n_steps)[1:], group.grad_bytes, rest)
     for step in problem.each(span.points[-1])[1:]:
         account.spend(Resource.COMPUTE, step, group.device_add_s, rest)
@@ -204,7 +205,7 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
 
 
 def _count_cpu_part(group: Group, span: Span, x: Terms, grad_out: Flow, cpu_back: Flow, account: Account) -> None:
-    """The CPU part's gradient until it is out, its new parameters from when they come in; its copies and host bytes."""
+    """Count the CPU part: its gradient until it is out, its new parameters once in, its copies and host bytes."""
     leave(group.grad_bytes, span.end, grad_out, account)
     _come(group.param_bytes, cpu_back, account)
     account.hold_over(span.idle[1:], group.grad_bytes, x)
@@ -216,7 +217,7 @@ def _count_cpu_part(group: Group, span: Span, x: Terms, grad_out: Flow, cpu_back
 def _sums(
     problem: Problem, group: Group, span: Span, x: Terms, grad_out: Flow, builder: Builder, account: Account
 ) -> Flow | None:
-    """The CPU part's gradients of all passes but the last, and the host's additions, a step after each copy."""
+    """Add the CPU part's gradients of all passes but the last, and the host's additions, one step after each copy."""
     if not problem.adds_up:
         return None
     end = span.points[-1]
@@ -237,7 +238,7 @@ def _sums(
 def _states(
     problem: Problem, group: Group, updated: int, x: Terms, builder: Builder, account: Account
 ) -> tuple[RoundTrip, ...]:
-    """The device part's optimizer states: out after the update, in before the next one, by any tier."""
+    """Add the device part's optimizer states: they leave after the update and return before the next, on any tier."""
     if not group.state_bytes:
         return ()
     cycle = around(updated, updated - 1, problem.n_steps)
@@ -270,11 +271,11 @@ def _others(
     builder: Builder,
     account: Account,
 ) -> tuple[Away, ...]:
-    """Every gap but a trainable group's idle one: what has a host copy may be dropped and comes back in time."""
+    """Add every gap but a trainable group's idle one: the part with a host copy may be dropped and returns in time."""
     result = []
     for stay in gaps:
         between = around(stay.after, stay.before - 1, problem.n_steps)[1:]
-        if len(between) < 2:  # what leaves would be back in the same step
+        if len(between) < 2:  # a dropped part would return in the same step
             for shift in stay.shifts:
                 account.hold_over([step + shift for step in between], group.param_bytes, WHOLE)
             continue
@@ -292,7 +293,7 @@ def _others(
 
 
 def leave(amount_bytes: float, made: int, gone: Flow, account: Account, link: Resource = Resource.OUT) -> None:
-    """Count the copies of a flow out of what step `made` makes; in that step they follow its compute."""
+    """Count the copies of a flow out of values that step `made` makes; in that step they follow its compute."""
     for step, part in gone.each():
         account.move(link, step, amount_bytes, part, serial=step == made)
 
@@ -303,5 +304,5 @@ def _come(amount_bytes: float, back: Flow, account: Account, link: Resource = Re
 
 
 def mark(path: Path) -> str:
-    """What the names of columns and rows end with that belong to a path other than the host's."""
+    """Return the suffix of columns and rows that belong to a path other than the host's."""
     return "" if path.tier == HOST else f"@{path.tier}"

@@ -6,11 +6,11 @@ from ..problem import Problem
 
 
 def held_bytes(problem: Problem) -> list[int]:
-    """Bytes on the device in each step that no decision changes.
+    """Count the bytes on the device in each step that no decision changes.
 
-    Shared values, outputs (of this iteration and, until the forwards have ended, of the last one), gradients of
-    outputs, and gradient accumulators between the steps that make and consume them. What a step's own peak already
-    contains is left out for that step.
+    These are shared values, outputs (of this iteration and, until the forwards have ended, of the last one), gradients
+    of outputs, and gradient accumulators between the steps that make and consume them. Bytes that a step's own peak
+    already contains are left out for that step.
 
     Returns: one integer per step, in bytes.
     """

@@ -1,40 +1,40 @@
-"""The integer program: where everything lives, when it moves, who updates it, what is recomputed.
+"""The integer program: where everything lives, when it moves, where updates run, and what is recomputed.
 
-OffMate (section 4.1), restated. Steps t are cyclic. Flows are fractions of a group w; each is held as the sum of what
-has moved up to a step (see Flow), written `Flow.upto(t)`, and `Flow.before(t)` for the steps before t.
+OffMate (section 4.1), restated. Steps t are cyclic. Flows are fractions of a group w, stored as cumulative sums (see
+Flow): `Flow.upto(t)` has moved by the end of step t, `Flow.before(t)` by its beginning.
 
-| symbol | here | meaning | range, unit | rule |
+| symbol | name in the code | meaning | range, unit | rule |
 | --- | --- | --- | --- | --- |
 | p, r, q | param_, grad_, state_bytes | compute copy, gradient, optimizer state | bytes | |
 | f, g | Span.first, Span.end | first use, step of the last gradient | step | idle gap: g .. f - 1 |
-| x | cpu_part | updated on the host; the rest on the device, in g; with a gate in u | [0, 1]; 1 or 0 by side | |
+| x | cpu_part | part updated on the host; the rest on the device, in step u | [0, 1]; 1 or 0 by side | |
 | u | updated | step of the device's update; g without a gate | step | device part: r stays, flows begin at u, not g |
-| GradOut | grad_out | CPU part's gradient leaves | idle gap | sum = x |
-| | lead_out | the same in all passes but the last | after g | sum = x, gone before the next pass makes it again |
+| GradOut | grad_out | CPU part's gradient of the last pass leaves | idle gap | sum = x |
+| | lead_out | the same in all other passes | after g | sum = x, left before the next pass makes it again |
 | Opt | cpu_update | CPU part is updated | after g; with a gate from 2L on | upto(t) <= GradOut.before(t), sum = x |
 | ParInC | cpu_back | CPU part's new parameters come in | after g | upto(t) <= Opt.before(t), sum = x |
 | ParOut | out_drop, out_keep | device part's new parameters leave | idle gap | sum = v = D + K <= 1 - x |
-| Drop | out_drop | of these, released when they have left | idle gap | sum = D |
+| Drop | out_drop | those of them that are released once they have left | idle gap | sum = D |
 | ParIn | back | device part comes back | idle gap | upto(t) <= Drop.before(t), sum = D |
 | d, Back | Away | dropped after a use, back before the next | other gaps | d <= x + v |
 | h | hosted | frozen group: the part with a host copy | [0, 1] | d <= h |
 | OutO, InO | state_out, state_in | device part's states | g round to g - 1 | InO.upto(t) <= OutO.before(t) |
-| S | total of both | of the device part's states, what leaves | [0, 1] | S <= 1 - x |
+| S | total of both | part of the group whose states leave (device part) | [0, 1] | S <= 1 - x |
 | Comp | choices | block runs with an option | {0, 1} | sum = 1 |
 | ActOut, ActIn | Choices.out, .back | what the option offloads | near F, near B | sum by Comp |
 | Z | leaving | interface value leaves between forwards and backwards | {0, 1} | |
 | Time | time | seconds of a step | s | >= each resource's seconds |
-| Level | level | everything on the device in a step | <= budget | Level[t] = Level[t - 1] + what step t holds more |
-| In, Out | links | seconds of its copies alone | s | |
-| M | least | the budget, where the program asks for the least | bytes | |
+| Level | level | everything on the device in a step | <= budget | Level[t] = Level[t - 1] + rise of step t |
+| In, Out | links | seconds of a step's copies over one link, if alone | s | |
+| M | least | the budget, if the program minimises it | bytes | |
 
-With several micro-batches the steps hold up to three passes (see problem.py). What is decided within a pass, Comp, Z, d
-and the gradients of all passes but the last, is decided once and counted in each; so are the gaps between passes. f is
-the first pass's, g the last's. The device part's total of gradients stays from the first pass's last gradient until u.
-The seconds of the middle pass's steps count M - 2 times.
+With several micro-batches the steps hold up to three passes (see problem.py). Decisions within a pass (Comp, Z, d, and
+the gradients of all passes but the last) are made once and count in each pass; so are those about the gaps between
+passes. f is the first pass's, g the last's. The device part's total of gradients stays from the first pass's last
+gradient until u. For M micro-batches the seconds of the middle pass's steps count M - 2 times.
 
-That ParOut has two parts costs nothing: whatever is released may be taken to have left as early as anything did.
-Bytes and seconds are scaled only here: a budget counts 1000, and so do the seconds that no plan can avoid.
+Splitting ParOut into two parts costs nothing: the released part may be assumed to have left first. Bytes and seconds
+are scaled only in this file: a budget is 1000 units, and so are the seconds that no plan can avoid.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ from .streamed import streaming_solution
 Goal = Literal["time", "device", "host"]
 
 SCALE = 1000.0
-TRAFFIC_WEIGHT = 1e-4  # all bytes that could move weigh this part of the unavoidable seconds: it only breaks ties
-SMALLEST = 1e-12  # coefficients below are rounding, of bytes that come and go
-STREAMED_PART = 1e-2  # of the safe plan's seconds: the least that a unit is made for, or coefficients get too large
-SPREAD_WEIGHT = 1e-6  # the mean of the steps' bytes against the least budget, so that only steps that bind are full
+TRAFFIC_WEIGHT = 1e-4  # weight of all bytes that could move, relative to the unavoidable seconds: it only breaks ties
+SMALLEST = 1e-12  # coefficients below this are rounding errors of bytes that come and go
+STREAMED_PART = 1e-2  # least unit, as a part of the safe plan's seconds, or coefficients get too large
+SPREAD_WEIGHT = 1e-6  # weight of the steps' mean bytes, so that only binding steps are full
 
 
 @dataclass(frozen=True)
 class Program:
-    """A linear model and what its columns mean.
+    """A linear model and the meaning of its columns.
 
     Parameters
     ----------
-    memory: device bytes by step; tiers: bytes on each other tier. Unscaled; `memory` is empty if the goal is the host.
-    device_rows: everything that the device budget bounds: (step, bytes).
+    memory: device bytes by step; empty if the goal is the host. tiers: bytes on each other tier. Both are unscaled.
+    device_rows: the expressions that the device budget bounds: (step, bytes).
     time: seconds of each step, in units of `time_unit_s`; empty unless the goal is time. times: how often each step
-        happens.
+        happens in an iteration.
     traffic_slack_s: the most that the tie-breaking term can add to the objective.
     """
 
@@ -88,12 +88,12 @@ class Program:
 
 
 def state_program(problem: Problem, goal: Goal = "time") -> Program:
-    """The program of `problem`.
+    """Build the program of `problem`.
 
     Parameters
     ----------
-    goal: least seconds within both budgets; or the least device budget with the host budget as given; or the least
-        host budget with an endless device.
+    goal: the least seconds within both budgets ("time"); the least device budget with the host budget as given
+        ("device"); or the least host budget with unlimited device memory ("host").
 
     Source: OffMate, section 4.1, with the two-part flows of the legend above.
     """
@@ -150,8 +150,8 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
 def _hold_the_rest(problem: Problem, choices: tuple[Choices, ...], account: Account) -> tuple[Terms, Terms]:
     """Count held bytes and the blocks' own peaks.
 
-    Returns: what is there beyond a pass's first step's bytes while the code before it runs, and beyond its first
-    backward step's while the user's code runs.
+    Returns: the bytes beyond those of a pass's first step while the code before the first block runs, and the bytes
+    beyond those of its first backward step while the user's code runs.
     """
     n = problem.n_blocks
     shared_bytes = sum(s.bytes for s in problem.shared)
@@ -174,7 +174,7 @@ def _hold_the_rest(problem: Problem, choices: tuple[Choices, ...], account: Acco
 
 
 def _levels(builder: Builder, account: Account, unit: float) -> tuple[Terms, ...]:
-    """A column per step for the bytes on the device, in units of `unit`; returns the bytes."""
+    """Add a column per step for the bytes on the device, in units of `unit`; return the bytes."""
     last: Terms = {}
     levels = []
     for step, rise in enumerate(account.rise):
@@ -187,7 +187,7 @@ def _levels(builder: Builder, account: Account, unit: float) -> tuple[Terms, ...
 
 
 def _tier_rows(problem: Problem, builder: Builder, account: Account, goal: Goal, least: Terms) -> None:
-    """What lies on a tier fits it; the host's least is what is asked for if that is the goal."""
+    """Bound the bytes on each tier by its capacity, or those on the host by `least` if that is the goal."""
     for tier in problem.tiers:
         asked, used = goal == "host" and tier.name == HOST, account.tiers[tier.name]
         unit = (_most(used, builder) if asked else tier.capacity_bytes) / SCALE or 1.0
@@ -196,7 +196,7 @@ def _tier_rows(problem: Problem, builder: Builder, account: Account, goal: Goal,
 
 
 def _time_rows(problem: Problem, builder: Builder, account: Account, unit_s: float) -> tuple[Terms, ...]:
-    """Time of every step, at least the seconds of each resource, in units of `unit_s`."""
+    """Add the time of every step, at least the seconds of each resource, in units of `unit_s`."""
     rates, times = problem.rates, []
     for begins in problem.each(0):
         account.spend(Resource.COMPUTE, begins, problem.start_s, {ONE: 1.0})
@@ -214,7 +214,7 @@ def _time_rows(problem: Problem, builder: Builder, account: Account, unit_s: flo
             accumulate(serial, units, account.serial[link][t])
         for path, link, name in ways:
             slower = min(1.0, sum(map(path.share, path.links)) - 1)
-            if slower > 0:  # what one link has more than the other goes at its own rate
+            if slower > 0:  # the link with more bytes moves its surplus at its own rate
                 others = ((slower, links[other]) for other in path.links if other != link)
                 builder.at_most_zero(f"both {name.lower()}[{t}]", add((1.0, links[link]), *others, (-1.0, time)))
         seconds = {one: add((1 / unit_s, account.seconds[one][t])) for one in rates.working}
@@ -235,18 +235,18 @@ def _words(path: Path) -> tuple[tuple[Resource, str], ...]:
 
 
 def _unavoidable_s(problem: Problem) -> float:
-    """Seconds that no plan avoids: each block's cheapest option, the code before the first block, the gate."""
+    """Return the seconds that no plan avoids: each block's cheapest option, the start, and the gate."""
     computes = (min(o.forward_s + o.backward_s for o in b.options) for b in problem.blocks)
     return problem.micro_batches * (sum(computes) + problem.start_s) + problem.gate_s
 
 
 def _most(terms: Terms, builder: Builder) -> float:
-    """The most that an expression can be, by its columns' own bounds."""
+    """Return an upper bound of an expression, by its columns' own bounds."""
     return sum(max(0.0, a) * (1.0 if c == ONE else builder.upper[c]) for c, a in terms.items())
 
 
 def _most_on_device(problem: Problem) -> float:
-    """More than any plan can have on the device at once."""
+    """Return more bytes than any plan can have on the device at once."""
     groups = sum(g.param_bytes + g.grad_bytes * min(problem.micro_batches, 2) + g.state_bytes for g in problem.groups)
     options = [o for block in problem.blocks for o in block.options]
     saved = sum(max(o.saved_bytes + o.offloaded_bytes for o in block.options) for block in problem.blocks)

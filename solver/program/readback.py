@@ -1,4 +1,4 @@
-"""From the columns' values back to fractions, seconds and bytes."""
+"""Conversion of the columns' values to fractions, seconds and bytes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .blocks import Choices
 from .groups import Away, GroupColumns, RoundTrip
 from .model import Program
 
-SMALLEST = 1e-7  # fractions below are the solver's rounding
+SMALLEST = 1e-7  # fractions below this are rounding errors of the solver
 
 
 def read_solution(program: Program, answer: RawAnswer) -> Solution:
-    """The plan that an answer with values describes."""
+    """Read the plan from an answer with values."""
     values = answer.values
     chosen = tuple(
         max(block.columns, key=lambda o, c=block.columns: evaluate(c[o], values))  # type: ignore[misc]
@@ -25,7 +25,7 @@ def read_solution(program: Program, answer: RawAnswer) -> Solution:
     away = [z for z in program.leaving if evaluate(z.column, values) > 0.5]
     step_s = tuple(evaluate(t, values) * program.time_unit_s for t in program.time)
     objective_s = sum(seconds * program.times[step] for step, seconds in enumerate(step_s))
-    # the objective's tie-breaking part belongs to no plan's seconds
+    # the tie-breaking term of the objective is no part of a plan's seconds
     bound_s = min(max(0.0, answer.lower_bound * program.time_unit_s - program.traffic_slack_s), objective_s)
     return Solution(
         status=answer.status,
@@ -45,7 +45,7 @@ def read_solution(program: Program, answer: RawAnswer) -> Solution:
 
 
 def read_group(columns: GroupColumns, values: tuple[float, ...]) -> GroupFlow:
-    """One group's flows: fractions in [0, 1], by step."""
+    """Read one group's flows: fractions in [0, 1], by step."""
     return GroupFlow(
         cpu_part=_fraction(columns.cpu_part, values),
         grad_out=_steps([columns.grad_out], values),
@@ -72,7 +72,7 @@ def _activations(block: Choices, values: tuple[float, ...]) -> ActivationFlow:
 
 
 def _tiers(trips: tuple[RoundTrip, ...], values: tuple[float, ...]) -> dict[str, float]:
-    """The part of what leaves that goes to each tier; empty where there is only one."""
+    """Return the fraction of the total that leaves to each tier; empty if there is only one."""
     parts = {trip.tier: _fraction(trip.out.total, values) for trip in trips}
     total = sum(parts.values())
     return {tier: part / total for tier, part in parts.items()} if len(parts) > 1 and total > 0 else {}
@@ -84,7 +84,7 @@ def _gap(away: Away, values: tuple[float, ...]) -> Gap:
 
 
 def _steps(flows: Iterable[Flow | None], values: tuple[float, ...]) -> dict[int, float]:
-    """The sum of the flows by step, in cyclic order."""
+    """Sum the flows by step, in cyclic order."""
     moved: dict[int, Terms] = {}
     order: tuple[int, ...] = ()
     for one in flows:

@@ -1,8 +1,8 @@
-"""The search for a program's best point: its relaxation, whole choices near it, and only then branch and bound.
+"""Search for a program's best point: relaxation, then rounding of the choices near it, and only then branch and bound.
 
 The relaxation of these programs is tight, since a chain has many blocks and each choice is a small part of the whole.
-So whole choices that stay near its fractions, with all flows solved again for them, are mostly within a fraction of a
-percent of the bound, for two or three linear programs instead of a tree of them.
+So integer choices that stay near its fractions, with all flows solved again for them, are mostly within a fraction of a
+percent of the bound. They take two or three linear programs instead of a tree of them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ..problem import Option, Problem
 from ..solution import Status
 from .model import Program
 
-BRANCH_S = 0.5  # branch and bound is not begun with less time than this
-_SUPPORT = 1e-3  # an option below this fraction is not near the relaxation
+BRANCH_S = 0.5  # branch and bound does not start with less time left than this
+_SUPPORT = 1e-3  # an option below this fraction does not count as near the relaxation
 
 
 def search(problem: Problem, program: Program, backend: Backend, time_limit_s: float, gap: float) -> RawAnswer:
-    """The best point of `program` within the time limit, with the best bound.
+    """Return the best point of `program` found within the time limit, with the best bound.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ def search(problem: Problem, program: Program, backend: Backend, time_limit_s: f
 
     model = program.model
     relaxation = backend.solve(relaxed(model), time_limit_s, gap, vertex=False)
-    if relaxation.status is not Status.OPTIMAL:  # what the time limit left of a relaxation is no plan
+    if relaxation.status is not Status.OPTIMAL:  # an unfinished relaxation gives no plan
         return replace(relaxation, status=_without_point(relaxation.status), values=(), lower_bound=-inf)
     best = RawAnswer(Status.NO_ANSWER, (), inf, relaxation.lower_bound, 0.0)
     for whole_choices in (nearest_sums, most_used):
@@ -72,7 +72,7 @@ def _within(answer: RawAnswer, gap: float) -> bool:
 def _near(
     program: Program, chosen: Mapping[int, float], backend: Backend, time_limit_s: float, gap: float
 ) -> RawAnswer:
-    """The best flows for whole choices, infinitely slow where these do not fit."""
+    """Solve for the best flows under fixed choices; infinite objective if these do not fit."""
     model, kept = fixed(program.model, chosen)
     answer = backend.solve(model, time_limit_s, gap)
     if not answer.values:
@@ -84,15 +84,15 @@ def _near(
 
 
 def nearest_sums(problem: Problem, program: Program, values: Sequence[float]) -> dict[int, float]:
-    """0 or 1 for every integer column, so that sums along the chain follow the fractions.
+    """Round every integer column to 0 or 1 by error diffusion: sums along the chain follow the fractions.
 
-    Each block takes the option, of those that the fractions use, with which bytes saved, seconds and copies of all
-    blocks so far are nearest to the fractions'; bytes above them weigh most, for they must be found elsewhere.
+    Of the options that the fractions use, each block takes the one with which the bytes saved, seconds and copies of
+    all blocks so far are nearest to the fractions'. A surplus of bytes weighs most, since it must be made up elsewhere.
     """
     path = problem.rates.host
     link = sum(map(path.bytes_per_s, path.links)) / len(path.links)
     chosen = _leaving(program, values)
-    ahead = (0.0, 0.0, 0.0)  # what the chosen options use so far, less what the fractions use
+    ahead = (0.0, 0.0, 0.0)  # use by the chosen options so far, minus use by the fractions
     for i, part in enumerate(_parts(program, values)):
         uses = {o: _uses(problem.blocks[i].options[o], link) for o in part}
         mean = [sum(part[o] * use[k] for o, use in uses.items()) for k in range(3)]
@@ -108,10 +108,10 @@ def nearest_sums(problem: Problem, program: Program, values: Sequence[float]) ->
 
 
 def most_used(problem: Problem, program: Program, values: Sequence[float]) -> dict[int, float]:
-    """0 or 1 for every integer column: of each block's options the one that the fractions use most.
+    """Set every integer column to 0 or 1: each block takes the option that the fractions use most.
 
-    Of those with which all blocks so far save no more bytes than the fractions do; where the device is full, a few
-    large copies among small ones, which give the fractions' sums, would have to wait for room.
+    Only options with which all blocks so far save no more bytes than the fractions do are allowed. This suits a full
+    device, on which the choices of `nearest_sums`, a few large copies among small ones, would have to wait for room.
     """
     chosen = _leaving(program, values)
     ahead = 0.0
@@ -127,7 +127,7 @@ def most_used(problem: Problem, program: Program, values: Sequence[float]) -> di
 
 
 def _parts(program: Program, values: Sequence[float]) -> Iterator[dict[int, float]]:
-    """By block the part of each of its options."""
+    """Yield, by block, the fraction of each of its options."""
     for block in program.choices:
         part = {o: evaluate(terms, tuple(values)) for o, terms in block.columns.items()}
         whole = sum(part.values())
@@ -139,7 +139,7 @@ def _only(program: Program, block: int, option: int) -> dict[int, float]:
 
 
 def _leaving(program: Program, values: Sequence[float]) -> dict[int, float]:
-    """Which interface values leave, so that so far as many do as the fractions say."""
+    """Choose the interface values that leave, by error diffusion: as many so far as the fractions say."""
     chosen: dict[int, float] = {}
     away: dict[str, float] = {}
     gone: set[str] = set()
@@ -153,7 +153,7 @@ def _leaving(program: Program, values: Sequence[float]) -> dict[int, float]:
 
 
 def _uses(option: Option, link_bytes_per_s: float) -> tuple[float, float, float]:
-    """Seconds to move what is saved, of compute, and of copies."""
+    """Return the seconds to move the saved bytes, the seconds of compute, and the seconds of copies."""
     moved_s = (option.saved_bytes / link_bytes_per_s, option.offloaded_bytes / link_bytes_per_s)
     return moved_s[0], option.forward_s + option.backward_s, moved_s[1]
 

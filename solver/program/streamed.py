@@ -1,6 +1,6 @@
-"""The plan of last resort: every parameter comes in for each use and leaves after it, every update is on the host.
+"""The plan of last resort: every parameter comes in for each use and leaves after it, and all updates run on the host.
 
-Where a group has to be updated on the device its states come in for that alone.
+If a group has to be updated on the device, its states come in for the update only.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .groups import Span, Stay, around, span_of
 
 
 def streaming_solution(problem: Problem) -> Solution:
-    """A solution that needs no search and about the least device memory there is; its budgets are not checked.
+    """Return a solution that needs no search and about the least device memory; its budgets are not checked.
 
-    Returns: whole parts only. Its seconds take nothing to overlap.
+    Returns: a solution of whole parts. Its seconds assume that nothing overlaps.
     """
     options = tuple(_least(block, i <= problem.n_blocks - 2) for i, block in enumerate(problem.blocks))
     groups = {group.name: _streamed(problem, group) for group in problem.groups}
@@ -40,7 +40,7 @@ def streaming_solution(problem: Problem) -> Solution:
 
 
 def _least(block: Block, may_offload: bool) -> int:
-    """The option that keeps least between forward and backward; of several the one that moves least."""
+    """Return the option that keeps least between forward and backward; of several the one that moves least."""
     allowed = [o for o, option in enumerate(block.options) if may_offload or not option.offloaded_bytes]
 
     def bytes_of(o: int) -> tuple[int, int, float]:
@@ -74,7 +74,7 @@ def _streamed(problem: Problem, group: Group) -> GroupFlow:
 
 
 def _on_device(problem: Problem, group: Group, span: Span) -> GroupFlow:
-    """New values and states leave right after the update, and return right before they are needed."""
+    """Let new values and states leave right after the update and return right before they are needed."""
     updated = problem.device_update(group)
     after = around(updated, span.first - 1, problem.n_steps)
     away: dict[str, Any] = {"drop": {updated: 1.0}, "back": {after[-1]: 1.0}} if len(after) > 2 else {}

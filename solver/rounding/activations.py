@@ -1,4 +1,4 @@
-"""Rounding of what blocks offload: it leaves and returns as one, needing no more device memory than its fractions."""
+"""Rounding of offloaded values: they leave and return as a whole, within the device memory of their fractions."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from .walk import NOISE, Curve
 
 
 def whole_activations(problem: Problem, solution: Solution) -> tuple[tuple[ActivationStay | None, ...], list[float]]:
-    """When what each block's option offloads leaves as one, and when it returns.
+    """Choose the steps in which the values that each block's option offloads leave and return as a whole.
 
-    It leaves as late and returns as early as its fractions allow, and what other blocks' whole ones spare. A copy then
-    has the most time before a compute waits for it.
+    They leave as late and return as early as their fractions, and the bytes that other blocks' whole values spare,
+    allow. A copy then has the most time before a compute waits for it.
 
     Parameters
     ----------
     solution: an answer to the problem, with a plan.
 
-    Returns: a stay per block, None where nothing is offloaded; and the bytes that are left over, by step.
+    Returns: a stay per block, None if nothing is offloaded; and the bytes that are left over, by step.
     """
     spare = [0.0] * problem.n_steps
     spread = Spread()
@@ -28,7 +28,7 @@ def whole_activations(problem: Problem, solution: Solution) -> tuple[tuple[Activ
 
 
 def _stay(problem: Problem, solution: Solution, i: int, spare: list[float], spread: Spread) -> ActivationStay | None:
-    """One block's stay; `spare` is changed to what is left after it, `spread` to what tiers lack then."""
+    """Return one block's stay, and update `spare` by the bytes that it leaves and `spread` by its tier."""
     flow, size = solution.activations[i], problem.blocks[i].options[solution.options[i]].offloaded_bytes
     if not size:
         return None

@@ -1,9 +1,9 @@
-"""Rounding: a solution's fractions become whole tensors (OffMate, section 4.2 and appendix B, Algorithm 1).
+"""Rounding of a solution's fractions to whole tensors (OffMate, section 4.2 and appendix B, Algorithm 1).
 
-Per group the steps are walked from the last gradient on. SELECT chooses whole tensors so that every step moves out at
-least, and brings in at most, what the fractions say. OffMate's one walk is adapted to two disjoint parts, one updated
-on the host and one on the device. What one group's whole tensors spare in a step the groups after it may use, so that
-the errors even out; no step ever needs more device memory than the fractions need in it.
+For each group the steps are walked from the last gradient on. SELECT chooses whole tensors so that every step moves out
+at least, and brings in at most, the bytes of the fractions. OffMate's single walk is adapted to two disjoint parts, one
+updated on the host and one on the device. Bytes that one group's whole tensors spare in a step may be used by later
+groups, so that the errors even out. No step ever needs more device memory than the fractions need in it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .walk import NOISE, Allowance, Curve, at_least, envelope, walk
 
 
 def round_solution(problem: Problem, solution: Solution) -> Decisions:
-    """Whole tensors for the fractions of a solution, never needing more device memory in any step.
+    """Round the fractions of a solution to whole tensors, never needing more device memory in any step.
 
-    That holds for groups whose tensors' parameters, gradients and states are in one proportion ("one dtype triple");
-    a few bytes of deviation show up in the validation of the schedule.
+    The bound on memory holds for groups whose tensors' parameters, gradients and states are in the same proportion
+    ("one dtype triple"); a few bytes of deviation are caught by the validation of the schedule.
 
     Parameters
     ----------
-    problem: what was solved. solution: its answer, with one flow per group.
+    problem: the problem that was solved. solution: its answer, with one flow per group.
 
     Returns: one plan per tensor and the choices for activations, unchanged.
     Raises: ValueError if the solution holds no plan.
@@ -59,7 +59,7 @@ def _last_step(group: Group) -> tuple[int, str]:
 def _round_group(
     problem: Problem, group: Group, flow: GroupFlow, allowance: Allowance, excess_s: float
 ) -> list[TensorPlan]:
-    """Plans of one group: parameters first, then the states, then the gradients of the host's part."""
+    """Round one group: parameters first, then the states, then the gradients of the host's part."""
     plans = [TensorPlan(tensor.name, group.name) for tensor in group.tensors]
     needs = [_gap_need(problem, allowance, gap) for gap in flow.gaps]
     most = max((need[0] for need in needs if need), default=0)
@@ -71,7 +71,7 @@ def _round_group(
         may_leave = {name: sizes[name] for name in select(sizes, min(most, group.param_bytes))}
     for gap, need in zip(flow.gaps, needs):
         plans = _gap(problem, plans, need, may_leave, gap)
-    # What never leaves needs no copy on the host.
+    # A tensor that never leaves needs no copy on the host.
     plans = [replace(p, out=None) if p.drop is None and not _leaves(p) else p for p in plans]
     allowance.use_params(plans)
     if not group.trainable:
@@ -96,7 +96,7 @@ def _idle_gap(
     excess_s: float,
     most_in_gaps: int,
 ) -> list[TensorPlan]:
-    """Which tensors are updated on the host, go out, are dropped and come back between last gradient and first use."""
+    """Choose the tensors updated on the host, and the steps in which tensors go out, are dropped and come back."""
     sizes = {tensor.name: tensor.param_bytes for tensor in group.tensors}
     last, updated = problem.last_gradient(group), problem.device_update(group)
     n = (group.uses[0] - last) % problem.n_steps
@@ -132,9 +132,9 @@ def _idle_gap(
 def _host_part(
     problem: Problem, group: Group, flow: GroupFlow, allowance: Allowance, excess_s: float
 ) -> frozenset[str]:
-    """The tensors updated on the host: at least the fraction, less what other groups have too much of.
+    """Choose the tensors updated on the host: at least the fraction, minus the excess of other groups.
 
-    Less than the fraction only as far as the device can hold the rest, with its states, all the time.
+    It is less than the fraction only as far as the device can hold the rest, with its states, all the time.
     """
     if problem.update == "external" or group.side == "host":
         return frozenset(tensor.name for tensor in group.tensors)
@@ -157,9 +157,10 @@ def _outs(
     need: list[int],
     most_in_gaps: int,
 ) -> dict[str, int]:
-    """Position of the copy to the host for the device tensors that get one; the host's part has one anyway.
+    """Return the position of the copy to the host, for the device tensors that get one; the host's part always has one.
 
-    In time for what must be absent, otherwise at the fractions' pace, and no more than some gap needs.
+    Tensors are copied in time for the bytes that must be absent, otherwise at the fractions' pace, and no more of them
+    than some gap needs.
     """
     rest = {tensor.name: tensor.param_bytes for tensor in group.tensors if tensor.name not in host_part}
     curve = Curve(problem, problem.last_gradient(group), flow.out)
@@ -177,9 +178,9 @@ def _outs(
 
 
 class _Returns:
-    """Which tensors can come in in a position of the idle gap.
+    """Yields the tensors that can come in at a position of the idle gap.
 
-    The host's part comes back at the pace at which the fractions are updated, so that no update need hurry.
+    The host's part comes back at the pace at which the fractions are updated, so that no update is rushed.
     """
 
     def __init__(self, problem: Problem, group: Group, flow: GroupFlow, host_part: frozenset[str]) -> None:
@@ -207,7 +208,7 @@ class _Returns:
 
 
 def _gap_need(problem: Problem, allowance: Allowance, gap: Gap) -> list[int]:
-    """Bytes that must be absent by position in a gap, wherever it recurs: all leave at its beginning."""
+    """Return the bytes that must be absent, by position in a gap and its recurrences: all leave at its start."""
     n = (gap.before - gap.after) % problem.n_steps or problem.n_steps
     need = [
         max(allowance.absent_params(_step(problem, gap.after + shift, k)) for shift in gap.shifts) for k in range(1, n)
@@ -218,7 +219,7 @@ def _gap_need(problem: Problem, allowance: Allowance, gap: Gap) -> list[int]:
 def _gap(
     problem: Problem, plans: list[TensorPlan], need: list[int], may_leave: dict[str, int], gap: Gap
 ) -> list[TensorPlan]:
-    """The plans with one gap added, wherever it recurs: what is dropped after its first use, and when it comes back."""
+    """Return the plans with one gap added, wherever it recurs: the tensors dropped after its first use, and returns."""
     leaving = select(may_leave, min(need[0] if need else 0, sum(may_leave.values())))
     _, back = walk(may_leave, need, leaving, lambda _: (), lambda _k, _r: may_leave)
 
@@ -232,15 +233,15 @@ def _gap(
 def _states(
     problem: Problem, group: Group, flow: GroupFlow, allowance: Allowance, plans: list[TensorPlan]
 ) -> list[TensorPlan]:
-    """The plans with the steps in which states of device tensors go out, and come in."""
+    """Return the plans with the steps in which states of device tensors go out and come in."""
     last = problem.device_update(group)
     pieces = [(t, rows) for t, p in zip(group.tensors, plans) if t.state_bytes and not p.cpu for rows in t.pieces]
-    # In their order, so that what stays stays together.
+    # Keys keep the order of the pieces, so that the pieces that stay are adjacent.
     sizes = {f"{i:06}": tensor.piece_bytes(rows) for i, (tensor, rows) in enumerate(pieces)}
     held = sum(sizes.values())
     steps = [_step(problem, last, k) for k in range(1, problem.n_steps)]
     need = [max(0, held - allowance.states(step)) for step in steps]
-    if problem.n_passes > 2:  # none leaves or returns within the middle pass: what the next step needs has left before
+    if problem.n_passes > 2:  # no piece leaves or returns within the middle pass
         span = [
             k
             for k, step in enumerate(steps)

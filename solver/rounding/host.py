@@ -1,4 +1,4 @@
-"""The chain of tensors updated on the host: gradient out, update, and back in time for the first use."""
+"""The chain of steps for tensors updated on the host: gradient out, update, and back in time for the first use."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .walk import Allowance, Curve, lead_window
 def host_chain(
     problem: Problem, group: Group, flow: GroupFlow, plans: Sequence[TensorPlan], allowance: Allowance
 ) -> list[TensorPlan]:
-    """The plans of one group with the steps of gradient copies and host updates filled in.
+    """Return the plans of one group with the steps of gradient copies and host updates filled in.
 
-    Pending gradients take no more than the fractions' and what is spare elsewhere in the group; within that they go
-    out, and updates run, at the fractions' pace, and always in time for the tensor to come in when it does.
+    Pending gradients take no more bytes than the fractions' and the spare ones. Within that limit they go out, and
+    updates run, at the fractions' pace, and always in time for the tensor's return.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ def _grad_outs(
     last_out: dict[str, int],
     allowance: Allowance,
 ) -> dict[str, int]:
-    """Position in which each gradient of the last pass goes out."""
+    """Return the position at which each gradient of the last pass goes out."""
     last = problem.last_gradient(group)
     updated = (problem.device_update(group) - last) % problem.n_steps if group.trainable else 0
     waiting = group.grad_bytes - sum(sizes.values())  # gradients of the device part stay until its update
@@ -79,7 +79,7 @@ def _grad_outs(
 def _lead_outs(
     problem: Problem, group: Group, flow: GroupFlow, sizes: dict[str, int], allowance: Allowance
 ) -> dict[str, int]:
-    """Position in which each gradient of the other passes goes out, the same in all of them."""
+    """Return the position at which each gradient of the other passes goes out, the same in all of them."""
     first = group.grad_steps[-1]
     waiting = group.grad_bytes - sum(sizes.values())
 
@@ -93,12 +93,12 @@ def _lead_outs(
 def _leaving(
     sizes: dict[str, int], last_out: dict[str, int], allowed: Callable[[int], int], curve: Curve, cpu_part: float
 ) -> dict[str, int]:
-    """Position in which each gradient goes out: when memory demands it, when due, or at the fractions' pace.
+    """Return the position at which each gradient goes out: if memory demands it, if due, or at the fractions' pace.
 
     Parameters
     ----------
-    last_out: the last position by tensor. allowed: bytes that may still be there after a position.
-    curve: what the fractions let go out, of `cpu_part` in all.
+    last_out: the last allowed position, by tensor. allowed: bytes that may still be on the device after a position.
+    curve: the fractions that go out, `cpu_part` in total.
     """
     total = sum(sizes.values())
     pace = total / max(cpu_part, 1e-9)
@@ -125,7 +125,7 @@ def _updates(
     outs: dict[str, int],
     back: dict[str, int],
 ) -> dict[str, int]:
-    """Position of each update: after its gradient is out, before it comes in, most urgent first."""
+    """Return the position of each update: after its gradient is out, before its values come in, most urgent first."""
     last = problem.last_gradient(group)
     curve = Curve(problem, last, flow.cpu_update)
     total = sum(sizes.values())

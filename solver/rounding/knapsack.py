@@ -1,4 +1,4 @@
-"""SELECT: the subset of whole tensors whose size is at least a target and as close to it as possible."""
+"""SELECT, a knapsack: the subset of whole tensors whose size is at least a target and as close to it as possible."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from math import gcd
 
-_FEW = 18  # up to 2**18 subsets are looked at one by one
+_FEW = 18  # items for which exact sums are tabulated, up to 2**18 of them
 _MOST_UNITS = 1 << 26  # a set of reachable sums with this many members is one integer of 8 MiB
 
 
 def select(sizes: Mapping[str, int] | Iterable[tuple[str, int]], target_bytes: int) -> frozenset[str]:
-    """The subset whose total is at least the target and as close to it as possible.
+    """Return the subset whose total is at least the target and as close to it as possible.
 
     Exact for up to 18 items, and for more as long as the total is at most 2**26 times the sizes' common divisor;
-    beyond that the total exceeds the least one by at most one part in 2**26 per item. Ties go to fewer items, then
-    to the first names (up to 18 items; beyond that to a fixed choice).
+    otherwise the total exceeds the least possible one by at most one part in 2**26 per item. Ties go to fewer items,
+    then to the first names (for up to 18 items; for more the choice is fixed).
 
     Parameters
     ----------
     sizes: bytes of each item, not negative.
-    target_bytes: what the subset must reach; nothing is selected if it is 0 or below.
+    target_bytes: the total that the subset must reach; nothing is selected if it is 0 or below.
 
     Returns: the names selected.
     Raises: ValueError if all items together do not reach the target.
@@ -46,9 +46,9 @@ def _select(items: tuple[tuple[str, int], ...], target: int) -> frozenset[str]:
 
 
 def _by_sums(sizes: list[int], target: int) -> int:
-    """Dynamic programming over reachable sums; the first item is the highest bit of the answer.
+    """Solve by dynamic programming over reachable sums; the first item is the highest bit of the answer.
 
-    Of two subsets with equal sum and count the one with the larger mask has the first names.
+    Of two subsets with equal sum and count, the one with the larger mask has the first names.
     """
     best: dict[int, tuple[int, int]] = {0: (0, 0)}
     least, answer = sum(sizes) + 1, (0, 0)
@@ -67,7 +67,7 @@ def _by_sums(sizes: list[int], target: int) -> int:
 
 
 def _by_bits(sizes: list[int], target: int) -> int:
-    """The same over an integer whose bit s says that sum s is reachable, in units of the common divisor."""
+    """Solve over the bits of an integer: bit s says that sum s is reachable, in units of the common divisor."""
     unit = max(gcd(*sizes), -(-sum(sizes) // _MOST_UNITS))
     # Rounding sizes down and the target up keeps the subset's true total at or above the target.
     units = [size // unit for size in sizes]
@@ -86,7 +86,7 @@ def _by_bits(sizes: list[int], target: int) -> int:
 
 
 def _reaching(sizes: list[int], mask: int, target: int) -> int:
-    """`mask` with the smallest items added that it lacks to reach the target."""
+    """Return `mask` with the smallest missing items added until it reaches the target."""
     last = len(sizes) - 1
     total = sum(size for i, size in enumerate(sizes) if mask >> (last - i) & 1)
     for size, i in sorted((size, i) for i, size in enumerate(sizes)):

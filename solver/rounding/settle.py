@@ -1,8 +1,8 @@
 """Whole tensors near the fractions, with everything else solved again for them.
 
-Rounding alone takes to the host at least what the fractions say, group by group: no step then needs more memory, but
-the host and the links get more to do than the program counted. Here the groups' excesses even out, and the program
-says what else must follow. A group that takes a large part of an iteration is tried both ways.
+Rounding alone gives the host at least the fractions' bytes, group by group: no step then needs more device memory, but
+the host and the links get more work than the program counted. Here the groups' excesses even out, and the program
+decides the rest again. For a group that takes a large part of an iteration, both neighbouring whole parts are tried.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from .knapsack import select
 from .walk import NOISE
 from .whole import counts, in_whole_tensors
 
-_LARGE = 0.1  # a group is large if its states or its update take this part of an iteration on a link or on the host
-_SMALL = 0.02  # a piece is small if its copy takes less of one
-_COUNTED = 350  # columns of whole tensors with which the program is solved in seconds
-_LONG = 0.2  # part of an iteration that a whole tensor's way to the host and back may take beside everything else
-_NEAR = 0.03  # gap of the program in whole tensors
-_TRIED = 3  # large groups that are tried both ways
+_LARGE = 0.1  # a group is large if its states or its update take this fraction of an iteration on a link or on the host
+_SMALL = 0.02  # a piece is small if its copy takes less than this fraction of an iteration
+_COUNTED = 350  # most columns of whole tensors with which the program is still solved in seconds
+_LONG = 0.2  # fraction of an iteration above which a whole tensor's way to the host and back gets a row
+_NEAR = 0.03  # gap to which the program in whole tensors is solved
+_TRIED = 3  # most large groups that are tried both ways
 
 
 @dataclass(frozen=True)
 class Parts:
-    """By trainable group the fraction updated on the host, and the fraction whose states leave the device."""
+    """By trainable group, the fraction updated on the host, and the fraction whose states leave the device."""
 
     host: Mapping[str, float] = field(default_factory=dict)
     states: Mapping[str, float] = field(default_factory=dict)
@@ -42,21 +42,21 @@ class Parts:
 def settle(
     problem: Problem, solution: Solution, *, time_limit_s: float = 60.0, gap: float = 0.01, backend: str | None = None
 ) -> Iterator[Solution]:
-    """The best flows for the solution's choices with whole tensors where it has fractions of groups.
+    """Yield the best flows for the solution's choices, with whole tensors where it has fractions of groups.
 
     Parameters
     ----------
     solution: an answer to the problem, with a plan. time_limit_s, gap, backend: as in `solve`.
 
-    Returns: first a solution in which every host part is made of whole tensors, then one in which what leaves of the
-    states is, too; each one only if it fits.
+    Returns: first a solution in which every host part consists of whole tensors, then one in which the states that
+    leave do, too; each one only if it fits.
     Raises: BackendError if the backend is not installed.
     """
     solver = Resolver(problem, solution, time_limit_s=time_limit_s, gap=gap, backend=backend)
     large, near = _settle_large(problem, solver)
     parts = Parts(whole_parts(problem, near, large.host), large.states)
     settled = solver.solve(parts)
-    if settled is None:  # more of the host takes less of the device
+    if settled is None:  # a larger host part needs less device memory
         parts = Parts(whole_parts(problem, near, large.host, at_least=True), large.states)
         settled = solver.solve(parts)
     if settled is None:
@@ -70,13 +70,14 @@ def settle(
 def settle_whole(
     problem: Problem, solution: Solution, *, time_limit_s: float = 60.0, backend: str | None = None
 ) -> Solution | None:
-    """The best flows for the solution's choices in which everything that moves is made of whole tensors.
+    """Solve for flows, under the solution's choices, in which everything that moves consists of whole tensors.
 
     Parameters
     ----------
-    solution, time_limit_s, backend: as for `settle`.
+    solution, time_limit_s, backend: as in `settle`.
 
-    Returns: a solution nearly as good as any; None if there is none, or where so many tensors would take too long.
+    Returns: a nearly optimal solution; None if there is none, or if the tensors are too many to solve for in a short
+    time.
     Raises: BackendError if the backend is not installed.
     """
     if problem.update == "external" or counts(problem) > _COUNTED:
@@ -85,7 +86,7 @@ def settle_whole(
 
 
 class Resolver:
-    """Solves a problem again with a solution's choices and given parts; the program is stated once.
+    """Solves a problem again with a solution's choices and given parts; the program is built once.
 
     Parameters
     ----------
@@ -109,9 +110,9 @@ class Resolver:
         self._limits = (time_limit_s, gap)
 
     def solve(self, parts: Parts) -> Solution | None:
-        """The best flows for these parts, as the program decides where they say nothing.
+        """Solve for the best flows with these parts; the program decides the parts that are not given.
 
-        Returns: a solution with the first one's bound; None if there is no plan with these parts.
+        Returns: a solution with the bound of the original one; None if there is no plan with these parts.
         """
         program = self._program
         held = _choices(program, self.solution)
@@ -119,12 +120,12 @@ class Resolver:
             held |= dict.fromkeys(program.groups[name].cpu_part, part)
         for name, part in parts.states.items():
             trips = program.groups[name].states
-            if len(trips) == 1:  # of several tiers the program decides how much goes to which
+            if len(trips) == 1:  # with several tiers the program decides how much goes to each
                 held |= dict.fromkeys(trips[0].out.total, part)
         return self._solved(program.model, held)
 
     def solve_whole(self) -> Solution | None:
-        """The best flows at the root of the search in which whole tensors make up all that moves.
+        """Solve, at the root node of the search, for flows whose totals are made of whole tensors.
 
         Returns: as `solve`.
         """
@@ -134,12 +135,12 @@ class Resolver:
         answer = self._backend.solve(left, *self._limits, nodes=1)
         if not answer.values:
             return None
-        # Whole to a solver is whole but for a millionth.
+        # Solvers return integers with an error of up to a millionth.
         held |= {c: float(round(v)) for c, v in zip(kept, answer.values) if model.integer[c]}
         return self._solved(model, held)
 
     def _solved(self, model: LinearModel, held: dict[int, float]) -> Solution | None:
-        """The solution with some columns held, of a model whose first columns are the program's."""
+        """Solve with some columns held, in a model whose first columns are the program's."""
         left, kept = fixed(model, held)
         answer = self._backend.solve(left, *self._limits)
         if not answer.values:
@@ -153,7 +154,7 @@ class Resolver:
 
 
 def _settle_large(problem: Problem, solver: Resolver) -> tuple[Parts, Solution]:
-    """Whole parts of the large groups that the solution splits, one after the other the best of those near it."""
+    """Choose whole parts for the large groups that the solution splits, one group at a time, the best near it."""
     near, parts = solver.solution, Parts()
     large = [group for group in _in_order(problem) if _weight(problem, group, near) > _LARGE]
     for group in sorted(large, key=lambda g: (-_weight(problem, g, near), g.name))[:_TRIED]:
@@ -168,7 +169,7 @@ def _settle_large(problem: Problem, solver: Resolver) -> tuple[Parts, Solution]:
 
 
 def _weight(problem: Problem, group: Group, solution: Solution) -> float:
-    """Part of an iteration that a group's states take on a link, or its update on the host."""
+    """Return the fraction of an iteration that a group's states take on a link, or its update on the host."""
     copy_s = _copy_s(problem, group.state_bytes)
     return max(copy_s, group.cpu_update_s) / max(solution.objective_s, NOISE)
 
@@ -179,9 +180,9 @@ def _copy_s(problem: Problem, size_bytes: int) -> float:
 
 
 def _around(problem: Problem, group: Group, near: Solution) -> Iterator[tuple[float, dict[str, float]]]:
-    """Whole host parts next to a flow's below and above and, for each, by name whole parts whose states leave.
+    """Yield the whole host parts next to a flow's, below and above, each with whole parts of states that may leave.
 
-    Nothing is said of states that leave in small pieces.
+    States that leave in small pieces are left to the program.
     """
     flow = near.groups[group.name]
     for host_bytes in sorted({*_neighbours(_sizes(group), flow.cpu_part * group.param_bytes)}):
@@ -197,14 +198,15 @@ def _around(problem: Problem, group: Group, near: Solution) -> Iterator[tuple[fl
 def whole_parts(
     problem: Problem, solution: Solution, settled: Mapping[str, float] | None = None, *, at_least: bool = False
 ) -> dict[str, float]:
-    """By trainable group the fraction that whole tensors updated on the host make up.
+    """Return, by trainable group, the fraction that whole tensors updated on the host make up, by error diffusion.
 
     In the order of their last gradients each group takes the tensors with which the bytes updated on the host of all
     groups so far are nearest to the fractions'.
 
     Parameters
     ----------
-    settled: parts that are whole already. at_least: the groups so far together never have less than the fractions.
+    settled: parts that are whole already. at_least: whether the groups so far together never have less than the
+        fractions.
     """
     parts = dict(settled or {})
     ahead = 0.0
@@ -224,10 +226,10 @@ def whole_parts(
 
 
 def whole_states(problem: Problem, settled: Solution) -> dict[str, float]:
-    """By trainable group the fraction that pieces of states leaving the device make up.
+    """Return, by trainable group, the fraction that pieces of states leaving the device make up.
 
-    In the order of their last gradients each group takes the least with which all groups so far reach the fractions'
-    bytes: what stays needs room all the time.
+    In the order of their last gradients each group takes the fewest bytes with which all groups so far reach the
+    fractions' bytes, since states that stay need room all the time.
 
     Parameters
     ----------
@@ -257,14 +259,14 @@ def _sizes(group: Group) -> dict[str, int]:
 
 
 def _device_states(group: Group, host_bytes: int) -> dict[str, int]:
-    """Bytes by piece of the device part's states, when that many bytes of parameters are updated on the host."""
+    """Return the bytes, by piece, of the device part's states if the host updates that many bytes of parameters."""
     on_host = select(_sizes(group), host_bytes)
     rest = (t for t in group.tensors if t.name not in on_host)
     return {items.state(t.name, rows): t.piece_bytes(rows) for t in rest for rows in t.pieces}
 
 
 def _neighbours(sizes: Mapping[str, int], target_bytes: float) -> tuple[int, int]:
-    """The bytes of the subsets that are nearest to a target, below and above."""
+    """Return the totals of the subsets nearest to a target, below and above."""
     total = sum(sizes.values())
     least = min(max(0, ceil(target_bytes - NOISE * total)), total)
     most = min(max(0, floor(target_bytes + NOISE * total)), total)
@@ -273,7 +275,7 @@ def _neighbours(sizes: Mapping[str, int], target_bytes: float) -> tuple[int, int
 
 
 def _choices(program: Program, solution: Solution) -> dict[int, float]:
-    """The integer columns as the solution has them."""
+    """Return the values of the integer columns in the solution."""
     held: dict[int, float] = {}
     for block, option in zip(program.choices, solution.options):
         for o, terms in block.columns.items():

@@ -1,4 +1,4 @@
-"""Which tier each whole thing leaves to, so that bytes by tier follow the fractions."""
+"""The tier that each whole item leaves to, chosen so that bytes by tier follow the fractions."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from ..resources import HOST
 
 
 class Spread:
-    """Greedy error diffusion: each thing goes to the tier that is furthest behind its part of all bytes so far.
+    """Greedy error diffusion: each item goes to the tier that is furthest behind its share of all bytes so far.
 
-    State: `_behind`, by tier the bytes that it should have had less those that it got.
+    State: `_behind`, by tier, the bytes that it should have received minus those that it did.
     """
 
     def __init__(self) -> None:
         self._behind: dict[str, float] = {}
 
     def take(self, size_bytes: int, parts: Mapping[str, float]) -> str:
-        """The tier of the next thing.
+        """Choose the tier of the next item.
 
         Parameters
         ----------
-        parts: the part of it that the fractions send to each tier; empty if all goes to the host.
+        parts: by tier, the part of it that the fractions send there; empty if all goes to the host.
         """
         parts = parts or {HOST: 1.0}
         for tier, part in parts.items():

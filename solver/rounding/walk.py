@@ -1,4 +1,4 @@
-"""The walk of Algorithm 1, and the bytes that it may use: the fractions' own and what other groups spare."""
+"""The walk of Algorithm 1, and the bytes that it may use: the fractions' own and those that other groups spare."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..problem import Group, Problem
 from ..solution import GroupFlow
 from .knapsack import select
 
-_STEPS_TO_LEAVE = 4  # what is updated on the device gets this long to leave while computes hide it
-NOISE = 1e-6  # fractions this close are one: solvers answer to about 1e-7
+_STEPS_TO_LEAVE = 4  # steps within which a tensor updated on the device may leave while computes hide the copy
+NOISE = 1e-6  # fractions this close count as equal: solvers are accurate to about 1e-7
 
 
 def at_least(fraction: float, size_bytes: int) -> int:
-    """The bytes that a fraction asks for, rounded up but for noise."""
+    """Return the bytes of a fraction, rounded up except for noise."""
     return max(0, ceil((fraction - NOISE) * size_bytes))
 
 
@@ -29,19 +29,19 @@ class Curve:
         self._sums = list(accumulate(flow.get((first + k) % n, 0.0) for k in range(n)))
 
     def up_to(self, position: int) -> float:
-        """The flow's sum over positions 0..position; 0 below 0, the total beyond the end."""
+        """Return the flow's sum over positions 0..position; 0 below 0, the total beyond the end."""
         return self._sums[min(position, len(self._sums) - 1)] if position >= 0 else 0.0
 
 
 class Allowance:
-    """Device bytes that one group may use in each step: its fractions', and `spare` from the groups before it.
+    """The device bytes that one group may use in each step: its fractions', and `spare` from the groups before it.
 
-    The three methods `use_*` add to `spare` what whole tensors leave of the fractions' bytes; nothing else changes it.
-    `choose_host_part` sets aside what later groups need in order to update more on the device.
+    The three methods `use_*` add to `spare` the fractions' bytes minus those of whole tensors; nothing else changes it.
+    `choose_host_part` sets aside the bytes that later groups need in order to update more on the device.
 
     Parameters
     ----------
-    spare: bytes by step that earlier groups' whole tensors use less than their fractions.
+    spare: by step, the bytes that earlier groups' fractions use more than their whole tensors.
     """
 
     def __init__(self, problem: Problem, group: Group, flow: GroupFlow, spare: Sequence[float]) -> None:
@@ -79,7 +79,7 @@ class Allowance:
                 self._grads[step] = group.grad_bytes * (x - grad_out.up_to(k - 1))
 
     def _add_totals(self, problem: Problem, group: Group, flow: GroupFlow) -> None:
-        """The device part's gradients until its update, and the CPU part's of all passes but the last."""
+        """Add the device part's gradients until its update, and the CPU part's of all passes but the last."""
         first, n = group.grad_steps[-1], problem.n_steps
         for k in range(1, (self._updated - first) % n + 1):
             self._grads[(first + k) % n] += group.grad_bytes * (1 - flow.cpu_part)
@@ -89,16 +89,16 @@ class Allowance:
                 self._grads[again + k] += group.grad_bytes * (flow.cpu_part - gone.up_to(k - 1))
 
     def room(self) -> float:
-        """The fraction of the group that can be updated on the device on top, by what is spare around its update."""
-        if self._gate:  # gradients would wait for the update, too
+        """Return the additional fraction of the group that fits on the device, by the spare bytes around its update."""
+        if self._gate:  # the gradients of such a fraction would wait for the update, too
             return 0.0
         size = self._group.param_bytes + self._group.state_bytes
-        # The states must be there right before the update, too: they come back in the step before it.
+        # The states must be on the device right before the update, too: they come back in the step before it.
         around = (self.spare[(self._last + k) % len(self.spare)] for k in range(-1, _STEPS_TO_LEAVE))
         return max(0.0, min(around) / max(size, 1))
 
     def choose_host_part(self, excess: float, total: float) -> None:
-        """Set aside what the excess on the host takes on the device.
+        """Set aside the device bytes that other groups need to make up for the excess on the host.
 
         Parameters
         ----------
@@ -109,23 +109,23 @@ class Allowance:
         self._reserve = max(0.0, total) * (self._group.param_bytes + self._group.state_bytes)
 
     def absent_params(self, step: int) -> int:
-        """Bytes of parameters that must be absent in a step."""
+        """Return the bytes of parameters that must be absent in a step."""
         whole = self._group.param_bytes
         own = whole if step in self._idle else 0
         need = ceil(whole * (1 - NOISE) - self._params[step] - self._usable(step, own))
         return min(max(0, need), whole)
 
     def states(self, step: int) -> int:
-        """Bytes of states that may be there in a step."""
+        """Return the bytes of states that may be present in a step."""
         whole = self._group.state_bytes
         return max(0, floor(self._states[step] + whole * NOISE + self._usable(step, whole)))
 
     def grads(self, step: int) -> int:
-        """Bytes of gradients that may be pending in a step."""
+        """Return the bytes of gradients that may be pending in a step."""
         return floor(self._grads[step] + self._group.grad_bytes * NOISE + self.spare[step])
 
     def _usable(self, step: int, whole: int) -> float:
-        # At most what this group's own excess frees is kept for others; what it lacks on the host it may use.
+        # The group leaves the reserve to others, but may use the bytes that its own deficit on the host needs.
         return min(self.spare[step], max(-self._excess * whole, self.spare[step] - self._reserve))
 
     def use_params(self, plans: Sequence[TensorPlan]) -> None:
@@ -158,14 +158,14 @@ def _idle_steps(problem: Problem, group: Group) -> int:
 
 
 def lead_window(problem: Problem, group: Group) -> int:
-    """The steps from a pass's last gradient, included, to where the next pass begins to make it again."""
+    """Return the number of steps from a pass's last gradient, included, to the first gradient step of the next pass."""
     return problem.each(group.grad_steps[0])[1] - group.grad_steps[-1]
 
 
 def envelope(need: Sequence[int]) -> list[int]:
-    """The least curve above `need` that first never falls and then never rises.
+    """Return the least curve not below `need` that first never falls and then never rises.
 
-    A whole tensor leaves once and returns once; where the fractions dip in between, it stays away.
+    A whole tensor leaves once and returns once; it stays away while the fractions dip in between.
     """
     rise = list(accumulate(need, max))
     fall = list(accumulate(reversed(need), max))[::-1]
@@ -184,12 +184,13 @@ def walk(
     Parameters
     ----------
     sizes: bytes per tensor.
-    need: bytes absent in positions 1, 2, ... (an envelope); after the last position everything is there.
+    need: bytes absent in positions 1, 2, ... (an envelope); after the last position everything is present.
     absent: tensors that left at the end of position 0 in any case.
     may_drop: the tensors that can be released at the end of the position before k.
-    may_return: the tensors that can come in in position k, given those that have; in the last one all must.
+    may_return: the tensors that can come in at position k, given those that have; at the last one all must.
 
-    Returns: position at whose end each tensor was dropped (but those of `absent`), and position of each return.
+    Returns: the position at whose end each tensor was dropped (except those of `absent`), and the position of each
+    return.
     Source: OffMate, appendix B, Algorithm 1.
     """
     away, peak = set(absent), need.index(max(need)) + 1 if need else 0

@@ -1,7 +1,7 @@
-"""The program in whole tensors: what a group's flows move in all is the sum of some of its tensors.
+"""The program in whole tensors: the total of each of a group's flows is the sum of some of its tensors.
 
-When these move stays free, by fractions; so the program is only a little larger, and its answer loses nothing when it
-is rounded but time. Tensors of a group that are alike are counted, not told apart.
+The steps in which these move stay free, in fractions. So the program is only a little larger, and rounding its answer
+costs time only. Identical tensors of a group are counted, not distinguished.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..program.model import Program
 
 
 class Alike(NamedTuple):
-    """What tensors that are alike have in common: bytes of compute copy, gradient and state, and the state's pieces."""
+    """The common figures of identical tensors: bytes of compute copy, gradient and state, and the state's pieces."""
 
     param_bytes: int
     grad_bytes: int
@@ -26,9 +26,9 @@ class Alike(NamedTuple):
 
 
 class _Wait(NamedTuple):
-    """Seconds that the steps from the first to the last of `steps` take if all of a kind of tensors do something.
+    """The seconds that the steps from the first to the last of `steps` take at least if tensors of a kind do something.
 
-    If only some of them do, the wait is counted in part.
+    The seconds are for all tensors of the kind; if only some of them do it, the wait counts in part.
     """
 
     label: str
@@ -38,12 +38,13 @@ class _Wait(NamedTuple):
 
 
 def in_whole_tensors(problem: Problem, program: Program, long_s: float) -> LinearModel:
-    """The program's model with an integer column for what each part of a group takes of each kind of its tensors.
+    """Return the program's model with an integer column per part of a group and kind of its tensors.
 
     Parameters
     ----------
-    problem: with planned updates. program: of the problem, with time as its goal.
-    long_s: a tensor that takes longer to leave, be updated and return is known to do so one after the other.
+    problem: one with planned updates. program: that of the problem, with time as its goal.
+    long_s: a tensor that takes longer than this to leave, be updated and return gets a row that says that it does so in
+        sequence.
 
     Returns: the model; its first columns are the program's.
     """
@@ -70,18 +71,18 @@ def _lasts(builder: Builder, problem: Problem, program: Program, wait: _Wait) ->
 
 
 def counts(problem: Problem) -> int:
-    """How many columns `in_whole_tensors` adds at most."""
+    """Return the most columns that `in_whole_tensors` adds."""
     return sum(len(_kinds(group)) * (4 + len(group.uses)) for group in problem.groups)
 
 
 _PARAM, _STATE = 0, 2
-_FINE = 4  # pieces from which on how many of them move need not be whole
+_FINE = 4  # from this many pieces on, the number of them that move need not be an integer
 
 
 def _trainable(
     builder: Builder, group: Group, columns: GroupColumns
 ) -> tuple[Mapping[Alike, Terms], Mapping[Alike, Terms]]:
-    """Whole tensors for all flows of a group; returns how many are updated on the host, and whose states leave."""
+    """State whole tensors for all flows of a group; return the numbers updated on the host, and whose states leave."""
     name = group.name
     host = _counted(builder, f"x[{name}]", group, columns.cpu_part, _PARAM)
     leaves = add(*((1.0, trip.out.total) for trip in columns.states))
@@ -106,7 +107,7 @@ def _trainable(
 
 
 def _host_waits(problem: Problem, group: Group, host: Mapping[Alike, Terms]) -> Iterator[_Wait]:
-    """A whole tensor's gradient goes out, is used, and its values come in, all between two uses."""
+    """Yield the wait of a whole tensor between two uses: its gradient goes out, is used, and its values come in."""
     steps, host_path = (problem.first_update(group), group.uses[0] - 1), problem.rates.host
     for (param, grad, *_), count in host.items():
         seconds = group.cpu_update_s * grad / max(group.grad_bytes, 1) + problem.rates.copy_s(
@@ -118,7 +119,7 @@ def _host_waits(problem: Problem, group: Group, host: Mapping[Alike, Terms]) -> 
 
 
 def _state_waits(problem: Problem, group: Group, states: Mapping[Alike, Terms]) -> Iterator[_Wait]:
-    """A piece of a state goes out after its update and comes in before the next one."""
+    """Yield the wait of a piece of a state: it goes out after its update and comes in before the next one."""
     updated = problem.device_update(group)
     for (_, _, state, pieces), count in states.items():
         piece = state / pieces
@@ -127,7 +128,7 @@ def _state_waits(problem: Problem, group: Group, states: Mapping[Alike, Terms]) 
 
 
 def _counted(builder: Builder, label: str, group: Group, part: Terms, what: int) -> Mapping[Alike, Terms]:
-    """State that a fraction of a group is made of whole tensors, or of pieces of states; how many, by kind."""
+    """State that a fraction of a group consists of whole tensors or pieces of states; return their numbers by kind."""
     found: dict[Alike, Terms] = {}
     total = sum(kind[what] * number for kind, number in _kinds(group).items())
     for i, (kind, number) in enumerate(_kinds(group).items()):
@@ -140,7 +141,7 @@ def _counted(builder: Builder, label: str, group: Group, part: Terms, what: int)
 
 
 def _cut(kind: Alike, what: int) -> int:
-    """In how many pieces a tensor moves."""
+    """Return the number of pieces in which a tensor moves."""
     return kind.pieces if what == _STATE else 1
 
 

@@ -1,1 +1,1 @@
-"""Scheduling: decisions become actions in order, and what makes such an order valid."""
+"""Scheduling: conversion of decisions to actions in order, and the rules for a valid order."""

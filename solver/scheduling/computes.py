@@ -1,4 +1,4 @@
-"""Items and compute specifications: what each forward and backward reads, makes and releases, and what rests."""
+"""Items and compute specifications: the items that each forward and backward reads, makes and releases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..schedule import ComputeSpec
 
 
 def value_uses(problem: Problem, value: Value) -> tuple[int, int]:
-    """The last forward use of a value (the step that makes it, if none) and its first backward use.
+    """Return the last forward use of a value (the step that makes it, if none) and its first backward use.
 
     Raises: ValueError if no backward reads it.
     """
@@ -22,13 +22,13 @@ def value_uses(problem: Problem, value: Value) -> tuple[int, int]:
 
 
 def item_sizes(problem: Problem, decisions: Decisions) -> dict[Item, int]:
-    """Bytes of every item that has any, by name.
+    """Return the bytes of every item that has any, by name.
 
     Raises: ValueError if a value and an output share a name: their gradients would be one item.
     """
     both = {value.name for value in problem.values} & {output.name for output in problem.outputs}
     if both:
-        raise ValueError(f"values and outputs need names of their own: {', '.join(sorted(both))}")
+        raise ValueError(f"values and outputs must not share names: {', '.join(sorted(both))}")
     sizes: dict[Item, int] = {}
     for group in problem.groups:
         for tensor in group.tensors:
@@ -57,11 +57,11 @@ def item_sizes(problem: Problem, decisions: Decisions) -> dict[Item, int]:
 
 
 def compute_specs(problem: Problem, decisions: Decisions, sizes: dict[Item, int]) -> dict[str, ComputeSpec]:
-    """The specification of every compute, by name: "start", "F0".., "user", "B0".., and "gate" if there is one.
+    """Return the specification of every compute by name: "start", "F0".., "user", "B0".., and "gate" if any.
 
     Parameters
     ----------
-    sizes: bytes per item; what has none is not mentioned.
+    sizes: bytes per item; items without bytes are not mentioned.
     """
 
     def sized(names: list[Item]) -> tuple[Item, ...]:
@@ -92,7 +92,7 @@ def compute_specs(problem: Problem, decisions: Decisions, sizes: dict[Item, int]
 
 
 def _reads(problem: Problem, step: int) -> list[Item]:
-    """Parameters, values and shared values that the compute of a step reads."""
+    """List the parameters, values and shared values that the compute of a step reads."""
     names = [items.parameter(t.name) for group in problem.groups if step in group.uses for t in group.tensors]
     names += [items.value(value.name) for value in problem.values if step in value.uses]
     return names + [items.shared(shared.name) for shared in problem.shared if shared.last_step >= step]
@@ -105,7 +105,7 @@ def _forward_makes(problem: Problem, block: int) -> list[Item]:
 
 
 def _backward_spec(problem: Problem, block: int, option: Option, sizes: dict[Item, int]) -> ComputeSpec:
-    """A backward: its peak contains what it releases, so the rise is what comes on top of that."""
+    """Return a backward's specification; its peak includes what it releases, so the rise is the rest."""
     _, step = problem.runs[block][0]
     drops = [items.kept(block), items.offloaded(block)]
     drops += [items.value_gradient(value.name) for value in problem.values if value.made == block]

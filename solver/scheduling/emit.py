@@ -1,4 +1,4 @@
-"""Decisions become a schedule: actions in the order in which the executor takes them."""
+"""Conversion of decisions to a schedule: actions in the order in which the executor takes them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .computes import compute_specs, item_sizes, value_uses
 class _Order(IntEnum):
     """The order of actions within a step."""
 
-    FIRST = 0  # the user's code and the gate run before their part may bring anything in
+    FIRST = 0  # the user's code and the gate run before any copy of their part
     PREFETCH = 1
-    OFFLOAD_EARLIER = 2  # what exists when the step starts goes out while it computes
+    OFFLOAD_EARLIER = 2  # items that exist when the step starts go out while it computes
     UPDATE_CPU = 3
     COMPUTE = 4
     UPDATE_DEVICE = 5
@@ -29,7 +29,7 @@ class _Order(IntEnum):
 
 
 class _Emitted(NamedTuple):
-    """One action with what sorts it: step, slot, urgency (0 first), and the order of emission."""
+    """One action with its sort key: step, slot, urgency (0 first), and the order of emission."""
 
     step: int
     slot: _Order
@@ -39,7 +39,7 @@ class _Emitted(NamedTuple):
 
 
 class _Emitter:
-    """Collects entries; the only mutable thing here."""
+    """Collects entries; the only mutable object of this file."""
 
     def __init__(self, problem: Problem, sizes: dict[Item, int]) -> None:
         self.problem = problem
@@ -51,7 +51,7 @@ class _Emitter:
         self.entries.append(_Emitted(step, slot, urgency, len(self.entries), Action(step, kind, name)))
 
     def offload(self, step: int, item: Item, made: int, tier: str = HOST) -> None:
-        """Send `item`, made in step `made`, to a tier in `step` and release it at the step's end."""
+        """Send `item`, made in step `made`, to a tier in `step`, and release it at the step's end."""
         if item in self.sizes:
             self.homes |= {item: tier} if tier != HOST else {}
             self.copy_out(step, item, made)
@@ -62,7 +62,7 @@ class _Emitter:
             self.add(step, _leaves(step, made), Kind.OFFLOAD, item)
 
     def prefetch(self, step: int, item: Item, needed: int) -> None:
-        """Bring `item` in in `step`; what is needed sooner comes first."""
+        """Bring `item` to the device in `step`; items that are needed sooner come first."""
         if item in self.sizes:
             urgency = (needed - step) % self.problem.n_steps
             self.add(step, _Order.PREFETCH, Kind.PREFETCH, item, urgency)
@@ -77,11 +77,11 @@ def _leaves(step: int, made: int) -> _Order:
 
 
 def build_schedule(problem: Problem, decisions: Decisions) -> Schedule:
-    """The schedule that carries out decisions; the caller validates it against the budgets.
+    """Return the schedule that carries out decisions; the caller validates it against the budgets.
 
     Parameters
     ----------
-    problem: blocks, sizes and budgets. decisions: one plan per tensor and an option per block.
+    problem: its blocks, sizes and budgets. decisions: one plan per tensor, and an option per block.
 
     Returns: the schedule. With an external update it starts after the user's update, otherwise with the forward.
     Source: design of the schedule; OffMate, section 4 (the operations of a step).
@@ -135,7 +135,7 @@ def _emit_computes(emitter: _Emitter) -> None:
 
 
 def _emit_activations(emitter: _Emitter, decisions: Decisions) -> None:
-    """Copies of what the options offload, and interface values, which are released after their last use."""
+    """Emit copies of offloaded values and of interface values, which are released after their last use."""
     problem = emitter.problem
     for start in problem.passes:
         for i, stay in enumerate(decisions.activations):
@@ -171,7 +171,7 @@ def _emit_tensor(emitter: _Emitter, group: Group, tensor: TensorSize, plan: Tens
 
 
 def _ends_away(problem: Problem, group: Group, plan: TensorPlan, gap: TensorGap) -> bool:
-    """Whether nothing reads a tensor at a gap's end, the last gradient, after which the host updates it anyway."""
+    """Return whether a gap ends with the last gradient, which does not read the tensor that the host updates next."""
     return plan.cpu and problem.n_passes == 1 and gap.before not in group.uses
 
 
@@ -192,7 +192,7 @@ def _emit_host_update(emitter: _Emitter, group: Group, plan: TensorPlan) -> None
 
 
 def _emit_gradient(emitter: _Emitter, plan: TensorPlan, step: int, made: int) -> None:
-    """A gradient goes out, and with several micro-batches is added up before the next but one may follow it."""
+    """Send a gradient out; with several micro-batches also add it up, before the next but one may follow it."""
     emitter.offload(step, items.gradient(plan.name), made)
     if emitter.problem.adds_up:
         emitter.add(step, _leaves(step, made), Kind.ACCUMULATE_CPU, plan.name)
@@ -219,7 +219,7 @@ def _emit_device_update(emitter: _Emitter, group: Group, tensor: TensorSize, pla
 
 
 def _parts(problem: Problem, entries: list[_Emitted]) -> list[tuple[Action, ...]]:
-    """The actions of every forward and backward, and of the turn-around."""
+    """Split the actions into those of every forward and backward, and of the turn-around."""
     n, last = problem.n_blocks, problem.first_turn_around
     barrier = problem.n_steps if problem.update == "planned" else last + 1
 
@@ -232,7 +232,7 @@ def _parts(problem: Problem, entries: list[_Emitted]) -> list[tuple[Action, ...]
 
 
 def _shares(problem: Problem, plans: dict[str, TensorPlan], seconds: str, *, cpu: bool) -> dict[str, float]:
-    """A group's seconds by tensor, in proportion to its gradient, for the host's tensors or for the device's."""
+    """Divide a group's seconds among its tensors, in proportion to their gradients, for the host's or the device's."""
     if problem.update == "external":
         return {}
     return {
@@ -256,5 +256,5 @@ def _host_bytes(problem: Problem, decisions: Decisions, plans: dict[str, TensorP
 def _host_bytes_of(tensor: TensorSize, plan: TensorPlan) -> int:
     if plan.cpu:
         return tensor.param_bytes + tensor.grad_bytes + tensor.state_bytes
-    # Pieces leave to their place in the whole state.
+    # The host reserves the whole state, since each piece leaves to its place in it.
     return tensor.param_bytes * plan.hosted + tensor.state_bytes * any(stay.tier == HOST for stay in plan.states)

@@ -13,12 +13,12 @@ from .validate import ScheduleError, validate
 
 
 def follow(schedule: Schedule, problem: Problem) -> Schedule | None:
-    """The schedule that takes the same actions for a problem with the same blocks and tensors.
+    """Return the schedule that takes the same actions for a problem with the same blocks and tensors.
 
     Parameters
     ----------
     schedule: valid for a problem that differs in sizes and seconds only.
-    problem: its options are those that the schedule's option indices mean.
+    problem: its options are those that the schedule's option indices refer to.
 
     Returns: the schedule, valid for the problem's budgets; None if it would name other items or exceed a budget.
     """
@@ -43,14 +43,14 @@ def follow(schedule: Schedule, problem: Problem) -> Schedule | None:
 
 
 def _sizes(schedule: Schedule, problem: Problem) -> dict[Item, int]:
-    """What belongs to parameters is as it was, what belongs to the batch is as the problem says."""
+    """Return the schedule's sizes for items of parameters, and the problem's for items that depend on the batch."""
     own = {item: size for item, size in schedule.item_bytes.items() if not item.kind.by_batch}
     found = item_sizes(problem, _decisions(schedule, problem))
     return own | {item: size for item, size in found.items() if item.kind.by_batch}
 
 
 def _decisions(schedule: Schedule, problem: Problem) -> Decisions:
-    """As much of the decisions as sizes and specifications depend on."""
+    """Return the part of the decisions that sizes and specifications depend on."""
     return Decisions(
         tensors=tuple(
             TensorPlan(tensor.name, group.name, cpu=tensor.name in schedule.update_cpu_s)

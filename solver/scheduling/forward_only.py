@@ -11,14 +11,15 @@ from .validate import validate
 
 
 def stream_schedule(problem: Problem) -> tuple[Schedule | None, int]:
-    """The schedule of a forward that starts and ends with no parameter on the device.
+    """Return the schedule of a forward that starts and ends with no parameter on the device.
 
     Parameters
     ----------
-    problem: its blocks' first options run; nothing is saved for a backward, so groups and values are read by forwards
-        only.
+    problem: its blocks run with their first options. Nothing is saved for a backward, so only forwards read groups and
+        values.
 
-    Returns: the schedule, None if no order fits the device budget; and the bytes that the least demanding order needs.
+    Returns: the schedule, None if no order fits the device budget; and the device bytes that this schedule needs, or,
+    if none fits, those of the least demanding order.
     """
     least = 0
     for ahead in (1, 0):
@@ -41,7 +42,7 @@ def _stream(problem: Problem, ahead: int) -> Schedule:
     sizes |= {items.shared(s.name): s.bytes for s in problem.shared if s.bytes}
     for kind in (items.output, items.old_output):
         sizes |= {kind(o.name): o.bytes for o in problem.outputs if o.bytes}
-    # What is returned without depending on a parameter is the user's until the next call.
+    # Outputs that depend on no parameter belong to the user until the next call.
     kept = [items.shared(s.name) for s in problem.shared if s.bytes and s.last_step >= n]
     actions: list[Action] = [Action(0, Kind.FREE, item) for item in kept]
     actions += [Action(0, Kind.PREFETCH, item) for item in params[0]]

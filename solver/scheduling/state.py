@@ -1,4 +1,4 @@
-"""What is where while a schedule's actions are taken in order, and what keeps one of them from being carried out."""
+"""The location of every item while a schedule's actions are taken in order, and the rules that an action must meet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..effects import Effect, effect
 from ..items import Item, ItemKind
 from ..schedule import Action, Kind, Schedule
 
-_BUFFERS = 2  # in which gradients arrive on the host before they are added up
+_BUFFERS = 2  # number of host buffers in which gradients arrive before they are added up
 
 
 class ScheduleError(ValueError):
@@ -19,7 +19,7 @@ class ScheduleError(ValueError):
 
     Parameters
     ----------
-    action: the one that cannot be carried out, if it is a single one.
+    action: the action that cannot be carried out, if a single one is at fault.
     """
 
     def __init__(self, message: str, action: Action | None = None) -> None:
@@ -28,21 +28,22 @@ class ScheduleError(ValueError):
 
 
 def require(holds: bool, where: Action | str, why: str) -> None:
-    """Raise ScheduleError, naming where and why, unless something holds."""
+    """Raise ScheduleError, naming the place and the reason, unless a condition holds."""
     if not holds:
         raise ScheduleError(f"{where}: {why}", where if isinstance(where, Action) else None)
 
 
 @dataclass
 class State:
-    """What is where while actions are taken in order.
+    """The location of every item while actions are taken in order.
 
     `there`: items on the device. `copies`: items whose values the host holds. `current`: tensors whose values on the
     host are those of the last update. `stale`: tensors whose values on the device are older than their gradient.
     `owed`: tensors whose gradient, or total of gradients, is complete and which are not updated yet. `fresh`: tensors
-    whose gradient of this micro-batch is complete and not added to its total yet. `added`: how many were, by tensor.
-    `arriving`: tensors whose gradients have been sent to the host and not been added, in order. `known`: whether the
-    past is known. `walked`: micro-batches of an iteration that are walked; of the middle ones, which are alike, two.
+    whose gradient of this micro-batch is complete and not added to its total yet. `added`: by tensor, the number of
+    gradients added. `arriving`: tensors whose gradients have been sent to the host and not been added, in order.
+    `known`: whether the iteration before this one has been walked. `walked`: number of micro-batches that are walked
+    per iteration, with two of the middle ones, which are alike.
     """
 
     schedule: Schedule
@@ -77,7 +78,7 @@ class State:
             self.complete.setdefault(compute, set()).add(tensor)
 
     def begin(self, known: bool) -> None:
-        """Start an iteration; in the first one the host's past is not known yet."""
+        """Start an iteration; in the first one the host's contents are not known yet."""
         self.known, self.batch = known, 0
         if not known:
             self.there = set(self.schedule.resident)
@@ -90,24 +91,24 @@ class State:
             self.owed = set()
 
     def close_pass(self, start: Iterable[Item]) -> None:
-        """End a pass but the last: what is there must be what the passes after the first start with."""
+        """End a pass other than the last: the device must hold the items that the passes after the first start with."""
         self._close(f"end of micro-batch {self.batch}", set(start), "a middle micro-batch")
         self.batch += 1
 
     def close(self) -> None:
-        """End an iteration: outputs become old ones, and what is there must be what the next one starts with."""
+        """End an iteration: outputs become old ones; the device must hold the items that the next one starts with."""
         self._close("end of the iteration", set(self.schedule.resident), "an iteration")
 
     def _close(self, end: str, start: set[Item], what: str) -> None:
         self.there = {items.after_pass(item) for item in self.there}
         for item in sorted(self.there - start):
-            require(False, f"{end}, {item}", f"on the device, but not when {what} starts")
+            require(False, f"{end}, {item}", f"on the device, but not at the start of {what}")
         for item in sorted(start - self.there):
-            require(False, f"{end}, {item}", f"not on the device, but when {what} starts")
+            require(False, f"{end}, {item}", f"not on the device, but needed there at the start of {what}")
         self.copies = {item for item in self.copies if not item.kind.by_batch}
 
     def take(self, action: Action) -> None:
-        """Carry out one action or say why it cannot be."""
+        """Carry out one action, or raise ScheduleError with the reason why it cannot be."""
         does = effect(action, self.schedule)
         HANDLERS[action.kind](self, action, does)
         self.there.difference_update(does.releases)
@@ -133,7 +134,7 @@ class State:
             require(item in self.there, action, f"reads {item}, which is not on the device")
 
     def _complete(self, action: Action, tensor: str) -> None:
-        """A micro-batch's gradient is complete; after the last one's the values are due for an update."""
+        """Record that a micro-batch's gradient is complete; after the last one's the values are due for an update."""
         if self.walked > 1:
             require(tensor not in self.fresh, action, f"makes the gradient of {tensor} again before it was added")
             self.fresh.add(tensor)
@@ -146,7 +147,7 @@ class State:
     def _prefetch(self, action: Action, does: Effect) -> None:
         item = action.item
         require(item not in self.there, action, "on the device already")
-        require(item.kind.returns, action, "items of this kind never come in")
+        require(item.kind.returns, action, "items of this kind are never copied to the device")
         if item.kind is ItemKind.PARAMETER:
             require(not self.known or item.name in self.current, action, "the host holds no copy of its new values")
             self.stale.discard(item.name)
@@ -157,7 +158,7 @@ class State:
     def _offload(self, action: Action, does: Effect) -> None:
         item = action.item
         require(item in self.there, action, "not on the device")
-        require(item.kind.leaves, action, "items of this kind never go out")
+        require(item.kind.leaves, action, "items of this kind are never copied to the host")
         if item.kind is ItemKind.PARAMETER:
             old = self.known and item.name in self.stale
             require(not old, action, "its values are from before its last update")
@@ -167,7 +168,7 @@ class State:
             require(not early, action, "the gradient is not complete, or its update is done")
             if self.walked > 1:
                 full = len(self.arriving) >= _BUFFERS
-                require(not full, action, f"arrives where {', '.join(self.arriving)} wait for their addition")
+                require(not full, action, f"no buffer is free: {', '.join(self.arriving)} wait for their addition")
                 self.arriving.append(item.name)
         self.copies.add(item)
 
@@ -199,20 +200,20 @@ class State:
         tensor, total = action.name, items.total(action.name)
         gradient = does.releases[0]
         fresh = gradient in self.there and tensor in self.fresh
-        require(fresh, action, f"there is no complete {gradient} to add")
+        require(fresh, action, f"no complete {gradient} is on the device to be added")
         first = self.added.get(tensor, 0) == 0
-        require(first is not begun, action, f"{total} has {'not ' if first else ''}begun already")
-        why = "is gone" if begun else "is on the device already"
+        require(first is not begun, action, f"{total} has {'not begun yet' if first else 'begun already'}")
+        why = "is not on the device" if begun else "is on the device already"
         require(begun is (total in self.there), action, f"{total} {why}")
 
     def _accumulate_cpu(self, action: Action, does: Effect) -> None:
         tensor, gradient = action.name, items.gradient(action.name)
-        if not self.known and tensor not in self.fresh:  # of the iteration before
+        if not self.known and tensor not in self.fresh:  # sent in the iteration before
             self.arriving = deque(name for name in self.arriving if name != tensor)
             self.copies.discard(gradient)
             return
         require(gradient in self.copies, action, "the gradient was not sent to the host before")
-        require(self.arriving[0] == tensor, action, f"the gradient of {self.arriving[0]} arrives, and is added, first")
+        require(self.arriving[0] == tensor, action, f"the gradient of {self.arriving[0]} must be added first")
         self.arriving.popleft()
         self.copies.discard(gradient)
         self._add(tensor)

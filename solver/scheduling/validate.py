@@ -1,4 +1,4 @@
-"""What makes a schedule valid: everything read is there, nothing leaves too early, the cycle closes, budgets hold."""
+"""The rules of a valid schedule: items are present when read, none leaves too early, the cycle closes, budgets hold."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from .state import ScheduleError as ScheduleError
 from .state import State, require
 
 _UPDATES = (Kind.UPDATE_CPU, Kind.UPDATE_DEVICE)
-_SHOWN = 4  # actions before and after one that is wrong
+_SHOWN = 4  # actions shown before and after the invalid one
 _DEVICE_SUMS = (Kind.BEGIN_TOTAL, Kind.ACCUMULATE)
 
 
 def validate(schedule: Schedule) -> None:
-    """Raise ScheduleError, naming the first action that cannot be carried out and why.
+    """Raise ScheduleError for the first action that cannot be carried out, with the reason.
 
-    Checked are names, residency of what computes and updates read, host copies of what is brought in, gradients and
-    updates (each tensor once per iteration, every compute with values of the last update), that what is where at the
-    end is what the next iteration starts with, and the device and host budgets at every action.
+    Checked are names; that items are resident when computes and updates read them; that prefetched items have host
+    copies; gradients and updates (each tensor once per iteration, every compute with values of the last update); that
+    an iteration ends with the items with which the next one starts; and the device and host budgets at every action.
 
     Parameters
     ----------
     schedule: one iteration.
 
-    Raises: ScheduleError; where one action is wrong the message shows it among its neighbours.
+    Raises: ScheduleError; if a single action is at fault, the message shows it among its neighbours.
     """
     try:
         _check(schedule)
@@ -38,7 +38,7 @@ def validate(schedule: Schedule) -> None:
 
 
 def _around(schedule: Schedule, wrong: Action) -> str:
-    """The actions before and after one that is wrong, which is marked."""
+    """Return the actions before and after an invalid one, which is marked."""
     actions = schedule.actions
     places = [i for i, action in enumerate(actions) if action is wrong] or [actions.index(wrong)]
     first = max(0, places[0] - _SHOWN)
@@ -51,7 +51,7 @@ def _check(schedule: Schedule) -> None:
     _check_gate(schedule)
     _check_passes(schedule)
     state = State(schedule)
-    # What the host holds when an iteration starts is what the one before left there: the first walk finds it out.
+    # The first walk determines the host's contents at the end of an iteration, with which the second one starts.
     for known in (False, True):
         state.begin(known)
         for m in range(state.walked):
@@ -67,7 +67,7 @@ def _check(schedule: Schedule) -> None:
 
 
 def is_valid(schedule: Schedule) -> bool:
-    """Whether a variant of a schedule keeps every rule: moves may bring together what was apart."""
+    """Return whether a schedule keeps every rule; moving actions can break some."""
     try:
         validate(schedule)
     except ScheduleError:
@@ -81,7 +81,7 @@ def _check_names(schedule: Schedule) -> None:
     for item, tier in schedule.homes.items():
         require(item in schedule.item_bytes, f"home of {item}", "no such item")
         require(tier in schedule.rates.paths, f"home of {item}", f"there is no tier {tier!r}")
-        require(item.kind.roams, f"home of {item}", "items of this kind leave to the host only")
+        require(item.kind.roams, f"home of {item}", "items of this kind may leave to the host only")
     resident = schedule.resident
     require(list(resident) == sorted(set(resident)), "resident", "items must ascend without repeats")
     for item in resident:
@@ -97,7 +97,7 @@ def _check_names(schedule: Schedule) -> None:
 
 
 def _check_passes(schedule: Schedule) -> None:
-    """How many passes there are, and how often each compute, update and addition happens."""
+    """Check the number of passes, and how often each compute, update and addition happens."""
     many, expected = schedule.micro_batches, min(schedule.micro_batches, 3) - 1
     require(many >= 1, "micro_batches", f"is {many}, must be at least 1")
     found = len(schedule.lead)
@@ -129,7 +129,7 @@ def _check_passes(schedule: Schedule) -> None:
 
 
 def _check_counts(actions: Iterable[Action], kind: Kind, names: Iterable[str], times: int) -> None:
-    """Each of `names` is the object of `times` of the actions, and nothing else is."""
+    """Check that each of `names` is the object of `times` of the actions, and that nothing else is."""
     left = dict.fromkeys(names, times)
     for action in actions:
         require(action.name in left, action, "no such name")
@@ -143,7 +143,7 @@ def _check_counts(actions: Iterable[Action], kind: Kind, names: Iterable[str], t
 
 
 def _check_gate(schedule: Schedule) -> None:
-    """Updates come behind the compute "gate", which is in the turn-around part, or in the first forward part."""
+    """Check that updates follow the compute "gate", in the turn-around part or in the first forward part."""
     if not schedule.gate:
         return
     before = [*schedule.backward, *(a for p in schedule.passes[:-1] for a in p.backward)]

@@ -23,7 +23,7 @@ def test_where_everything_fits_computes_limit_and_nothing_helps() -> None:
     assert more_memory.saved_s <= 0.02 * result.step_s
     assert "The forward takes" in result.text() and "the device's computes (100%) limit it" in result.text()
     assert sum(forward.waits.values()) == 0 and "waits" not in result.text().splitlines()[0]
-    assert "One more GiB on the device would buy less than" in result.text()
+    assert "One more GiB on the device would save less than" in result.text()
 
 
 def test_on_a_slow_link_a_faster_one_helps_most() -> None:

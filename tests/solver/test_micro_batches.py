@@ -155,11 +155,11 @@ BROKEN = {
     ),
     "a gradient that is released": (
         micro_schedule(2, backward=after(BACKWARD, "2 compute B1", "2 free g:u")),
-        "free g:u: the gradient is neither used|there is no complete g:u to add",
+        "free g:u: the gradient is neither used|no complete g:u is on the device to be added",
     ),
     "a total that is released": (
         micro_schedule(2, backward=after(BACKWARD, "2 accumulate u", "2 free t:u")),
-        "accumulate u: t:u is gone",
+        "accumulate u: t:u is not on the device",
     ),
     "a total that stays": (
         micro_schedule(2, turn_around=without(TURN_AROUND, "4 free t:u")),

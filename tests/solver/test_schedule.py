@@ -97,9 +97,12 @@ BROKEN = {
     ),
     "an output that is brought in": (
         {"backward": after(BACKWARD, "2 compute user", "2 prefetch old:y")},
-        "never come in",
+        "never copied to the device",
     ),
-    "an output that is sent out": ({"forward": after(FORWARD, "1 compute F1", "1 offload o:y")}, "never go out"),
+    "an output that is sent out": (
+        {"forward": after(FORWARD, "1 compute F1", "1 offload o:y")},
+        "never copied to the host",
+    ),
 }
 
 
