@@ -229,7 +229,7 @@ class Problem:
 
     @property
     def machine(self) -> dict[str, Any]:
-        """What a schedule has to keep to, as its fields: rates and budgets."""
+        """Rates and budgets, as the fields of a schedule that has to keep them."""
         return {name: getattr(self, name) for name in ("rates", "device_budget_bytes", "host_budget_bytes")}
 
     @property
@@ -301,7 +301,7 @@ class Problem:
 
     @property
     def adds_up(self) -> bool:
-        """Whether gradients of several micro-batches are added up."""
+        """True if gradients of several micro-batches are added up."""
         return self.micro_batches > 1
 
     def backward_step(self, block: int) -> int:

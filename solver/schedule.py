@@ -111,7 +111,7 @@ class Part:
 
     @property
     def times(self) -> int:
-        """How many micro-batches it stands for."""
+        """Number of micro-batches that it stands for."""
         return self.micro_batches[1] - self.micro_batches[0]
 
 
@@ -201,7 +201,7 @@ class Schedule:
 
     @property
     def adds_up(self) -> bool:
-        """Whether gradients of several micro-batches are added up."""
+        """True if gradients of several micro-batches are added up."""
         return self.micro_batches > 1
 
     @property

@@ -33,7 +33,7 @@ class Step:
 
     @property
     def times(self) -> int:
-        """How often it happens in an iteration."""
+        """Number of times that it happens in an iteration."""
         return self.micro_batches[1] - self.micro_batches[0]
 
 

@@ -118,7 +118,7 @@ class Timeline:
         return {**_ROWS, **{bar.row: str(bar.row) for bar in self.bars if bar.row not in _ROWS}}
 
     def title(self, row: Resource) -> str:
-        """What a resource is called."""
+        """Return the name of a resource for people."""
         return self.rows.get(row, str(row))
 
     def busy_s(self, row: Resource) -> float:
