@@ -137,8 +137,11 @@ def check_program(problem: Problem) -> None:
         assert state_program(problem, goal).model == state_program(as_part_of_peaks(problem), goal).model
 
 
-def check_planned(alone: Problem, both: Problem) -> None:
-    """The same decisions give the same actions and the releases; what planning finds is valid in the same way."""
+def check_planned(alone: Problem, both: Problem) -> Schedule:
+    """The same decisions give the same actions and the releases; what planning finds is valid in the same way.
+
+    Returns: the schedule found.
+    """
     decisions = round_solution(both, solve(both))
     check_levels(build_schedule(alone, decisions), build_schedule(both, decisions))
     schedule = plan(both).schedule
@@ -149,12 +152,11 @@ def check_planned(alone: Problem, both: Problem) -> None:
     validate(removed(schedule))
     blocks = sorted(action.item.block for action in schedule.actions if is_release(action))
     assert blocks == sorted(2 * both.n_passes * [block for block, _ in both.scratch])
+    return schedule
 
 
-def check_refused(alone: Problem, both: Problem) -> None:
-    """One byte less than the peak is no schedule, and a device without room for scratch memory no plan."""
-    schedule = plan(both).schedule
-    assert schedule is not None
+def check_refused(alone: Problem, schedule: Schedule) -> None:
+    """One byte less than the peak is too little for a schedule; where scratch memory has no room there is no plan."""
     peak = max(memory_highs(schedule))
     validate(replace(schedule, device_budget_bytes=peak))
     raises(ScheduleError, lambda: validate(replace(schedule, device_budget_bytes=peak - 1)))
@@ -256,8 +258,7 @@ def main(folder: str) -> None:
         both = with_scratch(alone, seed)
         check_rows(both)
         check_program(both)
-        check_planned(alone, both)
-        check_refused(alone, both)
+        check_refused(alone, check_planned(alone, both))
         check_forward_only(alone, both)
     check_replayed()
 
