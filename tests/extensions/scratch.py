@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
@@ -143,7 +144,10 @@ def check_planned(alone: Problem, both: Problem) -> Schedule:
     Returns: the schedule found.
     """
     decisions = round_solution(both, solve(both))
-    check_levels(build_schedule(alone, decisions), build_schedule(both, decisions))
+    built = build_schedule(both, decisions)
+    check_levels(build_schedule(alone, decisions), built)
+    for before, action in pairwise(built.actions):
+        assert before.kind is Kind.COMPUTE or not is_release(action), f"{before} is between a compute and its release"
     schedule = plan(both).schedule
     assert schedule is not None
     validate(schedule)
