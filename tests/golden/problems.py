@@ -58,8 +58,8 @@ def hashes_of(seed: int) -> dict[str, str]:
 
 
 def _plain(problem: Problem) -> dict[str, Any]:
-    """A problem's fields; nothing is said of further tiers and workers where there are none."""
-    return asdict(problem) | {"rates": problem.rates.to_dict()}
+    """A problem's fields; nothing is said of fields without rows, nor of further tiers and workers without any."""
+    return {name: value for name, value in asdict(problem).items() if value != ()} | {"rates": problem.rates.to_dict()}
 
 
 def schedule_hash(schedule: Schedule) -> str:
