@@ -240,9 +240,7 @@ class _Walk:
         return task.action.kind is Kind.FREE and self._may(task) and not self._executor.waits(task.action)
 
     def _find_room(self, task: Task, rise: int) -> bool:
-        """Release items that have left until another one fits, now and up to where it is needed; return whether it
-        does.
-        """
+        """Release items that have left until another one fits up to its place; return whether it does."""
         gone = [one for one in self._open[Kind.FREE] if self._gone(one)]
         if self._level + task.size + rise - sum(one.size for one in gone) > self._budget:
             return False
