@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -93,10 +94,11 @@ def _read(data: dict[str, Any], kind: type) -> Any:
             f"not of format {expected!r}, version {version}: found {found}; save it again with this version"
         )
     body = {key: value for key, value in data.items() if key not in ("format", "version")}
-    return _record(body, kind, expected.removeprefix("offmate-"))
+    return read_record(body, kind, expected.removeprefix("offmate-"))
 
 
-def _record(data: Any, kind: type, place: str) -> Any:
+def read_record(data: Any, kind: type, place: str) -> Any:
+    """Read a dataclass from JSON's own types; raises FileError naming the place of what is wrong."""
     if not isinstance(data, dict):
         raise FileError(f"{place}: expected an object, found {data!r}")
     hints = get_type_hints(kind)
@@ -132,7 +134,7 @@ def _value(data: Any, hint: Any, place: str) -> Any:
             raise FileError(f"{place}: is {data!r}, must be one of {', '.join(map(repr, inner))}")
         return data
     if is_dataclass(hint) and isinstance(hint, type):
-        return _record(data, hint, place)
+        return read_record(data, hint, place)
     if isinstance(hint, type) and issubclass(hint, Enum):
         if data not in hint.__members__:
             raise FileError(f"{place}: is {data!r}, must be one of {', '.join(hint.__members__)}")
@@ -149,6 +151,8 @@ def _key(key: str, kind: type, place: str) -> Any:
 
 def _scalar(data: Any, kind: type, place: str) -> Any:
     if kind is float and isinstance(data, int) and not isinstance(data, bool):
+        if abs(data) > sys.float_info.max:
+            raise FileError(f"{place}: {str(data)[:20]}... is too large a number")
         return float(data)
     if not isinstance(data, kind) or (isinstance(data, bool) and kind is not bool):
         raise FileError(f"{place}: expected {kind.__name__}, found {data!r}")

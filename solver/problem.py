@@ -383,13 +383,8 @@ def check(problem: Problem) -> None:
         _numbers(f"shared value {shared.name}", shared)
         known = 0 <= shared.last_step < problem.pass_steps + problem.turn_around_steps
         _require(known, f"shared value {shared.name}: last step {shared.last_step}")
-    _numbers("rates", problem.rates)
-    for name in problem.rates.not_above_0:
-        _require(False, f"rates: {name} must be above 0")
-    names = [HOST, *(tier.name for tier in problem.rates.tiers)]
-    _require(len(set(names)) == len(names), f"tiers need distinct names, found {', '.join(names)}")
-    for tier in problem.rates.tiers:
-        _numbers(f"tier {tier.name}", tier)
+    for row, why in problem.rates.faults():
+        _require(False, f"{row}: {why}")
     _numbers("problem", problem)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
+from math import inf
 from typing import Any, ClassVar
 
 HOST = "host"
+HOSTS_WORK = ("update-cpu", "accumulate-cpu")  # kinds of actions that a worker can do, by their words
 
 
 class Resource(str):
@@ -129,26 +131,15 @@ class Rates:
     tiers: tuple[Tier, ...] = ()
     workers: tuple[Worker, ...] = ()
 
-    @property
-    def not_above_0(self) -> dict[str, float]:
-        """The link rates that are not above 0, with which no copy would ever end, by name."""
-        return {
-            f"{path.tier}: {name}" if path.tier != HOST else name: rate
-            for path in self.paths.values()
-            for name, rate in _rates_of(path).items()
-            if not rate > 0
-        }
-
     @cached_property
     def paths(self) -> Mapping[str, Path]:
         """The path to each tier, by the tier's name, the host's first."""
-        host = Path(HOST, self.in_bytes_per_s, self.out_bytes_per_s, self.both_bytes_per_s)
-        return {path.tier: path for path in (host, *(tier.path for tier in self.tiers))}
+        return {path.tier: path for path in (self.host, *(tier.path for tier in self.tiers))}
 
-    @property
+    @cached_property
     def host(self) -> Path:
         """The path to the host."""
-        return self.paths[HOST]
+        return Path(HOST, self.in_bytes_per_s, self.out_bytes_per_s, self.both_bytes_per_s)
 
     @cached_property
     def links(self) -> tuple[Resource, ...]:
@@ -193,15 +184,46 @@ class Rates:
 
     def to_dict(self) -> dict[str, Any]:
         """Convert the rates to JSON's own types, without empty lists of further tiers and workers."""
-        return {name: value for name, value in asdict(self).items() if value != ()}
+        data = {name: value for name, value in asdict(self).items() if value != ()}
+        more = {"tiers": [asdict(tier) for tier in self.tiers],
+                "workers": [{"name": worker.name, "does": list(worker.does)} for worker in self.workers]}  # fmt: skip
+        return data | {name: rows for name, rows in more.items() if rows}
 
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> Rates:
-        """Rebuild rates from a dictionary made by `to_dict`; raises TypeError or KeyError if it is damaged."""
-        known = dict(data)
-        tiers = tuple(Tier(Path(**row["path"]), row["capacity_bytes"]) for row in known.pop("tiers", ()))
-        workers = tuple(Worker(row["name"], tuple(row["does"])) for row in known.pop("workers", ()))
-        return Rates(**known, tiers=tiers, workers=workers)
+    def faults(self) -> Iterator[tuple[str, str]]:
+        """Yield what contradicts itself: the row, and what is wrong with it."""
+        for path in (self.host, *(tier.path for tier in self.tiers)):
+            for name, rate in _rates_of(path).items():
+                row = "rates" if path.tier == HOST else f"tier {path.tier}"
+                if not _is_number(rate) or not 0 < rate < inf:
+                    yield row, f"{name} is {rate!r}, must be above 0 and finite"
+        if not _is_number(self.manage_s) or not 0 <= self.manage_s < inf:
+            yield "rates", f"manage_s is {self.manage_s!r}, must be finite and not negative"
+        names = [HOST, *(tier.name for tier in self.tiers)]
+        if len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):
+            yield "tiers", f"need distinct names, found {', '.join(map(repr, names))}"
+        for tier in self.tiers:
+            if not isinstance(tier.capacity_bytes, int) or tier.capacity_bytes < 0:
+                yield (
+                    f"tier {tier.name}",
+                    f"capacity_bytes is {tier.capacity_bytes!r}, must be a whole number from 0 on",
+                )
+        yield from self._faults_of_workers()
+
+    def _faults_of_workers(self) -> Iterator[tuple[str, str]]:
+        taken = {Resource.COMPUTE, Resource.CPU, *self.links}
+        claimed: set[str] = set()
+        for worker in self.workers:
+            if not isinstance(worker.name, str) or not worker.name or worker.name in taken:
+                yield f"worker {worker.name!r}", "needs a name of its own, which no other worker or resource has"
+            taken.add(Resource(worker.name))
+            for kind in worker.does:
+                if kind not in HOSTS_WORK or kind in claimed:
+                    yield f"worker {worker.name!r}", f"does {kind!r}; each of {', '.join(HOSTS_WORK)} is for one worker"
+                claimed.add(kind)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _rates_of(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
+from .files import read_record
 from .items import Item
 from .old_text import upgraded
 from .resources import Rates
@@ -61,7 +62,7 @@ def from_dict(data: dict[str, Any]) -> Schedule:
             options=tuple(data["options"]),
             resident=tuple(map(Item.parse, data["resident"])),
             computes={name: _spec(spec) for name, spec in data["computes"].items()},
-            rates=Rates.from_dict(data["rates"]),
+            rates=read_record(data["rates"], Rates, "rates"),
             homes={Item.parse(item): str(tier) for item, tier in data.get("homes", {}).items()},
             gate=bool(data.get("gate", False)),
             micro_batches=int(data.get("micro_batches", 1)),
@@ -73,7 +74,7 @@ def from_dict(data: dict[str, Any]) -> Schedule:
         raise
     except KeyError as error:
         raise ScheduleError(f"the schedule lacks {error}") from None
-    except (TypeError, ValueError, AttributeError, LookupError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         raise ScheduleError(f"the schedule cannot be read: {error}") from error
     return schedule
 

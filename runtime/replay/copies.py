@@ -65,8 +65,8 @@ class Homes:
         self._of: dict[Item, dict[str, torch.Tensor]] = {}
 
     def of(self, item: Item) -> dict[str, torch.Tensor]:
-        """Return an item's memory, by part; raises KeyError if it has none."""
-        return self._of[item]
+        """Return an item's memory, by part; empty if it has none."""
+        return self._of.get(item, {})
 
     def fitting(self, item: Item, key: str, like: torch.Tensor) -> torch.Tensor:
         """Return memory for a part of an item, that of the last iteration if it has the same shape.
@@ -75,9 +75,9 @@ class Homes:
         """
         homes, tier = self._of.setdefault(item, {}), self._world.tier_of(item)
         if key not in homes or homes[key].shape != like.shape:
-            ledger = self._world.tiers.get(tier)
+            ledger, old = self._world.tiers.get(tier), homes.pop(key, None)
             if ledger is not None:
-                ledger.freed(homes[key].nbytes if key in homes else 0)
+                ledger.freed(old.nbytes if old is not None else 0)
                 ledger.made(like.nbytes)
             homes[key] = self._world.device.empty_on(tier, like)
         return homes[key]

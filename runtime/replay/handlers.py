@@ -80,7 +80,7 @@ class OfStates:
         self._world, self._contents, self._states, self._homes = world, world.contents, states, Homes(world)
 
     def bring(self, item: Item) -> None:
-        waiting = self._contents.on_tiers.pop(item, None)
+        waiting = self._contents.on_tiers.get(item)
         if waiting is not None:
             self._contents.states[item] = bring(self._world, item, waiting)
         else:

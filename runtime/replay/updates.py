@@ -70,6 +70,8 @@ class Updates:
             buffer.settle()
         host = self._host.states.setdefault(name, {})
         contents.newer |= {items.parameter(name), *parts}
+        for item in parts:
+            contents.on_tiers.pop(item, None)  # an older copy from now on
         contents.states_at_home.setdefault(name, dict(host))
         if len(parts) > 1:
             self._on_device_in_rows(name, param.read(), grad, dict(zip(parts, buffers)), host)
@@ -204,12 +206,16 @@ class Updates:
         contents, name = self._contents, item.name
         if item.kind is ItemKind.PARAMETER and name in contents.params and name not in self._unmoved:
             self._host.params[name].copy_(contents.params[name].tensors[""])
-        elif item.kind is ItemKind.STATE and item in contents.states:
+        elif item in contents.states and not self._is_the_tiers(item):
             self._rescue_state(item, contents.states[item].tensors)
         elif item in contents.on_tiers:
             contents.written[item].synchronize()
             for key, home in self._states.homes(item, contents.on_tiers[item]).items():
                 home.copy_(contents.on_tiers[item][key])
+
+    def _is_the_tiers(self, item: Item) -> bool:
+        """Return whether a state on the device, or on its way, is still its tier's copy, not updated since."""
+        return item in self._contents.on_tiers and self._contents.states[item].leaving is None
 
     def _rescue_scalars(self) -> None:
         """Copy scalars of states, which live where their parameter was last updated, to the host, all at once."""

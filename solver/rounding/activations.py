@@ -9,7 +9,9 @@ from .tiers import Spread
 from .walk import NOISE, Curve
 
 
-def whole_activations(problem: Problem, solution: Solution) -> tuple[tuple[ActivationStay | None, ...], list[float]]:
+def whole_activations(
+    problem: Problem, solution: Solution, spread: Spread | None = None
+) -> tuple[tuple[ActivationStay | None, ...], list[float]]:
     """Choose the steps in which the values that each block's option offloads leave and return as a whole.
 
     They leave as late and return as early as their fractions, and the bytes that other blocks' whole values spare,
@@ -17,12 +19,12 @@ def whole_activations(problem: Problem, solution: Solution) -> tuple[tuple[Activ
 
     Parameters
     ----------
-    solution: an answer to the problem, with a plan.
+    solution: an answer to the problem, with a plan. spread: what tiers have received so far, nothing if None.
 
     Returns: a stay per block, None if nothing is offloaded; and the bytes that are left over, by step.
     """
     spare = [0.0] * problem.n_steps
-    spread = Spread()
+    spread = spread or Spread.of(problem, solution)
     stays = tuple(_stay(problem, solution, i, spare, spread) for i in range(problem.n_blocks))
     return stays, spare
 

@@ -38,12 +38,13 @@ def round_solution(problem: Problem, solution: Solution) -> Decisions:
     if len(solution.options) != problem.n_blocks:
         raise ValueError(f"no plan to round: {solution.status.value}")
     plans: dict[str, TensorPlan] = {}
-    activations, spare = whole_activations(problem, solution)
+    spread = Spread.of(problem, solution)
+    activations, spare = whole_activations(problem, solution, spread)
     excess_s = 0.0
     for group in sorted(problem.groups, key=_last_step):
         flow = solution.groups.get(group.name, GroupFlow())
         allowance = Allowance(problem, group, flow, spare)
-        rounded = _round_group(problem, group, flow, allowance, excess_s)
+        rounded = _round_group(problem, group, flow, allowance, excess_s, spread)
         plans |= {plan.name: plan for plan in rounded}
         spare = allowance.spare
         part = sum(t.param_bytes for t in group.tensors if plans[t.name].cpu) / max(group.param_bytes, 1)
@@ -57,7 +58,7 @@ def _last_step(group: Group) -> tuple[int, str]:
 
 
 def _round_group(
-    problem: Problem, group: Group, flow: GroupFlow, allowance: Allowance, excess_s: float
+    problem: Problem, group: Group, flow: GroupFlow, allowance: Allowance, excess_s: float, spread: Spread
 ) -> list[TensorPlan]:
     """Round one group: parameters first, then the states, then the gradients of the host's part."""
     plans = [TensorPlan(tensor.name, group.name) for tensor in group.tensors]
@@ -76,7 +77,7 @@ def _round_group(
     allowance.use_params(plans)
     if not group.trainable:
         return plans
-    plans = _states(problem, group, flow, allowance, plans)
+    plans = _states(problem, group, flow, allowance, plans, spread)
     allowance.use_states(plans)
     plans = host_chain(problem, group, flow, plans, allowance)
     allowance.use_grads(plans)
@@ -231,7 +232,12 @@ def _gap(
 
 
 def _states(
-    problem: Problem, group: Group, flow: GroupFlow, allowance: Allowance, plans: list[TensorPlan]
+    problem: Problem,
+    group: Group,
+    flow: GroupFlow,
+    allowance: Allowance,
+    plans: list[TensorPlan],
+    spread: Spread,
 ) -> list[TensorPlan]:
     """Return the plans with the steps in which states of device tensors go out and come in."""
     last = problem.device_update(group)
@@ -256,7 +262,6 @@ def _states(
         lambda k, _: () if problem.in_middle(_step(problem, last, k)) else sizes,
     )
     stays: dict[str, list[StateStay]] = {plan.name: [] for plan in plans}
-    spread = Spread()
     for key, (tensor, rows) in zip(sizes, pieces):
         if key in out:
             gone, back = (_step(problem, last, positions[key]) for positions in (out, into))

@@ -4,17 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..problem import Problem
 from ..resources import HOST
+from ..solution import Solution
 
 
 class Spread:
     """Greedy error diffusion: each item goes to the tier that is furthest behind its share of all bytes so far.
 
-    State: `_behind`, by tier, the bytes that it should have received minus those that it did.
+    Further tiers are never given more than their room. What none of them has room for goes to the host, whose bytes are
+    checked with everything else that it holds.
+
+    State: `_behind`, by tier, the bytes that it should have received minus those that it did; `_room`, by further tier,
+    the bytes left.
+
+    Parameters
+    ----------
+    room: bytes left on each tier beside the host.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, room: Mapping[str, float]) -> None:
         self._behind: dict[str, float] = {}
+        self._room = dict(room)
+
+    @staticmethod
+    def of(problem: Problem, solution: Solution) -> Spread:
+        """Spread what a solution sends away; interface values already have their tiers."""
+        room = {tier.name: float(tier.capacity_bytes) for tier in problem.rates.tiers}
+        for value in problem.values:
+            tier = solution.value_tiers.get(value.name)
+            if tier is not None:
+                room[tier] -= value.bytes
+        return Spread(room)
 
     def take(self, size_bytes: int, parts: Mapping[str, float]) -> str:
         """Choose the tier of the next item.
@@ -26,6 +47,9 @@ class Spread:
         parts = parts or {HOST: 1.0}
         for tier, part in parts.items():
             self._behind[tier] = self._behind.get(tier, 0.0) + part * size_bytes
-        chosen = max((tier for tier, part in parts.items() if part > 0), key=lambda tier: self._behind[tier])
-        self._behind[chosen] -= size_bytes
+        fits = [tier for tier, part in parts.items() if part > 0 and self._room.get(tier, size_bytes) >= size_bytes]
+        chosen = max(fits, key=lambda tier: self._behind[tier], default=HOST)
+        self._behind[chosen] = self._behind.get(chosen, 0.0) - size_bytes
+        if chosen in self._room:
+            self._room[chosen] -= size_bytes
         return chosen

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from math import inf
 
 from .. import items
 from ..effects import resident_at
@@ -76,8 +77,11 @@ def is_valid(schedule: Schedule) -> bool:
 
 
 def _check_names(schedule: Schedule) -> None:
-    for name, rate in schedule.rates.not_above_0.items():
-        require(False, f"rates: {name}", f"is {rate}, must be above 0")
+    for row, why in schedule.rates.faults():
+        require(False, row, why)
+    for name, seconds in _seconds(schedule):
+        finite = isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 0 <= seconds < inf
+        require(finite, name, f"takes {seconds!r} seconds; that must be finite and not negative")
     for item, tier in schedule.homes.items():
         require(item in schedule.item_bytes, f"home of {item}", "no such item")
         require(tier in schedule.rates.paths, f"home of {item}", f"there is no tier {tier!r}")
@@ -94,6 +98,15 @@ def _check_names(schedule: Schedule) -> None:
         change = sum(schedule.item_bytes[i] for i in spec.makes) - sum(schedule.item_bytes[i] for i in spec.drops)
         least = max(0, change)
         require(spec.rise_bytes >= least, f"compute {name}", f"rises by {spec.rise_bytes}, needs {least} bytes")
+
+
+def _seconds(schedule: Schedule) -> Iterator[tuple[str, float]]:
+    """Yield the seconds of everything that takes time, with its name."""
+    for name, spec in schedule.computes.items():
+        yield f"compute {name}", spec.seconds
+    for field in ("update_cpu_s", "update_device_s", "add_cpu_s", "add_device_s"):
+        for name, seconds in getattr(schedule, field).items():
+            yield f"{field} of {name}", seconds
 
 
 def _check_passes(schedule: Schedule) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from offmate.runtime.devices.emulated import EmulatedDevice
 from offmate.runtime.ledger import LimitExceeded
 from offmate.solver.items import ItemKind
 from offmate.solver.plan import plan
@@ -104,6 +106,16 @@ def test_it_takes_what_the_host_has_no_room_for():
     assert found >= 2
 
 
+def test_it_may_be_just_large_enough():
+    """A capacity that a schedule fills to the byte is enough for a schedule."""
+    for seed in range(3):
+        problem = with_a_full_host(seed)[1]
+        schedule = plan(problem).schedule
+        if schedule is not None and schedule.homes:
+            (_, used) = schedule.tiers[1]
+            assert plan(problem.with_capacities({PEER: used})).schedule is not None, seed
+
+
 def test_its_capacity_is_kept():
     problem = next(both for both in (with_a_full_host(seed)[1] for seed in range(6)) if goes_to_the_peer(plan(both)))
     schedule = plan(problem).schedule
@@ -168,6 +180,61 @@ def test_the_optimizers_state_can_be_replaced(loop):
     loop.optimizer.load_state_dict(copy.deepcopy(reference.optimizer.state_dict()))
     assert loop.steps(2, 5) == reference.steps(2, 5)
     assert_same(loop, reference)
+
+
+def states(loop: Loop) -> dict[tuple[int, str], torch.Tensor]:
+    found = loop.optimizer.state_dict()["state"]
+    return {(i, k): torch.as_tensor(v).clone() for i, state in found.items() for k, v in state.items()}
+
+
+def assert_equal_states(loop: Loop, reference: Loop) -> None:
+    ours, theirs = states(loop), states(reference)
+    assert ours.keys() == theirs.keys()
+    assert not [key for key in ours if not torch.equal(ours[key], theirs[key])]
+
+
+def test_states_are_read_while_they_are_on_their_way_back(loop, monkeypatch):
+    """What a copy has not filled yet is never taken for a state: the tier's own copy counts until the next update."""
+    reference, copy_now = plain(3), EmulatedDevice._copy
+    loop.steps(0, 3)
+
+    def slow_copy(device, link, target, source):
+        if link == INTO:
+            target.fill_(77)
+            time.sleep(0.1)
+        copy_now(device, link, target, source)
+
+    monkeypatch.setattr(EmulatedDevice, "_copy", slow_copy)
+    ours, theirs = loop.forward(3), reference.forward(3)
+    assert_equal_states(loop, reference)
+    for one, loss in ((loop, ours), (reference, theirs)):
+        loss.backward()
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+    assert_equal_states(loop, reference)
+    assert_same(loop, reference)
+
+
+def test_a_copy_back_that_fails_loses_nothing(loop, monkeypatch):
+    reference, copy_now, failed = plain(3), EmulatedDevice._copy, []
+    loop.steps(0, 3)
+
+    def failing_copy(device, link, target, source):
+        if link == INTO and not failed:
+            failed.append(link)
+            target.fill_(77)
+            raise OSError("the path broke")
+        copy_now(device, link, target, source)
+
+    monkeypatch.setattr(EmulatedDevice, "_copy", failing_copy)
+    with pytest.raises(offmate.OffmateError, match="the path broke"):
+        loop.step(3)
+    before = states(reference)
+    reference.step(3)
+    after = states(reference)
+    # Each state is that of before its update or of after it.
+    for key, value in states(loop).items():
+        assert torch.equal(value, before[key]) or torch.equal(value, after[key]), key
 
 
 def test_its_path_is_in_the_trace(loop):

@@ -154,7 +154,7 @@ def test_dictionaries_survive_json():
         ({"forward": ["0 jump F0"]}, "not an action"),
         ({"host_budget_bytes": 1}, "host: 90 bytes"),
         ({"rates": {"speed": 1}}, "cannot be read"),
-        ({"rates": {"in_bytes_per_s": 0, "out_bytes_per_s": 1, "both_bytes_per_s": 1}}, "rates: in_bytes_per_s: is 0"),
+        ({"rates": {"in_bytes_per_s": 0, "out_bytes_per_s": 1, "both_bytes_per_s": 1}}, "rates: in_bytes_per_s is 0"),
         ({"device_budget_bytes": "much"}, "cannot be read"),
         ({"host_bytes": None}, "cannot be read"),
     ],
