@@ -99,12 +99,11 @@ class PlannedSteps(_Base):
     """Mixin for a Trainer whose plan clips: overrides where it clips, logs and loads, which has no public hook."""
 
     def loaded_from(self, checkpoint: str) -> None:
-        """Handle that the optimizer and the scheduler were loaded."""
-        raise NotImplementedError
+        """Handle that the optimizer and the scheduler were loaded; there is nothing to do by default."""
 
     def planned_norm(self, grad_norm: Any) -> Any:
-        """Return the gradient norm to log, given the one that the Trainer would log."""
-        raise NotImplementedError
+        """Return the gradient norm to log, given the one that the Trainer would log: that one by default."""
+        return grad_norm
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
