@@ -19,168 +19,20 @@ from typing import Any, Literal, get_args
 
 from .resources import HOST, Tier
 from .resources import Rates as Rates
+from .rows import Block as Block
+from .rows import Group as Group
+from .rows import Option as Option
+from .rows import Output as Output
+from .rows import Rows as Rows
+from .rows import Shared as Shared
+from .rows import Side as Side
+from .rows import TensorSize as TensorSize
+from .rows import Value as Value
 from .steps import Step, passes_of, steps_of
-
-Rows = tuple[int, int]
-"""Rows of a tensor as a half-open range (first, end)."""
-
-Side = Literal["any", "host", "device"]
-"""The place of a group's update: as the program decides ("any", in parts), all on the host, or all on the device."""
 
 
 class ProblemError(ValueError):
     """A problem that contradicts itself: the message names the row and the value."""
-
-
-@dataclass(frozen=True)
-class Option:
-    """One way to run a block: keep, recompute or offload each value that its forward makes for its backward.
-
-    Parameters
-    ----------
-    name: a word for tables, such as "keep" or "recompute".
-    saved_bytes: bytes kept on the device between the block's forward and its backward.
-    offloaded_bytes: bytes that leave after the forward and return before the backward.
-    forward_s, backward_s: compute seconds; recomputation is part of the backward.
-    forward_peak_bytes: the most bytes that the forward holds at one time of tensors that it makes itself (saved,
-        offloaded, interfaces, outputs, temporaries); parameters, its inputs and shared values are not counted.
-    backward_peak_bytes: the most bytes that the backward holds at one time: saved, brought back, incoming gradients,
-        gradients that it makes, recomputed, temporaries; parameters, input values, shared values and gradient
-        accumulators that exist already are not counted.
-    """
-
-    name: str
-    saved_bytes: int
-    offloaded_bytes: int
-    forward_s: float
-    backward_s: float
-    forward_peak_bytes: int
-    backward_peak_bytes: int
-
-
-@dataclass(frozen=True)
-class Block:
-    """A block of the chain and the options it can run with; blocks of one class share their options."""
-
-    name: str
-    options: tuple[Option, ...]
-
-
-@dataclass(frozen=True)
-class TensorSize:
-    """One parameter tensor: bytes of its compute copy, its gradient and its optimizer state (0 if frozen).
-
-    Parameters
-    ----------
-    rows: number of rows into which its state can be cut; 1 if it leaves the device, and returns, whole.
-    piece_rows: rows of each piece in which its state leaves and returns if the device updates it; the last piece may
-        have fewer.
-    """
-
-    name: str
-    param_bytes: int
-    grad_bytes: int = 0
-    state_bytes: int = 0
-    rows: int = 1
-    piece_rows: int = 1
-
-    @property
-    def pieces(self) -> tuple[Rows, ...]:
-        """The rows of every piece of its state, as half-open ranges."""
-        return tuple((row, min(row + self.piece_rows, self.rows)) for row in range(0, self.rows, self.piece_rows))
-
-    def piece_bytes(self, rows: Rows) -> int:
-        """Return the bytes of the state of these rows."""
-        return self.state_bytes // self.rows * (rows[1] - rows[0])
-
-
-@dataclass(frozen=True)
-class Group:
-    """A parameter group w: the tensors read by exactly the same steps, wholly trainable or wholly frozen.
-
-    Parameters
-    ----------
-    uses: steps whose compute reads the parameters, ascending (forwards and backwards).
-    grad_steps: backward steps that contribute to the gradient, ascending; empty if frozen. The last one is g_w.
-    cpu_update_s, device_update_s: seconds to update the whole group on the host and on the device.
-    cpu_add_s, device_add_s: seconds to add one micro-batch's gradient of the whole group to its total on the host and
-        on the device.
-    side: where it is updated; without effect on frozen groups and on those that the user's own code updates.
-    """
-
-    name: str
-    tensors: tuple[TensorSize, ...]
-    uses: tuple[int, ...]
-    grad_steps: tuple[int, ...] = ()
-    cpu_update_s: float = 0.0
-    device_update_s: float = 0.0
-    cpu_add_s: float = 0.0
-    device_add_s: float = 0.0
-    side: Side = "any"
-
-    @property
-    def trainable(self) -> bool:
-        return bool(self.grad_steps)
-
-    @cached_property
-    def param_bytes(self) -> int:
-        return sum(t.param_bytes for t in self.tensors)
-
-    @cached_property
-    def grad_bytes(self) -> int:
-        return sum(t.grad_bytes for t in self.tensors)
-
-    @cached_property
-    def state_bytes(self) -> int:
-        return sum(t.state_bytes for t in self.tensors)
-
-
-@dataclass(frozen=True)
-class Value:
-    """An interface activation: made by one block, read by later ones, held until its last use.
-
-    Parameters
-    ----------
-    made: forward step that makes it. During that step it is part of the block's forward peak.
-    uses: later steps (forwards and backwards) whose compute reads it, ascending, `made` not among them.
-    grad_bytes: bytes of its gradient, 0 if it has none.
-    grad_steps: backward steps of the blocks that add to its gradient, ascending. The first makes it (part of that
-        step's backward peak), later ones add in place; it is consumed in the backward of the block that made the
-        value (and is part of that step's backward peak).
-    """
-
-    name: str
-    bytes: int
-    made: int
-    uses: tuple[int, ...]
-    grad_bytes: int = 0
-    grad_steps: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Shared:
-    """A value that depends on no parameter (batch, mask, rotary table), present from the first step to `last_step`.
-
-    With several micro-batches every pass makes it anew; all passes but the last release it by their end.
-    """
-
-    name: str
-    bytes: int
-    last_step: int
-
-
-@dataclass(frozen=True)
-class Output:
-    """A model output: held from the forward step `made` until the next pass's last forward step has ended.
-
-    grad_bytes: bytes of the gradient that the user's backward hands in (0 if it has none). It is on the device from the
-    first backward step to the backward of the block that made the output, where it is part of the peak.
-    """
-
-    name: str
-    bytes: int
-    made: int
-    grad_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ ROOMS = (
     "offmate.solver",
     "offmate.solver.resources",
     "offmate.solver.steps",
+    "offmate.solver.rows",
     "offmate.solver.problem",
     "offmate.solver.block_graph",
     "offmate.solver.solution",
