@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ..solver.plan import plan as solve_problem
+from ..solver.problem import Problem
 from .plan import Plan
 
 
@@ -39,7 +40,8 @@ def sweep(plan: Plan, budgets: Iterable[int], time_limit_s: float = 20.0) -> Ite
     ----------
     plan: a plan of the model for any budget. budgets: in bytes. time_limit_s: for each search.
 
-    A plan for a smaller budget fits a larger one too, so no point is slower than an earlier one with less memory.
+    The plan's own budget is not solved again. A plan for a smaller budget fits a larger one too, so no point is slower
+    than an earlier one with less memory.
 
     Returns: one point per budget, as they are found.
     Raises: ValueError if the plan holds no problem (a forward-only plan).
@@ -53,21 +55,37 @@ def sweep(plan: Plan, budgets: Iterable[int], time_limit_s: float = 20.0) -> Ite
             yield point
             continue
         problem = replace(plan.problem, device_budget_bytes=budget_bytes - plan.fixed_bytes)
-        found = solve_problem(problem, time_limit_s=time_limit_s)
-        if found.schedule is None or found.simulation is None:
+        point = _as_planned(plan, point) if problem == plan.problem else _solved(plan, problem, point, time_limit_s)
+        if not point.fits:
             yield point
             continue
-        point = replace(
-            point,
-            predicted_step_s=found.simulation.step_s,
-            predicted_peak_bytes=found.simulation.peak_bytes + plan.fixed_bytes,
-            host_bytes=found.schedule.host_bytes,
-            lower_bound_s=found.solution.lower_bound_s,
-        )
         if best is not None and best.budget_bytes <= budget_bytes and _faster(best, point):
             point = replace(best, budget_bytes=budget_bytes, lower_bound_s=point.lower_bound_s)
         best = point
         yield point
+
+
+def _as_planned(plan: Plan, point: SweepPoint) -> SweepPoint:
+    return replace(
+        point,
+        predicted_step_s=plan.predicted_step_s,
+        predicted_peak_bytes=plan.predicted_peak_bytes,
+        host_bytes=plan.host_bytes,
+        lower_bound_s=plan.lower_bound_s,
+    )
+
+
+def _solved(plan: Plan, problem: Problem, point: SweepPoint, time_limit_s: float) -> SweepPoint:
+    found = solve_problem(problem, time_limit_s=time_limit_s)
+    if found.schedule is None or found.simulation is None:
+        return point
+    return replace(
+        point,
+        predicted_step_s=found.simulation.step_s,
+        predicted_peak_bytes=found.simulation.peak_bytes + plan.fixed_bytes,
+        host_bytes=found.schedule.host_bytes,
+        lower_bound_s=found.solution.lower_bound_s,
+    )
 
 
 def _faster(a: SweepPoint, b: SweepPoint) -> bool:

@@ -25,8 +25,9 @@ _LARGE_SEGMENT_BYTES, _OWN_SEGMENT_BYTES = 20 << 20, 10 << 20  # requests from t
 class Pools:
     """Pieces of segments, with small allocations kept apart from the others.
 
-    State: `reserved_bytes`, those of all segments; `moved_bytes`; the free pieces of each pool by size and place, with
-    their starts and ends; the allocations' pieces and rounded bytes by number, and those of them that never move.
+    State: `reserved_bytes`, those of all segments; `small_bytes`, those of segments for small allocations;
+    `moved_bytes`; the free pieces of each pool by size and place, with their starts and ends; the allocations' pieces
+    and rounded bytes by number, and those of them that never move.
 
     Parameters
     ----------
@@ -34,7 +35,7 @@ class Pools:
     """
 
     def __init__(self, segment_bytes: int) -> None:
-        self.reserved_bytes = self.moved_bytes = 0
+        self.reserved_bytes = self.small_bytes = self.moved_bytes = 0
         self._arena_end = segment_bytes
         self._fixed: set[int] = set()
         self._asked: dict[int, int] = {}
@@ -69,7 +70,11 @@ class Pools:
 
     def _cut(self, size: int, small: bool) -> tuple[int, int]:
         """Cut a piece from a free one, or from a new segment."""
-        start, length = self._take(size, small) or self._segment(_segment_bytes(size))
+        found = self._take(size, small)
+        if found is None:
+            found = self._segment(_segment_bytes(size))
+            self.small_bytes += found[1] if small else 0
+        start, length = found
         if length - size >= _GRAIN_BYTES if small else length - size > LEAST_CUT_BYTES:
             self._put(start + size, length - size, small)
             return start, size
@@ -137,9 +142,16 @@ class Pools:
 
 
 class Played(NamedTuple):
-    """The memory of some rehearsed iterations: bytes reserved in the end, and the mean of bytes moved per iteration."""
+    """The memory of some rehearsed iterations.
+
+    Parameters
+    ----------
+    reserved_bytes: of all segments, in the end. small_bytes: of those for small allocations. moved_bytes: the mean of
+        all iterations.
+    """
 
     reserved_bytes: int
+    small_bytes: int
     moved_bytes: int
 
 
@@ -153,7 +165,7 @@ def played(stretches: Iterable[Iterable[Change]], segment_bytes: int) -> Played:
     pools, row = Pools(segment_bytes), list(stretches)
     for change in chain(*row):
         pools.change(change)
-    return Played(pools.reserved_bytes, pools.moved_bytes // max(len(row) - 1, 1))
+    return Played(pools.reserved_bytes, pools.small_bytes, pools.moved_bytes // max(len(row) - 1, 1))
 
 
 def pool_peaks(changes: Iterable[Change]) -> tuple[int, int]:

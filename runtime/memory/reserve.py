@@ -100,10 +100,16 @@ def _needed_bytes(held: int, starts: tuple[Rehearsal, ...]) -> int:
     held: bytes that the allocator has reserved already.
     """
     large, small = _peaks(starts)
-    segments = (_in_segments(large * percent // 100) + 2 * SMALL_SEGMENT_BYTES for percent in _NEEDED_PERCENT)
-    least = min(_played(starts, segment).reserved_bytes for segment in segments)
+    least = None
+    for percent in _NEEDED_PERCENT:
+        segment = _in_segments(large * percent // 100) + 2 * SMALL_SEGMENT_BYTES
+        if least is not None and segment + least.small_bytes >= least.reserved_bytes:
+            break  # small allocations never come from the segment, so a larger one reserves more
+        found = _played(starts, segment)
+        least = min(least or found, found)
+    assert least is not None
     # One segment more, since other memory on the device may be laid out differently then.
-    free = held + least + small // _SMALL_SHARE + (_SLACK_SEGMENTS + 1) * SMALL_SEGMENT_BYTES
+    free = held + least.reserved_bytes + small // _SMALL_SHARE + (_SLACK_SEGMENTS + 1) * SMALL_SEGMENT_BYTES
     return -(-free * _SLACK_SHARE // (_SLACK_SHARE - 1)) + 1
 
 

@@ -122,12 +122,16 @@ def test_a_sweep_shows_the_curve(monkeypatch, cache, capsys, tmp_path):
 
 
 def test_a_sweep_agrees_with_plans(monkeypatch, cache, tmp_path):
-    path = tmp_path / "plan.json"
-    run(monkeypatch, cache, "tiny-llama", "--gpu-budget", "12MiB", "--quiet", "--json", str(path))
-    plan = load_plan(path)
-    (point,) = budgets.sweep(plan, [plan.budget_bytes])
-    assert point.fits and point.predicted_step_s == pytest.approx(plan.predicted_step_s, rel=0.02)
-    assert point.least_budget_bytes == plan.least_budget_bytes
+    plans = []
+    for budget in ("12MiB", "20MiB"):
+        path = tmp_path / f"{budget}.json"
+        run(monkeypatch, cache, "tiny-llama", "--gpu-budget", budget, "--quiet", "--json", str(path))
+        plans.append(load_plan(path))
+    tight, ample = plans
+    solved, own = budgets.sweep(ample, [tight.budget_bytes, ample.budget_bytes])
+    assert solved.predicted_step_s == pytest.approx(tight.predicted_step_s, rel=0.02)
+    assert own.predicted_step_s == ample.predicted_step_s and own.predicted_peak_bytes == ample.predicted_peak_bytes
+    assert solved.least_budget_bytes == own.least_budget_bytes == tight.least_budget_bytes
 
 
 @pytest.mark.parametrize(
