@@ -69,7 +69,10 @@ class ClassGraph:
         self.number: dict[int, int] = {}
         self.bytes: dict[int, int] = {}
         self.maker: dict[int, fx.Node] = {}
+        # Every program of every option asks for these.
         self._behind: dict[fx.Node, tuple[int, ...]] = {}
+        self._made: dict[fx.Node, tuple[int, ...]] = {}
+        self._called: dict[fx.Node, tuple[Any, ...]] = {}
         self.register = {n: i for i, n in enumerate(joint.graph.nodes)}
         for node in joint.graph.nodes:
             self._note(node)
@@ -101,13 +104,15 @@ class ClassGraph:
         """Return the numbers of the storages behind a node's value."""
         found = self._behind.get(node)
         if found is None:
-            # Every program of every option asks for them.
             found = self._behind[node] = tuple(self.number[s] for s in storages_of(node))
         return found
 
     def made_by(self, node: fx.Node) -> tuple[int, ...]:
         """Return the storages that the node's operator allocates."""
-        return tuple(s for s in self.storages(node) if self.maker[s] is node)
+        found = self._made.get(node)
+        if found is None:
+            found = self._made[node] = tuple(s for s in self.storages(node) if self.maker[s] is node)
+        return found
 
     @cached_property
     def resting(self) -> frozenset[int]:
@@ -253,6 +258,26 @@ class ClassGraph:
     def _instruction(
         self, node: fx.Node, picked: list[fx.Node] | None, clears: list[int], ends: list[int]
     ) -> Instruction:
+        found = self._called.get(node)
+        if found is None:
+            found = self._called[node] = self._call(node)
+        args, kwargs, tupled, makes = found
+        reads: list[tuple[Any, int]] = [(n.args[1], self.register[n]) for n in picked or ()]
+        return Instruction(
+            target=node.target,  # type: ignore[arg-type]
+            args=args,
+            kwargs=kwargs,
+            outs=tuple(reads) if tupled else ((0, self.register[node]),),
+            tupled=tupled,
+            makes=makes,
+            workspace_bytes=self.costs.get(node.name, NodeCost()).workspace_bytes,
+            clears=tuple(clears),
+            ends=tuple(ends),
+        )
+
+    def _call(self, node: fx.Node) -> tuple[Any, ...]:
+        """Return what an operator's instruction is in all programs: arguments, whether it makes several, storages."""
+
         def convert(value: Any) -> Any:
             if isinstance(value, fx.Node):
                 return value.meta["constant"] if value.op == "get_attr" else Slot(self.register[value])
@@ -262,25 +287,14 @@ class ClassGraph:
 
         value: Any = node.meta.get("val")
         tupled = isinstance(value, (tuple, list))
-        elements = list(value) if tupled else [value]
-        reads: list[tuple[Any, int]] = [(n.args[1], self.register[n]) for n in picked or ()]
         own = set(self.made_by(node))
         makes = tuple(
             (position, number, self.bytes[number])
-            for position, e in enumerate(elements)
+            for position, e in enumerate(list(value) if tupled else [value])
             if isinstance(e, torch.Tensor) and (number := self.number[storage_key(e.untyped_storage())]) in own
         )
-        return Instruction(
-            target=node.target,  # type: ignore[arg-type]
-            args=tuple(convert(a) for a in node.args),
-            kwargs={k: convert(v) for k, v in node.kwargs.items()},
-            outs=tuple(reads) if tupled else ((0, self.register[node]),),
-            tupled=tupled,
-            makes=makes,
-            workspace_bytes=self.costs.get(node.name, NodeCost()).workspace_bytes,
-            clears=tuple(clears),
-            ends=tuple(ends),
-        )
+        kwargs = {k: convert(v) for k, v in node.kwargs.items()}
+        return tuple(convert(a) for a in node.args), kwargs, tupled, makes
 
 
 def _rise(instructions: tuple[Instruction, ...], sizes: dict[int, int]) -> tuple[int, int]:

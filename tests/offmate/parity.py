@@ -187,6 +187,7 @@ def budgeted(case: Case, budget: str | int, cache_dir: str | None) -> Run:
     assert torch.equal(torch.get_rng_state(), random_state)
     losses, outputs = _train(case, model, optimizer)
     plan = model.offmate.plan
+    _least.setdefault(case.name, plan.least_budget_bytes)
     return _run(model, optimizer, losses, outputs, model.offmate.peak_bytes, plan)
 
 

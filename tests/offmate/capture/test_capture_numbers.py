@@ -109,7 +109,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 
 def texts() -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    ids = [torch.randint(3, 64, (2, 40), generator=generator) for _ in range(3)]
+    ids = [torch.randint(3, 64, (2, 20), generator=generator) for _ in range(3)]
     return [{"input_ids": one, "labels": one} for one in ids]
 
 
