@@ -198,6 +198,6 @@ def _limits(phase: Phase) -> str:
     order = sorted(phase.busy, key=lambda resource: -phase.busy[resource])
     full = [f"{_WORDS.get(name, name)} ({phase.busy[name]:.0%})" for name in order if phase.busy[name] >= _FULL]
     if full:
-        return f"{' and '.join(full)} limit it"
+        return f"it is limited by {' and '.join(full)}"
     busy = [f"{_WORDS.get(name, name)} {phase.busy[name]:.0%}" for name in order if phase.busy[name] >= _BUSY]
     return f"nothing is busy all the time{', ' if busy else ''}{', '.join(busy)}"

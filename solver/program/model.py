@@ -18,10 +18,10 @@ Flow): `Flow.upto(t)` has moved by the end of step t, `Flow.before(t)` by its be
 | ParIn | back | device part comes back | idle gap | upto(t) <= Drop.before(t), sum = D |
 | d, Back | Away | dropped after a use, back before the next | other gaps | d <= x + v |
 | h | hosted | frozen group: the part with a host copy | [0, 1] | d <= h |
-| OutO, InO | state_out, state_in | device part's states | g round to g - 1 | InO.upto(t) <= OutO.before(t) |
+| OutO, InO | states | device part's states | g round to g - 1 | InO.upto(t) <= OutO.before(t) |
 | S | total of both | part of the group whose states leave (device part) | [0, 1] | S <= 1 - x |
 | Comp | choices | block runs with an option | {0, 1} | sum = 1 |
-| ActOut, ActIn | Choices.out, .back | what the option offloads | near F, near B | sum by Comp |
+| ActOut, ActIn | Choices.trips | what the option offloads | near F, near B | sum by Comp |
 | Z | leaving | interface value leaves between forwards and backwards | {0, 1} | |
 | Time | time | seconds of a step | s | >= each resource's seconds |
 | Level | level | everything on the device in a step | <= budget | Level[t] = Level[t - 1] + rise of step t |
