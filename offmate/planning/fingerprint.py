@@ -14,6 +14,7 @@ from ..capture.model import Traced, structure
 from ..config import Config
 from ..machines.devices import accelerator, words
 from ..machines.hardware import Hardware
+from ..optim.identity import identity_of
 from ..optim.updater import Updater
 from ..plans.plan import Plan
 from ..sizes import format_bytes
@@ -33,11 +34,7 @@ def fingerprint_of(
     """Hash everything that the plan depends on, or, without `budgets`, everything that measuring depends on."""
     captured = traced.captured
     wiring = [(b.key, [e.node.name for e in b.spec.externals], [n.name for n in b.spec.results]) for b in traced.blocks]
-    optimizer: Any = None
-    if updater is not None:
-        kept = ("lr", "weight_decay")
-        hyper = {n: sorted((k, str(v)) for k, v in g.items() if k not in kept) for n, g in updater.groups.items()}
-        optimizer = (updater.base.__qualname__, updater.by_element, hyper)
+    optimizer = identity_of(updater) if updater is not None else None
     parts: tuple[Any, ...] = (
         VERSION, torch.__version__, platform.processor(), torch.get_num_threads(), _device_words(request, machine),
         wiring, structure(traced), [node.format_node() for node in traced.chain.prelude], _batch(captured),

@@ -58,6 +58,13 @@ def make_stream(
         turn_around_steps=2,
     )
     schedule, needed = stream_schedule(lowered.problem)
+    streamed = sum(group.param_bytes for group in lowered.problem.groups)
+    if schedule is None and streamed > request.host_budget_bytes:
+        raise InfeasibleBudget(
+            f"a forward without gradients streams {format_bytes(streamed)} of parameters from the host, and cpu_budget "
+            f"is {format_bytes(request.host_budget_bytes)}; raise it to {format_least_bytes(streamed)} or more",
+            budget_bytes=request.budget_bytes,
+        )
     if schedule is None:
         raise InfeasibleBudget(
             f"a budget of {format_bytes(request.budget_bytes)} cannot hold one block of the forward; the least budget "

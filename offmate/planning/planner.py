@@ -209,13 +209,24 @@ def _follow(subject: Subject, near: tuple[Prepared, ...]) -> tuple[Plan, Lowered
         lowered, held = lower(subject, classes, costs[""], {}, unknown)
         unchanged = known.plan.fixed_bytes - known.plan.allocator_bytes
         fixed = held + unchanged - fixed_bytes(subject.model, known.captured, {})
-        problem = replace(lowered.problem, device_budget_bytes=max(0, request.budget_bytes - fixed))
+        larger = known.plan.problem
+        if larger is None or [g.uses for g in larger.groups] != [g.uses for g in lowered.problem.groups]:
+            continue
+        # The same parameters: only blocks and values depend on the batch.
+        problem = replace(
+            lowered.problem,
+            groups=larger.groups,
+            rates=larger.rates,
+            gate_s=larger.gate_s,
+            device_budget_bytes=max(0, request.budget_bytes - fixed),
+        )
         schedule = follow(known.plan.schedule, problem)
         if schedule is None:
             continue
         plan = replace(
             known.plan,
             schedule=schedule,
+            problem=problem,
             classes={key: StoredClass(o, kernel_bytes(costs[key])) for key, o in options.items()}
             | {"": StoredClass((), kernel_bytes(costs[""]))},
             blocks=block_rows(lowered, schedule),

@@ -50,7 +50,8 @@ class Plan:
     schedule: what the runtime replays.
     classes: how programs are rebuilt from the model, by class key.
     budget_bytes: the device budget that was asked for. fixed_bytes: part of it that no decision changes.
-    least_budget_bytes: the smallest device budget that works.
+    least_budget_bytes: the smallest device budget that works; where the plan takes the decisions of a larger batch's,
+        the smallest for that batch.
     lower_bound_s: no plan of the same problem is faster. gap: the relative distance of the program's solution from it.
     status: how the search ended, with advice.
     user_bytes: reserved for what the user's code holds between the model's return and backward().

@@ -155,7 +155,14 @@ class Session:
     def _handed_over(self, variant: Variant, outputs: dict[str, torch.Tensor]) -> Any:
         """Deliver the by-products of the forward, and return what the model returns."""
         result, by_products = variant.returned(outputs)
-        deliver(by_products, self.watch)
+        try:
+            deliver(by_products, self.watch)
+        except Exception:
+            log.warning(
+                "a forward hook raised an error after the whole forward had run; plain PyTorch stops at the hook, but "
+                "here all of its random numbers are drawn and all of its buffers are written"
+            )
+            raise
         return result
 
     def _follow_parameters(self, trains: bool) -> None:

@@ -10,6 +10,7 @@ from ...solver import items
 from ...solver.items import Item, ItemKind
 from ...solver.schedule import Kind
 from ..events import UnderWay
+from ..ledger import LimitExceeded
 from .binding import Update
 from .contents import Buffer, is_bulk
 from .gate import Gate
@@ -30,6 +31,7 @@ class Updates:
         self._host, self._device, self._contents, self._states = world.host, world.device, world.contents, states
         self._gradients, self._gate = gradients, gate
         self._update, self._unmoved, self._updated = world.update, unmoved, world.updated
+        self._planned = world.schedule.item_bytes
         self._worker = world.schedule.rates.worker(Kind.UPDATE_CPU.value)
 
     def on_host(self, name: str) -> None:
@@ -86,7 +88,7 @@ class Updates:
         state: dict[str, object] = {**host, **buffer.tensors}
         self._make_room(name, self._states.items(name)[0], buffer)
         self._known()(name, param, grad, state)
-        self._keep(buffer, state)
+        self._keep(self._states.items(name)[0], buffer, state)
         for key, value in state.items():
             if not is_bulk(value) or not isinstance(host.get(key), torch.Tensor):
                 host[key] = value
@@ -98,8 +100,14 @@ class Updates:
             made = () if buffer.tensors else tuple(share(item, size) for size in updated.state_bytes)
             self._device.arena.room((*made, share(item, updated.workspace_bytes)))
 
-    def _keep(self, buffer: Buffer, state: dict[str, object]) -> None:
+    def _keep(self, item: Item, buffer: Buffer, state: dict[str, object]) -> None:
         buffer.tensors = _bulk(state)
+        held = sum(tensor.nbytes for tensor in buffer.tensors.values())
+        if held > self._planned.get(item, 0):
+            raise LimitExceeded(
+                f"the optimizer holds {held} bytes of state for {item.name} on the device, and the plan counts "
+                f"{self._planned.get(item, 0)}; plan again, with another cache_dir if the plan was cached"
+            )
         if self._device.arena is not None:
             for tensor in buffer.tensors.values():
                 self._device.arena.note(tensor)
@@ -118,7 +126,7 @@ class Updates:
             state: dict[str, object] = {**shared, **buffer.tensors}
             self._make_room(name, item, buffer)
             self._known()(name, in_rows(param, rows), in_rows(grad, rows), state)
-            self._keep(buffer, state)
+            self._keep(item, buffer, state)
             self._contents.updated_rows[name] = rows[1]
         host.update({k: v for k, v in state.items() if not is_bulk(v)})
         del self._contents.updated_rows[name]

@@ -18,14 +18,14 @@ def stream_schedule(problem: Problem) -> tuple[Schedule | None, int]:
     problem: its blocks run with their first options. Nothing is saved for a backward, so only forwards read groups and
         values.
 
-    Returns: the schedule, None if no order fits the device budget; and the device bytes that this schedule needs, or,
-    if none fits, those of the least demanding order.
+    Returns: the schedule, None if none fits the budgets; and the device bytes that this schedule needs, or, if none
+    fits, those of the least demanding order.
     """
     least = 0
     for ahead in (1, 0):
         schedule = _stream(problem, ahead)
         least = max(memory_highs(schedule))
-        if least <= problem.device_budget_bytes:
+        if least <= problem.device_budget_bytes and schedule.host_bytes <= problem.host_budget_bytes:
             validate(schedule)
             return schedule, least
     return None, least

@@ -97,3 +97,42 @@ def test_whole_numbers_stay_numbers_and_each_value_is_captured_once():
     found = [ask(x=x, rows=rows) for rows in (3, 2, 3)]
     assert [tensors for _, tensors in found] == [[x, None]] * 3
     assert found[2][0] is found[0][0] and found[1][0] is not found[0][0]
+
+
+def test_a_forward_that_the_host_cannot_hold_is_refused_by_name():
+    """Training keeps all parameters on the device; a forward without gradients streams them from the host."""
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    offmate.compile(
+        model, AMPLE, optimizer=optimizer, device="emulated", cpu_budget="4KiB", config=Config(cache_dir=None)
+    )
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    with (
+        pytest.raises(
+            offmate.InfeasibleBudget, match=r"16\.2 KiB of parameters .* cpu_budget is 4 KiB; raise it to 16\.3"
+        ),
+        torch.no_grad(),
+    ):
+        model(torch.ones(2, 64))
+    optimizer.zero_grad()
+    model(torch.ones(2, 64)).sum().backward()
+
+
+def test_a_plan_with_a_larger_batchs_decisions_has_its_own_problem():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    settings = {"optimizer": optimizer, "device": "emulated", "cpu_budget": "2GiB", "config": Config(cache_dir=None)}
+    offmate.compile(model, AMPLE, **settings)
+    plans = []
+    for rows in (64, 8):
+        model(torch.ones(rows, 16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plans.append(model.offmate.plan)
+    large, small = plans
+    assert "larger batch" in small.status
+    assert small.problem.groups == large.problem.groups and small.problem.rates == large.problem.rates
+    assert sum(v.bytes for v in small.problem.values) < sum(v.bytes for v in large.problem.values)
+    (point,) = offmate.sweep(small, [small.budget_bytes])
+    assert point.predicted_peak_bytes <= small.predicted_peak_bytes * 1.01
