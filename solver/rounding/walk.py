@@ -207,7 +207,7 @@ def walk(
             continue
         returning = set(away)
         if k < len(need):
-            spare = sum(sizes[name] for name in away) - least
+            spare = max(0, sum(sizes[name] for name in away) - least)
             coming = {name: sizes[name] for name in may_return(k, back) if name in away}
             returning = coming.keys() - select(coming, sum(coming.values()) - spare)
         back.update(dict.fromkeys(sorted(returning), k))
