@@ -43,8 +43,8 @@ class Config:
         loss) if there is one, otherwise every output that can have a gradient.
     cache_dir: folder of cached plans and profiles; None disables caching.
     solver: "highs" or "cbc"; None takes HiGHS if it is installed, otherwise CBC.
-    turn_around_steps: steps without compute between the last backward and the next forward, for the updates
-        of the first blocks.
+    turn_around_steps: steps without compute between the last backward and the next forward, for updates; None for as
+        many as they need: three, or, behind a gate (clipping, accumulation), more if the device updates much.
     shape_buckets: ascending sizes. A batch reuses the decisions of the plan for a larger one, without a search, if in
         every dimension both sizes lie between the same two of these. An empty tuple always allows this. Batches are
         never padded, since that would change numbers.
@@ -68,7 +68,7 @@ class Config:
     gradients_into: Literal["auto"] | tuple[str, ...] = "auto"
     cache_dir: str | None = field(default_factory=default_cache_dir)
     solver: Literal["highs", "cbc"] | None = None
-    turn_around_steps: int = 3
+    turn_around_steps: int | None = None
     shape_buckets: tuple[int, ...] = ()
     max_plans: int = 16
     backend: Literal["eager", "inductor"] = "eager"
@@ -85,7 +85,8 @@ class Config:
         _check_number("solver_gap", self.solver_gap)
         _require(0 <= self.solver_gap < 1, "solver_gap", self.solver_gap, "from 0 up to 1, such as 0.01 for 1 %")
         _check_count("options_per_block", self.options_per_block, _LEAST_OPTIONS)
-        _check_count("turn_around_steps", self.turn_around_steps, _LEAST_TURN_AROUND_STEPS)
+        if self.turn_around_steps is not None:
+            _check_count("turn_around_steps", self.turn_around_steps, _LEAST_TURN_AROUND_STEPS)
         _check_count("max_plans", self.max_plans, 1)
         _check_buckets(self.shape_buckets)
         _require(self.solver in _SOLVERS, "solver", self.solver, "'highs', 'cbc' or None")

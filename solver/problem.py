@@ -12,7 +12,7 @@ later.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -29,6 +29,8 @@ from .rows import Side as Side
 from .rows import TensorSize as TensorSize
 from .rows import Value as Value
 from .steps import Step, passes_of, steps_of
+
+_SHARES = 6  # parts of the device budget, one for the states of a turn-around step; see `update_steps`
 
 
 class ProblemError(ValueError):
@@ -178,15 +180,21 @@ class Problem:
         """Return the step in which the device updates its part of a trainable group.
 
         With a gate the groups share all turn-around steps but the last two, in which the group updated last can still
-        leave and come back. Groups whose gradients are complete first go first.
+        leave and come back. Groups whose gradients are complete first go first, about as many bytes in each step.
         """
         return self._gated_updates[group.name] if self.gate else self.last_gradient(group)
 
     @cached_property
     def _gated_updates(self) -> dict[str, int]:
         trainable = sorted((g for g in self.groups if g.trainable), key=lambda g: (g.grad_steps[-1], g.name))
-        steps = self.turn_around_steps - 2
-        return {g.name: self.first_turn_around + k * steps // len(trainable) for k, g in enumerate(trainable)}
+        steps, before = self.turn_around_steps - 2, 0
+        total = sum(g.update_bytes for g in trainable)
+        found = {}
+        for group in trainable:
+            # By the middle of its bytes, so that all steps have about the same number of them.
+            found[group.name] = self.first_turn_around + (2 * before + group.update_bytes) * steps // (2 * total)
+            before += group.update_bytes
+        return found
 
     def block_of(self, step: int) -> int | None:
         """Return the block that computes in `step`, or None in a turn-around step."""
@@ -265,3 +273,20 @@ def _rows(row: str, tensor: TensorSize) -> None:
 def _steps(row: str, name: str, steps: tuple[int, ...], low: int, high: int) -> None:
     _require(list(steps) == sorted(set(steps)), f"{row}: {name} {steps} must ascend without repeats")
     _require(all(low <= s <= high for s in steps), f"{row}: {name} {steps} must lie in {low}..{high}")
+
+
+def update_steps(groups: Iterable[Group], device_budget_bytes: int) -> int:
+    """Return the turn-around steps that an update phase behind a gate needs.
+
+    The states of a step's updates are all on the device in it, while those of the next step come and those of the last
+    one leave; and half of the memory is for gradients and parameters. So a step takes a sixth of the budget. Two more
+    steps follow, in which what is updated last can leave and come back.
+
+    Parameters
+    ----------
+    groups: all groups of the problem. device_budget_bytes: its device budget.
+    """
+    trainable = [group for group in groups if group.trainable]
+    states = sum(group.state_bytes for group in trainable)
+    shares = -(-_SHARES * states // max(device_budget_bytes, 1))
+    return 2 + max(1, min(shares, len(trainable)))

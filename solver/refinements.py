@@ -39,27 +39,33 @@ class Improve:
 class Settle:
     """Solve the program again with whole host parts, then with whole parts of states, too.
 
+    Where the program's fractions fill the memory, no whole tensors near them may fit. Those near the fractions of a
+    program with less memory do.
+
     Parameters
     ----------
     worth: fraction of the program's seconds that whole tensors must cost for the pass to run.
+    rooms: fractions of the device budget that are left free, one after the other, until whole tensors fit.
     """
 
     worth: float = 0.02
+    rooms: tuple[float, ...] = (0.0, 0.02, 0.08)
     name: str = "settle"
 
     def accepts(self, search: Search) -> bool:
         return search.loses(self.worth)
 
     def candidates(self, search: Search) -> Iterator[Candidate]:
-        limits = search.limits
-        for near in settle(
-            search.tried,
-            search.solution,
-            time_limit_s=limits.time_limit_s,
-            gap=limits.gap,
-            backend=limits.backend,
-        ):
-            yield from _rounded(search.problem, search.tried, near)
+        limits, tried = search.limits, search.tried
+        how = {"time_limit_s": limits.time_limit_s, "gap": limits.gap, "backend": limits.backend}
+        for room in self.rooms:
+            budget_bytes = int(tried.device_budget_bytes * (1 - room))
+            near = solve(replace(tried, device_budget_bytes=budget_bytes), **how) if room else search.solution
+            settled = settle(tried, search.solution, near, **how) if near.options else ()
+            found = [one for whole in settled for one in _rounded(search.problem, tried, whole)]
+            yield from found
+            if found:
+                return
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,11 @@ class Group:
     def state_bytes(self) -> int:
         return sum(t.state_bytes for t in self.tensors)
 
+    @property
+    def update_bytes(self) -> int:
+        """Bytes that an update reads and writes."""
+        return self.param_bytes + self.grad_bytes + self.state_bytes
+
 
 @dataclass(frozen=True)
 class Value:

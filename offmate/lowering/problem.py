@@ -16,9 +16,11 @@ from ..programs.prelude import Prelude, _dense_bytes
 from ..solver import items
 from ..solver.items import Item
 from ..solver.options.pieces import Grid, in_pieces
-from ..solver.problem import Block, Group, Output, Problem, Rates, Shared, Side, TensorSize, Value
+from ..solver.problem import Block, Group, Output, Problem, Rates, Shared, Side, TensorSize, Value, update_steps
 from ..solver.steps import Direction, steps_of
 from .options import BlockClass, option_numbers
+
+_WITHOUT_GATE = 3  # turn-around steps where updates need not wait for the last gradient
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,15 @@ class Lowering:
         self.graphs = [classes[b.key].graph for b in blocks]
         self.reads = [classes[b.key].backward_reads for b in blocks]
 
-    def problem(self, rates: LinkRates, shared_cores: bool, **budgets: Any) -> Lowered:
-        """Build the problem. budgets: the remaining fields of `Problem`."""
+    def problem(
+        self, rates: LinkRates, shared_cores: bool, *, turn_around_steps: int | None, gate: bool = False, **budgets: Any
+    ) -> Lowered:
+        """Build the problem.
+
+        Parameters
+        ----------
+        turn_around_steps: None for as many as the updates need. budgets: the remaining fields of `Problem`.
+        """
         values, outputs, value_item = self._values()
         blocks = tuple(
             Block(
@@ -96,14 +105,19 @@ class Lowering:
             )
             for i, b in enumerate(self.blocks)
         )
+        groups = self._groups()
+        if turn_around_steps is None:
+            turn_around_steps = update_steps(groups, budgets["device_budget_bytes"]) if gate else _WITHOUT_GATE
         problem = Problem(
             blocks=blocks,
-            groups=self._groups(),
+            groups=groups,
             values=values,
-            shared=self._shared(budgets["turn_around_steps"]),
+            shared=self._shared(turn_around_steps),
             outputs=outputs,
             rates=Rates(rates.in_bytes_per_s, rates.out_bytes_per_s, rates.both_bytes_per_s, shared_cores=shared_cores),
             start_peak_bytes=self.prelude.peak_bytes,
+            turn_around_steps=turn_around_steps,
+            gate=gate,
             **budgets,
         )
         return Lowered(problem, self.classes, self.blocks, self.prelude, value_item)

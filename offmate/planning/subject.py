@@ -114,7 +114,7 @@ def lower(
         host_budget_bytes=request.host_budget_bytes,
         update="planned" if subject.updater is not None else "external",
         user_bytes=request.user_bytes or 0,
-        turn_around_steps=max(request.config.turn_around_steps, 3 if request.gate else 2),
+        turn_around_steps=request.config.turn_around_steps,
         gate=request.gate,
         micro_batches=request.micro_batches,
         gate_s=sum(c.norm_s for c in updates.values()) if request.clips else 0.0,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from ..problem import Block, Group, Option, Problem, Rates, TensorSize
+from ..problem import Block, Group, Option, Problem, Rates, TensorSize, update_steps
 from ..solution import Solution
 
 PARAM_BYTES, STATE_BYTES = 2, 12  # a half-precision copy; parameter, momentum and variance in single precision
@@ -101,6 +101,7 @@ def update_phase(
         )
         for i in range(n)
     )
+    budget_bytes = int((n * PARAM_BYTES + room * STATE_BYTES) * subgroup_params) + 2 * n
     return Problem(
         blocks=tuple(Block(f"block {i}", (option,)) for i in range(n)),
         groups=groups,
@@ -108,8 +109,8 @@ def update_phase(
         shared=(),
         outputs=(),
         rates=Rates(rate, rate, both * rate),
-        device_budget_bytes=int((n * PARAM_BYTES + room * STATE_BYTES) * subgroup_params) + 2 * n,
+        device_budget_bytes=budget_bytes,
         host_budget_bytes=n * (PARAM_BYTES + STATE_BYTES + 1) * subgroup_params,
-        turn_around_steps=n + 2,
+        turn_around_steps=update_steps(groups, budget_bytes),
         gate=True,
     )

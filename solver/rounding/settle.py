@@ -40,20 +40,27 @@ class Parts:
 
 
 def settle(
-    problem: Problem, solution: Solution, *, time_limit_s: float = 60.0, gap: float = 0.01, backend: str | None = None
+    problem: Problem,
+    solution: Solution,
+    near: Solution | None = None,
+    *,
+    time_limit_s: float = 60.0,
+    gap: float = 0.01,
+    backend: str | None = None,
 ) -> Iterator[Solution]:
-    """Yield the best flows for the solution's choices, with whole tensors where it has fractions of groups.
+    """Yield the best flows for the solution's choices, with whole tensors where `near` has fractions of groups.
 
     Parameters
     ----------
-    solution: an answer to the problem, with a plan. time_limit_s, gap, backend: as in `solve`.
+    solution: an answer to the problem, with a plan. near: a solution with room to spare for whole tensors, to be taken
+        where `solution` has none; None for the solution itself. time_limit_s, gap, backend: as in `solve`.
 
     Returns: first a solution in which every host part consists of whole tensors, then one in which the states that
     leave do, too; each one only if it fits.
     Raises: BackendError if the backend is not installed.
     """
     solver = Resolver(problem, solution, time_limit_s=time_limit_s, gap=gap, backend=backend)
-    large, near = _settle_large(problem, solver)
+    large, near = _settle_large(problem, solver, near or solution)
     parts = Parts(whole_parts(problem, near, large.host), large.states)
     settled = solver.solve(parts)
     if settled is None:  # a larger host part needs less device memory
@@ -153,9 +160,9 @@ class Resolver:
         return replace(settled, status=self.solution.status, lower_bound_s=bound_s, gap=gap)
 
 
-def _settle_large(problem: Problem, solver: Resolver) -> tuple[Parts, Solution]:
-    """Choose whole parts for the large groups that the solution splits, one group at a time, the best near it."""
-    near, parts = solver.solution, Parts()
+def _settle_large(problem: Problem, solver: Resolver, near: Solution) -> tuple[Parts, Solution]:
+    """Choose whole parts for the large groups that a solution splits, one group at a time, the best near it."""
+    parts = Parts()
     large = [group for group in _in_order(problem) if _weight(problem, group, near) > _LARGE]
     for group in sorted(large, key=lambda g: (-_weight(problem, g, near), g.name))[:_TRIED]:
         best: tuple[Parts, Solution] | None = None

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from offmate.solver.plan import plan
-from offmate.solver.problem import Block, Group, Option, Problem, ProblemError, Rates, TensorSize
+from offmate.solver.problem import Block, Group, Option, Problem, ProblemError, Rates, TensorSize, update_steps
 from offmate.solver.program.streamed import streaming_solution
 from offmate.solver.rounding.groups import round_solution
 from offmate.solver.schedule import Kind
@@ -109,3 +109,28 @@ def test_refusals() -> None:
     assert any(action.kind is Kind.UPDATE_DEVICE for action in planned.schedule.backward)
     with pytest.raises(ScheduleError, match="before the last backward"):
         validate(replace(planned.schedule, gate=True))
+
+
+def sized(*state_bytes: int) -> tuple[Group, ...]:
+    """Groups with states of these bytes, the first with its last gradient latest."""
+    n = len(state_bytes)
+    return tuple(
+        Group(f"g{i}", (TensorSize(f"w{i}", 10, 10, size),), (i, 2 * n - 1 - i), (2 * n - 1 - i,))
+        for i, size in enumerate(state_bytes)
+    )
+
+
+def test_an_update_phase_has_as_many_steps_as_its_states_need() -> None:
+    """A step's states take a sixth of the budget; two steps more let the last ones leave and come back."""
+    assert update_steps(sized(600, 600, 600), 1000) == 2 + 3, "no more than one for each group"
+    assert update_steps(sized(*[100] * 20), 1000) == 2 + 12
+    assert update_steps(sized(*[100] * 20), 12_000) == 2 + 1
+    assert update_steps(sized(0, 0), 1000) == update_steps((), 1000) == 3
+
+
+def test_the_steps_of_an_update_phase_have_about_the_same_bytes() -> None:
+    groups = sized(100, 10, 10, 10, 10, 10, 50, 100)
+    problem = replace(chain(cpu_s=1.0, device_s=1.0, budget=10**6, n=8), groups=groups, turn_around_steps=5)
+    first = problem.first_turn_around
+    found = [problem.device_update(group) - first for group in groups]
+    assert found == [2, 2, 1, 1, 1, 1, 1, 0], "the last blocks' gradients are complete first"

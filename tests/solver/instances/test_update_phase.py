@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from offmate.solver.instances.update_phase import Throughputs, ratio, stride, stride_s, update_phase
+from offmate.solver.problem import update_steps
 from offmate.solver.solve import solve
 
 V100 = Throughputs(link=3e9, cpu_update=2e9, cpu_cast=8.7e9, device_update=35e9)  # the paper, section 5
@@ -29,6 +30,13 @@ def test_the_program_finds_equation_1(machine: Throughputs) -> None:
     assert ratio(solution) == pytest.approx(stride(machine), rel=0.08)
     assert ratio(solution) <= stride(machine) * 1.001
     assert solution.objective_s < stride_s(machine, N)
+
+
+def test_the_papers_case_takes_a_second_at_most() -> None:
+    """24 subgroups; equation 1 needs 1.09 s. The number of turn-around steps is the one that plans get by default."""
+    problem = update_phase(V100, room=1.01)
+    assert problem.turn_around_steps == update_steps(problem.groups, problem.device_budget_bytes)
+    assert solve(problem, gap=1e-3).objective_s <= 1.0 < stride_s(V100, 24)
 
 
 def test_states_that_fit_stay() -> None:

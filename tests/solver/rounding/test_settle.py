@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from offmate.solver import refinements
 from offmate.solver.plan import plan
-from offmate.solver.problem import Group, TensorSize
+from offmate.solver.problem import Group, Problem, TensorSize
+from offmate.solver.refine import Limits
+from offmate.solver.refinements import Settle
 from offmate.solver.rounding.settle import Parts, Resolver, settle, whole_parts, whole_states
 from offmate.solver.scheduling.validate import validate
 from offmate.solver.simulate import simulate
@@ -95,3 +100,20 @@ def test_settled_plans_are_valid_and_not_slower(seed: int, roomy: float) -> None
     validate(planned.schedule)
     assert simulate(planned.schedule).step_s == planned.simulation.step_s
     assert planned.rounding_loss_s == pytest.approx(planned.simulation.step_s - planned.solution.objective_s)
+
+
+def test_where_no_whole_parts_fit_those_of_a_smaller_budget_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = random_problem(random.Random(2))
+    problem = replace(problem, device_budget_bytes=int(1.5 * least_budget(problem).bytes))
+    solution, asked = solve(problem), []
+
+    def settled(given: Problem, answer: Solution, near: Solution, **limits: object) -> Iterator[Solution]:
+        asked.append(near)
+        return iter((answer,) if near is not answer else ())
+
+    monkeypatch.setattr(refinements, "settle", settled)
+    monkeypatch.setattr(refinements, "_rounded", lambda *given: iter(("found",)))
+    search = SimpleNamespace(problem=problem, tried=problem, solution=solution, limits=Limits())
+    assert list(Settle().candidates(search)) == ["found"]  # type: ignore[arg-type]
+    assert asked[0] is solution and len(asked) == 2
+    assert asked[1].objective_s >= solution.objective_s * (1 - 0.01), "with less memory nothing is faster"
