@@ -10,12 +10,12 @@ from math import inf
 from .problem import Problem
 from .program.streamed import streaming_solution
 from .refine import Gain, Limits, Refinement, Search, candidate, refine
-from .refinements import LADDER, keeps_budgets, without_the_program
+from .refinements import LADDER, without_the_program
 from .rounding.groups import round_solution
 from .schedule import Schedule
 from .scheduling.emit import build_schedule
 from .scheduling.validate import validate
-from .simulate import Simulation, memory_highs, simulate
+from .simulate import Simulation, keeps_budgets, memory_highs, simulate
 from .solution import Solution, Status
 from .solve import solve
 

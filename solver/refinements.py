@@ -13,10 +13,9 @@ from .problem import Problem
 from .refine import Candidate, Refinement, Search, candidate
 from .rounding.groups import round_solution
 from .rounding.settle import settle, settle_whole
-from .schedule import Schedule
 from .scheduling.emit import build_schedule
 from .scheduling.validate import is_valid
-from .simulate import memory_highs
+from .simulate import keeps_budgets
 from .solution import Solution
 from .solve import solve
 
@@ -183,12 +182,6 @@ def _rounded(problem: Problem, tried: Problem, near: Solution) -> Iterator[Candi
     if keeps_budgets(problem, rounded):
         improved = improve(rounded)
         yield candidate(near, rounded, improved if is_valid(improved) else rounded)
-
-
-def keeps_budgets(problem: Problem, schedule: Schedule) -> bool:
-    """Return whether a schedule stays within the problem's budgets."""
-    fits = all(used <= tier.capacity_bytes for tier, (_, used) in zip(problem.tiers, schedule.tiers))
-    return fits and max(memory_highs(schedule)) <= problem.device_budget_bytes
 
 
 def without_the_program(ladder: Iterable[Refinement]) -> tuple[Refinement, ...]:

@@ -9,6 +9,7 @@ from itertools import groupby
 from .effects import Effect, effect
 from .items import Item, ItemKind
 from .machine import Job, Machine, Stall
+from .problem import Problem
 from .resources import Resource
 from .schedule import Action, Kind, Schedule
 
@@ -66,6 +67,12 @@ def memory_highs(schedule: Schedule) -> list[int]:
         highs.append(level + does.rise_bytes)
         level += does.growth_bytes
     return highs
+
+
+def keeps_budgets(problem: Problem, schedule: Schedule) -> bool:
+    """Return whether a schedule stays within the problem's budgets."""
+    fits = all(used <= tier.capacity_bytes for tier, (_, used) in zip(problem.tiers, schedule.tiers))
+    return fits and max(memory_highs(schedule)) <= problem.device_budget_bytes
 
 
 def room_bytes(schedule: Schedule) -> dict[str, int]:

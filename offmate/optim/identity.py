@@ -64,7 +64,7 @@ def _constant(value: Any) -> str:
     return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
-def _states(updater: Updater) -> list[tuple[Any, ...]]:
+def _states(updater: Updater) -> list[str]:
     """Return the state that an update of every kind of tensor makes, on tiny stand-ins."""
     kinds = {
         (str(sorted((k, str(v)) for k, v in hyper.items())), param.dim(), param.dtype): hyper

@@ -261,7 +261,7 @@ def _search(subject: Subject, fingerprint: str, start: float) -> tuple[Plan, Low
         report=lambda gain: log.debug("%s", gain),
     )
     if found.schedule is None:
-        raise refusal(lowered, request.budget_bytes, request.host_budget_bytes, fixed, config)
+        raise refusal(lowered, request, fixed)
     say(f"least budget (this plan is within {found.solution.gap:.1%} of the bound)", 0.0)
     least = least_budget(problem, time_limit_s=config.solver_time_limit_s, backend=config.solver)
     plan = Plan(

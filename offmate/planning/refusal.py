@@ -15,15 +15,15 @@ from ..solver.problem import Problem
 from ..solver.schedule import Kind, Schedule
 from ..solver.solve import least_budget, least_host
 from ..split import Split
+from .request import Request
 
 _AMPLE_HOST_BYTES = 2**44  # more than any machine has, and few enough for the solver's arithmetic
 
 
-def refusal(
-    lowered: Lowered, budget_bytes: int, host_budget_bytes: int, fixed: int, config: Config
-) -> InfeasibleBudget:
+def refusal(lowered: Lowered, request: Request, fixed: int) -> InfeasibleBudget:
     """Build the error that says what does not fit, what would, and what to change."""
-    problem = lowered.problem
+    problem, config = lowered.problem, request.config
+    budget_bytes, host_budget_bytes = request.budget_bytes, request.host_budget_bytes
     sides = _sides(problem, fixed, config)
     least = least_budget(problem, time_limit_s=config.solver_time_limit_s, backend=config.solver)
     if least.resource == "host":

@@ -6,7 +6,7 @@ from .. import items
 from ..items import Item, ItemKind
 from ..problem import Problem
 from ..schedule import Action, ComputeSpec, Kind, Schedule
-from ..simulate import memory_highs
+from ..simulate import keeps_budgets, memory_highs
 from .validate import validate
 
 
@@ -25,7 +25,7 @@ def stream_schedule(problem: Problem) -> tuple[Schedule | None, int]:
     for ahead in (1, 0):
         schedule = _stream(problem, ahead)
         least = max(memory_highs(schedule))
-        if least <= problem.device_budget_bytes and schedule.host_bytes <= problem.host_budget_bytes:
+        if keeps_budgets(problem, schedule):
             validate(schedule)
             return schedule, least
     return None, least
