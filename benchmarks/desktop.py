@@ -1,0 +1,101 @@
+"""A step of a 7B model on desktop cards, with and without a gate: `python -m benchmarks.desktop [--json FILE]`.
+
+All seconds are predictions for synthetic chains of half-layer blocks (Llama-2-7B, bf16 with fp32 masters) and the rates
+of the hardware files; nothing was run on such a card. A gate (clipping, accumulation) lets no update start before the
+last gradient. "One step": three turn-around steps, so that the device makes all its updates in one of them. "As
+needed": as many as the update phase needs (`update_steps`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from offmate.solver.instances.synthetic import Precision, Shape, Speeds, llama
+from offmate.solver.plan import plan
+from offmate.solver.problem import Problem, Rates, update_steps
+from rich.console import Console
+from rich.table import Table
+
+from offmate.machines.hardware import Hardware, load
+
+from .overhead import machine
+
+GB = 10**9
+MASTERS = Precision(param_bytes=2, grad_bytes=2, state_bytes=12, activation_bytes=2)
+# Machine, its budget, and the host's memory, which is ample here.
+CARDS = (("rtx3090", 22 * GB), ("rtx4090", 22 * GB))
+BATCHES = ((4, 512), (8, 1024))
+_HOST_BYTES = 512 * GB
+_MANAGE_S = 1e-3
+_FP32_BYTES = 4  # the rates of hardware files count fp32 parameters
+_NORM_SHARE = 1 / 7  # of an update's bytes, those that measuring a gradient's norm reads
+
+
+def main() -> None:
+    """Plan every row, print the table, and write it if asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rows = list(_rows())
+    table = Table(*rows[0], title="A step of Llama-2-7B, predicted")
+    for row in rows:
+        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console(width=120).print(table)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+
+
+def _rows() -> Iterator[dict[str, Any]]:
+    for card, budget_bytes in CARDS:
+        for batch, sequence in BATCHES:
+            problem = problem_of(load(card), batch, sequence, budget_bytes)
+            needed = update_steps(problem.groups, budget_bytes)
+            for gate, steps in (("none", 3), ("one step", 3), ("as needed", needed)):
+                case = {"card": card, "tokens": f"{batch} x {sequence}", "gate": gate, "turn-around steps": steps}
+                yield case | _planned(problem if gate == "none" else gated(problem, steps))
+
+
+def problem_of(hardware: Hardware, batch: int, sequence: int, budget_bytes: int) -> Problem:
+    """Return the problem of a machine, as the program sees it without a gate."""
+    scale = MASTERS.param_bytes / _FP32_BYTES
+    rates = Rates(
+        hardware.in_bytes_per_s, hardware.out_bytes_per_s, hardware.both_bytes_per_s, max(hardware.manage_s, _MANAGE_S)
+    )
+    speeds = Speeds(
+        hardware.flops_per_s("bfloat16"),
+        hardware.memory_bytes_per_s,
+        scale * hardware.cpu_update_bytes_per_s,
+        scale * hardware.device_update_bytes_per_s,
+        rates,
+    )
+    shape = Shape(layers=32, hidden=4096, intermediate=11008, vocab=32000, batch=batch, sequence=sequence)
+    return llama(shape, speeds, budget_bytes, _HOST_BYTES, precision=MASTERS)
+
+
+def gated(problem: Problem, steps: int) -> Problem:
+    """Return the problem behind a gate that clips."""
+    norm_s = _NORM_SHARE * sum(group.device_update_s for group in problem.groups)
+    return replace(problem, gate=True, gate_s=norm_s, turn_around_steps=steps)
+
+
+def _planned(problem: Problem) -> dict[str, Any]:
+    start = time.perf_counter()
+    planned = plan(problem)
+    assert planned.simulation is not None
+    return {
+        "compute s": sum(min(o.forward_s + o.backward_s for o in block.options) for block in problem.blocks),
+        "program s": planned.solution.objective_s,
+        "simulated s": planned.simulation.step_s,
+        "solved in s": planned.solution.solve_s,
+        "planned in s": time.perf_counter() - start,
+    }
+
+
+if __name__ == "__main__":
+    main()
