@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Any
 
 from .polish.improve import fastest, improve
 from .polish.in_time import in_time
@@ -56,7 +57,7 @@ class Settle:
 
     def candidates(self, search: Search) -> Iterator[Candidate]:
         limits, tried = search.limits, search.tried
-        how = {"time_limit_s": limits.time_limit_s, "gap": limits.gap, "backend": limits.backend}
+        how: dict[str, Any] = {"time_limit_s": limits.time_limit_s, "gap": limits.gap, "backend": limits.backend}
         for room in self.rooms:
             budget_bytes = int(tried.device_budget_bytes * (1 - room))
             near = solve(replace(tried, device_budget_bytes=budget_bytes), **how) if room else search.solution

@@ -75,7 +75,8 @@ def _states(updater: Updater) -> list[str]:
     random_state = torch.get_rng_state()
     for (_, dim, dtype), hyper in kinds.items():
         state: dict[str, Any] = {}
-        updater.step_one(hyper, *(torch.ones(_SIZES[:dim], dtype=dtype) for _ in range(2)), state)
+        param, grad = (torch.ones(_SIZES[:dim], dtype=dtype) for _ in range(2))
+        updater.step_one(hyper, param, grad, state)
         tensors = sorted((k, v.dtype, tuple(v.shape)) for k, v in state.items() if isinstance(v, torch.Tensor))
         found.append((dim, dtype, tensors))
     torch.set_rng_state(random_state)
