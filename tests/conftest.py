@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # `make test` tries the same examples every time; `make fuzz` tries others, and more. A test whose examples are cheap
 # says how many it takes itself.
-settings.register_profile("same", derandomize=True, max_examples=15, deadline=None)
+settings.register_profile("same", derandomize=True, max_examples=10, deadline=None)
 settings.register_profile("fuzz", derandomize=False, max_examples=60, deadline=None, print_blob=True)
 settings.load_profile("same")
 

@@ -17,7 +17,7 @@ from .models import KINDS
 from .table import TABLE, Act
 from .worlds import Setup, World
 
-SEEDS = range(30)
+SEEDS = range(25)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -74,7 +74,7 @@ def test_without_passes_the_schedule_is_algorithm_1s(seed: int) -> None:
     assert [gain.name for gain in alone.gains] == ["algorithm 1"] and alone.gains[0].before_s == inf
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_every_pass_added_makes_a_plan_no_slower(seed: int) -> None:
     problem, best_s = problem_of(seed), inf
     for length in range(len(LADDER) + 1):
