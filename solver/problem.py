@@ -188,11 +188,12 @@ class Problem:
     def _gated_updates(self) -> dict[str, int]:
         trainable = sorted((g for g in self.groups if g.trainable), key=lambda g: (g.grad_steps[-1], g.name))
         steps, before = self.turn_around_steps - 2, 0
-        total = sum(g.update_bytes for g in trainable)
+        total = max(1, sum(g.update_bytes for g in trainable))
         found = {}
         for group in trainable:
             # By the middle of its bytes, so that all steps have about the same number of them.
-            found[group.name] = self.first_turn_around + (2 * before + group.update_bytes) * steps // (2 * total)
+            step = (2 * before + group.update_bytes) * steps // (2 * total)
+            found[group.name] = self.first_turn_around + min(step, steps - 1)
             before += group.update_bytes
         return found
 

@@ -36,7 +36,7 @@ from .fingerprint import differences, fingerprint_of
 from .refusal import block_rows, refusal
 from .request import Prepared, Request
 from .restore import cached, fitting, kernel_bytes, restore_class
-from .subject import Subject, costs_of, fixed_bytes, lower, relower, user_bytes_of
+from .subject import Subject, costs_of, fixed_bytes, lower, relower, user_bytes_of, with_steps
 
 log = logging.getLogger("offmate")
 
@@ -206,11 +206,13 @@ def _follow(subject: Subject, near: tuple[Prepared, ...]) -> tuple[Plan, Lowered
         options = {key: known.plan.classes[old].options for key, old in taken.items()}
         classes = {b.key: restore_class(b, options[b.key], costs[b.key]) for b in traced.blocks}
         unknown = LinkRates(1.0, 1.0, 1.0)
-        lowered, held = lower(subject, classes, costs[""], {}, unknown)
+        larger = known.plan.problem
+        if larger is None:
+            continue
+        lowered, held = lower(with_steps(subject, larger), classes, costs[""], {}, unknown)
         unchanged = known.plan.fixed_bytes - known.plan.allocator_bytes
         fixed = held + unchanged - fixed_bytes(subject.model, known.captured, {})
-        larger = known.plan.problem
-        if larger is None or [g.uses for g in larger.groups] != [g.uses for g in lowered.problem.groups]:
+        if [g.uses for g in larger.groups] != [g.uses for g in lowered.problem.groups]:
             continue
         # The same parameters: only blocks and values depend on the batch.
         problem = replace(

@@ -24,6 +24,7 @@ from ..programs.programs import NodeCost
 from ..progress import Progress
 from ..runtime.torch_names.tensors import storage_key
 from ..sizes import format_bytes
+from ..solver.problem import Problem
 from ..split import side_of
 from .fingerprint import fingerprint_of
 from .request import Request
@@ -130,6 +131,12 @@ def fixed_bytes(model: torch.nn.Module, captured: Captured, updates: dict[str, U
     return sum(storages.values()) + sum(c.scalar_bytes for c in updates.values())
 
 
+def with_steps(subject: Subject, problem: Problem) -> Subject:
+    """Return the subject with a known problem's turn-around steps, which without the costs of updates are not known."""
+    config = replace(subject.request.config, turn_around_steps=problem.turn_around_steps)
+    return replace(subject, request=replace(subject.request, config=config))
+
+
 def relower(subject: Subject, plan: Plan) -> Lowered:
     """Rebuild the programs of a stored plan; no times are needed, only what the ledger counts."""
     stored = {
@@ -139,4 +146,5 @@ def relower(subject: Subject, plan: Plan) -> Lowered:
     classes = {b.key: restore_class(b, *stored[b.key]) for b in subject.traced.blocks}
     unknown = LinkRates(1.0, 1.0, 1.0)
     subject = replace(subject, request=replace(subject.request, budget_bytes=plan.budget_bytes))
+    subject = with_steps(subject, plan.problem) if plan.problem is not None else subject
     return lower(subject, classes, stored[""][1], {}, unknown)[0]
