@@ -136,3 +136,24 @@ def test_a_plan_with_a_larger_batchs_decisions_has_its_own_problem():
     assert sum(v.bytes for v in small.problem.values) < sum(v.bytes for v in large.problem.values)
     (point,) = offmate.sweep(small, [small.budget_bytes])
     assert point.predicted_peak_bytes <= small.predicted_peak_bytes * 1.01
+
+
+def test_a_smaller_batch_behind_a_gate_keeps_the_update_phase_of_the_larger_one():
+    torch.manual_seed(0)
+    models = [torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)]) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.AdamW(model.parameters(), fused=True) for model in models]
+    settings = {"device": "emulated", "cpu_budget": "2GiB", "config": Config(cache_dir=None, updates="device")}
+    given = {"optimizer": optimizers[0], "max_grad_norm": 0.1, **settings}
+    least = offmate.plan(models[0], AMPLE, example_inputs=(torch.ones(16, 64),), **given).least_budget_bytes
+    offmate.compile(models[0], 2 * least, **given)
+    for rows in (16, 4, 16, 4):
+        for ours, model, optimizer in zip((True, False), models, optimizers):
+            model(torch.ones(rows, 64)).pow(2).sum().backward()
+            if not ours:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        plan = models[0].offmate.plan
+    assert "larger batch" in plan.status and plan.problem.turn_around_steps > 3
+    assert all(map(torch.equal, models[0].state_dict().values(), models[1].state_dict().values()))
