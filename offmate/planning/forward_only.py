@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from ..capture.model import trace_model
-from ..errors import InfeasibleBudget
+from ..capture.model import Traced, trace_model
 from ..lowering.bind import bind
 from ..lowering.inductor import compiled
 from ..lowering.options import BlockClass, ClassOption
-from ..lowering.problem import Lowering
+from ..lowering.problem import Lowered, Lowering
 from ..machines.devices import EMULATED, accelerator
 from ..machines.links import LinkRates
 from ..plans.plan import Plan
@@ -20,8 +19,8 @@ from ..profile.figures import measure
 from ..programs.prelude import lower_prelude
 from ..programs.programs import ClassGraph
 from ..progress import Progress
-from ..sizes import format_bytes, format_least_bytes
 from ..solver.scheduling.forward_only import stream_schedule
+from .refusal import stream_refusal
 from .request import Prepared, Request
 from .subject import fixed_bytes
 
@@ -41,37 +40,10 @@ def make_stream(
     traced = trace_model(
         model, args, kwargs, request.config, gradients=False, say=say, device=accelerator(request.device)
     )
-    rates, costs = measure(model, args, kwargs, traced, say, request.device)
-    classes = {}
-    for block in traced.blocks:
-        graph = ClassGraph(block.joint, costs[block.key])
-        only = ClassOption("forward", graph.programs(frozenset()), frozenset(), frozenset())
-        classes[block.key] = BlockClass(graph, (only,))
-    prelude = lower_prelude(traced.captured, traced.chain, traced.blocks, costs.get("", {}))
-    fixed = fixed_bytes(model, traced.captured, {}) + request.margin_bytes
-    lowering = Lowering(traced.captured, traced.chain, traced.blocks, classes, prelude, frozenset(), {})
-    lowered = lowering.problem(
-        LinkRates(rates.in_bytes_per_s, rates.out_bytes_per_s, rates.both_bytes_per_s),
-        shared_cores=request.device == EMULATED,
-        device_budget_bytes=max(1, request.budget_bytes - fixed),
-        host_budget_bytes=request.host_budget_bytes,
-        turn_around_steps=2,
-    )
+    lowered, fixed = _lowered(model, args, kwargs, traced, request, say)
     schedule, needed = stream_schedule(lowered.problem)
-    streamed = sum(group.param_bytes for group in lowered.problem.groups)
-    if schedule is None and streamed > request.host_budget_bytes:
-        raise InfeasibleBudget(
-            f"a forward without gradients streams {format_bytes(streamed)} of parameters from the host, and cpu_budget "
-            f"is {format_bytes(request.host_budget_bytes)}; raise it to {format_least_bytes(streamed)} or more",
-            budget_bytes=request.budget_bytes,
-        )
     if schedule is None:
-        raise InfeasibleBudget(
-            f"a budget of {format_bytes(request.budget_bytes)} cannot hold one block of the forward; the least budget "
-            f"that works is {format_least_bytes(needed + fixed)}. Raise gpu_budget or make the batch smaller",
-            budget_bytes=request.budget_bytes,
-            least_budget_bytes=needed + fixed,
-        )
+        raise stream_refusal(lowered.problem, request, needed + fixed)
     plan = Plan(
         fingerprint="",
         schedule=schedule,
@@ -90,3 +62,31 @@ def make_stream(
     if request.config.backend == "inductor":
         lowered = compiled(lowered, schedule, request.device, say)
     return Prepared(traced.captured, plan, bind(traced.captured, lowered, schedule.options), {})
+
+
+def _lowered(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    traced: Traced,
+    request: Request,
+    say: Progress,
+) -> tuple[Lowered, int]:
+    """Measure a captured forward and state it as a problem; also return the bytes that no plan can move."""
+    rates, costs = measure(model, args, kwargs, traced, say, request.device)
+    classes = {}
+    for block in traced.blocks:
+        graph = ClassGraph(block.joint, costs[block.key])
+        only = ClassOption("forward", graph.programs(frozenset()), frozenset(), frozenset())
+        classes[block.key] = BlockClass(graph, (only,))
+    prelude = lower_prelude(traced.captured, traced.chain, traced.blocks, costs.get("", {}))
+    fixed = fixed_bytes(model, traced.captured, {}) + request.margin_bytes
+    lowering = Lowering(traced.captured, traced.chain, traced.blocks, classes, prelude, frozenset(), {})
+    lowered = lowering.problem(
+        LinkRates(rates.in_bytes_per_s, rates.out_bytes_per_s, rates.both_bytes_per_s),
+        shared_cores=request.device == EMULATED,
+        device_budget_bytes=max(1, request.budget_bytes - fixed),
+        host_budget_bytes=request.host_budget_bytes,
+        turn_around_steps=2,
+    )
+    return lowered, fixed

@@ -63,6 +63,23 @@ def refusal(lowered: Lowered, request: Request, fixed: int) -> InfeasibleBudget:
     )
 
 
+def stream_refusal(problem: Problem, request: Request, least_bytes: int) -> InfeasibleBudget:
+    """Build the same error for a forward without gradients, whose device needs `least_bytes` in all."""
+    streamed = sum(group.param_bytes for group in problem.groups)
+    if streamed > request.host_budget_bytes:
+        return InfeasibleBudget(
+            f"a forward without gradients streams {format_bytes(streamed)} of parameters from the host, and cpu_budget "
+            f"is {format_bytes(request.host_budget_bytes)}; raise it to {format_least_bytes(streamed)} or more",
+            budget_bytes=request.budget_bytes,
+        )
+    return InfeasibleBudget(
+        f"a budget of {format_bytes(request.budget_bytes)} cannot hold one block of the forward; the least budget "
+        f"that works is {format_least_bytes(least_bytes)}. Raise gpu_budget or make the batch smaller",
+        budget_bytes=request.budget_bytes,
+        least_budget_bytes=least_bytes,
+    )
+
+
 def _sides(problem: Problem, fixed: int, config: Config) -> str:
     """Describe what it costs that the planner may not choose who updates; empty if it may."""
     if config.updates == "auto" or problem.update == "external":
