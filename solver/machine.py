@@ -66,7 +66,7 @@ class Machine:
             earlier.followers.append(job)
         if not job.waits:
             heappush(self._ready[resource], (job.number, job))
-            self._take_up()
+            self._take_up(resource)
         else:
             self._waiting_s[resource] += seconds
         return job
@@ -103,43 +103,51 @@ class Machine:
         """Return the seconds of the jobs that have been submitted to a resource and are not done."""
         return self._waiting_s[resource] + self.ready_s(resource)
 
-    def _take_up(self) -> None:
-        """Have idle resources start the first of their ready jobs."""
-        for resource, ready in self._ready.items():
-            if ready and self._running[resource] is None:
-                job = self._running[resource] = heappop(ready)[1]
-                job.start_s = self.now
+    def _take_up(self, resource: Resource) -> None:
+        """Have an idle resource start the first of its ready jobs."""
+        ready = self._ready[resource]
+        if ready and self._running[resource] is None:
+            job = self._running[resource] = heappop(ready)[1]
+            job.start_s = self.now
 
     def advance(self) -> None:
         """Let time pass until the next job is done."""
         running = [job for job in self._running.values() if job is not None]
-        speed = self._speeds(running)
-        passed, first = min(((job.left_s / s, i) for i, (job, s) in enumerate(zip(running, speed))))
-        for job, s in zip(running, speed):
-            job.left_s = max(0.0, job.left_s - passed * s)
+        if len(running) == 1:  # the usual case, at full speed
+            first, passed = running[0], running[0].left_s
+            first.left_s = 0.0
+        else:
+            speeds = self._speeds(running)
+            passed, at = min((job.left_s / speed, i) for i, (job, speed) in enumerate(zip(running, speeds)))
+            first = running[at]
+            for job, speed in zip(running, speeds):
+                job.left_s = max(0.0, job.left_s - passed * speed)
         self.now += passed
-        self._end(running[first])
+        self._end(first)
 
     def _end(self, job: Job) -> None:
         """Mark a job as done, make its followers ready that wait for nothing else, and let idle resources start."""
         job.done, job.end_s = True, self.now
         self._running[job.resource] = None
+        freed = [job.resource]
         for follower in job.followers:
             follower.waits.remove(job)
             if not follower.waits:
                 self._waiting_s[follower.resource] -= follower.left_s
                 heappush(self._ready[follower.resource], (follower.number, follower))
+                freed.append(follower.resource)
         job.followers = []
-        self._take_up()
+        for resource in freed:
+            self._take_up(resource)
 
     def _speeds(self, running: list[Job]) -> list[float]:
         """Return the fraction of its full speed at which each job runs."""
         share = 1.0 / len(running) if self._rates.shared_cores else 1.0
-        busy = {job.resource for job in running}
         speeds = []
         for job in running:
             other, together = self._beside.get(job.resource, (None, 1.0))
-            speeds.append(min(share, together) if other in busy else share)
+            beside = other is not None and self._running[other] is not None
+            speeds.append(min(share, together) if beside else share)
         return speeds
 
 

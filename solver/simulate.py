@@ -247,4 +247,9 @@ class _Buffers:
 
 def _undone(jobs: dict[Item, Job], items: Iterable[Item]) -> list[Job]:
     """Return the latest jobs of these items that are not done."""
-    return [jobs[item] for item in items if item in jobs and not jobs[item].done]
+    found = []
+    for item in items:
+        job = jobs.get(item)
+        if job is not None and not job.done:
+            found.append(job)
+    return found

@@ -9,6 +9,7 @@ from ..capture.model import Traced
 from ..capture.spec import Joint
 from ..programs.programs import ClassGraph, NodeCost, Programs
 from ..progress import Progress
+from ..solver.backends.cpsat import CpSat
 from ..solver.block_graph import BlockGraph, Op, Storage
 from ..solver.options.choices import choices
 from ..solver.problem import Option
@@ -43,7 +44,12 @@ class BlockClass:
 
 
 def class_options(
-    joint: Joint, costs: dict[str, NodeCost], link_bytes_per_s: float, max_options: int, last: bool
+    joint: Joint,
+    costs: dict[str, NodeCost],
+    link_bytes_per_s: float,
+    max_options: int,
+    last: bool,
+    cpsat: CpSat | None = None,
 ) -> BlockClass:
     """Solve the options of a class and build the programs of each.
 
@@ -51,6 +57,7 @@ def class_options(
     ----------
     costs: per node. link_bytes_per_s: the rate at which offloaded values travel. max_options: how many to keep.
     last: whether the class's blocks have no time to offload anything (the chain's last block).
+    cpsat: solves several classes; None to start one for this class.
     """
     graph = ClassGraph(joint, costs)
     if not graph.wanted:
@@ -58,7 +65,7 @@ def class_options(
     own = frozenset(graph.number.values()) - graph.resting
     forward_own = frozenset(s for n in joint.forward for s in graph.made_by(n)) & own
     found = []
-    for choice in choices(_block_graph(graph), link_bytes_per_s, max_options):
+    for choice in choices(_block_graph(graph), link_bytes_per_s, max_options, cpsat):
         if last and choice.offload:
             continue
         programs = graph.programs(forward_own - choice.keep - choice.offload)
@@ -115,10 +122,11 @@ def stored_options(
     joints = {b.key: b.joint for b in traced.blocks}
     last = traced.blocks[-1].key
     options = {}
-    for done, (key, joint) in enumerate(joints.items()):
-        say("options", done / len(joints))
-        found = class_options(joint, costs[key], out_bytes_per_s, most, key == last)
-        options[key] = tuple(
-            StoredOption(o.name, tuple(sorted(o.kept)), tuple(sorted(o.offloaded))) for o in found.options
-        )
+    with CpSat() as cpsat:
+        for done, (key, joint) in enumerate(joints.items()):
+            say("options", done / len(joints))
+            found = class_options(joint, costs[key], out_bytes_per_s, most, key == last, cpsat)
+            options[key] = tuple(
+                StoredOption(o.name, tuple(sorted(o.kept)), tuple(sorted(o.offloaded))) for o in found.options
+            )
     return options

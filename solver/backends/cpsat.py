@@ -19,32 +19,28 @@ CHILD = Path(__file__).with_name("cpsat_child.py")
 
 
 class CpSat:
-    """Answers questions about one block graph from a separate process, which lives as long as the `with` block.
+    """Answers questions about block graphs from a separate process, begun by the first and ended by the `with` block.
 
-    Parameters
-    ----------
-    graph: of the block class. Every answer lists the storages to keep and those to offload.
+    Every answer lists the storages to keep and those to offload.
     """
 
-    def __init__(self, graph: BlockGraph) -> None:
-        self.graph = graph
+    def __init__(self) -> None:
+        self._child: Any = None
 
     def __enter__(self) -> CpSat:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        command = [sys.executable, "-P", str(CHILD)]  # -P: modules in this folder must not shadow others
-        self._child = subprocess.Popen(command, text=True, env=environment, **pipes)  # type: ignore[call-overload]
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._child.communicate()
+        if self._child is not None:
+            self._child.kill()  # it holds nothing, and would take a while to end by itself
+            self._child.communicate()
 
-    def least_kept(self) -> tuple[frozenset[int], frozenset[int]]:
+    def least_kept(self, graph: BlockGraph) -> tuple[frozenset[int], frozenset[int]]:
         """Minimise the bytes kept such that everything else can be recomputed; nothing is offloaded."""
-        return self._ask(None, None)
+        return self._ask(graph, None, None)
 
     def fastest(
-        self, keep_at_most_bytes: int, offload_s_per_byte: float | None
+        self, graph: BlockGraph, keep_at_most_bytes: int, offload_s_per_byte: float | None
     ) -> tuple[frozenset[int], frozenset[int]]:
         """Minimise the seconds of recomputation and of copies.
 
@@ -53,22 +49,32 @@ class CpSat:
         keep_at_most_bytes: limit on the bytes kept.
         offload_s_per_byte: cost of a byte that leaves and returns; None if nothing may leave.
         """
-        return self._ask(keep_at_most_bytes, offload_s_per_byte)
+        return self._ask(graph, keep_at_most_bytes, offload_s_per_byte)
 
     def _ask(
-        self, keep_at_most_bytes: int | None, offload_s_per_byte: float | None
+        self, graph: BlockGraph, keep_at_most_bytes: int | None, offload_s_per_byte: float | None
     ) -> tuple[frozenset[int], frozenset[int]]:
-        question = _question(self.graph, offload_s_per_byte) | {"keep_at_most_bytes": keep_at_most_bytes}
+        question = _question(graph, offload_s_per_byte) | {"keep_at_most_bytes": keep_at_most_bytes}
+        child = self._running()
         try:
-            print(json.dumps(question), file=self._child.stdin, flush=True)
-            line = self._child.stdout.readline()
+            print(json.dumps(question), file=child.stdin, flush=True)
+            line = child.stdout.readline()
         except BrokenPipeError:
             line = ""
         if not line:
-            words = self._child.communicate()[1].strip().splitlines()
+            words = child.communicate()[1].strip().splitlines()
             raise BackendError(f"CP-SAT ended: {words[-1] if words else 'no message'}; try: pip install ortools")
         found = json.loads(line)
         return frozenset(found["keep"]), frozenset(found["offload"])
+
+    def _running(self) -> Any:
+        """Return the process, begun if there is none: to load CP-SAT takes longer than most of its answers."""
+        if self._child is None:
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            command = [sys.executable, "-P", str(CHILD)]  # -P: modules in this folder must not shadow others
+            self._child = subprocess.Popen(command, text=True, env=environment, **pipes)  # type: ignore[call-overload]
+        return self._child
 
 
 def _question(graph: BlockGraph, offload_s_per_byte: float | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from ..backends.cpsat import CpSat
@@ -31,12 +32,15 @@ class Choice:
     recompute_s: float
 
 
-def choices(graph: BlockGraph, link_bytes_per_s: float, max_choices: int = 8) -> tuple[Choice, ...]:
+def choices(
+    graph: BlockGraph, link_bytes_per_s: float, max_choices: int = 8, cpsat: CpSat | None = None
+) -> tuple[Choice, ...]:
     """Return the Pareto frontier of a class in bytes kept, bytes moved and seconds of recomputation.
 
     Parameters
     ----------
     link_bytes_per_s: rate at which offloaded storages leave, and at which they return. max_choices: at least 3.
+    cpsat: answers the questions of several classes; None to start one for this class.
 
     Returns: "keep", which keeps the most bytes; then mixtures by falling bytes kept; "recompute", which keeps the
     least; and "offload", which keeps nothing and recomputes the storages that cost less to recompute than to move.
@@ -46,8 +50,8 @@ def choices(graph: BlockGraph, link_bytes_per_s: float, max_choices: int = 8) ->
             f"link_bytes_per_s is {link_bytes_per_s}, not above 0, or max_choices is {max_choices}, not at least 3"
         )
     everything = _choice(graph, "keep", graph.own(graph.saved), frozenset())
-    with CpSat(graph) as cpsat:
-        fixed, mixtures = _candidates(graph, everything, 2 / link_bytes_per_s, cpsat)
+    with CpSat() if cpsat is None else nullcontext(cpsat) as running:
+        fixed, mixtures = _candidates(graph, everything, 2 / link_bytes_per_s, running)
     frontier = [m for m in _distinct(fixed + mixtures)[len(fixed) :] if not any(_beats(c, m) for c in fixed + mixtures)]
     frontier.sort(key=lambda c: (-c.keep_bytes, c.recompute_s, c.offload_bytes))
     chosen = _spread(frontier, max_choices - len(fixed))
@@ -59,14 +63,14 @@ def _candidates(
     graph: BlockGraph, everything: Choice, price_s: float, cpsat: CpSat
 ) -> tuple[list[Choice], list[Choice]]:
     """Return the choices that always exist, and the best at each level of bytes kept and price of the link."""
-    least_bytes = _choice(graph, "", *cpsat.least_kept()).keep_bytes
-    recompute = _choice(graph, "recompute", *cpsat.fastest(least_bytes, None))
-    offload = _choice(graph, "offload", *cpsat.fastest(0, price_s))
+    least_bytes = _choice(graph, "", *cpsat.least_kept(graph)).keep_bytes
+    recompute = _choice(graph, "recompute", *cpsat.fastest(graph, least_bytes, None))
+    offload = _choice(graph, "offload", *cpsat.fastest(graph, 0, price_s))
     points: list[tuple[int, float | None]] = [(0, CHEAP_LINK * price_s)]
     for level in LEVELS:
         kept_bytes = least_bytes + int(level * (everything.keep_bytes - least_bytes))
         points += [(kept_bytes, price) for price in (None, price_s, CHEAP_LINK * price_s)]
-    mixtures = [_choice(graph, "mixture", *cpsat.fastest(kept, price)) for kept, price in points]
+    mixtures = [_choice(graph, "mixture", *cpsat.fastest(graph, kept, price)) for kept, price in points]
     return _distinct([everything, recompute, offload]), mixtures
 
 

@@ -241,11 +241,17 @@ class _Walk:
 
     def _find_room(self, task: Task, rise: int) -> bool:
         """Release items that have left until another one fits up to its place; return whether it does."""
-        gone = [one for one in self._open[Kind.FREE] if self._gone(one)]
-        if self._level + task.size + rise - sum(one.size for one in gone) > self._budget:
+        over = self._level + task.size + rise - self._budget
+        if over <= 0 and self._fits(task):
+            return True
+        released = self._open[Kind.FREE]
+        if over > sum(one.size for one in released):
+            return False
+        gone = [one for one in released if self._gone(one)]
+        if over > sum(one.size for one in gone):
             return False
         for one in gone:  # later on only releases moved forward make room
-            if not self._fits(task) and one.place > self._here:
+            if one.place > self._here and not self._fits(task):
                 self._take(one)
         for one in gone:
             if self._level + task.size + rise > self._budget:
@@ -253,8 +259,7 @@ class _Walk:
         return self._fits(task) and self._level + task.size + rise <= self._budget
 
     def _fits(self, task: Task) -> bool:
-        room = self._budget - task.size
-        return all(high <= room for high in self._highs[self._here : task.place])
+        return max(self._highs[self._here : task.place], default=0) <= self._budget - task.size
 
     def _make_room(self, more: int) -> None:
         """Release until `more` bytes fit; items that have arrived on the host go first."""

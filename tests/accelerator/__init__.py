@@ -25,6 +25,8 @@ import torch
 NAME = "sim"
 _MODULE = "offmate_simulated_accelerator"
 _SOURCES = sorted((Path(__file__).parent / "csrc").glob("*.cpp"))
+# Compiled as one file each: most of what a compiler reads of them are headers of torch that they share.
+_UNITS = (("autocast", "fallback", "operators", "views"), ("generator", "device", "device_memory", "streams"))
 
 
 def load() -> str | None:
@@ -103,7 +105,7 @@ def _compiled(folder: Path) -> ModuleType:
     try:
         module = cpp_extension.load(
             name=_MODULE,
-            sources=[str(source) for source in _SOURCES],
+            sources=_units(Path(scratch)),
             extra_cflags=["-O1", "-std=c++20"],
             build_directory=scratch,
         )
@@ -112,6 +114,17 @@ def _compiled(folder: Path) -> ModuleType:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return module
+
+
+def _units(scratch: Path) -> list[str]:
+    """The files to compile, each a source or several in one."""
+    together = {name for unit in _UNITS for name in unit}
+    files = [source for source in _SOURCES if source.stem not in together]
+    for unit in _UNITS:
+        files.append(scratch / f"{unit[0]}_unit.cpp")
+        sources = [source for source in _SOURCES if source.stem in unit]
+        files[-1].write_text("".join(f'#include "{source}"\n' for source in sources))
+    return [str(file) for file in files]
 
 
 def _imported(library: Path) -> ModuleType:

@@ -11,41 +11,37 @@ from unittest import mock
 
 from offmate.solver.backends.cpsat import CpSat
 from offmate.solver.block_graph import BlockGraph
-from offmate.solver.options import choices
+
+from offmate.lowering import options
 
 
 class _LastingCpSat(CpSat):
     """CP-SAT in a process that lives as long as this one, and is asked no question twice.
 
-    State, of the class: `_running`, the process and whose it is; `_known`, answers by question. Changed by whoever asks
+    State, of the class: `_lasting`, the process and whose it is; `_known`, answers by question. Changed by whoever asks
     first.
     """
 
-    _running: ClassVar[tuple[Any, int]] = (None, 0)
+    _lasting: ClassVar[tuple[Any, int]] = (None, 0)
     _known: ClassVar[dict[str, tuple[frozenset[int], frozenset[int]]]] = {}
-
-    def __enter__(self) -> CpSat:
-        """The process is begun by the first question that is not known."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """The process goes on; it ends with this one, whose end closes its input."""
 
-    def _ask(self, keep_at_most_bytes: int | None, offload_s_per_byte: float | None) -> Any:
-        question = json.dumps([_plain(self.graph), keep_at_most_bytes, offload_s_per_byte])
+    def _ask(self, graph: BlockGraph, keep_at_most_bytes: int | None, offload_s_per_byte: float | None) -> Any:
+        question = json.dumps([_plain(graph), keep_at_most_bytes, offload_s_per_byte])
         if question not in self._known:
-            self._child = self._process()
-            self._known[question] = super()._ask(keep_at_most_bytes, offload_s_per_byte)
+            self._known[question] = super()._ask(graph, keep_at_most_bytes, offload_s_per_byte)
         return self._known[question]
 
-    def _process(self) -> Any:
+    def _running(self) -> Any:
         kind = type(self)
-        child, owner = kind._running
+        child, owner = kind._lasting
         # A child that was forked must not talk into its parent's pipes.
         if child is None or owner != os.getpid() or child.poll() is not None:
-            super().__enter__()
-            kind._running = self._child, os.getpid()
-        return kind._running[0]
+            kind._lasting = super()._running(), os.getpid()
+        self._child = kind._lasting[0]
+        return self._child
 
 
 def _plain(graph: BlockGraph) -> list[Any]:
@@ -56,5 +52,5 @@ def _plain(graph: BlockGraph) -> list[Any]:
 @contextlib.contextmanager
 def one_cpsat() -> Iterator[None]:
     """Inside, options of block classes are asked of the lasting process."""
-    with mock.patch.object(choices, "CpSat", _LastingCpSat):
+    with mock.patch.object(options, "CpSat", _LastingCpSat):
         yield

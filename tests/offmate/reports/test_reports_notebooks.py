@@ -1,13 +1,13 @@
 """The notebooks run from top to bottom, and what is saved of their outputs is small and free of errors."""
 
 import re
-import warnings
 from pathlib import Path
 
 import pytest
 
+from ... import warm
+
 nbformat = pytest.importorskip("nbformat")
-nbclient = pytest.importorskip("nbclient")
 
 NOTEBOOKS = sorted((Path(__file__).parents[3] / "notebooks").glob("*.ipynb"))
 MOST_BYTES = 200_000
@@ -26,17 +26,28 @@ def test_what_is_saved_is_small_and_complete(path):
     assert not re.search(rf"site-packages|/({'|'.join(OWN_FOLDERS)})/", path.read_text())
 
 
+def run_cells(path):
+    """Run a notebook's cells in the shell that its kernel has, in a process of its own."""
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from ...fuzz.lasting_cpsat import one_cpsat
+
+    shell = InteractiveShell.instance()
+    with one_cpsat():
+        for cell in nbformat.read(path, as_version=4).cells:
+            if cell.cell_type == "code":
+                shell.run_cell(cell.source).raise_error()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs_from_top_to_bottom(path, tmp_path, monkeypatch):
-    pytest.importorskip("ipykernel")
+    pytest.importorskip("IPython")
     pytest.importorskip("transformers")
     pytest.importorskip("matplotlib")
     pytest.importorskip("pandas")
     monkeypatch.setenv("OFFMATE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    notebook = nbformat.read(path, as_version=4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
-        client.execute()
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    said = tmp_path / "said.txt"
+    assert warm.run(said, run_cells, path, limit_s=300) == 0, said.read_text()
