@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from .chunks import may_be_cut, step_in_chunks
 from .lone import lone
+from .rows import works_by_element
 
 MASTER = "master"
 
@@ -54,13 +56,16 @@ class WithMasters:
         if low and MASTER not in state:
             state[MASTER] = param.detach().float()
         leaf = torch.nn.Parameter(state[MASTER] if low else param.data)
-        leaf.grad = param.grad.float() if low else param.grad  # type: ignore[union-attr]
         own = {leaf: {k: v for k, v in state.items() if k != MASTER}}
         inner = lone(self._kind, self.__dict__, [{**group, "params": [leaf]}], own)
-        self._kind.step(inner)
+        if low and works_by_element(self._kind) and may_be_cut(param, leaf, own[leaf]):
+            step_in_chunks(self._kind, inner, leaf, param)
+        else:
+            leaf.grad = param.grad.float() if low else param.grad  # type: ignore[union-attr]
+            self._kind.step(inner)
+            if low:
+                param.copy_(leaf)
         state.update(inner.state[leaf])
-        if low:
-            param.copy_(leaf)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, keeping float32 tensors where torch would cast them to the parameter's dtype."""

@@ -1,0 +1,65 @@
+"""Updates of float32 copies on the host, chunk by chunk, so that no float32 gradient of a whole tensor is ever made."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from ..runtime.replay.contents import is_bulk
+
+# Long enough that starting the optimizer takes little of a chunk's time, and 8 MiB of float32.
+CHUNK_ELEMENTS = 2**21
+_memory = threading.local()
+
+
+def may_be_cut(param: torch.Tensor, master: torch.Tensor, state: dict[str, Any]) -> bool:
+    """Return whether a tensor on the host can be updated in chunks: a long one, in one piece as its state is."""
+    tensors = [param, param.grad, master, *(value for value in state.values() if is_bulk(value))]
+    return param.numel() > CHUNK_ELEMENTS and all(
+        t.device.type == "cpu" and t.is_contiguous() and t.shape == param.shape for t in tensors
+    )
+
+
+@torch.no_grad()
+def step_in_chunks(kind: Any, inner: Any, leaf: torch.nn.Parameter, param: torch.Tensor) -> None:
+    """Update a float32 copy by an element-wise optimizer, with the bits of one whole update; the parameter follows it.
+
+    Parameters
+    ----------
+    kind: class of the optimizer. inner: an instance of it that holds only `leaf`, the copy, with its state, which the
+        first update makes. param: of lower precision, with its gradient.
+    """
+    master, state = leaf.data, inner.state[leaf]
+    grad, low, whole = param.grad.view(-1), param.view(-1), master.view(-1)  # type: ignore[union-attr]
+    bulk = {key: value.view(-1) for key, value in state.items() if is_bulk(value)}
+    exists = bool(state)
+    scalars = {key: value for key, value in state.items() if key not in bulk}
+    starts = range(0, master.numel(), CHUNK_ELEMENTS)
+    for start in starts:
+        chunk = slice(start, start + CHUNK_ELEMENTS)
+        leaf.data = whole[chunk]
+        leaf.grad = _scratch(leaf.numel()).copy_(grad[chunk])
+        # Scalars, such as the number of updates, advance once: with the last chunk.
+        own = scalars if start == starts[-1] else {key: _copy(value) for key, value in scalars.items()}
+        given = inner.state[leaf] = own | {key: values[chunk] for key, values in bulk.items() if exists}
+        kind.step(inner)
+        low[chunk].copy_(leaf)
+        for key, value in given.items() if not exists else ():
+            if is_bulk(value):
+                state.setdefault(key, torch.empty_like(master, dtype=value.dtype))
+                state[key].view(-1)[chunk].copy_(value)
+    state.update({key: value for key, value in given.items() if not is_bulk(value)})
+    leaf.data, leaf.grad, inner.state[leaf] = master, None, state
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _scratch(elements: int) -> torch.Tensor:
+    """Return memory of this thread, which the next chunk overwrites."""
+    if not hasattr(_memory, "scratch"):
+        _memory.scratch = torch.empty(CHUNK_ELEMENTS)
+    return _memory.scratch[:elements]  # type: ignore[no-any-return]

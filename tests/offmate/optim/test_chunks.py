@@ -1,0 +1,70 @@
+"""Float32 copies are updated in chunks, with the bits of a whole update and without a float32 gradient."""
+
+import inspect
+import threading
+
+import pytest
+import torch
+
+import offmate
+from offmate.optim import chunks
+from offmate.optim.rows import works_by_element
+
+CHUNK = 2**12
+SHAPE = (3, CHUNK - 100)
+FORMS = [{}, {"foreach": True}, {"fused": True}]
+MORE = {
+    torch.optim.SGD: {"momentum": 0.9},
+    torch.optim.RMSprop: {"momentum": 0.9},
+    torch.optim.AdamW: {"amsgrad": True},
+}
+    torch.optim.SGD: {"momentum": 0.9},
+    torch.optim.RMSprop: {"momentum": 0.9},
+    torch.optim.AdamW: {"amsgrad": True},
+}
+CASES = [
+    (kind, form)
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and works_by_element(kind)
+    for form in FORMS
+    if form.keys() <= inspect.signature(kind).parameters.keys()
+]
+
+
+def trained(kind, form, chunk_elements, monkeypatch, steps=3):
+    """A bfloat16 parameter and its state after some updates."""
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(chunks, "_memory", threading.local())
+    torch.manual_seed(1)
+    param = torch.nn.Parameter(torch.randn(SHAPE).bfloat16())
+    optimizer = offmate.with_master_weights(kind)([param], lr=0.01, **MORE.get(kind, {}), **form)
+    for _ in range(steps):
+        param.grad = torch.randn(SHAPE).bfloat16()
+        optimizer.step()
+    state = optimizer.state[param]
+    return {"param": param.detach(), **{key: torch.as_tensor(value) for key, value in state.items()}}
+
+
+@pytest.mark.parametrize(("kind", "form"), CASES, ids=lambda value: getattr(value, "__name__", None) or "-".join(value))
+def test_chunks_have_the_bits_of_the_whole(kind, form, monkeypatch):
+    cut = []
+    in_chunks = chunks.step_in_chunks
+    monkeypatch.setattr("offmate.optim.masters.step_in_chunks", lambda *given: (cut.append(1), in_chunks(*given)))
+    found = trained(kind, form, CHUNK, monkeypatch)
+    assert len(cut) == 3
+    whole = trained(kind, form, 10 * CHUNK, monkeypatch)
+    assert len(cut) == 3 and found.keys() == whole.keys()
+    assert all(torch.equal(found[key], whole[key]) and found[key].dtype == whole[key].dtype for key in whole)
+    assert found["master"].shape == SHAPE
+
+
+def test_what_does_not_lie_in_one_piece_is_updated_whole(monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", 16)
+    wide = torch.nn.Parameter(torch.randn(30, 40).bfloat16().T)
+    wide.grad = torch.ones_like(wide)
+    assert not chunks.may_be_cut(wide, wide.float(), {})
+    tall = torch.nn.Parameter(torch.randn(30, 40).bfloat16())
+    tall.grad = torch.ones_like(tall)
+    assert chunks.may_be_cut(tall, tall.float(), {})
+    assert not chunks.may_be_cut(tall, tall.float(), {"exp_avg": torch.zeros(30, 40).T.contiguous().T})
+    assert not chunks.may_be_cut(tall, tall.float(), {"row": torch.zeros(30)})
