@@ -33,6 +33,17 @@ def count(text: str) -> int:
     return int(text)
 
 
+def positive(text: str) -> float:
+    """Parse a number above 0; "inf" is one."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
+
+
 def device(text: str) -> str:
     """Check that a device's name has torch's form; whether the device exists is checked when torch is loaded."""
     if not re.fullmatch(r"[a-z]+(:[0-9]+)?", text):

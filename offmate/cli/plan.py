@@ -10,7 +10,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from .arguments import Help, count, output_file, size, sweep
+from .arguments import Help, count, output_file, positive, size, sweep
 
 if TYPE_CHECKING:
     from ..machines.hardware import Hardware
@@ -21,6 +21,7 @@ _DOES_NOT_FIT = 1
 _EXAMPLES = """examples:
   offmate plan llama2-7b --gpu-budget 12GiB
   offmate plan mistral-7b --gpu-budget 22GiB --hardware rtx4090 --what-if
+  offmate plan llama3-8b --gpu-budget 22GiB --dtype bf16-master --max-grad-norm 1.0 --accumulation 8
   offmate plan ./my-model --gpu-budget 10GiB --json plan.json
   offmate show plan.json --html plan.html
   offmate plan llama3-8b --sweep 6GiB:24GiB:2GiB --hardware rtx3090
@@ -68,8 +69,29 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--dtype",
         default="bf16",
-        choices=("bf16", "fp32", "fp16"),
-        help="dtype of parameters, gradients and states (default: %(default)s)",
+        choices=("bf16", "bf16-master", "fp32", "fp16"),
+        help="dtype of parameters, gradients and states; bf16-master: bf16 with float32 copies that the optimizer "
+        "updates, and float32 states (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--autocast",
+        nargs="?",
+        const="bf16",
+        choices=("bf16", "fp16"),
+        help="plan a forward under torch.autocast to this dtype (%(const)s if none is named), with --dtype fp32",
+    )
+    parser.add_argument(
+        "--max-grad-norm",
+        type=positive,
+        metavar="NORM",
+        help="clip gradients to this norm, as Trainer does by default with 1.0; updates then wait for all gradients",
+    )
+    parser.add_argument(
+        "--accumulation",
+        type=count,
+        default=1,
+        metavar="N",
+        help="micro-batches of --batch sequences per step (default: %(default)s)",
     )
     parser.add_argument("--what-if", action="store_true", help="also say what more memory or a faster link would gain")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the plan (or the curve) to FILE")
@@ -88,11 +110,29 @@ def run(arguments: argparse.Namespace) -> int:
     from ..machines.hardware import load
     from ..progress import quiet
 
+    _check(arguments)
     machine = load(arguments.hardware)
     for variable in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
         os.environ.setdefault(variable, "error")  # the warnings concern weights, and no weights are loaded
     with quiet(arguments.quiet):
         return _sweep(arguments, machine) if arguments.sweep else _plan(arguments, machine)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise OffmateError for what needs an optimizer if there is none."""
+    from ..errors import OffmateError
+
+    given = {
+        "--max-grad-norm": arguments.max_grad_norm is not None,
+        "--accumulation": arguments.accumulation > 1,
+        "--dtype bf16-master": arguments.dtype == "bf16-master",
+    }
+    needs = [option for option, is_given in given.items() if is_given]
+    if arguments.optimizer == "none" and needs:
+        raise OffmateError(
+            f"{' and '.join(needs)} cannot be planned with --optimizer none, since your own code then updates; name an "
+            "optimizer, or leave the option out"
+        )
 
 
 def _plan(arguments: argparse.Namespace, machine: Hardware) -> int:
@@ -113,7 +153,9 @@ def _plan(arguments: argparse.Namespace, machine: Hardware) -> int:
         plan.save(arguments.json)
     if not arguments.quiet:
         screen.print(headline, markup=False)
-        print_plan(screen, plan, tokens=arguments.batch * arguments.seq_len, offers=arguments.what_if)
+        print_plan(
+            screen, plan, tokens=arguments.accumulation * arguments.batch * arguments.seq_len, offers=arguments.what_if
+        )
     return 0
 
 
@@ -122,26 +164,45 @@ def _make(arguments: argparse.Namespace, machine: Hardware, budget_bytes: int) -
     import offmate
 
     from ..sizes import format_bytes
-    from .shapes import batch_for, build, optimizer_for
+    from .shapes import autocast, batch_for, build, optimizer_for
 
     model = build(arguments.model, arguments.dtype)
     batch = batch_for(model, arguments.batch, arguments.seq_len)
-    plan = offmate.plan(
-        model,
-        budget_bytes,
-        example_inputs=batch,
-        optimizer=optimizer_for(model, arguments.optimizer),
-        cpu_budget=arguments.cpu_budget,
-        hardware=arguments.hardware,
-    )
+    with autocast(arguments.autocast):
+        plan = offmate.plan(
+            model,
+            budget_bytes,
+            example_inputs=batch,
+            optimizer=optimizer_for(model, arguments.optimizer, arguments.dtype),
+            max_grad_norm=arguments.max_grad_norm,
+            accumulation_steps=arguments.accumulation,
+            cpu_budget=arguments.cpu_budget,
+            hardware=arguments.hardware,
+        )
     n_params = sum(p.numel() for p in model.parameters())
-    updates = "your own optimizer" if arguments.optimizer == "none" else arguments.optimizer
     beyond = machine.device_memory_bytes < budget_bytes
     warning = f", which has only {format_bytes(machine.device_memory_bytes)}" if beyond else ""
     return plan, (
-        f"{arguments.model}: {_short(n_params)} parameters in {arguments.dtype}, {updates}, {arguments.batch} × "
-        f"{arguments.seq_len} tokens, on {machine.name}{warning}\n"
+        f"{arguments.model}: {_short(n_params)} parameters in {_dtype_words(arguments)}, {_update_words(arguments)}, "
+        f"{_batch_words(arguments)}, on {machine.name}{warning}\n"
     )
+
+
+def _dtype_words(arguments: argparse.Namespace) -> str:
+    dtype = "bf16 with float32 copies" if arguments.dtype == "bf16-master" else arguments.dtype
+    return f"{dtype} under autocast to {arguments.autocast}" if arguments.autocast else dtype
+
+
+def _update_words(arguments: argparse.Namespace) -> str:
+    if arguments.optimizer == "none":
+        return "your own optimizer"
+    clips = arguments.max_grad_norm is not None
+    return f"{arguments.optimizer}, gradients clipped to {arguments.max_grad_norm:g}" if clips else arguments.optimizer
+
+
+def _batch_words(arguments: argparse.Namespace) -> str:
+    batch = f"{arguments.batch} × {arguments.seq_len} tokens"
+    return batch if arguments.accumulation == 1 else f"{arguments.accumulation} micro-batches of {batch}"
 
 
 def _sweep(arguments: argparse.Namespace, machine: Hardware) -> int:

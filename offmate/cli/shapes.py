@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 from importlib import resources
@@ -11,9 +12,16 @@ from typing import Any
 import torch
 
 from ..errors import OffmateError
+from ..optim.masters import with_master_weights
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor", "none")
+MASTERS = "bf16-master"  # bfloat16 parameters, and float32 copies of them that the optimizer updates
+DTYPES = {"bf16": torch.bfloat16, MASTERS: torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "adafactor": torch.optim.Adafactor,
+}
 
 
 def names() -> tuple[str, ...]:
@@ -53,15 +61,24 @@ def batch_for(model: Any, batch: int, seq_len: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def optimizer_for(model: Any, name: str) -> torch.optim.Optimizer | None:
-    """Make an optimizer of all parameters by its name in `OPTIMIZERS`; None for "none": the user's code updates."""
-    params = model.parameters()
+def optimizer_for(model: Any, name: str, dtype: str = "bf16") -> torch.optim.Optimizer | None:
+    """Make an optimizer of all parameters; None for "none": the user's code updates.
+
+    Parameters
+    ----------
+    name: "none" or one in `OPTIMIZERS`. dtype: in `DTYPES`; decides whether float32 copies are updated.
+    """
     if name == "none":
         return None
-    if name == "sgd":
-        return torch.optim.SGD(params, lr=1e-3, momentum=0.9)
-    makers = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "adafactor": torch.optim.Adafactor}
-    return makers[name](params)
+    settings = {"lr": 1e-3, "momentum": 0.9} if name == "sgd" else {}
+    kind = with_master_weights(OPTIMIZERS[name]) if dtype == MASTERS else OPTIMIZERS[name]
+    made: torch.optim.Optimizer = kind(model.parameters(), **settings)
+    return made
+
+
+def autocast(dtype: str | None) -> contextlib.AbstractContextManager[Any]:
+    """Enter autocast to a dtype named in `DTYPES`, as models without memory are captured: on the CPU; None for none."""
+    return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", DTYPES[dtype])
 
 
 def _config(model: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,6 +38,17 @@ def surroundings() -> tuple[Any, ...]:
         cudnn.enabled, cudnn.deterministic, cudnn.benchmark, torch.backends.mkldnn.enabled,
         torch.get_default_dtype(),
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def autocast_on_cpu() -> Iterator[None]:
+    """Inside, a region of autocast for another kind of device holds for the CPU, too, where fake tensors are."""
+    open_for = [kind for kind in _AUTOCAST_KINDS if torch.is_autocast_enabled(kind)]
+    if not open_for or "cpu" in open_for:
+        yield
+        return
+    with torch.autocast("cpu", torch.get_autocast_dtype(open_for[0]), cache_enabled=torch.is_autocast_cache_enabled()):
+        yield
 
 
 def inside_autocast() -> bool:

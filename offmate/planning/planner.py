@@ -17,6 +17,7 @@ from ..capture.fake import fake_batch, faked, stand_in
 from ..capture.model import Traced, structure, trace_model
 from ..capture.spec import dense_stride
 from ..errors import PlanFileError
+from ..guards.surroundings import autocast_on_cpu
 from ..lowering.bind import bind
 from ..lowering.inductor import compiled
 from ..lowering.problem import Lowered
@@ -175,12 +176,12 @@ def plan_elsewhere(
     """Plan for another machine; parameters and batch may be on the meta device.
 
     Attention is planned with the memory of a card's fused kernel (see `offmate.capture.fake`); seconds follow from the
-    rates.
+    rates. If `torch.autocast` is open, for whichever kind of device, the forward is planned under it.
 
     Returns: the plan. Raises: CaptureError, InfeasibleBudget.
     """
     real = stand_in((args, kwargs))
-    with faked(model) as mode:
+    with autocast_on_cpu(), faked(model) as mode:
         args, kwargs = fake_batch(mode, (args, kwargs))
         return make_plan(model, args, kwargs, request, updater, say, machine=machine, real=real).plan
 

@@ -7,6 +7,9 @@ import pytest
 
 pytest.importorskip("transformers")
 
+import torch
+
+import offmate
 from offmate import cli
 from offmate.cli.shapes import batch_for, build, names, optimizer_for
 from offmate.errors import OffmateError
@@ -222,3 +225,76 @@ def test_optimizers_and_batches():
         "AdamW", "Adam", "SGD", "Adafactor"
     }  # fmt: skip
     assert batch_for(model, 3, 5)["labels"].shape == (3, 5)
+
+
+# -- what training will do --------------------------------------------------------------------------------------------
+
+TRAININGS = {
+    "--max-grad-norm 1.0": {"max_grad_norm": 1.0},
+    "--accumulation 3 --optimizer sgd": {"accumulation_steps": 3},
+    "--dtype bf16-master --max-grad-norm 1.0 --accumulation 2": {"max_grad_norm": 1.0, "accumulation_steps": 2},
+    "--dtype fp32 --autocast": {},
+}
+
+
+@pytest.mark.parametrize("options", TRAININGS)
+def test_a_plan_is_that_of_the_same_arguments_in_python(monkeypatch, cache, tmp_path, capsys, options):
+    target, words = tmp_path / "plan.json", options.split()
+    assert run(monkeypatch, cache, "tiny-llama", "--gpu-budget", "12MiB", "--json", str(target), *words) == 0
+    dtype = words[words.index("--dtype") + 1] if "--dtype" in words else "bf16"
+    model = build("tiny-llama", dtype)
+    optimizer = optimizer_for(model, "sgd" if "sgd" in words else "adamw", dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled="--autocast" in words):
+        own = offmate.plan(
+            model, "12MiB", example_inputs=batch_for(model, 4, 512), optimizer=optimizer, hardware="rtx3060",
+            config=offmate.Config(cache_dir=str(tmp_path / "cache")), **TRAININGS[options],
+        )  # fmt: skip
+    assert not own.from_cache
+    plan = load_plan(target)
+    assert plan.schedule == own.schedule and plan.fingerprint == own.fingerprint
+    said = " ".join(capsys.readouterr().out.split())
+    passes = TRAININGS[options].get("accumulation_steps", 1)
+    assert f"{2048 * passes / own.predicted_step_s:,.0f} tokens/s" in said
+    for option, text in {
+        "--max-grad-norm": "gradients clipped to 1",
+        "--accumulation": f"{passes} micro-batches of 4 × 512 tokens",
+        "bf16-master": "bf16 with float32 copies",
+        "--autocast": "fp32 under autocast to bf16",
+    }.items():
+        assert (text in said) == (option in words)
+
+
+def test_autocast_for_a_card_is_planned_where_there_is_no_card():
+    model = build("tiny-llama", "fp32")
+
+    def made():
+        batch = batch_for(model, 4, 512)
+        return offmate.plan(
+            model, "12MiB", example_inputs=batch, hardware="rtx3060", config=offmate.Config(cache_dir=None)
+        )
+
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = made()
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        found = made()
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
+    assert found.schedule == expected.schedule != made().schedule
+
+
+@pytest.mark.parametrize("option", ["--max-grad-norm 1", "--accumulation 2", "--dtype bf16-master"])
+def test_what_needs_an_optimizer_is_refused_without_one(monkeypatch, cache, capsys, option):
+    assert run(monkeypatch, cache, "tiny-llama", "--optimizer", "none", *option.split()) == 1
+    said = capsys.readouterr().err
+    assert option.split()[0] in said and "--optimizer none" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("norm", ["0", "-1", "nan", "much"])
+def test_a_norm_is_above_0(monkeypatch, cache, capsys, norm):
+    with pytest.raises(SystemExit):
+        run(monkeypatch, cache, "tiny-llama", f"--max-grad-norm={norm}")
+    assert f"'{norm}' is not a number above 0" in capsys.readouterr().err

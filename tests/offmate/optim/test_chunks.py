@@ -18,10 +18,6 @@ MORE = {
     torch.optim.RMSprop: {"momentum": 0.9},
     torch.optim.AdamW: {"amsgrad": True},
 }
-    torch.optim.SGD: {"momentum": 0.9},
-    torch.optim.RMSprop: {"momentum": 0.9},
-    torch.optim.AdamW: {"amsgrad": True},
-}
 CASES = [
     (kind, form)
     for kind in vars(torch.optim).values()
