@@ -43,14 +43,17 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns: the exit status, 0. Raises: DeviceError if the device does not exist.
     """
+    from torch.optim import AdamW
+
     from ..machines.benchmark import measure_machine
     from ..machines.devices import device_kind
+    from ..optim.masters import with_master_weights
     from ..progress import planning_progress, quiet
 
     kind = device_kind(arguments.device)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     with quiet(arguments.quiet), planning_progress("measuring") as say:
-        data = measure_machine(say, kind=kind)
+        data = measure_machine(say, kind=kind, masters=with_master_weights(AdamW))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
     if not arguments.quiet:
@@ -73,7 +76,8 @@ def _show(data: dict[str, Any], load: float) -> None:
     screen.print()
     screen.print(copies_table(data["copies"]))
     updates = f"CPU {rate('cpu_update_bytes_per_s')}, device {rate('device_update_bytes_per_s')}"
-    rows = [("updates", f"{updates} of float32 parameters"), ("matrices", products)]
+    masters = f"CPU {rate('cpu_master_update_bytes_per_s')} where bf16 has float32 copies, counted as float32"
+    rows = [("updates", f"{updates} of float32 parameters"), ("", masters), ("matrices", products)]
     rows += [("memory", rate("memory_bytes_per_s")), ("launch", format_seconds(data["launch_s"]["value"]))]
     screen.print(pairs(rows))
     if load > _IDLE_LOAD:

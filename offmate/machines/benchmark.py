@@ -44,12 +44,15 @@ class Sizes:
 _CARD_SIZES = Sizes(copies_bytes=(*Sizes.copies_bytes, 1 << 30), matrix=4096, elements=1 << 26)
 
 
-def measure_machine(say: Progress, sizes: Sizes | None = None, kind: str = EMULATED) -> dict[str, Any]:
+def measure_machine(
+    say: Progress, sizes: Sizes | None = None, kind: str = EMULATED, masters: Any = None
+) -> dict[str, Any]:
     """Measure a device of this machine: its copies, updates, matrix products and memory.
 
     Parameters
     ----------
     say: reports progress. sizes: None takes larger ones for a card. kind: of device, from `device_kind`.
+    masters: the class of AdamW that updates float32 copies; None to measure float32 parameters only.
 
     Returns: a hardware file as JSON types. Every figure is the best of a few repeats, after one to warm up: other
     programs on the machine can only slow it down.
@@ -63,7 +66,8 @@ def measure_machine(say: Progress, sizes: Sizes | None = None, kind: str = EMULA
     try:
         copies = _copies(device, sizes.copies_bytes)
         say("updates", 0.5)
-        on_worker = _update_on_worker(device, sizes.elements)
+        on_worker = _update_on_worker(device, sizes.elements, torch.optim.AdamW, torch.float32)
+        copies_on_worker = _update_on_worker(device, sizes.elements, masters, torch.bfloat16) if masters else None
     finally:
         device.close()
     in_place = _update(where, sizes.elements)
@@ -84,6 +88,9 @@ def measure_machine(say: Progress, sizes: Sizes | None = None, kind: str = EMULA
         "cpu_update_bytes_per_s": (on_worker, f"fused AdamW on the update worker's {threads}; {how}"),
         "device_update_bytes_per_s": (in_place, f"fused AdamW on {by}; {how}"),
     }
+    if copies_on_worker is not None:
+        source = f"fused AdamW on float32 copies of bfloat16 parameters on the update worker's {threads}; {how}"
+        figures["cpu_master_update_bytes_per_s"] = copies_on_worker, source
     return {
         "format": FORMAT,
         "name": f"{'emulated device' if card is None else words(card)} on {machine_words()}",
@@ -168,22 +175,23 @@ def _copy_rate(device: Device, direction: str, size_bytes: int) -> float:
     return (2 if direction == "both" else 1) * size_bytes / _seconds(copy)
 
 
-def _stepper(elements: int, where: torch.device) -> Any:
-    """Return a function that makes one AdamW step of one float32 parameter."""
-    param = torch.nn.Parameter(torch.zeros(elements, device=where))
+def _stepper(elements: int, where: torch.device, kind: Any, dtype: torch.dtype) -> Any:
+    """Return a function that makes one step of one parameter."""
+    param = torch.nn.Parameter(torch.zeros(elements, dtype=dtype, device=where))
     param.grad = torch.full_like(param, 1e-3)
-    return torch.optim.AdamW([param], fused=True).step
+    return kind([param], fused=True).step
 
 
-def _update_on_worker(device: Device, elements: int) -> float:
-    """Measure the bytes of float32 parameters per second that AdamW updates on the host's update worker."""
-    step = _stepper(elements, torch.device("cpu"))
+def _update_on_worker(device: Device, elements: int, kind: Any, dtype: torch.dtype) -> float:
+    """Measure the parameters, counted as bytes of float32, that the host's update worker updates per second."""
+    step = _stepper(elements, torch.device("cpu"), kind, dtype)
     return 4 * elements / _seconds(lambda: device.update_on_host(step, ()).synchronize())
 
 
 def _update(where: torch.device, elements: int) -> float:
-    """Measure the same on the device where operators run."""
-    return 4 * elements / _seconds(_stepper(elements, where), clock_of(where))
+    """Measure the bytes of float32 parameters per second that AdamW updates on the device where operators run."""
+    step = _stepper(elements, where, torch.optim.AdamW, torch.float32)
+    return 4 * elements / _seconds(step, clock_of(where))
 
 
 def _products(dtype: torch.dtype, size: int, where: torch.device) -> float:

@@ -30,6 +30,11 @@ def with_master_weights(kind: type[torch.optim.Optimizer]) -> Any:
     return type(f"{kind.__name__}WithMasters", (WithMasters, kind), {"_kind": kind, "__module__": kind.__module__})
 
 
+def has_master(kind: type, param: torch.Tensor) -> bool:
+    """Return whether a class of optimizers updates a float32 copy of this parameter."""
+    return issubclass(kind, WithMasters) and param.dtype in (torch.bfloat16, torch.float16)
+
+
 class WithMasters:
     """Mixin for an optimizer class, `_kind`; see `with_master_weights`."""
 
@@ -52,7 +57,7 @@ class WithMasters:
 
     def _step_one(self, group: dict[str, Any], param: torch.Tensor) -> None:
         state = self.state[param]
-        low = param.dtype in (torch.bfloat16, torch.float16)
+        low = has_master(type(self), param)
         if low and MASTER not in state:
             state[MASTER] = param.detach().float()
         leaf = torch.nn.Parameter(state[MASTER] if low else param.data)

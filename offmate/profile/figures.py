@@ -11,6 +11,7 @@ from ..capture.model import Traced
 from ..machines.devices import accelerator, make_device, rng_untouched
 from ..machines.hardware import Hardware
 from ..machines.links import LinkRates, measure_link
+from ..optim.masters import has_master
 from ..optim.state_bytes import state_bytes
 from ..optim.updater import UpdateCost, Updater
 from ..programs.prelude import lower_prelude
@@ -81,11 +82,11 @@ def work_out(
     for name, param in model.named_parameters() if updater is not None else ():
         if param.requires_grad and updater is not None:
             bulk, scalars = state_bytes(updater, param, updater.groups[name])
-            size = 4 * param.numel()
-            seconds = size / machine.cpu_update_bytes_per_s, size / machine.device_update_bytes_per_s
+            plain_s = machine.update_s(param.numel(), masters=False)
+            seconds = machine.update_s(param.numel(), masters=has_master(updater.base, param))
             # Adding reads two tensors and writes one where AdamW reads four and writes three; a norm reads one.
-            adds = (3 / 7 * seconds[0], 3 / 7 * seconds[1])
-            updates[name] = UpdateCost(bulk, scalars, *seconds, *adds, norm_s=seconds[1] / 7)
+            adds = (3 / 7 * plain_s[0], 3 / 7 * plain_s[1])
+            updates[name] = UpdateCost(bulk, scalars, *seconds, *adds, norm_s=plain_s[1] / 7)
     return Figures(rates, costs, updates)
 
 

@@ -6,7 +6,9 @@ import os
 import socket
 
 import pytest
+from torch.optim import AdamW
 
+import offmate
 from offmate import cli
 from offmate.errors import OffmateError
 from offmate.machines import benchmark as rates
@@ -17,13 +19,14 @@ TINY = rates.Sizes(copies_bytes=(1 << 12, 1 << 16), matrix=32, elements=1 << 12)
 
 @pytest.fixture(scope="module")
 def measured():
-    return rates.measure_machine(lambda phase, share: None, TINY)
+    return rates.measure_machine(lambda phase, share: None, TINY, masters=offmate.with_master_weights(AdamW))
 
 
 def test_what_is_measured_is_a_hardware_file(measured, tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(measured))
     machine = hardware.load(str(path))
+    assert machine.cpu_master_update_bytes_per_s == measured["cpu_master_update_bytes_per_s"]["value"]
     assert machine.shared_cores and machine.name.startswith("emulated device on ")
     assert {name for name, _ in machine.matrix_flops_per_s} == {"float32", "bfloat16", "float16"}
     assert 0 < machine.default_budget_bytes < machine.device_memory_bytes
@@ -37,13 +40,13 @@ def test_what_is_measured_is_a_hardware_file(measured, tmp_path):
 def test_every_figure_has_a_source(measured):
     figures = [value for value in measured.values() if isinstance(value, dict) and "value" in value]
     figures += measured["matrix_flops_per_s"].values()
-    assert len(figures) == 12
+    assert len(figures) == 13
     assert all(figure["source"] and figure["value"] > 0 for figure in figures)
     assert "PyTorch" in measured["in_bytes_per_s"]["source"]
 
 
 def test_profile_shows_and_writes(monkeypatch, capsys, tmp_path, measured):
-    monkeypatch.setattr(rates, "measure_machine", lambda say, kind: measured)
+    monkeypatch.setattr(rates, "measure_machine", lambda say, kind, masters: measured)
     path = tmp_path / "mine.json"
     for columns in (40, 80):
         monkeypatch.setenv("COLUMNS", str(columns))
