@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from .effects import effect
 from .plan import Planned
 from .problem import Problem
 from .schedule import Direction, Schedule
@@ -15,11 +16,13 @@ _FULL = 0.9  # a resource that is busy for this fraction of a phase limits it
 _BUSY = 0.5  # where none does, those busy for this fraction are named
 _ALL = 0.995  # fraction of the device budget at which memory counts as full
 _WORTH_SAYING = 1e-3  # fraction of a step
+HOST_MEMORY = "host memory"  # beside the resources, whose copies and updates it serves
 _WORDS = {
     "compute": "the device's computes",
     "copy in": "copies to the device",
     "copy out": "copies to the host",
     "cpu": "updates on the host",
+    HOST_MEMORY: "host memory",
 }
 
 
@@ -148,6 +151,9 @@ def _changes(problem: Problem) -> dict[str, Problem]:
     if problem.update == "planned":
         updates = tuple(replace(group, cpu_update_s=group.cpu_update_s / 2) for group in problem.groups)
         changes["host updates twice as fast"] = replace(problem, groups=updates)
+    if problem.rates.host_memory_shares:
+        twice = replace(problem.rates, host_memory_bytes_per_s=2 * problem.rates.host_memory_bytes_per_s)
+        changes["host memory twice as fast"] = replace(problem, rates=twice)
     return changes
 
 
@@ -166,11 +172,15 @@ def _phase(schedule: Schedule, simulation: Simulation, name: str, first: int, la
     if last < first:
         return Phase(name, 0.0, {}, 0.0, {})
     begin, end = simulation.taken[first][0], simulation.taken[last][1]
-    busy = {str(resource): 0.0 for resource in schedule.rates.resources}
+    shares = schedule.rates.host_memory_shares
+    busy = {str(resource): 0.0 for resource in schedule.rates.resources} | ({HOST_MEMORY: 0.0} if shares else {})
     for event in simulation.timeline:
         for shift in (0.0, simulation.step_s):  # work that one iteration leaves runs in the next one's forward
-            overlap = min(event.end_s - shift, end) - max(event.start_s - shift, begin)
-            busy[event.resource] += max(0.0, overlap)
+            overlap = max(0.0, min(event.end_s - shift, end) - max(event.start_s - shift, begin))
+            busy[event.resource] += overlap
+            if event.resource in shares and overlap > 0:
+                alone_s = effect(event.action, schedule).seconds
+                busy[HOST_MEMORY] += shares[event.resource] * alone_s * overlap / (event.end_s - event.start_s)
     seconds = end - begin
     most = max(high for _, high in simulation.memory[first : last + 1])
     parts = {name: min(1.0, spent / seconds) if seconds > 0 else 0.0 for name, spent in busy.items()}

@@ -38,8 +38,8 @@ class Machine:
     """Time and queues. Only `submit`, `run`, `wait` and `skip` change it; time passes in the last three.
 
     A resource does one job at a time, to its end. Of the jobs that wait for nothing more it takes the one submitted
-    first. If both links of a path together exceed its total rate, both slow down in proportion. On shared cores each of
-    k running resources has 1/k of its speed.
+    first. If both links of a path together exceed its total rate, both slow down in proportion; so do links and workers
+    that together exceed the rate of host memory. On shared cores each of k running resources has 1/k of its speed.
 
     Parameters
     ----------
@@ -55,6 +55,7 @@ class Machine:
         self._waiting_s: dict[Resource, float] = dict.fromkeys(rates.resources, 0.0)  # of jobs that are not ready
         self._running: dict[Resource, Job | None] = dict.fromkeys(rates.resources)
         self._ready: dict[Resource, list[tuple[int, Job]]] = {resource: [] for resource in rates.resources}
+        self._memory = rates.host_memory_shares
         self._beside = {link: (other, path.together) for path in rates.paths.values() for link, other in _pairs(path)}
 
     def submit(self, resource: Resource, seconds: float, size: int = 0, waits: Iterable[Job] = ()) -> Job:
@@ -113,7 +114,7 @@ class Machine:
     def advance(self) -> None:
         """Let time pass until the next job is done."""
         running = [job for job in self._running.values() if job is not None]
-        if len(running) == 1:  # the usual case, at full speed
+        if len(running) == 1 and self._memory.get(running[0].resource, 0.0) <= 1.0:  # the usual case, at full speed
             first, passed = running[0], running[0].left_s
             first.left_s = 0.0
         else:
@@ -148,6 +149,10 @@ class Machine:
             other, together = self._beside.get(job.resource, (None, 1.0))
             beside = other is not None and self._running[other] is not None
             speeds.append(min(share, together) if beside else share)
+        if self._memory:
+            taken = [self._memory.get(job.resource, 0.0) for job in running]
+            slower = max(1.0, sum(part * speed for part, speed in zip(taken, speeds)))
+            speeds = [speed / slower if part else speed for part, speed in zip(taken, speeds)]
         return speeds
 
 

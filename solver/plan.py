@@ -10,7 +10,7 @@ from math import inf
 from .problem import Problem
 from .program.streamed import streaming_solution
 from .refine import Gain, Limits, Refinement, Search, candidate, refine
-from .refinements import LADDER, without_the_program
+from .refinements import LADDER, without_the_program, without_trials
 from .rounding.groups import round_solution
 from .schedule import Schedule
 from .scheduling.emit import build_schedule
@@ -54,7 +54,8 @@ def plan(
 
     The program's fractions become whole tensors by Algorithm 1. These can need more of the budgets than fractions do:
     the program is then solved again with smaller budgets. Where whole tensors cost time, passes look for a faster
-    schedule (see refinements.py), and the fastest is taken.
+    schedule (see refinements.py), and the fastest is taken. Where the host's memory limits copies and updates together,
+    the schedule that is planned without this limit is taken if it is faster under it.
 
     Parameters
     ----------
@@ -66,7 +67,22 @@ def plan(
     Raises: BackendError if the backend is not installed.
     Source: OffMate, section 4.2 and appendix B.
     """
-    limits = Limits(time_limit_s, gap, backend)
+    limits, ladder = Limits(time_limit_s, gap, backend), tuple(ladder)
+    if not problem.rates.host_memory_shares:
+        return _searched(problem, limits, ladder, report)
+    # Where memory limits everything, fractions keep it busy in every step and whole tensors cannot, whatever is tried.
+    endless = replace(problem, rates=problem.rates.with_endless_host_memory)
+    return _searched(problem, limits, without_trials(ladder), report, _searched(endless, limits, ladder, report))
+
+
+def _searched(
+    problem: Problem,
+    limits: Limits,
+    ladder: tuple[Refinement, ...],
+    report: Callable[[Gain], None] | None,
+    other: Planned | None = None,
+) -> Planned:
+    """Solve, round and refine; `other` is a plan for the same machine at other rates, where the search may begin."""
     gains: list[Gain] = []
 
     def note(gain: Gain) -> None:
@@ -75,13 +91,16 @@ def plan(
             report(gain)
 
     started = time.perf_counter()
-    solution = solve(problem, time_limit_s=time_limit_s, gap=gap, backend=backend)
+    solution = solve(problem, time_limit_s=limits.time_limit_s, gap=limits.gap, backend=limits.backend)
     if not solution.options:  # too little time, or coefficients so far apart that the solver failed
         return _streamed(problem, solution, ladder, gains)
     search = _algorithm_1(problem, solution, limits)
     if search is None:  # fractions fit, but whole tensors do not; those of the safe plan may
         return _streamed(problem, replace(solution, status=Status.INFEASIBLE), ladder, gains)
     note(Gain("algorithm 1", inf, search.loss_s, time.perf_counter() - started, 1))
+    if other is not None and other.schedule is not None:
+        schedule = replace(other.schedule, rates=problem.rates)
+        search = replace(search, found=(*search.found, candidate(other.solution, schedule, schedule)))
     return _taken(refine(search, ladder, note), tuple(gains))
 
 

@@ -190,6 +190,11 @@ def without_the_program(ladder: Iterable[Refinement]) -> tuple[Refinement, ...]:
     return tuple(one for one in ladder if isinstance(one, Improve | InTime))
 
 
+def without_trials(ladder: Iterable[Refinement]) -> tuple[Refinement, ...]:
+    """Return the passes of a ladder that take little time."""
+    return tuple(one for one in ladder if isinstance(one, Improve | Settle) or one == InTime())
+
+
 def _with_room(problem: Problem, part: float) -> Problem | None:
     """Return the problem with the device budget less its largest item; None if that exceeds a part of the budget."""
     tensors = [t for group in problem.groups for t in group.tensors]

@@ -121,6 +121,9 @@ class Rates:
     shared_cores: whether compute, copies and CPU updates share the same cores (the emulated device); the sum of their
         seconds then bounds a step.
     tiers: memories besides the host's. workers: resources besides the CPU.
+    host_memory_bytes_per_s: bytes that the host's memory reads and writes per second, shared by copies to and from the
+        device and by workers; what would exceed it slows down in proportion. 0 for more than all of them need.
+    worker_bytes_per_s: bytes that a worker reads and writes per second of its work while nothing else runs.
     """
 
     in_bytes_per_s: float
@@ -130,6 +133,22 @@ class Rates:
     shared_cores: bool = False
     tiers: tuple[Tier, ...] = ()
     workers: tuple[Worker, ...] = ()
+    host_memory_bytes_per_s: float = 0.0
+    worker_bytes_per_s: float = 0.0
+
+    @cached_property
+    def host_memory_shares(self) -> Mapping[Resource, float]:
+        """The part of the host memory's rate that a resource takes at full speed; empty if that rate has no limit."""
+        if not self.host_memory_bytes_per_s:
+            return {}
+        needs = {link: self.bytes_per_s(link) for link in self.host.links}
+        needs |= {worker: self.worker_bytes_per_s for worker in self.working if worker != Resource.COMPUTE}
+        return {resource: need / self.host_memory_bytes_per_s for resource, need in needs.items()}
+
+    @property
+    def with_endless_host_memory(self) -> Rates:
+        """The machine with a host memory that slows nothing down."""
+        return replace(self, host_memory_bytes_per_s=0.0)
 
     @cached_property
     def paths(self) -> Mapping[str, Path]:
@@ -183,8 +202,9 @@ class Rates:
         return replace(self, **_rates_of(self.host.faster(factor)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert the rates to JSON's own types, without empty lists of further tiers and workers."""
-        data = {name: value for name, value in asdict(self).items() if value != ()}
+        """Convert the rates to JSON's own types, without further tiers, workers and limits that do not exist."""
+        absent: dict[str, Any] = {"tiers": (), "workers": (), "host_memory_bytes_per_s": 0, "worker_bytes_per_s": 0}
+        data = {name: value for name, value in asdict(self).items() if name not in absent or value != absent[name]}
         more = {"tiers": [asdict(tier) for tier in self.tiers],
                 "workers": [{"name": worker.name, "does": list(worker.does)} for worker in self.workers]}  # fmt: skip
         return data | {name: rows for name, rows in more.items() if rows}
@@ -198,6 +218,10 @@ class Rates:
                     yield row, f"{name} is {rate!r}, must be above 0 and finite"
         if not _is_number(self.manage_s) or not 0 <= self.manage_s < inf:
             yield "rates", f"manage_s is {self.manage_s!r}, must be finite and not negative"
+        for name in ("host_memory_bytes_per_s", "worker_bytes_per_s"):
+            rate = getattr(self, name)
+            if not _is_number(rate) or not 0 <= rate < inf:
+                yield "rates", f"{name} is {rate!r}, must be finite and not negative"
         names = [HOST, *(tier.name for tier in self.tiers)]
         if len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):
             yield "tiers", f"need distinct names, found {', '.join(map(repr, names))}"

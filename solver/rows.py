@@ -120,6 +120,11 @@ class Group:
         """Bytes that an update reads and writes."""
         return self.param_bytes + self.grad_bytes + self.state_bytes
 
+    @property
+    def host_update_bytes(self) -> int:
+        """Bytes of the host's memory that an update there moves: parameters and states are read and written."""
+        return 2 * self.param_bytes + self.grad_bytes + 2 * self.state_bytes
+
 
 @dataclass(frozen=True)
 class Value:

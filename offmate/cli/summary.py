@@ -21,7 +21,13 @@ from ..solver.explain import Explanation
 from ..solver.items import ItemKind
 from .screen import NARROW, pairs
 
-_WORDS = {"compute": "compute", "copy in": "copies in", "copy out": "copies out", "cpu": "CPU updates"}
+_WORDS = {
+    "compute": "compute",
+    "copy in": "copies in",
+    "copy out": "copies out",
+    "cpu": "CPU updates",
+    "host memory": "host memory",
+}
 _BESIDE_BAR = {False: 34, True: 46}  # screen columns beside the bar, without and with the CPU memory's
 _BUSY = 0.7  # a resource that works for at least this part of a phase is named
 
@@ -108,7 +114,7 @@ def _limit_rows(found: Explanation) -> Iterator[tuple[str, str]]:
         if phase.seconds <= 0:
             continue
         busy = sorted(phase.busy.items(), key=lambda entry: -entry[1])
-        named = [f"{_WORDS[name]} {part:.0%}" for name, part in busy if part >= _BUSY] or [
+        named = [f"{_WORDS.get(name, name)} {part:.0%}" for name, part in busy if part >= _BUSY] or [
             "no resource is busy all the time"
         ]
         name = phase.name.replace("_", "-")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,7 +115,13 @@ class Lowering:
             values=values,
             shared=self._shared(turn_around_steps),
             outputs=outputs,
-            rates=Rates(rates.in_bytes_per_s, rates.out_bytes_per_s, rates.both_bytes_per_s, shared_cores=shared_cores),
+            rates=Rates(
+                rates.in_bytes_per_s,
+                rates.out_bytes_per_s,
+                rates.both_bytes_per_s,
+                shared_cores=shared_cores,
+                **_host_memory(rates, groups, shared_cores),
+            ),
             start_peak_bytes=self.prelude.peak_bytes,
             turn_around_steps=turn_around_steps,
             gate=gate,
@@ -233,3 +240,19 @@ class Lowering:
             if node.name in self.outputs:
                 last[name] = self.one_pass + turn_around_steps - 1
         return tuple(Shared(name, size, last[name]) for name, size in self.prelude.item_bytes.items())
+
+
+def _host_memory(rates: LinkRates, groups: Sequence[Group], shared_cores: bool) -> dict[str, float]:
+    """Return the limit of the host's memory, and what updates take of it, as fields of `Rates`.
+
+    Where the device shares the host's cores, these are what is short, and they are counted already.
+    """
+    if not rates.host_memory_bytes_per_s or shared_cores:
+        return {}
+    updated = [group for group in groups if group.cpu_update_s]
+    seconds = sum(group.cpu_update_s for group in updated)
+    moved = sum(group.host_update_bytes for group in updated)
+    return {
+        "host_memory_bytes_per_s": rates.host_memory_bytes_per_s,
+        "worker_bytes_per_s": moved / seconds if seconds else 0.0,
+    }

@@ -16,6 +16,7 @@ from ..runtime.devices.device import Device
 from .devices import EMULATED, accelerator, make_device, words
 from .hardware import FORMAT
 from .host_memory import available_host_bytes
+from .links import LinkRates, measure_host_memory
 from .stopwatch import clock_of
 
 _UNLIMITED_BYTES = 2**62
@@ -67,6 +68,8 @@ def measure_machine(
         copies = _copies(device, sizes.copies_bytes)
         say("updates", 0.5)
         on_worker = _update_on_worker(device, sizes.elements, torch.optim.AdamW, torch.float32)
+        rates = LinkRates(*(_rate_of_largest(copies, direction) for direction in _DIRECTIONS))
+        host_memory = measure_host_memory(device, rates) if card is not None else 0.0
         copies_on_worker = _update_on_worker(device, sizes.elements, masters, torch.bfloat16) if masters else None
     finally:
         device.close()
@@ -75,19 +78,21 @@ def measure_machine(
     products = {name: _products(dtype, sizes.matrix, where) for name, dtype in _dtypes().items()}
     say("memory", 0.9)
     memory, launch_s = _memory(sizes.elements, where), _launch_s(where)
-    largest = {row["direction"]: row["bytes_per_s"] for row in copies}
     threads = "one thread" if card is None else f"{torch.get_num_threads()} threads"
     by = "all threads" if card is None else words(card)
     figures = {
         **_capacities(card),
         "memory_bytes_per_s": (memory, f"two float32 vectors added into a third, {by}; {how}"),
         "launch_s": (launch_s, f"an operation on one element; {how}"),
-        "in_bytes_per_s": (largest["in"], f"largest copy below, alone; {how}"),
-        "out_bytes_per_s": (largest["out"], f"largest copy below, alone; {how}"),
-        "both_bytes_per_s": (largest["both"], f"largest copy below, both directions at once, added up; {how}"),
+        "in_bytes_per_s": (rates.in_bytes_per_s, f"largest copy below, alone; {how}"),
+        "out_bytes_per_s": (rates.out_bytes_per_s, f"largest copy below, alone; {how}"),
+        "both_bytes_per_s": (rates.both_bytes_per_s, f"largest copy below, both directions at once, added up; {how}"),
         "cpu_update_bytes_per_s": (on_worker, f"fused AdamW on the update worker's {threads}; {how}"),
         "device_update_bytes_per_s": (in_place, f"fused AdamW on {by}; {how}"),
     }
+    if host_memory:
+        source = f"fused AdamW on {threads} and copies in both directions at once, added up; {how}"
+        figures["host_memory_bytes_per_s"] = host_memory, source
     if copies_on_worker is not None:
         source = f"fused AdamW on float32 copies of bfloat16 parameters on the update worker's {threads}; {how}"
         figures["cpu_master_update_bytes_per_s"] = copies_on_worker, source
@@ -173,6 +178,10 @@ def _copy_rate(device: Device, direction: str, size_bytes: int) -> float:
             event.synchronize()
 
     return (2 if direction == "both" else 1) * size_bytes / _seconds(copy)
+
+
+def _rate_of_largest(copies: list[dict[str, Any]], direction: str) -> float:
+    return float([row["bytes_per_s"] for row in copies if row["direction"] == direction][-1])
 
 
 def _stepper(elements: int, where: torch.device, kind: Any, dtype: torch.dtype) -> Any:

@@ -80,7 +80,7 @@ def _devices() -> list[dict[str, Any]]:
 def _link(kind: str) -> dict[str, int]:
     device = make_device(kind, _UNLIMITED_BYTES)
     try:
-        return {name: round(rate) for name, rate in vars(measure_link(device)).items()}
+        return {name: round(rate) for name, rate in vars(measure_link(device)).items() if rate}
     finally:
         device.close()
 

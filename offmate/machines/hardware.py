@@ -22,7 +22,7 @@ _RATES = (
     "cpu_update_bytes_per_s",
     "device_update_bytes_per_s",
 )
-_OPTIONAL = ("host_memory_bytes", "cpu_master_update_bytes_per_s", "manage_s")
+_OPTIONAL = ("host_memory_bytes", "host_memory_bytes_per_s", "cpu_master_update_bytes_per_s", "manage_s")
 
 # Rates of updates with float32 copies, relative to float32. On a CPU casts take instructions: 0.62 was measured on two
 # cores of an AMD EPYC, 0.48 on two of an Intel Xeon at 2.8 GHz. On a device they take memory: 40 bytes instead of 28.
@@ -43,6 +43,8 @@ class Hardware:
     cpu_update_bytes_per_s, device_update_bytes_per_s: bytes of float32 parameters that Adam updates per second.
     cpu_master_update_bytes_per_s: the same on the CPU for bfloat16 parameters with float32 copies, counted as float32;
         0 if the file does not say.
+    host_memory_bytes_per_s: bytes of host memory per second that copies and CPU updates together can read and write;
+        0 if the file does not say, and then neither slows the other down.
     manage_s: H, seconds per step that the CPU needs for everything else.
     shared_cores: compute, copies and CPU updates share the same cores (the emulated device).
     """
@@ -58,6 +60,7 @@ class Hardware:
     cpu_update_bytes_per_s: float
     device_update_bytes_per_s: float
     host_memory_bytes: int = 0
+    host_memory_bytes_per_s: float = 0.0
     cpu_master_update_bytes_per_s: float = 0.0
     manage_s: float = 0.0
     shared_cores: bool = False
@@ -130,6 +133,7 @@ def _parse(data: Any, where: str) -> Hardware:
         device_memory_bytes=int(_figure(data, "device_memory_bytes", where)),
         matrix_flops_per_s=flops,
         host_memory_bytes=int(optional["host_memory_bytes"]),
+        host_memory_bytes_per_s=optional["host_memory_bytes_per_s"],
         cpu_master_update_bytes_per_s=optional["cpu_master_update_bytes_per_s"],
         manage_s=optional["manage_s"],
         shared_cores=data.get("shared_cores") is True,

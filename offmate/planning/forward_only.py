@@ -13,7 +13,6 @@ from ..lowering.inductor import compiled
 from ..lowering.options import BlockClass, ClassOption
 from ..lowering.problem import Lowered, Lowering
 from ..machines.devices import EMULATED, accelerator
-from ..machines.links import LinkRates
 from ..plans.plan import Plan
 from ..profile.figures import measure
 from ..programs.prelude import lower_prelude
@@ -83,7 +82,7 @@ def _lowered(
     fixed = fixed_bytes(model, traced.captured, {}) + request.margin_bytes
     lowering = Lowering(traced.captured, traced.chain, traced.blocks, classes, prelude, frozenset(), {})
     lowered = lowering.problem(
-        LinkRates(rates.in_bytes_per_s, rates.out_bytes_per_s, rates.both_bytes_per_s),
+        rates,
         shared_cores=request.device == EMULATED,
         device_budget_bytes=max(1, request.budget_bytes - fixed),
         host_budget_bytes=request.host_budget_bytes,

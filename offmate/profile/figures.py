@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from ..capture.model import Traced
 from ..machines.devices import accelerator, make_device, rng_untouched
 from ..machines.hardware import Hardware
-from ..machines.links import LinkRates, measure_link
+from ..machines.links import LinkRates, measure_host_memory, measure_link
 from ..optim.masters import has_master
 from ..optim.state_bytes import state_bytes
 from ..optim.updater import UpdateCost, Updater
@@ -77,7 +77,9 @@ def work_out(
     prelude = lower_prelude(traced.captured, traced.chain, traced.blocks)
     if prelude.graph is not None:
         costs[""] = node_costs(prelude.graph.joint, machine)
-    rates = LinkRates(machine.in_bytes_per_s, machine.out_bytes_per_s, machine.both_bytes_per_s)
+    rates = LinkRates(
+        machine.in_bytes_per_s, machine.out_bytes_per_s, machine.both_bytes_per_s, machine.host_memory_bytes_per_s
+    )
     updates = {}
     for name, param in model.named_parameters() if updater is not None else ():
         if param.requires_grad and updater is not None:
@@ -119,6 +121,9 @@ def measure(
     links = make_device(device, _UNLIMITED_BYTES)
     try:
         rates = measure_link(links)
+        # A simulated accelerator's copies take the host's cores, which are then what is short.
+        if where is not None and where.type == "cuda":
+            rates = replace(rates, host_memory_bytes_per_s=measure_host_memory(links, rates))
     finally:
         links.close()
     return rates, costs | {"": prelude_costs}

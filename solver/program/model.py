@@ -222,6 +222,10 @@ def _time_rows(problem: Problem, builder: Builder, account: Account, unit_s: flo
         for resource, spent in seconds.items():
             row = add((1.0, spent), (1.0, beside.get(resource, {})), (-1.0, time))
             builder.at_most_zero(f"{resource}[{t}]", row)
+        if memory := rates.host_memory_shares:
+            busy = links | seconds
+            taken = ((part, busy[resource]) for resource, part in memory.items())
+            builder.at_most_zero(f"host memory[{t}]", add(*taken, (-1.0, time)))
         if rates.shared_cores:
             copies = ((path.share(link), links[link]) for path, link, _ in ways)
             working = ((1.0, spent) for spent in seconds.values())

@@ -57,6 +57,17 @@ def random_problem(
     )
 
 
+def limited(problem: Problem, rng: random.Random) -> Problem:
+    """The same on a machine whose host memory cannot serve both links and the CPU at once."""
+    rates = problem.rates
+    worker = rng.choice([0.5, 1.0, 2.0]) * rates.in_bytes_per_s
+    most = rates.in_bytes_per_s + rates.out_bytes_per_s + worker
+    return replace(
+        problem,
+        rates=replace(rates, host_memory_bytes_per_s=rng.uniform(0.3, 0.9) * most, worker_bytes_per_s=worker),
+    )
+
+
 def in_rows(problem: Problem) -> Problem:
     """The problem with every state that can be cut alike in two, three or four pieces of a row each."""
 

@@ -13,7 +13,7 @@ from offmate.solver.program.held import held_bytes
 from offmate.solver.solution import Status
 from offmate.solver.solve import least_budget, least_host, solve
 
-from .random_problems import gated, random_problem
+from .random_problems import gated, limited, random_problem
 
 
 @dataclass
@@ -209,6 +209,9 @@ def _step_s(problem: Problem, count: Count, t: int) -> float:
     ]
     if rates.shared_cores:
         parts.append(count.compute[t] + count.cpu[t] + (came + went) / rates.both_bytes_per_s)
+    if rates.host_memory_bytes_per_s:
+        worked = count.cpu[t] * rates.worker_bytes_per_s
+        parts.append((came + went + worked) / rates.host_memory_bytes_per_s)
     return max(parts)
 
 
@@ -250,6 +253,14 @@ def test_nor_is_one_by_the_other_backend(seed: int, m: int) -> None:
 def test_no_whole_plan_is_better_in_a_longer_chain(seed: int) -> None:
     rng = random.Random(seed)
     check_no_whole_plan_is_better(random_problem(rng, n_blocks=6, tensors=1), rng)
+
+
+@pytest.mark.parametrize("m", [0, 1, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_whole_plan_is_better_where_host_memory_is_slow(seed: int, m: int) -> None:
+    rng = random.Random(seed)
+    problem = limited(random_problem(rng, n_blocks=2, tensors=1, tied=seed % 2 == 0), rng)
+    check_no_whole_plan_is_better(gated(problem, rng, m) if m else problem, rng)
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 5])

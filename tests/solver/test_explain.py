@@ -8,7 +8,7 @@ import pytest
 from offmate.solver.explain import explain
 from offmate.solver.instances.synthetic import Shape, Speeds, llama
 from offmate.solver.plan import plan
-from offmate.solver.problem import Rates
+from offmate.solver.problem import Problem, Rates
 
 SHAPE = Shape(layers=3, hidden=256, intermediate=688, vocab=1000, batch=2, sequence=64)
 
@@ -56,3 +56,21 @@ def test_without_a_plan_there_is_nothing_to_explain() -> None:
     problem = llama(SHAPE, Speeds(1e13, 1e12, 1e11, 1e12, Rates(1e8, 1e8, 2e8)), 1000, 10**12)
     with pytest.raises(ValueError, match="no plan to explain"):
         explain(problem, plan(problem))
+
+
+def test_where_host_memory_is_short_it_is_named_and_faster_memory_is_offered() -> None:
+    rates = Rates(2e9, 2e9, 4e9, host_memory_bytes_per_s=1.5e9, worker_bytes_per_s=1.4e9)
+    problem = llama(SHAPE, Speeds(1e13, 1e12, 2e8, 1e12, rates), 10**10, 10**12)
+    tight = replace(problem, device_budget_bytes=int(0.4 * least_peak(problem)))
+    result = explain(tight, plan(tight))
+    busy = [phase.busy["host memory"] for phase in result.phases if phase.seconds]
+    assert max(busy) > 0.9 and all(part <= 1 + 1e-6 for part in busy)
+    assert "host memory" in result.text()
+    offers = {offer.change: offer.saved_s for offer in result.offers}
+    assert offers["host memory twice as fast"] > 0.1 * result.step_s > offers["a link twice as fast"]
+
+
+def least_peak(problem: Problem) -> int:
+    simulation = plan(problem).simulation
+    assert simulation is not None
+    return simulation.peak_bytes

@@ -20,6 +20,8 @@ FAULTS = {
     "in_bytes_per_s is 0, must be above 0 and finite": {"in_bytes_per_s": 0},
     "out_bytes_per_s is inf, must be": {"out_bytes_per_s": inf},
     "manage_s is 'x', must be finite": {"manage_s": "x"},
+    "host_memory_bytes_per_s is -1.0, must be finite and not negative": {"host_memory_bytes_per_s": -1.0},
+    "worker_bytes_per_s is nan, must be": {"worker_bytes_per_s": float("nan")},
     "tier peer: both_bytes_per_s is inf": {"tiers": (Tier(replace(PEER, both_bytes_per_s=inf), 1),)},
     "tier peer: capacity_bytes is -1": {"tiers": (Tier(PEER, -1),)},
     "need distinct names, found 'host', 'host'": {"tiers": (Tier(replace(PEER, tier="host"), 1),)},
@@ -67,3 +69,12 @@ def test_seconds_that_are_none():
 def test_rates_say_nothing_of_tiers_where_there_are_none():
     rates = Rates(1.0, 2.0, 3.0)
     assert "tiers" not in rates.to_dict() and "workers" not in rates.to_dict()
+
+
+def test_a_limit_of_host_memory_is_kept_and_one_that_is_not_there_is_not_written():
+    limited = Rates(1.0, 2.0, 3.0, host_memory_bytes_per_s=2.5, worker_bytes_per_s=1.5)
+    schedule = replace(tiny_schedule(), rates=limited)
+    assert from_dict(to_dict(schedule)).rates == limited
+    assert limited.host_memory_shares == {"copy in": 0.4, "copy out": 0.8, "cpu": 0.6}
+    assert limited.with_endless_host_memory.host_memory_shares == {}
+    assert not any("host_memory" in name or "worker" in name for name in Rates(1.0, 2.0, 3.0).to_dict())

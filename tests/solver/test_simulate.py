@@ -97,6 +97,21 @@ def test_shared_cores_are_divided():
     assert machine.stall_s[Resource.CPU] == pytest.approx(1.0)
 
 
+def test_copies_and_updates_share_the_hosts_memory():
+    rates = Rates(25.0, 25.0, 50.0, host_memory_bytes_per_s=40.0, worker_bytes_per_s=35.0)
+    machine = Machine(rates)
+    into, update = machine.submit(Resource.IN, 1.0), machine.submit(Resource.CPU, 2.0)
+    compute = machine.run(0.5)
+    machine.wait([into, update])
+    # 60 are asked for and 40 there: two thirds of the speed until the copy is done, and the computes at full speed.
+    assert (compute.end_s, into.end_s, update.end_s) == pytest.approx((0.5, 1.5, 2.5))
+    alone = Machine(replace(rates, worker_bytes_per_s=80.0))
+    assert alone.submit(Resource.CPU, 1.0) and alone.run(3.0)
+    assert alone.submit(Resource.CPU, 1.0).number == 2
+    alone.advance()
+    assert alone.now == pytest.approx(5.0)  # even alone the work is limited by memory
+
+
 def test_what_is_ready_goes_first():
     machine = Machine(Rates(10.0, 10.0, 20.0))
     update = machine.submit(Resource.CPU, 2.5)

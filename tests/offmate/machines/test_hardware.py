@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
 import pytest
+import torch
+from offmate.solver.resources import Rates
 
+import offmate
+from offmate.cli.shapes import batch_for, build
 from offmate.errors import OffmateError
+from offmate.machines.devices import make_device
 from offmate.machines.hardware import load, names
+from offmate.machines.links import measure_host_memory, measure_link
 
 FOLDER = resources.files("offmate") / "machines"
 
@@ -54,3 +61,37 @@ def test_updates_of_float32_copies_cost_what_they_cost(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(data | {"cpu_master_update_bytes_per_s": {"value": 1e9, "source": "measured"}}))
     assert load(str(path)).update_s(10**9, masters=True) == pytest.approx((4.0, masters[1]))
+
+
+def test_a_limit_of_host_memory_is_planned_with_unless_cores_are_shared(tmp_path: Path) -> None:
+    model = build("tiny-llama", "fp32")
+    data = json.loads((FOLDER / "rtx3090.json").read_text())
+    path = tmp_path / "mine.json"
+
+    def rates(**change: object) -> Rates:
+        path.write_text(json.dumps(data | change))
+        plan = offmate.plan(
+            model, "12MiB", example_inputs=batch_for(model, 2, 64), optimizer=torch.optim.AdamW(model.parameters()),
+            hardware=str(path), config=offmate.Config(cache_dir=None),
+        )  # fmt: skip
+        assert plan.schedule.rates == plan.problem.rates
+        return plan.schedule.rates
+
+    assert rates().host_memory_bytes_per_s == 40e9
+    assert rates().worker_bytes_per_s == pytest.approx(35e9)  # 28 bytes for each four of the file's rate
+    assert rates(shared_cores=True).host_memory_shares == {}
+    del data["host_memory_bytes_per_s"]
+    assert rates().host_memory_shares == {}
+
+
+def test_host_memory_is_measured_beside_copies(sim) -> None:
+    device = make_device("sim:0", 1 << 30)
+    try:
+        link = measure_link(device)
+        found = measure_host_memory(device, link)
+        # Links so slow that their copies disturb nothing.
+        none = measure_host_memory(device, replace(link, both_bytes_per_s=1e3))
+    finally:
+        device.close()
+    assert found == 0.0 or 1e8 < found < 1e12
+    assert none == 0.0

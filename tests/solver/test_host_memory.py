@@ -1,0 +1,63 @@
+"""Where the host's memory is slow: what copies and updates take of it bounds a step, and plans know it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from offmate.solver.plan import plan
+from offmate.solver.problem import Block, Group, Option, Problem, Rates, TensorSize
+from offmate.solver.program.model import state_program
+from offmate.solver.simulate import keeps_budgets, simulate
+from offmate.solver.solve import solve
+
+from .random_problems import gated, limited, random_problem
+
+
+def under(problem, device=0.6):
+    """The problem with less device memory, so that something has to move."""
+    ample = plan(problem)
+    return replace(problem, device_budget_bytes=int(device * ample.simulation.peak_bytes))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_plan_is_no_slower_than_one_that_ignores_the_limit(seed):
+    rng = random.Random(seed)
+    problem = random_problem(rng, n_blocks=3 + seed % 3)
+    problem = limited(gated(problem, rng, 1 + seed % 2) if seed % 3 else problem, rng)
+    problem = under(problem, rng.choice([0.6, 0.8]))
+    found = plan(problem)
+    ignoring = plan(replace(problem, rates=problem.rates.with_endless_host_memory))
+    if ignoring.schedule is None:
+        assert found.schedule is None
+        return
+    assert found.schedule.rates == problem.rates and keeps_budgets(problem, found.schedule)
+    assert found.simulation == simulate(found.schedule)
+    assert found.simulation.step_s <= simulate(replace(ignoring.schedule, rates=problem.rates)).step_s
+    assert found.solution.lower_bound_s <= found.simulation.step_s * (1 + 1e-6)
+
+
+def test_ample_memory_changes_nothing():
+    problem = under(random_problem(random.Random(3), n_blocks=4))
+    ample = replace(problem.rates, host_memory_bytes_per_s=1e12, worker_bytes_per_s=1.0)
+    assert solve(replace(problem, rates=ample)).objective_s == pytest.approx(solve(problem).objective_s)
+
+
+def test_a_step_takes_as_long_as_its_bytes():
+    """All that an iteration moves is one update on the host: its gradient leaves, its parameters return."""
+    group = Group("w", (TensorSize("w", 1000, 1000, 2000),), (1, 2), (2,), cpu_update_s=1.0, side="host")
+    blocks = tuple(Block(f"b{i}", (Option("keep", 0, 0, 1.0, 1.0, 1, 1000),)) for i in range(2))
+    problem = Problem(blocks, (group,), (), (), (), Rates(1e6, 1e6, 2e6), 10_000, 10_000)
+    limited_rates = replace(problem.rates, host_memory_bytes_per_s=500.0, worker_bytes_per_s=7000.0)
+    found, endless = (solve(replace(problem, rates=rates), gap=1e-6) for rates in (limited_rates, problem.rates))
+    computing_s, moving_s = 4.0, (1000 + 1000 + 7000) / 500
+    assert moving_s * (1 - 1e-6) <= found.objective_s <= moving_s + computing_s
+    assert endless.objective_s <= computing_s + 1.01
+
+
+def test_the_program_has_a_row_per_step_only_where_there_is_a_limit():
+    problem = random_problem(random.Random(0))
+    short = limited(problem, random.Random(0))
+    rows, more = (len(state_program(one).model.rows) for one in (problem, short))
+    assert more == rows + problem.n_steps
