@@ -3,7 +3,8 @@
 All seconds are predictions for synthetic chains of half-layer blocks (Llama-2-7B, bf16 with fp32 masters) and the rates
 of the hardware files; nothing was run on such a card. A gate (clipping, accumulation) lets no update start before the
 last gradient. "One step": three turn-around steps, so that the device makes all its updates in one of them. "As
-needed": as many as the update phase needs (`update_steps`).
+needed": as many as the update phase needs (`update_steps`). Each is planned without a limit of host memory and with
+that of the hardware file; "under it" is the first schedule's time with the limit.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from offmate.solver.instances.synthetic import Precision, Shape, Speeds, llama
 from offmate.solver.plan import plan
 from offmate.solver.problem import Problem, Rates, update_steps
+from offmate.solver.simulate import simulate
 from rich.console import Console
 from rich.table import Table
 
@@ -34,6 +36,7 @@ BATCHES = ((4, 512), (8, 1024))
 _HOST_BYTES = 512 * GB
 _MANAGE_S = 1e-3
 _FP32_BYTES = 4  # the rates of hardware files count fp32 parameters
+_UPDATE_BYTES = 28  # of memory that an update of an fp32 parameter moves
 _NORM_SHARE = 1 / 7  # of an update's bytes, those that measuring a gradient's norm reads
 
 
@@ -46,7 +49,7 @@ def main() -> None:
     table = Table(*rows[0], title="A step of Llama-2-7B, predicted")
     for row in rows:
         table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console(width=120).print(table)
+    Console(width=160).print(table)
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
 
@@ -65,7 +68,12 @@ def problem_of(hardware: Hardware, batch: int, sequence: int, budget_bytes: int)
     """Return the problem of a machine, as the program sees it without a gate."""
     scale = MASTERS.param_bytes / _FP32_BYTES
     rates = Rates(
-        hardware.in_bytes_per_s, hardware.out_bytes_per_s, hardware.both_bytes_per_s, max(hardware.manage_s, _MANAGE_S)
+        hardware.in_bytes_per_s,
+        hardware.out_bytes_per_s,
+        hardware.both_bytes_per_s,
+        max(hardware.manage_s, _MANAGE_S),
+        host_memory_bytes_per_s=hardware.host_memory_bytes_per_s,
+        worker_bytes_per_s=_UPDATE_BYTES / _FP32_BYTES * hardware.cpu_update_bytes_per_s,
     )
     speeds = Speeds(
         hardware.flops_per_s("bfloat16"),
@@ -85,15 +93,20 @@ def gated(problem: Problem, steps: int) -> Problem:
 
 
 def _planned(problem: Problem) -> dict[str, Any]:
+    endless = plan(replace(problem, rates=problem.rates.with_endless_host_memory))
     start = time.perf_counter()
-    planned = plan(problem)
-    assert planned.simulation is not None
+    limited = plan(problem)
+    planned_s = time.perf_counter() - start
+    assert endless.schedule is not None and endless.simulation is not None and limited.simulation is not None
     return {
         "compute s": sum(min(o.forward_s + o.backward_s for o in block.options) for block in problem.blocks),
-        "program s": planned.solution.objective_s,
-        "simulated s": planned.simulation.step_s,
-        "solved in s": planned.solution.solve_s,
-        "planned in s": time.perf_counter() - start,
+        "endless: program s": endless.solution.objective_s,
+        "simulated s": endless.simulation.step_s,
+        "under it s": simulate(replace(endless.schedule, rates=problem.rates)).step_s,
+        "limited: program s": limited.solution.objective_s,
+        "its own simulated s": limited.simulation.step_s,
+        "solved in s": limited.solution.solve_s,
+        "planned in s": planned_s,
     }
 
 

@@ -21,7 +21,7 @@ _DOES_NOT_FIT = 1
 _EXAMPLES = """examples:
   offmate plan llama2-7b --gpu-budget 12GiB
   offmate plan mistral-7b --gpu-budget 22GiB --hardware rtx4090 --what-if
-  offmate plan llama3-8b --gpu-budget 22GiB --dtype bf16-master --max-grad-norm 1.0 --accumulation 8
+  offmate plan llama3-8b --dtype bf16-master --max-grad-norm 1 --accumulation 8
   offmate plan ./my-model --gpu-budget 10GiB --json plan.json
   offmate show plan.json --html plan.html
   offmate plan llama3-8b --sweep 6GiB:24GiB:2GiB --hardware rtx3090
