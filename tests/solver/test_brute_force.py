@@ -210,8 +210,15 @@ def _step_s(problem: Problem, count: Count, t: int) -> float:
     if rates.shared_cores:
         parts.append(count.compute[t] + count.cpu[t] + (came + went) / rates.both_bytes_per_s)
     if rates.host_memory_bytes_per_s:
-        worked = count.cpu[t] * rates.worker_bytes_per_s
-        parts.append((came + went + worked) / rates.host_memory_bytes_per_s)
+        # Of the memory's rate: the part that each needs at full speed, and its seconds at full speed.
+        needs = (rates.in_bytes_per_s, rates.out_bytes_per_s, rates.worker_bytes_per_s)
+        used = [(n / rates.host_memory_bytes_per_s, s) for n, s in zip(needs, (came_s, went_s, count.cpu[t]))]
+        parts.append(sum(part * seconds for part, seconds in used))
+        alone = [(min(1.0, part), max(1.0, part) * seconds) for part, seconds in used]
+        parts += [
+            seconds + sum(max(0.0, part + a - 1) * s for j, (a, s) in enumerate(alone) if j != i)
+            for i, (part, seconds) in enumerate(alone)
+        ]
     return max(parts)
 
 

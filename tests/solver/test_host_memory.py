@@ -6,9 +6,11 @@ import random
 from dataclasses import replace
 
 import pytest
+from offmate.solver.linear import evaluate
+from offmate.solver.machine import Machine
 from offmate.solver.plan import plan
 from offmate.solver.problem import Block, Group, Option, Problem, Rates, TensorSize
-from offmate.solver.program.model import state_program
+from offmate.solver.program.model import _beside_each_other, state_program
 from offmate.solver.simulate import keeps_budgets, simulate
 from offmate.solver.solve import solve
 
@@ -56,8 +58,29 @@ def test_a_step_takes_as_long_as_its_bytes():
     assert endless.objective_s <= computing_s + 1.01
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_no_step_is_faster_in_the_simulator(seed):
+    """Work of all kinds, however it overlaps, takes at least what the program says."""
+    rng = random.Random(seed)
+    rates = replace(
+        Rates(25.0, 20.0, 40.0), host_memory_bytes_per_s=rng.uniform(15, 60), worker_bytes_per_s=rng.uniform(5, 50)
+    )
+    machine, busy = Machine(rates), dict.fromkeys(rates.host_memory_shares, 0.0)
+    for _ in range(rng.randint(1, 12)):
+        resource, seconds = rng.choice(list(busy)), rng.uniform(0.1, 3.0)
+        machine.submit(resource, seconds)
+        busy[resource] += seconds
+        if rng.random() < 0.4:
+            machine.run(rng.uniform(0.1, 2.0))
+    while any(machine.submitted_s(resource) for resource in busy):
+        machine.advance()
+    columns = {resource: {column: 1.0} for column, resource in enumerate(busy)}
+    for name, terms in _beside_each_other(rates.host_memory_shares, columns):
+        assert evaluate(terms, tuple(busy.values())) <= machine.now * (1 + 1e-9), name
+
+
 def test_the_program_has_a_row_per_step_only_where_there_is_a_limit():
     problem = random_problem(random.Random(0))
     short = limited(problem, random.Random(0))
     rows, more = (len(state_program(one).model.rows) for one in (problem, short))
-    assert more == rows + problem.n_steps
+    assert more == rows + 4 * problem.n_steps  # all bytes, and each of two links and the CPU beside the others
