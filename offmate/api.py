@@ -35,6 +35,7 @@ from .split import Split
 log = logging.getLogger("offmate")
 
 _ENDLESS_BYTES = 2**62
+_MOST_MICRO_BATCHES = 1_000_000  # per update; beyond, seconds of a step are lost among those of an iteration
 _SIZING_S = 20.0  # time limit of the search for one batch size
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -238,8 +239,11 @@ def _check_gate(max_grad_norm: float | None, accumulation_steps: int, planned: b
                 f"max_grad_norm={max_grad_norm} needs optimizer=; without one the gradients are in .grad after "
                 "backward(), for torch.nn.utils.clip_grad_norm_ before your own optimizer.step()"
             )
-    if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
-        raise OffmateError(f"accumulation_steps is {accumulation_steps!r}; it must be a whole number, 1 or more")
+    whole = isinstance(accumulation_steps, int) and not isinstance(accumulation_steps, bool)
+    if not whole or not 1 <= accumulation_steps <= _MOST_MICRO_BATCHES:
+        raise OffmateError(
+            f"accumulation_steps is {accumulation_steps!r}; it must be a whole number from 1 to {_MOST_MICRO_BATCHES:,}"
+        )
     if accumulation_steps > 1 and not planned:
         raise OffmateError(
             f"accumulation_steps={accumulation_steps} needs optimizer=; without one several backward() calls add up in "

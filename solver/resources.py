@@ -222,6 +222,8 @@ class Rates:
             rate = getattr(self, name)
             if not _is_number(rate) or not 0 <= rate < inf:
                 yield "rates", f"{name} is {rate!r}, must be finite and not negative"
+            elif name == "host_memory_bytes_per_s" and 0 < rate < 1:
+                yield "rates", f"{name} is {rate!r}, must be 1 or more, or 0 for no limit"
         names = [HOST, *(tier.name for tier in self.tiers)]
         if len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):
             yield "tiers", f"need distinct names, found {', '.join(map(repr, names))}"

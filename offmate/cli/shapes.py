@@ -16,7 +16,7 @@ from ..optim.masters import with_master_weights
 
 MASTERS = "bf16-master"  # bfloat16 parameters, and float32 copies of them that the optimizer updates
 DTYPES = {"bf16": torch.bfloat16, MASTERS: torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Any] = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,
     "sgd": torch.optim.SGD,
@@ -70,7 +70,7 @@ def optimizer_for(model: Any, name: str, dtype: str = "bf16") -> torch.optim.Opt
     """
     if name == "none":
         return None
-    settings = {"lr": 1e-3, "momentum": 0.9} if name == "sgd" else {}
+    settings: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9} if name == "sgd" else {}
     kind = with_master_weights(OPTIMIZERS[name]) if dtype == MASTERS else OPTIMIZERS[name]
     made: torch.optim.Optimizer = kind(model.parameters(), **settings)
     return made

@@ -242,7 +242,7 @@ class Lowering:
         return tuple(Shared(name, size, last[name]) for name, size in self.prelude.item_bytes.items())
 
 
-def _host_memory(rates: LinkRates, groups: Sequence[Group], shared_cores: bool) -> dict[str, float]:
+def _host_memory(rates: LinkRates, groups: Sequence[Group], shared_cores: bool) -> dict[str, Any]:
     """Return the limit of the host's memory, and what updates take of it, as fields of `Rates`.
 
     Where the device shares the host's cores, these are what is short, and they are counted already.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -22,6 +21,7 @@ _RATES = (
     "cpu_update_bytes_per_s",
     "device_update_bytes_per_s",
 )
+_LARGEST = 1e30  # of a figure, in any unit
 _OPTIONAL = ("host_memory_bytes", "host_memory_bytes_per_s", "cpu_master_update_bytes_per_s", "manage_s")
 
 # Rates of updates with float32 copies, relative to float32. On a CPU casts take instructions: 0.62 was measured on two
@@ -102,7 +102,7 @@ def load(name_or_path: str) -> Hardware:
     if name_or_path in names():
         return _parse(json.loads((_folder() / f"{name_or_path}.json").read_text()), name_or_path)
     path = Path(name_or_path)
-    if not path.exists():
+    if not path.is_file():
         near = difflib.get_close_matches(name_or_path.lower(), names(), n=3, cutoff=0.4)
         hint = f"Did you mean {' or '.join(near)}? " if near else ""
         raise OffmateError(
@@ -122,12 +122,15 @@ def _folder() -> Any:
 def _parse(data: Any, where: str) -> Hardware:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise OffmateError(f"{where}: not a hardware file of format {FORMAT}")
-    figures = {key: _figure(data, key, where) for key in _RATES}
+    figures = {key: _figure(data, key, where, least=0.0 if key == "launch_s" else 1.0) for key in _RATES}
     products = data.get("matrix_flops_per_s")
     if not isinstance(products, dict) or "float32" not in products:
         raise OffmateError(f"{where}: matrix_flops_per_s must name at least float32")
-    flops = tuple(sorted((dtype, _figure(products, dtype, where)) for dtype in products))
+    flops = tuple(sorted((dtype, _figure(products, dtype, where, least=1.0)) for dtype in products))
     optional = {key: _figure(data, key, where) if key in data else 0.0 for key in _OPTIONAL}
+    for key in ("host_memory_bytes_per_s", "cpu_master_update_bytes_per_s"):
+        if 0 < optional[key] < 1:
+            raise OffmateError(f"{where}: {key} is {optional[key]!r}; it must be 1 or more, or 0 if it is not known")
     return Hardware(
         name=str(data.get("name", where)),
         device_memory_bytes=int(_figure(data, "device_memory_bytes", where)),
@@ -141,11 +144,14 @@ def _parse(data: Any, where: str) -> Hardware:
     )
 
 
-def _figure(data: dict[str, Any], key: str, where: str) -> float:
+def _figure(data: dict[str, Any], key: str, where: str, least: float = 0.0) -> float:
     entry = data.get(key)
     if not isinstance(entry, dict) or "value" not in entry or not entry.get("source"):
         raise OffmateError(f'{where}: {key} must be {{"value": number, "source": text}}, found {entry!r}')
     value = entry["value"]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 <= value < math.inf):
-        raise OffmateError(f"{where}: {key} is {value!r}; it must be a finite number, not negative")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (least <= value <= _LARGEST):
+        words = "not negative" if least == 0 else f"{least:g} or more"
+        raise OffmateError(
+            f"{where}: {key} is {str(value)[:40]}; it must be a number, {words} and at most {_LARGEST:g}"
+        )
     return float(value)

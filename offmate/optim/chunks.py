@@ -33,25 +33,30 @@ def step_in_chunks(kind: Any, inner: Any, leaf: torch.nn.Parameter, param: torch
     """
     master, state = leaf.data, inner.state[leaf]
     grad, low, whole = param.grad.view(-1), param.view(-1), master.view(-1)  # type: ignore[union-attr]
-    bulk = {key: value.view(-1) for key, value in state.items() if is_bulk(value)}
-    exists = bool(state)
-    scalars = {key: value for key, value in state.items() if key not in bulk}
+    bulk = {key: value for key, value in state.items() if is_bulk(value)}
+    made: dict[str, torch.Tensor] = {}
     starts = range(0, master.numel(), CHUNK_ELEMENTS)
     for start in starts:
         chunk = slice(start, start + CHUNK_ELEMENTS)
         leaf.data = whole[chunk]
         leaf.grad = _scratch(leaf.numel()).copy_(grad[chunk])
         # Scalars, such as the number of updates, advance once: with the last chunk.
-        own = scalars if start == starts[-1] else {key: _copy(value) for key, value in scalars.items()}
-        given = inner.state[leaf] = own | {key: values[chunk] for key, values in bulk.items() if exists}
+        advances = start == starts[-1]
+        given = inner.state[leaf] = {
+            key: bulk[key].view(-1)[chunk] if key in bulk else value if advances else _copy(value)
+            for key, value in state.items()
+        }
         kind.step(inner)
         low[chunk].copy_(leaf)
-        for key, value in given.items() if not exists else ():
-            if is_bulk(value):
-                state.setdefault(key, torch.empty_like(master, dtype=value.dtype))
-                state[key].view(-1)[chunk].copy_(value)
-    state.update({key: value for key, value in given.items() if not is_bulk(value)})
-    leaf.data, leaf.grad, inner.state[leaf] = master, None, state
+        for key, value in given.items():
+            if is_bulk(value):  # the first update makes tensors; later ones change them in place
+                if key not in bulk and key not in made:
+                    made[key] = torch.empty_like(master, dtype=value.dtype)
+                part = (bulk if key in bulk else made)[key].view(-1)[chunk]
+                if part.data_ptr() != value.data_ptr():
+                    part.copy_(value)
+    inner.state[leaf] = {key: bulk.get(key, made.get(key, value)) for key, value in given.items()}
+    leaf.data, leaf.grad = master, None
 
 
 def _copy(value: Any) -> Any:
@@ -61,5 +66,7 @@ def _copy(value: Any) -> Any:
 def _scratch(elements: int) -> torch.Tensor:
     """Return memory of this thread, which the next chunk overwrites."""
     if not hasattr(_memory, "scratch"):
-        _memory.scratch = torch.empty(CHUNK_ELEMENTS)
-    return _memory.scratch[:elements]  # type: ignore[no-any-return]
+        with torch.inference_mode(False):  # memory made inside could not be used outside
+            _memory.scratch = torch.empty(CHUNK_ELEMENTS, dtype=torch.float32, device="cpu")
+    scratch: torch.Tensor = _memory.scratch[:elements]
+    return scratch

@@ -36,7 +36,7 @@ _FUSED_ALIKE = frozenset({torch.optim.Adam, torch.optim.AdamW})
 
 def works_by_element(kind: Any) -> bool:
     """Return whether an optimizer class, with master weights or without, updates every element independently."""
-    return getattr(kind, "_kind", kind) in _BY_ELEMENT
+    return vars(kind).get("_kind", kind) in _BY_ELEMENT  # a subclass of either may do something else
 
 
 def depends_on_threads(kind: Any, hyper: dict[str, Any], dtype: torch.dtype) -> bool:
@@ -51,7 +51,7 @@ def depends_on_threads(kind: Any, hyper: dict[str, Any], dtype: torch.dtype) -> 
     """
     if not works_by_element(kind):
         return True
-    inner = getattr(kind, "_kind", None)
+    inner = vars(kind).get("_kind")
     low = dtype in (torch.bfloat16, torch.float16) and inner is None
     return low and not (hyper.get("fused") and kind in _FUSED_ALIKE)
 

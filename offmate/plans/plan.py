@@ -135,14 +135,14 @@ class Plan:
     def moved_bytes(self) -> tuple[int, int]:
         """Bytes per iteration that go to the device and to the host."""
         sizes = self.schedule.item_bytes
-        into = sum(sizes[a.item] for a in self._all_actions if a.kind is Kind.PREFETCH)
-        out = sum(sizes[a.item] for a in self._all_actions if a.kind is Kind.OFFLOAD)
+        into = sum(times * sizes[a.item] for times, a in self._all_actions if a.kind is Kind.PREFETCH)
+        out = sum(times * sizes[a.item] for times, a in self._all_actions if a.kind is Kind.OFFLOAD)
         return into, out
 
     @cached_property
-    def _all_actions(self) -> tuple[Action, ...]:
-        """The actions of an iteration, including those of every micro-batch."""
-        return tuple(a for part in self.schedule.parts for _ in range(part.times) for a in part.actions)
+    def _all_actions(self) -> tuple[tuple[int, Action], ...]:
+        """The actions of an iteration, and how many micro-batches carry out each."""
+        return tuple((part.times, action) for part in self.schedule.parts for action in part.actions)
 
     def explain(self, offers: bool = False) -> str:
         """Describe the plan: budget, peak, time, what moves, what is recomputed, and what limits each phase.
@@ -158,8 +158,8 @@ class Plan:
         updated = f"the host updates {format_bytes(updates[0])} of {format_bytes(updates[1])} of parameters"
         if self.problem is not None and self.problem.update == "external":
             updated = "your own code updates the parameters on the host"
-        computes = (self.schedule.computes[a.name] for a in self._all_actions if a.kind is Kind.COMPUTE)
-        compute_s = sum(spec.seconds for spec in computes)
+        computes = self.schedule.computes
+        compute_s = sum(times * computes[a.name].seconds for times, a in self._all_actions if a.kind is Kind.COMPUTE)
         lines = [
             f"budget {format_bytes(self.budget_bytes)}, predicted peak {format_bytes(self.predicted_peak_bytes)}, "
             f"least budget that works {format_least_bytes(self.least_budget_bytes)}",

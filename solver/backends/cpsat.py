@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ class CpSat:
 
     def __init__(self) -> None:
         self._child: Any = None
+        self._said: Any = None
 
     def __enter__(self) -> CpSat:
         return self
@@ -34,6 +36,7 @@ class CpSat:
         if self._child is not None:
             self._child.kill()  # it holds nothing, and would take a while to end by itself
             self._child.communicate()
+            self._said.close()
 
     def least_kept(self, graph: BlockGraph) -> tuple[frozenset[int], frozenset[int]]:
         """Minimise the bytes kept such that everything else can be recomputed; nothing is offloaded."""
@@ -61,19 +64,30 @@ class CpSat:
             line = child.stdout.readline()
         except BrokenPipeError:
             line = ""
-        if not line:
-            words = child.communicate()[1].strip().splitlines()
-            raise BackendError(f"CP-SAT ended: {words[-1] if words else 'no message'}; try: pip install ortools")
-        found = json.loads(line)
-        return frozenset(found["keep"]), frozenset(found["offload"])
+        try:
+            found = json.loads(line)
+            return frozenset(found["keep"]), frozenset(found["offload"])
+        except (ValueError, TypeError, KeyError):
+            raise BackendError(f"{self._last_words(line)}; try: pip install ortools") from None
+
+    def _last_words(self, line: str) -> str:
+        """Say why the process gave no answer."""
+        if line:
+            return f"CP-SAT's process answered {line.strip()[:200]!r}, which is no answer"
+        self._child.wait()
+        self._said.seek(0)
+        words = self._said.read().strip().splitlines()
+        return f"CP-SAT ended: {words[-1] if words else f'exit code {self._child.returncode} and no message'}"
 
     def _running(self) -> Any:
         """Return the process, begun if there is none: to load CP-SAT takes longer than most of its answers."""
         if self._child is None:
-            environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(p) for p in sys.path if p)}
+            # A file: nobody reads a pipe before the end, and one that is full would stop the process.
+            self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._said}
             command = [sys.executable, "-P", str(CHILD)]  # -P: modules in this folder must not shadow others
-            self._child = subprocess.Popen(command, text=True, env=environment, **pipes)  # type: ignore[call-overload]
+            self._child = subprocess.Popen(command, text=True, env=environment, **pipes)
         return self._child
 
 

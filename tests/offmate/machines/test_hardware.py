@@ -50,6 +50,21 @@ def test_unknown_and_damaged(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(OffmateError, match="not JSON"):
         load(str(path))
+    with pytest.raises(OffmateError, match="is not known"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("in_bytes_per_s", 0), ("cpu_update_bytes_per_s", 0), ("memory_bytes_per_s", 10**400),
+     ("host_memory_bytes_per_s", 1e-300), ("host_memory_bytes_per_s", -1), ("launch_s", float("nan"))],
+)  # fmt: skip
+def test_figures_that_no_machine_has(tmp_path: Path, key: str, value: float) -> None:
+    data = json.loads((FOLDER / "h100.json").read_text())
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(data | {key: {"value": value, "source": "x"}}))
+    with pytest.raises(OffmateError, match=f"{key} is .*must be"):
+        load(str(path))
 
 
 def test_updates_of_float32_copies_cost_what_they_cost(tmp_path: Path) -> None:

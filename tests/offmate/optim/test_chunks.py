@@ -1,5 +1,6 @@
 """Float32 copies are updated in chunks, with the bits of a whole update and without a float32 gradient."""
 
+import contextlib
 import inspect
 import threading
 
@@ -8,7 +9,7 @@ import torch
 
 import offmate
 from offmate.optim import chunks
-from offmate.optim.rows import works_by_element
+from offmate.optim.rows import depends_on_threads, works_by_element
 
 CHUNK = 2**12
 SHAPE = (3, CHUNK - 100)
@@ -64,3 +65,47 @@ def test_what_does_not_lie_in_one_piece_is_updated_whole(monkeypatch):
     assert chunks.may_be_cut(tall, tall.float(), {})
     assert not chunks.may_be_cut(tall, tall.float(), {"exp_avg": torch.zeros(30, 40).T.contiguous().T})
     assert not chunks.may_be_cut(tall, tall.float(), {"row": torch.zeros(30)})
+
+
+def stepped(state, monkeypatch, chunk_elements, around=contextlib.nullcontext, momentum=0.9):
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(chunks, "_memory", threading.local())
+    torch.manual_seed(2)
+    param = torch.nn.Parameter(torch.randn(1000).bfloat16())
+    optimizer = offmate.with_master_weights(torch.optim.SGD)([param], lr=0.1, momentum=momentum)
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    with around():
+        for _ in range(4):
+            param.grad = torch.randn(1000, dtype=torch.bfloat16, device="cpu")
+            optimizer.step()
+    return param.detach(), optimizer.state[param]
+
+
+def test_a_state_that_is_there_in_part_is_completed(monkeypatch):
+    loaded = {0: {"momentum_buffer": None}}
+    (cut, state), (whole, expected) = (stepped(loaded, monkeypatch, elements) for elements in (64, 4096))
+    assert torch.equal(cut, whole) and list(state) == list(expected)
+    assert torch.equal(state["momentum_buffer"], expected["momentum_buffer"])
+
+
+@contextlib.contextmanager
+def bfloat16_by_default():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("around", [bfloat16_by_default, lambda: torch.device("meta")], ids=["dtype", "device"])
+def test_defaults_of_torch_do_not_matter(monkeypatch, around):
+    assert torch.equal(stepped({}, monkeypatch, 64, around)[0], stepped({}, monkeypatch, 64)[0])
+
+
+def test_a_subclass_may_do_something_else():
+    class Centred(offmate.with_master_weights(torch.optim.AdamW)):
+        """Reads all of a gradient."""
+
+    assert works_by_element(offmate.with_master_weights(torch.optim.AdamW))
+    assert not works_by_element(Centred)
+    assert depends_on_threads(Centred, {}, torch.bfloat16)

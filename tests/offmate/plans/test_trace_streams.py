@@ -98,6 +98,9 @@ def test_what_one_stream_does_does_not_overlap(loop):
     assert all(a.end_s == b.start_s for a, b in pairwise(trace.measured.memory))
 
 
+CLOCKS_S = 1e-3  # a thread that compares the clocks of host and device may be kept waiting in between
+
+
 def test_workers_and_streams_share_one_axis(loop):
     """An update on the host lies between the copy of its gradient and that of the new parameter."""
     with loop.model.offmate.record():
@@ -109,10 +112,10 @@ def test_workers_and_streams_share_one_axis(loop):
     for name, update in updates.items():
         leaves = by_item[Resource.OUT, f"g:{name}"]
         # An update in the forward is of the gradient before.
-        assert leaves.action.step > update.action.step or leaves.end_s < update.start_s
+        assert leaves.action.step > update.action.step or leaves.end_s < update.start_s + CLOCKS_S
     for tail in recording.tails:
         brought = by_item.get((Resource.IN, f"p:{tail.action.name}"))
-        assert tail.resource is not Resource.CPU or brought is None or tail.end_s < brought.start_s
+        assert tail.resource is not Resource.CPU or brought is None or tail.end_s < brought.start_s + CLOCKS_S
 
 
 def test_predicted_and_measured_are_drawn_on_one_axis(loop, tmp_path):

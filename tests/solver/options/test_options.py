@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from itertools import product
 
 import pytest
+from offmate.solver.backends import BackendError, cpsat
 from offmate.solver.block_graph import BlockGraph, GraphError, Op, Storage
 from offmate.solver.options.choices import Choice, choices
 
@@ -133,3 +135,44 @@ def spent_s() -> float:
 def test_contradictions_are_named(ops: tuple[Op, ...], saved: set[int], words: str) -> None:
     with pytest.raises(GraphError, match=words):
         BlockGraph(ops, (Storage(8, True), Storage(10, False), Storage(10, False)), frozenset(saved))
+
+
+# -- the process that answers ------------------------------------------------------------------------------------------
+
+CHILDREN = {
+    "ends": ("import sys; sys.exit(3)", "CP-SAT ended: exit code 3 and no message"),
+    "complains": ("raise ImportError('no ortools here')", "CP-SAT ended: ImportError: no ortools here"),
+    "babbles": ("print('hello', flush=True); input()", "answered 'hello', which is no answer"),
+    "half": ("print('{\"keep\": [', flush=True)", "which is no answer"),
+}
+
+
+@pytest.mark.parametrize("kind", CHILDREN)
+def test_a_process_without_answers_is_named(kind, tmp_path, monkeypatch):
+    text, said = CHILDREN[kind]
+    child = tmp_path / "child.py"
+    child.write_text(text)
+    monkeypatch.setattr(cpsat, "CHILD", child)
+    with pytest.raises(BackendError, match=said), cpsat.CpSat() as running:
+        running.least_kept(two_ops())
+    assert running._child.poll() is not None
+
+
+def test_what_the_process_says_beside_answers_does_not_stop_it(tmp_path, monkeypatch):
+    child = tmp_path / "child.py"
+    child.write_text(
+        "import sys\nfor _ in sys.stdin:\n    print('x' * 200_000, file=sys.stderr, flush=True)\n"
+        '    print(\'{"keep": [], "offload": []}\', flush=True)\n'
+    )
+    monkeypatch.setattr(cpsat, "CHILD", child)
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])  # a Path where others are text
+    with cpsat.CpSat() as running:
+        assert [running.least_kept(two_ops()) for _ in range(3)] == [(frozenset(), frozenset())] * 3
+        process = running._child
+        assert running._running() is process, "one process answers all"
+    assert process.poll() is not None
+
+
+def two_ops():
+    ops = (Op("a", 1.0, (0,), (1,), True), Op("b", 1.0, (1,), (2,), True))
+    return BlockGraph(ops, (Storage(8, True), Storage(8, False), Storage(8, False)), frozenset({1, 2}))
