@@ -374,7 +374,7 @@ def test_input_that_requires_a_gradient():
         ({"accumulation_steps": 4}, r"accumulation_steps=4 needs optimizer=.*add up"),
         ({"max_grad_norm": 0.0}, r"max_grad_norm is 0.0; it must be .* above 0"),
         ({"max_grad_norm": float("nan")}, r"max_grad_norm is nan"),
-        ({"accumulation_steps": 0}, r"accumulation_steps is 0; .*1 or more"),
+        ({"accumulation_steps": 0}, r"accumulation_steps is 0; .*from 1 to 1,000,000"),
         ({"accumulation_steps": 2.0}, r"accumulation_steps is 2.0; .*whole number"),
     ],
 )
