@@ -62,15 +62,9 @@ def measure_machine(
     where = torch.device("cpu") if card is None else card
     sizes = sizes or (Sizes() if card is None else _CARD_SIZES)
     how = f"best of {_REPEATS}, measured on {machine_words()}, {date.today().isoformat()}"
-    say("copies", 0.0)
     device = make_device(kind, _UNLIMITED_BYTES)
     try:
-        copies = _copies(device, sizes.copies_bytes)
-        say("updates", 0.5)
-        on_worker = _update_on_worker(device, sizes.elements, torch.optim.AdamW, torch.float32)
-        rates = LinkRates(*(_rate_of_largest(copies, direction) for direction in _DIRECTIONS))
-        host_memory = measure_host_memory(device, rates) if card is not None else 0.0
-        copies_on_worker = _update_on_worker(device, sizes.elements, masters, torch.bfloat16) if masters else None
+        copies, on_host = _host_figures(device, sizes, card, masters, how, say)
     finally:
         device.close()
     in_place = _update(where, sizes.elements)
@@ -78,24 +72,14 @@ def measure_machine(
     products = {name: _products(dtype, sizes.matrix, where) for name, dtype in _dtypes().items()}
     say("memory", 0.9)
     memory, launch_s = _memory(sizes.elements, where), _launch_s(where)
-    threads = "one thread" if card is None else f"{torch.get_num_threads()} threads"
     by = "all threads" if card is None else words(card)
     figures = {
         **_capacities(card),
         "memory_bytes_per_s": (memory, f"two float32 vectors added into a third, {by}; {how}"),
         "launch_s": (launch_s, f"an operation on one element; {how}"),
-        "in_bytes_per_s": (rates.in_bytes_per_s, f"largest copy below, alone; {how}"),
-        "out_bytes_per_s": (rates.out_bytes_per_s, f"largest copy below, alone; {how}"),
-        "both_bytes_per_s": (rates.both_bytes_per_s, f"largest copy below, both directions at once, added up; {how}"),
-        "cpu_update_bytes_per_s": (on_worker, f"fused AdamW on the update worker's {threads}; {how}"),
+        **on_host,
         "device_update_bytes_per_s": (in_place, f"fused AdamW on {by}; {how}"),
     }
-    if host_memory:
-        source = f"fused AdamW on {threads} and copies in both directions at once, added up; {how}"
-        figures["host_memory_bytes_per_s"] = host_memory, source
-    if copies_on_worker is not None:
-        source = f"fused AdamW on float32 copies of bfloat16 parameters on the update worker's {threads}; {how}"
-        figures["cpu_master_update_bytes_per_s"] = copies_on_worker, source
     return {
         "format": FORMAT,
         "name": f"{'emulated device' if card is None else words(card)} on {machine_words()}",
@@ -107,6 +91,34 @@ def measure_machine(
         },
         "copies": copies,
     }
+
+
+def _host_figures(
+    device: Device, sizes: Sizes, card: torch.device | None, masters: Any, how: str, say: Progress
+) -> tuple[list[dict[str, Any]], dict[str, tuple[float, str]]]:
+    """Measure copies and the host's updates: the copies by size, and figures with their sources."""
+    threads = "one thread" if card is None else f"{torch.get_num_threads()} threads"
+    say("copies", 0.0)
+    copies = _copies(device, sizes.copies_bytes)
+    rates = LinkRates(*(_rate_of_largest(copies, direction) for direction in _DIRECTIONS))
+    say("updates", 0.5)
+    on_worker = _update_on_worker(device, sizes.elements, torch.optim.AdamW, torch.float32)
+    figures = {
+        "in_bytes_per_s": (rates.in_bytes_per_s, f"largest copy below, alone; {how}"),
+        "out_bytes_per_s": (rates.out_bytes_per_s, f"largest copy below, alone; {how}"),
+        "both_bytes_per_s": (rates.both_bytes_per_s, f"largest copy below, both directions at once, added up; {how}"),
+        "cpu_update_bytes_per_s": (on_worker, f"fused AdamW on the update worker's {threads}; {how}"),
+    }
+    # Where the CPU emulates the device, cores are what is short, and not memory.
+    together = measure_host_memory(device, rates) if card is not None else 0.0
+    if together:
+        source = f"fused AdamW on {threads} and copies in both directions at once, added up; {how}"
+        figures["host_memory_bytes_per_s"] = together, source
+    if masters is not None:
+        source = f"fused AdamW on float32 copies of bfloat16 parameters on the update worker's {threads}; {how}"
+        rate = _update_on_worker(device, sizes.elements, masters, torch.bfloat16)
+        figures["cpu_master_update_bytes_per_s"] = rate, source
+    return copies, figures
 
 
 def _capacities(card: torch.device | None) -> dict[str, tuple[int, str]]:
