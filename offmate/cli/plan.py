@@ -60,6 +60,15 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--seq-len", type=count, default=512, metavar="N", help="tokens per sequence (default: %(default)s)"
     )
+    _add_training(parser)
+    parser.add_argument("--what-if", action="store_true", help="also say what more memory or a faster link would gain")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the plan (or the curve) to FILE")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    parser.set_defaults(run=run)
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what training will do."""
     parser.add_argument(
         "--optimizer",
         default="adamw",
@@ -93,10 +102,6 @@ def add_parser(verbs: Any) -> None:
         metavar="N",
         help="micro-batches of --batch sequences per step (default: %(default)s)",
     )
-    parser.add_argument("--what-if", action="store_true", help="also say what more memory or a faster link would gain")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the plan (or the curve) to FILE")
-    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
