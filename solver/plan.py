@@ -9,7 +9,7 @@ from math import inf
 
 from .problem import Problem
 from .program.streamed import streaming_solution
-from .refine import Gain, Limits, Refinement, Search, candidate, refine
+from .refine import Candidate, Gain, Limits, Refinement, Search, candidate, refine
 from .refinements import LADDER, without_the_program, without_trials
 from .rounding.groups import round_solution
 from .schedule import Schedule
@@ -90,17 +90,19 @@ def _searched(
         if report is not None:
             report(gain)
 
+    also: tuple[Candidate, ...] = ()
+    if other is not None and other.schedule is not None:
+        schedule = replace(other.schedule, rates=problem.rates)
+        also = (candidate(other.solution, schedule, schedule),)
     started = time.perf_counter()
     solution = solve(problem, time_limit_s=limits.time_limit_s, gap=limits.gap, backend=limits.backend)
     if not solution.options:  # too little time, or coefficients so far apart that the solver failed
-        return _streamed(problem, solution, ladder, gains)
+        return _streamed(problem, solution, ladder, gains, also)
     search = _algorithm_1(problem, solution, limits)
     if search is None:  # fractions fit, but whole tensors do not; those of the safe plan may
-        return _streamed(problem, replace(solution, status=Status.INFEASIBLE), ladder, gains)
+        return _streamed(problem, replace(solution, status=Status.INFEASIBLE), ladder, gains, also)
     note(Gain("algorithm 1", inf, search.loss_s, time.perf_counter() - started, 1))
-    if other is not None and other.schedule is not None:
-        schedule = replace(other.schedule, rates=problem.rates)
-        search = replace(search, found=(*search.found, candidate(other.solution, schedule, schedule)))
+    search = replace(search, found=(*search.found, *also))
     return _taken(refine(search, ladder, note), tuple(gains))
 
 
@@ -131,14 +133,22 @@ def _taken(search: Search, gains: tuple[Gain, ...]) -> Planned:
     return Planned(search.solution, schedule, simulation, simulation.step_s - search.solution.objective_s, gains)
 
 
-def _streamed(problem: Problem, failed: Solution, ladder: Iterable[Refinement], gains: list[Gain]) -> Planned:
-    """Return the safe plan, with the failed search's bound; no schedule if the safe plan does not fit either."""
+def _streamed(
+    problem: Problem,
+    failed: Solution,
+    ladder: Iterable[Refinement],
+    gains: list[Gain],
+    also: tuple[Candidate, ...] = (),
+) -> Planned:
+    """Return the safe plan, with the failed search's bound; no schedule if neither it nor those of `also` fit."""
     safe = streaming_solution(problem)
     rounded = build_schedule(problem, round_solution(problem, safe))
-    if not keeps_budgets(problem, rounded):
+    fits = keeps_budgets(problem, rounded)
+    if not fits and not also:
         return Planned(failed, None, None, 0.0)
     bound_s = min(failed.lower_bound_s, safe.objective_s)
     gap = (safe.objective_s - bound_s) / safe.objective_s if safe.objective_s > 0 else 0.0
     solution = replace(safe, lower_bound_s=bound_s, gap=gap, solve_s=failed.solve_s)
-    search = Search(problem, problem, solution, Limits(), (candidate(solution, rounded, rounded),))
+    found = (*([candidate(solution, rounded, rounded)] if fits else []), *also)
+    search = Search(problem, problem, solution, Limits(), found)
     return _taken(refine(search, without_the_program(ladder), gains.append), tuple(gains))

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from offmate.solver import plan as planning
 from offmate.solver.linear import evaluate
 from offmate.solver.machine import Machine
 from offmate.solver.plan import plan
@@ -38,6 +39,21 @@ def test_a_plan_is_no_slower_than_one_that_ignores_the_limit(seed):
     assert found.simulation == simulate(found.schedule)
     assert found.simulation.step_s <= simulate(replace(ignoring.schedule, rates=problem.rates)).step_s
     assert found.solution.lower_bound_s <= found.simulation.step_s * (1 + 1e-6)
+
+
+def test_where_the_program_fails_the_plan_without_the_limit_is_not_forgotten(monkeypatch):
+    problem = limited(under(random_problem(random.Random(3), n_blocks=4)), random.Random(3))
+    solved = planning.solve
+
+    def fails(one, **limits):
+        found = solved(one, **limits)
+        return replace(found, options=()) if one.rates.host_memory_shares else found
+
+    ignoring = plan(replace(problem, rates=problem.rates.with_endless_host_memory))
+    monkeypatch.setattr(planning, "solve", fails)
+    found = plan(problem)
+    assert found.simulation.step_s <= simulate(replace(ignoring.schedule, rates=problem.rates)).step_s
+    assert keeps_budgets(problem, found.schedule)
 
 
 def test_ample_memory_changes_nothing():
