@@ -21,7 +21,7 @@ from typing import Any
 
 from offmate.solver.instances.synthetic import Precision, Shape, Speeds, llama
 from offmate.solver.plan import plan
-from offmate.solver.problem import Problem, Rates
+from offmate.solver.problem import Problem, Rates, update_steps
 from offmate.solver.refinements import LADDER
 from offmate.solver.solve import least_budget, solve
 from rich.console import Console
@@ -127,7 +127,9 @@ def _budgeted(rng: random.Random, problem: Problem, micro_batches: int) -> Probl
         groups = tuple(replace(g, cpu_add_s=adds[g.name][0], device_add_s=adds[g.name][1]) for g in problem.groups)
         problem = replace(problem, groups=groups, gate=True, gate_s=1e-3, micro_batches=micro_batches)
     least, ample = least_budget(problem).bytes, max(solve(problem).memory_bytes)
-    return replace(problem, device_budget_bytes=int(least * 1.02 + rng.random() * max(0, ample - least)))
+    budget_bytes = int(least * 1.02 + rng.random() * max(0, ample - least))
+    steps = update_steps(problem.groups, budget_bytes) if micro_batches else problem.turn_around_steps
+    return replace(problem, device_budget_bytes=budget_bytes, turn_around_steps=steps)
 
 
 def _measured(family: str, kind: str, seed: int, label: str, problem: Problem) -> dict[str, Any]:

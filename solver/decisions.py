@@ -54,7 +54,9 @@ class TensorPlan:
     name, group: the tensor and its parameter group.
     cpu: whether it is updated on the host. Its compute copy is then released at the end of the step of its last
         gradient.
-    grad_out: its gradient of the last pass is copied to the host (CPU part).
+    grad_out: its gradient of the last pass is copied to the host (CPU part); or its whole gradient is, and waits there
+        for the update (device part).
+    grad_back: its whole gradient returns from there (device part).
     lead_out: its gradient of the first pass is copied to the host (CPU part); those of the other passes but the last
         follow at the same step of their pass.
     cpu_update: its update starts on the host (CPU part; None if the user's own code updates).
@@ -70,6 +72,7 @@ class TensorPlan:
     group: str
     cpu: bool = False
     grad_out: int | None = None
+    grad_back: int | None = None
     lead_out: int | None = None
     cpu_update: int | None = None
     device_update: int | None = None
@@ -153,17 +156,22 @@ def tensor_bytes(problem: Problem, group: Group, tensor: TensorSize, plan: Tenso
         for stay in plan.states:
             for step in cycle((stay.out + 1) % n_steps, (stay.back - 1) % n_steps, n_steps):
                 states[step] -= tensor.piece_bytes(stay.rows)
-        pending.update(_pending(problem, group, plan))
+        pending.update(pending_steps(problem, group, plan))
     return [
         tensor.param_bytes * (t not in away) + states[t] + tensor.grad_bytes * (t in pending) for t in range(n_steps)
     ]
 
 
-def _pending(problem: Problem, group: Group, plan: TensorPlan) -> list[int]:
+def pending_steps(problem: Problem, group: Group, plan: TensorPlan) -> list[int]:
     """List the steps in which a complete gradient, or a total, is on the device, except the steps that complete it."""
     first, last = group.grad_steps[-1], problem.last_gradient(group)
-    waits = [(last, plan.grad_out)] if plan.cpu else [(first, plan.device_update)]
+    n = problem.n_steps
+    if plan.cpu:
+        waits = [(last, plan.grad_out)]
+    elif plan.grad_back is None:
+        waits = [(first, plan.device_update)]
+    else:
+        waits = [(first, plan.grad_out), ((plan.grad_back - 1) % n, plan.device_update)]
     if plan.cpu and plan.lead_out is not None:
         waits += list(zip(problem.each(first)[:-1], problem.each(plan.lead_out)[:-1]))
-    n = problem.n_steps
     return [step for made, until in waits if until not in (None, made) for step in cycle((made + 1) % n, until or 0, n)]

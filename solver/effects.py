@@ -78,8 +78,8 @@ def _compute(action: Action, schedule: Schedule) -> Effect:
     spec, sizes = schedule.computes[action.name], schedule.item_bytes
     adds = [item for item in spec.needs if item.kind in _SUMS and item not in spec.drops]
     on_host: tuple[Item, ...] = ()
-    if action.name == "gate":  # an executor that clips reads every gradient there
-        gradients = [item for item in sizes if item.kind is ItemKind.GRADIENT]
+    if action.name == "gate":  # an executor that clips reads and scales every gradient there
+        gradients = [item for item in sizes if item.kind in items.WHOLE_GRADIENTS]
         on_host = (*gradients, *map(items.total, schedule.add_cpu_s))
     return Effect(
         Resource.COMPUTE,
@@ -89,6 +89,7 @@ def _compute(action: Action, schedule: Schedule) -> Effect:
         brings=spec.makes,
         releases=spec.drops,
         host_reads=on_host,
+        host_writes=on_host,
         rise_bytes=spec.rise_bytes,
         growth_bytes=sum(sizes[item] for item in spec.makes) - sum(sizes[item] for item in spec.drops),
     )

@@ -73,8 +73,8 @@ def _kind_of(prefix: str) -> ItemKind:
 _MOVES = {"leaves": True, "returns": True}
 
 ItemKind.PARAMETER = ItemKind("p", "parameter {}", "parameters", **_MOVES)
-ItemKind.GRADIENT = ItemKind("g", "gradient of {}", "gradients", leaves=True)
-ItemKind.TOTAL = ItemKind("t", "total gradient of {}", "gradients")
+ItemKind.GRADIENT = ItemKind("g", "gradient of {}", "gradients", **_MOVES)
+ItemKind.TOTAL = ItemKind("t", "total gradient of {}", "gradients", **_MOVES)
 ItemKind.STATE = ItemKind("s", "optimizer state of {}", "optimizer states", **_MOVES, roams=True)
 ItemKind.VALUE = ItemKind("v", "value {}", "activations", by_batch=True, **_MOVES, roams=True)
 ItemKind.VALUE_GRADIENT = ItemKind("d", "gradient of {}", "gradients", by_batch=True)
@@ -83,6 +83,8 @@ ItemKind.OFFLOADED = ItemKind("a", "values that block {} offloads", "activations
 ItemKind.SHARED = ItemKind("x", "shared value {}", "shared", by_batch=True)
 ItemKind.OUTPUT = ItemKind("o", "output {}", "outputs", by_batch=True)
 ItemKind.OLD_OUTPUT = ItemKind("old", "last output {}", "outputs", by_batch=True)
+
+WHOLE_GRADIENTS = (ItemKind.GRADIENT, ItemKind.TOTAL)  # an update reads one of them
 
 
 class Item(str):

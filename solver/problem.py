@@ -184,6 +184,16 @@ class Problem:
         """
         return self._gated_updates[group.name] if self.gate else self.last_gradient(group)
 
+    def waiting(self, group: Group) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the steps over which a gradient waits behind the gate for its update on the device, if it may leave.
+
+        Returns: the steps from its completion to the one before its update; and those of them in which it may return,
+        behind the gate, which scales what is on the host. Both are empty if it has to stay.
+        """
+        first, updated = self.last_gradient(group), self.device_update(group)
+        back = tuple(range(max(self.first_turn_around, first + 2), updated)) if self.gate else ()
+        return (tuple(range(first, updated)), back) if back else ((), ())
+
     @cached_property
     def _gated_updates(self) -> dict[str, int]:
         trainable = sorted((g for g in self.groups if g.trainable), key=lambda g: (g.grad_steps[-1], g.name))

@@ -50,6 +50,8 @@ class GroupFlow:
     out: ParOut, device part's new parameters going to the host.
     drop: device part released at the end of the step, idle gap.
     back: ParIn, device part coming in, idle gap.
+    wait_out, wait_in: GradOutD and GradInD, the device part's whole gradients, which leave behind a gate and return for
+        their update.
     gaps: all other gaps (for a frozen group every gap), in order.
     state_out, state_in: OutO and InO, the device part's optimizer states.
     state_tiers: by tier, the fraction of the states that leave which goes there; empty if all goes to the host.
@@ -63,6 +65,8 @@ class GroupFlow:
     out: dict[int, float] = field(default_factory=dict)
     drop: dict[int, float] = field(default_factory=dict)
     back: dict[int, float] = field(default_factory=dict)
+    wait_out: dict[int, float] = field(default_factory=dict)
+    wait_in: dict[int, float] = field(default_factory=dict)
     gaps: tuple[Gap, ...] = ()
     state_out: dict[int, float] = field(default_factory=dict)
     state_in: dict[int, float] = field(default_factory=dict)
@@ -98,7 +102,7 @@ class Solution:
     step_s: predicted seconds per step, each counted once. `objective_s` is their sum, with the middle pass's steps
         counted M - 2 times (`Problem.times`).
     memory_bytes: device bytes per step as the program counts them.
-    lower_bound_s: no plan whose copies and host updates keep to the program's steps (see program/groups.py and
+    lower_bound_s: no plan whose copies and host updates keep to the program's steps (see program/spans.py and
         program/blocks.py) is faster.
     gap: (objective - bound) / objective.
     """

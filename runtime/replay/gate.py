@@ -54,8 +54,8 @@ def _in_order_of_terms(dtypes: list[torch.dtype], where: torch.device) -> list[i
 class Gate:
     """A gate that is closed from an iteration's first backward to its optimizer step, or always open without one.
 
-    State: `HostState.gate_is_open`; `norm`, the global norm of the last iteration; `_scale`, the factor still to be
-    applied to the gradients in `_unscaled`, which had left for the host when the gate opened.
+    State: `HostState.gate_is_open`; `norm`, the global norm of the last iteration; `_scales`, by place, the factor that
+    has yet to be applied to the gradients in `_unscaled`, which had left for the host when the gate opened.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class Gate:
     def __init__(self, exists: bool, clip: Clip | None, host: HostState, gradients: Gradients) -> None:
         self._exists, self._clip, self._host, self._gradients = exists, clip, host, gradients
         self.norm: torch.Tensor | None = None
-        self._scale: torch.Tensor | None = None
+        self._scales: dict[torch.device, torch.Tensor] = {}
         self._unscaled: frozenset[str] = frozenset()
 
     @property
@@ -80,7 +80,7 @@ class Gate:
     def open(self) -> None:
         """Measure the norm of all gradients, now complete, scale those on the device, and let updates begin."""
         self._host.gate_is_open = True
-        self._scale, self._unscaled = None, frozenset()
+        self._scales, self._unscaled = {}, frozenset()
         if self._clip is None:
             return
         gradients = {name: self._gradients.whole(name) for name in self._clip.names if self._gradients.exists(name)}
@@ -91,8 +91,18 @@ class Gate:
         for gradient in gradients.values():
             if not gradient.on_host:
                 gradient.tensor.mul_(scale.to(gradient.tensor.device))
-        self._scale, self._unscaled = scale.cpu(), frozenset(n for n, g in gradients.items() if g.on_host)
+        self._scales = {place: scale.to(place) for place in {scale.device, torch.device("cpu")}}
+        self._unscaled = frozenset(name for name, gradient in gradients.items() if gradient.on_host)
 
-    def scale_of(self, name: str) -> torch.Tensor | None:
-        """Return the factor still to be applied to this parameter's gradient on the host, None for none."""
-        return self._scale if name in self._unscaled else None
+    def scale_of(self, name: str, place: torch.device) -> torch.Tensor | None:
+        """Return the factor still to be applied to the host's copy of this parameter's gradient, None for none.
+
+        Parameters
+        ----------
+        place: the device on which it is wanted, the host's or the one to which that copy has returned.
+        """
+        if name not in self._unscaled:
+            return None
+        if place not in self._scales:
+            self._scales[place] = next(iter(self._scales.values())).to(place)
+        return self._scales[place]

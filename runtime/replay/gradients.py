@@ -65,11 +65,34 @@ class Gradients:
             self._send(name)
 
     def free(self, name: str) -> None:
-        """Free a gradient on the device, after its copy to the host."""
+        """Free a gradient on the device, after the copies that read or write it."""
+        self._settle(name)
+        self._contents.grads.pop(f"param:{name}", None)
+
+    def offload_total(self, name: str) -> None:
+        """Start the copy of a complete total to the host, where it waits for its update on the device."""
+        if name in self._contents.pending and name not in self._contents.grad_leaving:
+            self._copy(name, self._contents.totals[name].read())
+
+    def free_total(self, name: str) -> None:
+        """Free a total on the device, after the copies that read or write it."""
+        self._settle(name)
+        self._contents.totals.pop(name, None)
+
+    def bring_back(self, name: str) -> None:
+        """Start the copy of a whole gradient that waits on the host to the device, for its update there."""
+        leaving, home = self._contents.grad_leaving[name], self._host.grads[name]
+        tensor = self._device.empty_like(home)
+        copy = self._device.copy_in(tensor, home, (leaving,))
+        arrived = UnderWay(f"the copy of the gradient of {name} to the device", (copy,))
+        self._contents.returned_grads[name] = Buffer({"": tensor}, arrived)
+
+    def _settle(self, name: str) -> None:
         contents = self._contents
         if name in contents.grad_copied:
             contents.grad_copied.pop(name).wait()
-        contents.grads.pop(f"param:{name}", None)
+        if name in contents.returned_grads:
+            contents.returned_grads.pop(name).settle()
 
     def begin_total(self, name: str) -> None:
         """Make the first micro-batch's gradient the total on the device."""
@@ -115,7 +138,9 @@ class Gradients:
     def whole(self, name: str) -> Gradient:
         """Return a parameter's complete gradient, once it can be read."""
         contents = self._contents
-        if name in contents.totals:
+        if name in contents.returned_grads:
+            return Gradient(contents.returned_grads[name].read(), False)
+        if name in contents.totals and name not in contents.grad_leaving:
             return Gradient(contents.totals[name].read(), False)
         if not self._adds_up and f"param:{name}" in contents.grads and name not in contents.grad_leaving:
             return Gradient(contents.grads[f"param:{name}"], False)
@@ -127,7 +152,7 @@ class Gradients:
         """Have the complete gradient copied to the host; return the events after which it is there."""
         contents = self._contents
         if name in contents.totals:
-            if name not in self._unbegun:
+            if name not in self._unbegun and name not in contents.grad_leaving:
                 self._copy(name, contents.totals[name].read())
         elif f"param:{name}" in contents.grads and name not in contents.grad_leaving and name in contents.pending:
             self._send(name)

@@ -118,11 +118,14 @@ class OfStates:
                     tensor.copy_(sources[key])
 
 
-class OfGradients(Resting):
+class OfGradients:
     """Gradients of parameters, of one micro-batch."""
 
     def __init__(self, gradients: Gradients) -> None:
         self._gradients = gradients
+
+    def bring(self, item: Item) -> None:
+        self._gradients.bring_back(item.name)
 
     def send(self, item: Item) -> None:
         self._gradients.offload(item.name)
@@ -131,17 +134,23 @@ class OfGradients(Resting):
         self._gradients.free(item.name)
 
 
-class Totals(Resting):
-    """Sums of gradients on the device. They are brought back if an iteration continues by another plan."""
+class Totals:
+    """Sums of gradients on the device. They return for their update, or if an iteration continues by another plan."""
 
     def __init__(self, contents: Contents, gradients: Gradients) -> None:
         self._contents, self._gradients = contents, gradients
 
     def bring(self, item: Item) -> None:
-        self._contents.totals[item.name] = self._gradients.restore(item.name)
+        if item.name in self._contents.grad_leaving:
+            self._gradients.bring_back(item.name)
+        else:
+            self._contents.totals[item.name] = self._gradients.restore(item.name)
+
+    def send(self, item: Item) -> None:
+        self._gradients.offload_total(item.name)
 
     def release(self, item: Item) -> None:
-        self._contents.totals.pop(item.name, None)
+        self._gradients.free_total(item.name)
 
 
 class ValueGradients(Resting):

@@ -41,7 +41,8 @@ class Updates:
             return
         contents.pending.discard(name)
         host.totals.discard(name)
-        update, grad, scale = self._known(), host.grads[name], self._gate.scale_of(name)
+        update, grad = self._known(), host.grads[name]
+        scale = self._gate.scale_of(name, grad.device)
         done = contents.updated_rows.pop(name, 0)
         # The last rows are never among those that have been updated.
         known = frozenset(contents.states[self._states.items(name)[-1]].tensors if done else ())
@@ -65,6 +66,9 @@ class Updates:
         """Update a parameter on the device, item by item of its state, each with its own rows."""
         contents = self._contents
         param, grad = contents.params[name], self._gradients.whole(name).tensor
+        scale = self._gate.scale_of(name, grad.device)
+        if scale is not None:  # it has come back from the host, whose own copy stays as it is
+            grad.mul_(scale)
         parts = self._states.items(name)
         buffers = [contents.states.setdefault(item, Buffer({})) for item in parts]
         # A copy to the host may still read the memory that the update overwrites (see contents.py).
@@ -81,6 +85,7 @@ class Updates:
             self._on_device_whole(name, param.read(), grad, buffers[0], host)
         self._host.updates[name] = self._host.updates.get(name, 0) + 1
         contents.pending.discard(name)
+        contents.grad_leaving.pop(name, None)
 
     def _on_device_whole(
         self, name: str, param: torch.Tensor, grad: torch.Tensor, buffer: Buffer, host: dict[str, object]

@@ -123,6 +123,8 @@ class Unrolled:
             floor, before = self._used.get(action.item, -1) + 1, [(Kind.OFFLOAD, name)]
         elif kind is Kind.PREFETCH:
             floor, before = self._used.get(action.item, -1) + 1, [(Kind.FREE, name)]
+            if action.item.kind in items.WHOLE_GRADIENTS:
+                floor = max(floor, self._opened)
             before += [(Kind.UPDATE_CPU, action.item.name)] if action.item.kind is ItemKind.PARAMETER else []
         else:
             floor, before = self._opened, [(Kind.OFFLOAD, items.gradient(name))]

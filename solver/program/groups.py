@@ -3,47 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 from ..linear import ONE, Builder, Flow, Terms, add, flow, follows
 from ..problem import Group, Problem
 from ..resources import HOST, Path, Resource
 from .account import Account
+from .spans import Span, Stay, around, coming_steps, leaving_steps, span_of, updating_steps
 
 WHOLE: Terms = {ONE: 1.0}
 NONE: Terms = {}
-EVERY = 3  # offsets below this one are all allowed,
-SHORT = 12  # and so are all offsets of a span this short,
-FEW = 40  # and all offsets of a problem with this few steps, whose program stays small anyway
-
-
-@dataclass(frozen=True)
-class Span:
-    """The cycle of a group: the idle gap between its last gradient (or use) and its first use, and the other gaps.
-
-    Parameters
-    ----------
-    first, end: f_w; g_w (for a frozen group its last use).
-    idle: g_w .. f_w - 1 in cyclic order, g_w included.
-    points: steps of the first pass in which the whole compute copy is on the device, ascending: uses and the last
-        gradient.
-    between: the gaps within an iteration.
-    """
-
-    first: int
-    end: int
-    idle: tuple[int, ...]
-    points: tuple[int, ...]
-    between: tuple[Stay, ...]
-
-
-@dataclass(frozen=True)
-class Stay:
-    """A gap between two uses, in steps `after` and `before`; it recurs at each of `shifts` (0 first), in steps."""
-
-    after: int
-    before: int
-    shifts: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True)
@@ -76,55 +44,9 @@ class GroupColumns:
     out_drop: Flow | None = None
     out_keep: Flow | None = None
     back: Flow | None = None
+    wait: RoundTrip | None = None
     states: tuple[RoundTrip, ...] = ()
     away: tuple[Away, ...] = ()
-
-
-def around(first: int, last: int, n_steps: int) -> tuple[int, ...]:
-    """Return the steps from `first` to `last`, both included, going round the cycle; never empty."""
-    return tuple((first + i) % n_steps for i in range((last - first) % n_steps + 1))
-
-
-def span_of(problem: Problem, group: Group) -> Span:
-    """Return the gaps of a group."""
-    points = tuple(sorted({*group.uses, *group.grad_steps[-1:]}))
-    first, end = points[0], points[-1] + problem.passes[-1]
-    within = [Stay(after, before, problem.passes) for after, before in pairwise(points)]
-    crossing = [Stay(points[-1], first + problem.pass_steps, problem.passes[:-1])] if problem.n_passes > 1 else []
-    return Span(first, end, around(end, first - 1, problem.n_steps), points, (*within, *crossing))
-
-
-def sparse_offsets(n: int, n_steps: int) -> list[int]:
-    """List offsets below `n`: all of the first EVERY, then at growing distances; all if the problem has few steps.
-
-    A copy is best made soon after a step or shortly before one. Further away, one of several neighbouring steps is
-    enough: each group has its own steps, so together the groups still use them all. benchmarks/solver_scaling.py
-    measures the cost relative to the program with every step allowed.
-    """
-    if n <= SHORT or n_steps <= FEW:
-        return list(range(n))
-    offsets, k = [], 0
-    while k < n:
-        offsets.append(k)
-        k += 1 if k < EVERY else k
-    return offsets
-
-
-def leaving_steps(problem: Problem, span: tuple[int, ...], skip_last: int = 0) -> tuple[int, ...]:
-    """Return the steps of a gap in which a flow may leave, dense at its start."""
-    return tuple(span[k] for k in sparse_offsets(len(span) - skip_last, problem.n_steps))
-
-
-def coming_steps(problem: Problem, span: tuple[int, ...], skip_first: int = 0) -> tuple[int, ...]:
-    """Return the steps of a gap in which a flow may come in, dense at its end."""
-    return tuple(span[-1 - k] for k in reversed(sparse_offsets(len(span) - skip_first, problem.n_steps)))
-
-
-def updating_steps(problem: Problem, span: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the steps of a gap in which the host may update, dense at both ends."""
-    half = sparse_offsets((len(span) + 1) // 2, problem.n_steps)
-    places = {*half, *(len(span) - 1 - k for k in half)}
-    return tuple(span[k] for k in sorted(places))
 
 
 def add_group(problem: Problem, group: Group, builder: Builder, account: Account) -> GroupColumns:
@@ -194,14 +116,13 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     account.hold_over(idle[1:], group.param_bytes, rest)
     account.hold_sums(after_update[1:], -group.param_bytes, out_drop.prior)
     account.hold_sums(after_update[1:], group.param_bytes, back.sums)
-    # With several micro-batches the first one's gradient becomes the total.
-    account.hold_over(around(span.points[-1], updated, problem.n_steps)[1:], group.grad_bytes, rest)
     for step in problem.each(span.points[-1])[1:]:
         account.spend(Resource.COMPUTE, step, group.device_add_s, rest)
 
+    wait = _wait(problem, group, span, rest, builder, account)
     states = _states(problem, group, updated, x, builder, account)
     away = _others(problem, group, span.between, hosted, builder, account)
-    return GroupColumns(x, grad_out, lead_out, update, cpu_back, out_drop, out_keep, back, states, away)
+    return GroupColumns(x, grad_out, lead_out, update, cpu_back, out_drop, out_keep, back, wait, states, away)
 
 
 def _count_cpu_part(group: Group, span: Span, x: Terms, grad_out: Flow, cpu_back: Flow, account: Account) -> None:
@@ -233,6 +154,29 @@ def _sums(
         for step, part in gone.each():
             account.spend(adder, (step + 1) % problem.n_steps, group.cpu_add_s, part)
     return lead_out
+
+
+def _wait(
+    problem: Problem, group: Group, span: Span, rest: Terms, builder: Builder, account: Account
+) -> RoundTrip | None:
+    """Add the device part's whole gradient, which stays until its update or, behind a gate, leaves and returns."""
+    updated = problem.device_update(group)
+    # With several micro-batches the first one's gradient becomes the total.
+    account.hold_over(around(span.points[-1], updated, problem.n_steps)[1:], group.grad_bytes, rest)
+    waiting, returning = problem.waiting(group)
+    if not returning or not rest:
+        return None
+    total = builder.column(f"G[{group.name}]")
+    builder.at_most_zero(f"G[{group.name}]", add((1.0, total), (-1.0, rest)))
+    gone = flow(builder, f"GradOutD[{group.name}]", waiting, leaving_steps(problem, waiting, 2), total)
+    back = flow(builder, f"GradInD[{group.name}]", waiting, coming_steps(problem, returning), total)
+    follows(builder, f"GradInD after GradOutD[{group.name}]", back, gone)
+    account.keep(group.grad_bytes, total)
+    leave(group.grad_bytes, span.end, gone, account)
+    _come(group.grad_bytes, back, account)
+    account.hold_sums(waiting[1:], -group.grad_bytes, gone.prior)
+    account.hold_sums(waiting[1:], group.grad_bytes, back.sums)
+    return RoundTrip(HOST, gone, back)
 
 
 def _states(

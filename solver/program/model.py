@@ -8,9 +8,10 @@ Flow): `Flow.upto(t)` has moved by the end of step t, `Flow.before(t)` by its be
 | p, r, q | param_, grad_, state_bytes | compute copy, gradient, optimizer state | bytes | |
 | f, g | Span.first, Span.end | first use, step of the last gradient | step | idle gap: g .. f - 1 |
 | x | cpu_part | part updated on the host; the rest on the device, in step u | [0, 1]; 1 or 0 by side | |
-| u | updated | step of the device's update; g without a gate | step | device part: r stays, flows begin at u, not g |
+| u | updated | step of the device's update; g without a gate | step | device part: flows begin at u, not g |
 | GradOut | grad_out | CPU part's gradient of the last pass leaves | idle gap | sum = x |
 | | lead_out | the same in all other passes | after g | sum = x, left before the next pass makes it again |
+| GradOutD, GradInD | wait | device part's gradient waits on the host | g .. u - 1 | sums <= 1 - x, back from 2L on |
 | Opt | cpu_update | CPU part is updated | after g; with a gate from 2L on | upto(t) <= GradOut.before(t), sum = x |
 | ParInC | cpu_back | CPU part's new parameters come in | after g | upto(t) <= Opt.before(t), sum = x |
 | ParOut | out_drop, out_keep | device part's new parameters leave | idle gap | sum = v = D + K <= 1 - x |

@@ -56,6 +56,8 @@ def read_group(columns: GroupColumns, values: tuple[float, ...]) -> GroupFlow:
         drop=_steps([columns.out_drop], values),
         back=_steps([columns.back], values),
         gaps=tuple(_gap(away, values) for away in columns.away),
+        wait_out=_steps([columns.wait.out] if columns.wait else [], values),
+        wait_in=_steps([columns.wait.back] if columns.wait else [], values),
         state_out=_steps([trip.out for trip in columns.states], values),
         state_in=_steps([trip.back for trip in columns.states], values),
         state_tiers=_tiers(columns.states, values),

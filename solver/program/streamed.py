@@ -13,7 +13,7 @@ from ..problem import Block, Group, Problem
 from ..resources import Resource
 from ..solution import ActivationFlow, Gap, GroupFlow, Solution, Status
 from .blocks import away_window
-from .groups import Span, Stay, around, span_of
+from .spans import Span, Stay, around, span_of
 
 
 def streaming_solution(problem: Problem) -> Solution:
@@ -74,13 +74,15 @@ def _streamed(problem: Problem, group: Group) -> GroupFlow:
 
 
 def _on_device(problem: Problem, group: Group, span: Span) -> GroupFlow:
-    """Let new values and states leave right after the update and return right before they are needed."""
+    """Let gradients, new values and states leave as soon as they can, and return right before they are needed."""
     updated = problem.device_update(group)
     after = around(updated, span.first - 1, problem.n_steps)
     away: dict[str, Any] = {"drop": {updated: 1.0}, "back": {after[-1]: 1.0}} if len(after) > 2 else {}
     may = [step for step in around(updated, updated - 1, problem.n_steps) if not problem.in_middle(step)]
     states: dict[str, Any] = {"state_out": {may[0]: 1.0}, "state_in": {may[-1]: 1.0}} if group.state_bytes else {}
-    return GroupFlow(out={updated: 1.0}, **away, **states)
+    waiting, returning = problem.waiting(group)
+    wait: dict[str, Any] = {"wait_out": {waiting[0]: 1.0}, "wait_in": {returning[-1]: 1.0}} if returning else {}
+    return GroupFlow(out={updated: 1.0}, **away, **wait, **states)
 
 
 def _gap(stay: Stay, total: int) -> Gap:
@@ -125,11 +127,12 @@ def _add_group(problem: Problem, group: Group, flow: GroupFlow, seconds: list[fl
         seconds[problem.device_update(group)] += group.device_update_s
         for step in problem.each(group.grad_steps[-1])[1:]:
             seconds[step] += group.device_add_s
-    for moved, size in ((flow.out, group.param_bytes), (flow.state_out, group.state_bytes)):
-        for step in moved:
-            seconds[step] += rates.copy_s(size, Resource.OUT)
-    for step in flow.state_in:
-        seconds[step] += rates.copy_s(group.state_bytes, Resource.IN)
+    leaving = (flow.out, group.param_bytes), (flow.wait_out, group.grad_bytes), (flow.state_out, group.state_bytes)
+    returning = (flow.wait_in, group.grad_bytes), (flow.state_in, group.state_bytes)
+    for flows, link in ((leaving, Resource.OUT), (returning, Resource.IN)):
+        for moved, size in flows:
+            for step in moved:
+                seconds[step] += rates.copy_s(size, link)
     back = [step + shift for gap in flow.gaps for step in gap.back for shift in gap.shifts]
     for step in [*flow.cpu_back, *flow.back, *back]:
         seconds[step] += rates.copy_s(group.param_bytes, Resource.IN)

@@ -60,7 +60,7 @@ def _last_step(group: Group) -> tuple[int, str]:
 def _round_group(
     problem: Problem, group: Group, flow: GroupFlow, allowance: Allowance, excess_s: float, spread: Spread
 ) -> list[TensorPlan]:
-    """Round one group: parameters first, then the states, then the gradients of the host's part."""
+    """Round one group: parameters first, then states, then gradients: the device's, then the host's."""
     plans = [TensorPlan(tensor.name, group.name) for tensor in group.tensors]
     needs = [_gap_need(problem, allowance, gap) for gap in flow.gaps]
     most = max((need[0] for need in needs if need), default=0)
@@ -79,6 +79,7 @@ def _round_group(
         return plans
     plans = _states(problem, group, flow, allowance, plans, spread)
     allowance.use_states(plans)
+    plans = _waits(problem, group, flow, allowance, plans)
     plans = host_chain(problem, group, flow, plans, allowance)
     allowance.use_grads(plans)
     return plans
@@ -267,6 +268,34 @@ def _states(
             gone, back = (_step(problem, last, positions[key]) for positions in (out, into))
             stays[tensor.name].append(StateStay(rows, gone, back, spread.take(sizes[key], flow.state_tiers)))
     return [replace(plan, states=tuple(stays[plan.name])) for plan in plans]
+
+
+def _waits(
+    problem: Problem, group: Group, flow: GroupFlow, allowance: Allowance, plans: list[TensorPlan]
+) -> list[TensorPlan]:
+    """Return the plans with the steps in which gradients of device tensors leave behind a gate, and return."""
+    waiting, returning = problem.waiting(group)
+    if not flow.wait_out or not returning:
+        return plans
+    last = waiting[0]
+    sizes = {t.name: t.grad_bytes for t, plan in zip(group.tensors, plans) if not plan.cpu}
+    held = sum(sizes.values())
+    need = [min(held, max(0, held - allowance.grads(step))) for step in waiting[1:]]
+    out, back = walk(
+        sizes,
+        envelope(need),
+        frozenset(),
+        lambda _: sizes,
+        lambda k, _: sizes if _step(problem, last, k) in returning else (),
+    )
+    return [
+        replace(
+            plan,
+            grad_out=_step_of(problem, last, out, plan.name),
+            grad_back=_step_of(problem, last, back, plan.name),
+        )
+        for plan in plans
+    ]
 
 
 def _step(problem: Problem, first: int, position: int) -> int:

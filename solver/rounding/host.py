@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import ceil
 
-from ..decisions import TensorPlan
+from ..decisions import TensorPlan, pending_steps
 from ..problem import Group, Problem
 from ..solution import GroupFlow
 from .knapsack import select
@@ -35,7 +36,7 @@ def host_chain(
         last_out = dict.fromkeys(back, problem.first_turn_around - last)
     else:
         last_out = {name: position - 2 for name, position in back.items()}
-    outs = _grad_outs(problem, group, flow, sizes, last_out, allowance)
+    outs = _grad_outs(problem, group, flow, plans, sizes, last_out, allowance)
     updates = {} if problem.update == "external" else _updates(problem, group, flow, sizes, outs, back)
     led = _lead_outs(problem, group, flow, sizes, allowance) if problem.adds_up else {}
     return [
@@ -61,17 +62,21 @@ def _grad_outs(
     problem: Problem,
     group: Group,
     flow: GroupFlow,
+    plans: Sequence[TensorPlan],
     sizes: dict[str, int],
     last_out: dict[str, int],
     allowance: Allowance,
 ) -> dict[str, int]:
     """Return the position at which each gradient of the last pass goes out."""
     last = problem.last_gradient(group)
-    updated = (problem.device_update(group) - last) % problem.n_steps if group.trainable else 0
-    waiting = group.grad_bytes - sum(sizes.values())  # gradients of the device part stay until its update
+    waiting: Counter[int] = Counter()  # bytes of the device part's gradients, by step
+    for tensor, plan in zip(group.tensors, plans):
+        if not plan.cpu:
+            waiting.update(dict.fromkeys(pending_steps(problem, group, plan), tensor.grad_bytes))
 
     def pending(k: int) -> int:
-        return allowance.grads((last + k + 1) % problem.n_steps) - waiting * (k < updated)
+        step = (last + k + 1) % problem.n_steps
+        return allowance.grads(step) - waiting[step]
 
     return _leaving(sizes, last_out, pending, Curve(problem, last, flow.grad_out), flow.cpu_part)
 

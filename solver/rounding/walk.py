@@ -80,9 +80,13 @@ class Allowance:
 
     def _add_totals(self, problem: Problem, group: Group, flow: GroupFlow) -> None:
         """Add the device part's gradients until its update, and the CPU part's of all passes but the last."""
-        first, n = group.grad_steps[-1], problem.n_steps
+        first, n, rest = group.grad_steps[-1], problem.n_steps, 1 - flow.cpu_part
+        out, into = (Curve(problem, self._last, f) for f in (flow.wait_out, flow.wait_in))
         for k in range(1, (self._updated - first) % n + 1):
-            self._grads[(first + k) % n] += group.grad_bytes * (1 - flow.cpu_part)
+            step = (first + k) % n
+            waited = (step - self._last) % n  # positions of passes before the last one lie behind all of the flows
+            away = out.up_to(waited - 1) - into.up_to(waited)
+            self._grads[step] += group.grad_bytes * (rest - away)
         gone = Curve(problem, first, flow.lead_out)
         for again in problem.each(first)[:-1]:
             for k in range(1, lead_window(problem, group)):

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from ..linear import ONE, Builder, LinearModel, Terms, add
 from ..problem import Group, Problem, TensorSize
-from ..program.groups import GroupColumns, around
+from ..program.groups import GroupColumns
 from ..program.model import Program
+from ..program.spans import around
 
 
 class Alike(NamedTuple):
@@ -72,10 +73,10 @@ def _lasts(builder: Builder, problem: Problem, program: Program, wait: _Wait) ->
 
 def counts(problem: Problem) -> int:
     """Return the most columns that `in_whole_tensors` adds."""
-    return sum(len(_kinds(group)) * (4 + len(group.uses)) for group in problem.groups)
+    return sum(len(_kinds(group)) * (5 + len(group.uses)) for group in problem.groups)
 
 
-_PARAM, _STATE = 0, 2
+_PARAM, _GRAD, _STATE = 0, 1, 2
 _FINE = 4  # from this many pieces on, the number of them that move need not be an integer
 
 
@@ -89,6 +90,7 @@ def _trainable(
     states = leaves and _counted(builder, f"S[{name}]", group, leaves, _STATE)
     dropped = columns.out_drop and _counted(builder, f"D[{name}]", group, columns.out_drop.total, _PARAM)
     kept = columns.out_keep and _counted(builder, f"K[{name}]", group, columns.out_keep.total, _PARAM)
+    waits = columns.wait and _counted(builder, f"G[{name}]", group, columns.wait.out.total, _GRAD)
     away = [_counted(builder, f"d[{name},{a.stay.after}]", group, a.part, _PARAM) for a in columns.away]
     for kind, number in _kinds(group).items():
         on_host, sent = host[kind], [one[kind] for one in (dropped, kept) if one]
@@ -96,6 +98,8 @@ def _trainable(
         if states:
             leaving = add((1.0 / kind.pieces, states[kind]), (1.0, on_host), (-1.0, whole))
             builder.at_most_zero(f"whole states[{name}]", leaving)
+        if waits:
+            builder.at_most_zero(f"whole gradients[{name}]", add((1.0, waits[kind]), (1.0, on_host), (-1.0, whole)))
         if sent:
             builder.at_most_zero(
                 f"whole copies[{name}]", add((1.0, on_host), *((1.0, one) for one in sent), (-1.0, whole))

@@ -207,6 +207,9 @@ def _emit_device_update(emitter: _Emitter, group: Group, tensor: TensorSize, pla
         emitter.add(start + group.grad_steps[-1], _Order.UPDATE_DEVICE, kind, plan.name)
     emitter.add(last, _Order.UPDATE_DEVICE, Kind.UPDATE_DEVICE, plan.name)
     whole = items.total(plan.name) if several else items.gradient(plan.name)
+    if plan.grad_out is not None and plan.grad_back is not None:
+        emitter.offload(plan.grad_out, whole, problem.last_gradient(group))
+        emitter.prefetch(plan.grad_back, whole, last)
     emitter.add(last, _Order.UPDATE_DEVICE, Kind.FREE, whole)
     if plan.out is not None:
         emitter.copy_out(plan.out, items.parameter(plan.name), last)
@@ -257,4 +260,5 @@ def _host_bytes_of(tensor: TensorSize, plan: TensorPlan) -> int:
     if plan.cpu:
         return tensor.param_bytes + tensor.grad_bytes + tensor.state_bytes
     # The host reserves the whole state, since each piece leaves to its place in it.
-    return tensor.param_bytes * plan.hosted + tensor.state_bytes * any(stay.tier == HOST for stay in plan.states)
+    states = tensor.state_bytes * any(stay.tier == HOST for stay in plan.states)
+    return tensor.param_bytes * plan.hosted + tensor.grad_bytes * (plan.grad_back is not None) + states

@@ -163,10 +163,11 @@ class State:
             old = self.known and item.name in self.stale
             require(not old, action, "its values are from before its last update")
             self.current.add(item.name)
-        elif item.kind is ItemKind.GRADIENT:
-            early = self.known and item.name not in self._unused
+        elif item.kind in items.WHOLE_GRADIENTS:
+            unused = self._unused if item.kind is ItemKind.GRADIENT else self.owed
+            early = self.known and item.name not in unused
             require(not early, action, "the gradient is not complete, or its update is done")
-            if self.walked > 1:
+            if self.walked > 1 and item.kind is ItemKind.GRADIENT:
                 full = len(self.arriving) >= _BUFFERS
                 require(not full, action, f"no buffer is free: {', '.join(self.arriving)} wait for their addition")
                 self.arriving.append(item.name)
@@ -184,7 +185,8 @@ class State:
             lost = item.name in self._unused and item not in self.copies
             require(not lost, action, "the gradient is neither used by an update nor on the host")
         if item.kind is ItemKind.TOTAL:
-            require(item.name not in self.owed, action, "the total is not used by an update yet")
+            lost = item.name in self.owed and item not in self.copies
+            require(not lost, action, "the total is neither used by an update nor on the host")
         by_computes = item.kind is ItemKind.VALUE_GRADIENT
         require(not by_computes, action, "gradients of values are released by computes only")
 
@@ -238,7 +240,7 @@ class State:
     def _update_device(self, action: Action, does: Effect) -> None:
         self._must_be_there(action, does)
         require(action.name in self.owed, action, "there is no complete gradient to update from")
-        self.copies.difference_update(does.writes)
+        self.copies.difference_update((*does.writes, items.gradient(action.name), items.total(action.name)))
         self.owed.discard(action.name)
         self.stale.discard(action.name)
 

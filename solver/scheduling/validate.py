@@ -167,6 +167,8 @@ def _check_gate(schedule: Schedule) -> None:
         before.append(action)
     for action in before:
         require(action.kind not in _UPDATES, action, "updates before the last backward has ended and the gate is open")
+        back = action.kind is Kind.PREFETCH and action.item.kind in items.WHOLE_GRADIENTS
+        require(not back, action, "returns before the gate, which scales it, is open")
     for action in schedule.passes[0].forward:
         require(action.kind is not Kind.UPDATE_DEVICE, action, "updates on the device outside the turn-around")
     require("gate" in schedule.computes, "gate", "there is no compute of that name")

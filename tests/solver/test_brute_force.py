@@ -63,8 +63,9 @@ def count_idle_gap(problem: Problem, group: Group, rng: random.Random, count: Co
         return True
     updated = problem.device_update(group)
     count.compute[updated] += group.device_update_s
+    away = _count_wait(problem, group, end, updated, rng, count)
     for step in range(first_end + 1, updated + 1):
-        count.memory[step] += group.grad_bytes
+        count.memory[step] += group.grad_bytes * (step not in away)
     for start in problem.passes[1:]:
         count.compute[start + first_end] += group.device_add_s
     _count_states(problem, group, updated, rng, count)
@@ -81,6 +82,19 @@ def count_idle_gap(problem: Problem, group: Group, rng: random.Random, count: Co
     if back is not None:
         count.move(problem, "in", idle[back], group.param_bytes)
     return True
+
+
+def _count_wait(problem: Problem, group: Group, end: int, updated: int, rng: random.Random, count: Count) -> range:
+    """Behind a gate the whole gradient may leave once it is complete, and return once the gate is open."""
+    returns = range(max(problem.first_turn_around, end + 2), updated) if problem.gate else range(0)
+    if not returns or rng.random() < 0.4:
+        return range(0)
+    back = rng.choice(returns)
+    out = rng.randrange(end, back - 1)
+    count.move(problem, "out", out, group.grad_bytes, serial=out == end)
+    count.move(problem, "in", back, group.grad_bytes)
+    count.host += group.grad_bytes
+    return range(out + 1, back)
 
 
 def _count_gradients_out(problem: Problem, group: Group, end: int, rng: random.Random, count: Count) -> None:

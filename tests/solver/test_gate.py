@@ -64,11 +64,48 @@ def test_a_budget_without_room_for_gradients_updates_on_the_host() -> None:
     assert max(solution.memory_bytes) <= 500
 
 
+def slow_host(budget: int) -> Problem:
+    """Four blocks whose host updates take too long, and states that take up little."""
+    problem = chain(cpu_s=100.0, device_s=0.1, budget=budget, n=4)
+    groups = (replace(g, tensors=(replace(g.tensors[0], state_bytes=40),)) for g in problem.groups)
+    return replace(problem, groups=tuple(groups), turn_around_steps=6)
+
+
+def test_gradients_leave_and_return_where_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computes take 12 s and updates on the device 0.4 s, but one on the host takes 100 s."""
+    roomy, tight = slow_host(1100), slow_host(700)
+    assert not any(flow.wait_out for flow in solve(roomy, gap=1e-6).groups.values())
+    planned = plan(tight, gap=1e-6)
+    assert planned.schedule is not None and planned.simulation is not None
+    assert planned.solution.objective_s == pytest.approx(12.66, abs=0.01)
+    assert planned.simulation.step_s < 13.2 and planned.simulation.peak_bytes <= 700
+    waited = {a.item.name for a in planned.schedule.turn_around if a.kind is Kind.PREFETCH and a.name.startswith("g:")}
+    assert waited and waited <= planned.schedule.update_device_s.keys()
+    for flow in planned.solution.groups.values():
+        assert all(step >= tight.first_turn_around for step in flow.wait_in), "not before the gate is open"
+        assert sum(flow.wait_in.values()) == pytest.approx(sum(flow.wait_out.values()), abs=1e-6)
+    monkeypatch.setattr(Problem, "waiting", lambda problem, group: ((), ()))
+    assert solve(tight, gap=1e-6).objective_s == pytest.approx(85.0, abs=0.1), "if all had to stay"
+
+
+def test_a_gradient_that_returns_before_the_gate_is_refused() -> None:
+    schedule = plan(slow_host(700)).schedule
+    assert schedule is not None
+    back = next(a for a in schedule.turn_around if a.kind is Kind.PREFETCH and a.name.startswith("g:"))
+    rest = tuple(a for a in schedule.turn_around if a is not back)
+    early = replace(schedule, turn_around=(back, *rest), device_budget_bytes=10**6)
+    with pytest.raises(ScheduleError, match="before the gate, which scales it, is open"):
+        validate(early)
+    without = replace(schedule, turn_around=rest)
+    with pytest.raises(ScheduleError, match="not on the device"):
+        validate(without)
+
+
 @given(st.integers(0, 10**6), st.floats(0.0, 1.0))
 def test_plans_keep_the_gate_and_the_budget(seed: int, roomy: float) -> None:
     rng = random.Random(seed)
     free = random_problem(rng, n_blocks=rng.choice([2, 3, 4]), tied=rng.random() < 0.4)
-    problem = replace(free, gate=True, turn_around_steps=rng.choice([3, 4, 6]))
+    problem = replace(free, gate=True, turn_around_steps=rng.choice([3, 4, 6, 8]))
     least = least_budget(problem).bytes
     ample = solve(problem)
     assert ample.status is Status.OPTIMAL
