@@ -37,7 +37,8 @@ _HOST_BYTES = 512 * GB
 _MANAGE_S = 1e-3
 _FP32_BYTES = 4  # the rates of hardware files count fp32 parameters
 _UPDATE_BYTES = 28  # of memory that an update of an fp32 parameter moves
-_NORM_SHARE = 1 / 7  # of an update's bytes, those that measuring a gradient's norm reads
+_NORM_SHARE = 1 / 7  # of an update's bytes, those that taking a gradient's norm reads
+_VERDICT_S = 1e-4
 
 
 def main() -> None:
@@ -87,9 +88,16 @@ def problem_of(hardware: Hardware, batch: int, sequence: int, budget_bytes: int)
 
 
 def gated(problem: Problem, steps: int) -> Problem:
-    """Return the problem behind a gate that clips."""
-    norm_s = _NORM_SHARE * sum(group.device_update_s for group in problem.groups)
-    return replace(problem, gate=True, gate_s=norm_s, turn_around_steps=steps)
+    """Return the problem behind a gate that clips; backwards take the norms of the gradients that they complete."""
+    blocks = list(problem.blocks)
+    for group in problem.groups:
+        step = group.grad_steps[-1]
+        i = problem.block_of(step)
+        assert i is not None
+        more_s = _NORM_SHARE * group.device_update_s
+        options = (replace(option, backward_s=option.backward_s + more_s) for option in blocks[i].options)
+        blocks[i] = replace(blocks[i], options=tuple(options))
+    return replace(problem, blocks=tuple(blocks), gate=True, gate_s=_VERDICT_S, turn_around_steps=steps)
 
 
 def _planned(problem: Problem) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -32,7 +32,7 @@ class Trainable:
     ----------
     by_rows: whether its rows can be updated separately.
     cpu_update_s, device_update_s: seconds to update it. cpu_add_s, device_add_s: to add a micro-batch's gradient.
-    side: which side may update it.
+    side: which side may update it. cpu_norm_s, device_norm_s: seconds to take its gradient's norm; 0 without clipping.
     """
 
     state_bytes: int
@@ -42,6 +42,18 @@ class Trainable:
     cpu_add_s: float
     device_add_s: float
     side: Side = "any"
+    cpu_norm_s: float = 0.0
+    device_norm_s: float = 0.0
+
+    def add_s(self, micro_batches: int) -> tuple[float, float]:
+        """Return the seconds of an addition on the host, and on the device, a share of the total's norm included.
+
+        It is taken with the last addition. The host's first is counted though it only receives the total.
+        """
+        shares = micro_batches, max(1, micro_batches - 1)
+        norms = (norm_s / share for norm_s, share in zip((self.cpu_norm_s, self.device_norm_s), shares))
+        cpu_s, device_s = (add + norm for add, norm in zip((self.cpu_add_s, self.device_add_s), norms))
+        return cpu_s, device_s
 
 
 @dataclass(frozen=True)
@@ -99,14 +111,8 @@ class Lowering:
         turn_around_steps: None for as many as the updates need. budgets: the remaining fields of `Problem`.
         """
         values, outputs, value_item = self._values()
-        blocks = tuple(
-            Block(
-                name=f"{i}",
-                options=tuple(option_numbers(o, self._incoming_bytes(i)) for o in self.classes[b.key].options),
-            )
-            for i, b in enumerate(self.blocks)
-        )
-        groups = self._groups()
+        groups = self._groups(budgets.get("micro_batches", 1))
+        blocks = self._blocks(self._norms(groups) if budgets.get("micro_batches", 1) == 1 else {})
         if turn_around_steps is None:
             turn_around_steps = update_steps(groups, budgets["device_budget_bytes"]) if gate else _WITHOUT_GATE
         problem = Problem(
@@ -128,6 +134,30 @@ class Lowering:
             **budgets,
         )
         return Lowered(problem, self.classes, self.blocks, self.prelude, value_item)
+
+    def _blocks(self, norm_s: Mapping[int, float]) -> tuple[Block, ...]:
+        """Build the blocks, whose backwards also take the norms of the gradients that they complete.
+
+        Parameters
+        ----------
+        norm_s: by backward step, the seconds of these norms.
+        """
+        found = []
+        for i, block in enumerate(self.blocks):
+            options = (option_numbers(o, self._incoming_bytes(i)) for o in self.classes[block.key].options)
+            more_s = norm_s.get(self.backward[i], 0.0)
+            found.append(Block(f"{i}", tuple(replace(o, backward_s=o.backward_s + more_s) for o in options)))
+        return tuple(found)
+
+    def _norms(self, groups: Iterable[Group]) -> dict[int, float]:
+        """Return, by backward step, the seconds of the norms of all gradients that it completes."""
+        found: dict[int, float] = {}
+        for group in groups:
+            for tensor in group.tensors if group.trainable else ():
+                training = self.trainable.get(tensor.name)
+                step = group.grad_steps[-1]
+                found[step] = found.get(step, 0.0) + (training.device_norm_s if training else 0.0)
+        return found
 
     def _incoming_bytes(self, index: int) -> int:
         graph, joint = self.graphs[index], self.blocks[index].joint
@@ -192,7 +222,7 @@ class Lowering:
             found.append(Value(name, amount, index, uses, gradient_bytes, grads if own_gradient else ()))
         return found
 
-    def _groups(self) -> tuple[Group, ...]:
+    def _groups(self, micro_batches: int) -> tuple[Group, ...]:
         members: dict[tuple[Any, ...], list[tuple[TensorSize, Trainable]]] = {}
         grids: dict[str, Grid] = {}
         nothing = Trainable(0, False, 0.0, 0.0, 0.0, 0.0)
@@ -219,8 +249,8 @@ class Lowering:
                 grad_steps=grads,
                 cpu_update_s=sum(t.cpu_update_s for _, t in tensors),
                 device_update_s=sum(t.device_update_s for _, t in tensors),
-                cpu_add_s=sum(t.cpu_add_s for _, t in tensors),
-                device_add_s=sum(t.device_add_s for _, t in tensors),
+                cpu_add_s=sum(t.add_s(micro_batches)[0] for _, t in tensors),
+                device_add_s=sum(t.add_s(micro_batches)[1] for _, t in tensors),
                 side=side,
             )
             for (uses, grads, _, side), tensors in members.items()

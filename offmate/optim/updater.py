@@ -33,7 +33,8 @@ class UpdateCost:
 
     Parameters
     ----------
-    cpu_add_s, device_add_s: seconds to add a gradient to the sum of earlier ones. norm_s: to measure its norm.
+    cpu_add_s, device_add_s: seconds to add a gradient to the sum of earlier ones.
+    cpu_norm_s, device_norm_s: seconds to take its norm.
     """
 
     state_bytes: int
@@ -42,7 +43,8 @@ class UpdateCost:
     device_update_s: float
     cpu_add_s: float
     device_add_s: float
-    norm_s: float
+    cpu_norm_s: float
+    device_norm_s: float
 
 
 class Updater:
@@ -182,7 +184,8 @@ class Updater:
             device_update_s=on_device.update_s,
             cpu_add_s=share * on_cpu.add_s,
             device_add_s=on_device.add_s,
-            norm_s=on_device.norm_s,
+            cpu_norm_s=share * on_cpu.norm_s,
+            device_norm_s=on_device.norm_s,
         )
 
     def _times(self, like: torch.Tensor, hyper: dict[str, Any], device: torch.device) -> _Times:

@@ -30,6 +30,7 @@ from .fingerprint import fingerprint_of
 from .request import Request
 from .restore import restore_class
 
+_VERDICT = 4  # small kernels from the norms of all gradients to the verdict; each takes at least as long as one norm
 _USER_COPIES = 3  # copies of an output that the user differentiates: its gradient, and what a loss keeps and makes
 
 
@@ -104,6 +105,7 @@ def lower(
         n: Trainable(
             c.state_bytes, updater is not None and updater.by_rows(n, params[n].dtype),
             c.cpu_update_s, c.device_update_s, c.cpu_add_s, c.device_add_s, side_of(request.config.updates, n),
+            *((c.cpu_norm_s, c.device_norm_s) if request.clips else ()),
         )
         for n, c in updates.items()
     }  # fmt: skip
@@ -118,7 +120,7 @@ def lower(
         turn_around_steps=request.config.turn_around_steps,
         gate=request.gate,
         micro_batches=request.micro_batches,
-        gate_s=sum(c.norm_s for c in updates.values()) if request.clips else 0.0,
+        gate_s=_VERDICT * min((c.device_norm_s for c in updates.values()), default=0.0) if request.clips else 0.0,
     )
     return lowered, fixed
 

@@ -87,8 +87,8 @@ def work_out(
             plain_s = machine.update_s(param.numel(), masters=False)
             seconds = machine.update_s(param.numel(), masters=has_master(updater.base, param))
             # Adding reads two tensors and writes one where AdamW reads four and writes three; a norm reads one.
-            adds = (3 / 7 * plain_s[0], 3 / 7 * plain_s[1])
-            updates[name] = UpdateCost(bulk, scalars, *seconds, *adds, norm_s=plain_s[1] / 7)
+            adds, norms = ([part * s for s in plain_s] for part in (3 / 7, 1 / 7))
+            updates[name] = UpdateCost(bulk, scalars, *seconds, *adds, *norms)
     return Figures(rates, costs, updates)
 
 

@@ -16,7 +16,7 @@ from ..programs.programs import NodeCost
 
 log = logging.getLogger("offmate")
 
-FORMAT = 3
+FORMAT = 4
 
 _kept: dict[str, Measured] = {}
 

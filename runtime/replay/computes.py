@@ -12,6 +12,7 @@ from ..torch_names.tensors import version_of
 from .binding import BlockBinding, Port
 from .contents import Buffer, Saved
 from .gate import Gate
+from .norms import Norms
 from .program import run
 from .world import World
 
@@ -24,12 +25,12 @@ class Computes:
 
     Parameters
     ----------
-    gate: the gate that the compute of that name opens.
+    gate: the gate that the compute of that name opens. norms: take those of the gradients that backwards complete.
     """
 
-    def __init__(self, world: World, gate: Gate) -> None:
+    def __init__(self, world: World, gate: Gate, norms: Norms) -> None:
         self._schedule, self._binding, self._host = world.schedule, world.binding, world.host
-        self._device, self._contents, self._gate = world.device, world.contents, gate
+        self._device, self._contents, self._gate, self._norms = world.device, world.contents, gate, norms
         self._on_host = world.device.torch_device.type == "cpu"
         self._seen_buffers: dict[str, tuple[int, int]] = {}
         self.batch: tuple[torch.Tensor | None, ...] = ()
@@ -148,6 +149,7 @@ class Computes:
                 contents.pending.add(port.name[6:])
                 # The gradient of the micro-batch before has left.
                 contents.grad_leaving.pop(port.name[6:], None)
+        self._norms.of_block(index)
 
     def _registers(self, block: BlockBinding, n_registers: int) -> list[Any]:
         registers: list[Any] = [None] * n_registers

@@ -16,6 +16,7 @@ from .computes import Computes
 from .gate import Clip, Gate
 from .gradients import Gradients
 from .handlers import Handlers
+from .norms import Norms
 from .parking import Parked, park, unpark
 from .states import States
 from .transfers import Transfers
@@ -50,12 +51,13 @@ class Executor:
         self.on_action: Callable[[Action], None] | None = None
         self._contents = world.contents
         unmoved = _never_moved(world.schedule) if world.device.torch_device.type == "cpu" else frozenset()
-        states, self._gradients = States(world), Gradients(world)
-        self.gate = Gate(world.schedule.gate, clip, world.host, self._gradients)
+        self._norms = Norms(world, clip.names if clip is not None else ())
+        states, self._gradients = States(world), Gradients(world, self._norms)
+        self.gate = Gate(world.schedule.gate, clip, world.host, self._gradients, self._norms)
         self._by_kind = Handlers(world, states, self._gradients, unmoved)
         self._transfers = Transfers(world, self._by_kind.of)
         self._updates = Updates(world, states, self._gradients, self.gate, unmoved)
-        self._computes = Computes(world, self.gate)
+        self._computes = Computes(world, self.gate, self._norms)
         self._updating = False
         # Handlers with a reference to the executor would keep it, and its programs, alive until garbage is collected.
         computes, transfers, gradients, updates = self._computes, self._transfers, self._gradients, self._updates
@@ -108,6 +110,7 @@ class Executor:
         """
         self.complete = False
         self.gate.close()
+        self._norms.begin(last=micro_batch == self.schedule.micro_batches - 1)
         self._computes.incoming = gradients
         self._walk(self.schedule.pass_of(micro_batch).backward)
         self.complete, self._updating = True, False
@@ -233,6 +236,7 @@ class Executor:
     def _empty(self) -> None:
         self.device.ledger.clear()
         self._contents.clear()
+        self._norms.clear()
         if self.device.arena is not None:
             self.device.arena.let_go()
         self.loaded = False

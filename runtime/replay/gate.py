@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..torch_names.operators import grouped_by_kind, norms_of
+from ..torch_names.operators import grouped_by_kind
 from .binding import HostState
 from .gradients import Gradients
+from .norms import Norms
 
 
 @dataclass(frozen=True)
@@ -25,21 +26,24 @@ class Clip:
     names: tuple[str, ...]
 
 
-def total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+def total_norm(norms: list[torch.Tensor]) -> torch.Tensor:
     """Return the global norm as `torch.nn.utils.get_total_norm` does for gradients that are all on one device.
 
-    If some are on the host, their norms enter the sum at the same position, so that the order of its terms is the same.
+    Parameters
+    ----------
+    norms: of the gradients, in the order of the parameters and of the gradients' dtypes. Those that were taken on the
+        host enter the sum at the same position, so that the order of its terms is the same.
     """
-    if not gradients:
+    if not norms:
         return torch.tensor(0.0)
-    where = next((g.device for g in gradients if g.device.type != "cpu"), gradients[0].device)
-    order = _in_order_of_terms([g.dtype for g in gradients], where)
-    norms: dict[int, torch.Tensor] = {}
-    for kind in {(g.device, g.dtype) for g in gradients}:
-        own = [i for i in order if (gradients[i].device, gradients[i].dtype) == kind]
+    where = next((norm.device for norm in norms if norm.device.type != "cpu"), norms[0].device)
+    terms = dict(enumerate(norms))
+    for dtype in {norm.dtype for norm in norms if norm.device != where}:
+        own = [i for i, norm in enumerate(norms) if norm.device != where and norm.dtype == dtype]
         # In one copy, since the thread waits for every copy from pageable memory.
-        norms |= zip(own, torch.stack(norms_of([gradients[i] for i in own])).to(where).unbind())
-    return torch.linalg.vector_norm(torch.stack([norms[i] for i in order]))
+        terms |= zip(own, torch.stack([norms[i] for i in own]).to(where).unbind())
+    order = _in_order_of_terms([norm.dtype for norm in norms], where)
+    return torch.linalg.vector_norm(torch.stack([terms[i] for i in order]))
 
 
 def _in_order_of_terms(dtypes: list[torch.dtype], where: torch.device) -> list[int]:
@@ -59,11 +63,11 @@ class Gate:
 
     Parameters
     ----------
-    exists: whether the schedule has a gate. clip: the clipping; None for none.
+    exists: whether the schedule has a gate. clip: the clipping; None for none. norms: those taken before it opens.
     """
 
-    def __init__(self, exists: bool, clip: Clip | None, host: HostState, gradients: Gradients) -> None:
-        self._exists, self._clip, self._host, self._gradients = exists, clip, host, gradients
+    def __init__(self, exists: bool, clip: Clip | None, host: HostState, gradients: Gradients, norms: Norms) -> None:
+        self._exists, self._clip, self._host, self._gradients, self._norms = exists, clip, host, gradients, norms
         self.norm: torch.Tensor | None = None
         self._scales: dict[torch.device, torch.Tensor] = {}
         self._unscaled: frozenset[str] = frozenset()
@@ -78,13 +82,14 @@ class Gate:
         self._host.gate_is_open = not self._exists
 
     def open(self) -> None:
-        """Measure the norm of all gradients, now complete, scale those on the device, and let updates begin."""
+        """Take the norm of all gradients, now complete, scale those on the device, and let updates begin."""
         self._host.gate_is_open = True
         self._scales, self._unscaled = {}, frozenset()
         if self._clip is None:
             return
         gradients = {name: self._gradients.whole(name) for name in self._clip.names if self._gradients.exists(name)}
-        self.norm = total_norm([g.tensor for g in gradients.values()])
+        self.norm = total_norm(self._norms.of({name: gradient.tensor for name, gradient in gradients.items()}))
+        self._norms.clear()
         scale = torch.clamp(self._clip.max_norm / (self.norm + 1e-6), max=1.0)
         if bool(scale == 1.0):  # scaling would change nothing
             return

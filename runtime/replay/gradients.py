@@ -13,6 +13,7 @@ from ...solver.schedule import Kind
 from ..events import Event, UnderWay
 from ..layouts import on_storage
 from .contents import Buffer
+from .norms import Norms
 from .world import World
 
 
@@ -50,8 +51,8 @@ class Gradients:
     earlier ones ran by plans without that parameter. All other state is in `contents` and `host`.
     """
 
-    def __init__(self, world: World) -> None:
-        self._host, self._device, self._contents = world.host, world.device, world.contents
+    def __init__(self, world: World, norms: Norms) -> None:
+        self._host, self._device, self._contents, self._norms = world.host, world.device, world.contents, norms
         self._adder = world.schedule.rates.worker(Kind.ACCUMULATE_CPU.value)
         self._sizes, self._adds_up = world.schedule.item_bytes, world.schedule.adds_up
         self._arrivals: list[_Arrival] = []
@@ -110,6 +111,7 @@ class Gradients:
             self._unbegun.discard(name)
         else:
             total.add_(grad)
+        self._norms.of_total(name)
         self._device.ledger.remove(gradient.kind.prefix, self._sizes[gradient])
 
     def accumulate_on_host(self, name: str) -> None:
@@ -234,11 +236,14 @@ class Gradients:
         total = self._host.grads[name]
         before = contents.grad_adding.get(name)
         after = (contents.grad_leaving[name], *((before,) if before is not None else ()))
-        added = self._device.update_on_host(lambda: _add_to(total, gradient), after, self._adder)
+        norms = self._norms if self._norms.wants(name) else None
+        added = self._device.update_on_host(lambda: _add_to(total, gradient, name, norms), after, self._adder)
         arrival.added = UnderWay(f"the addition of the gradient of {name} on the host", (added,))
         contents.grad_adding[name] = arrival.added
         arrival.holds, arrival.gradient = None, None
 
 
-def _add_to(total: torch.Tensor, gradient: torch.Tensor) -> None:
+def _add_to(total: torch.Tensor, gradient: torch.Tensor, name: str, norms: Norms | None) -> None:
     total.add_(gradient)
+    if norms is not None:
+        norms.on_worker(name, total)

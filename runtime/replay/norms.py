@@ -1,0 +1,116 @@
+"""Norms of gradients: each is taken where its gradient becomes complete, while the values are at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+
+import torch
+
+from ...solver.effects import effect
+from ...solver.items import ItemKind
+from ...solver.schedule import Kind, Schedule
+from ..torch_names.operators import norms_of
+from .world import World
+
+_PROBED = 1 << 17  # elements of a tensor that kernels share among threads if they share any
+
+
+class Norms:
+    """Takes the norms that clipping needs.
+
+    With one micro-batch a gradient is complete when a block's backward has made it, on the device. With several, the
+    total is complete after its last addition, on the device or in a worker of the host.
+
+    State: `_found`, the norms of this iteration, each where its gradient was; `_taking`, whether the backward under way
+    completes gradients. A worker adds to `_found` what the event of its addition announces.
+
+    Parameters
+    ----------
+    names: parameters whose norms are wanted; none without clipping.
+    """
+
+    def __init__(self, world: World, names: Iterable[str] = ()) -> None:
+        self._wanted, self._contents = frozenset(names), world.contents
+        self._several = world.schedule.adds_up
+        self._completed = _completed(world.schedule) if self._wanted and not self._several else {}
+        self._threads = torch.get_num_threads()
+        dtypes = {world.host.params[name].dtype for name in self._wanted} if self._several else set()
+        self._of_one_thread = {dtype for dtype in dtypes if self._threads == 1 or _of_one_thread(dtype)}
+        self._found: dict[str, torch.Tensor] = {}
+        self._taking = False
+
+    def begin(self, *, last: bool) -> None:
+        """Prepare for a backward: that of the last micro-batch or an earlier one."""
+        self._found, self._taking = {}, last
+
+    def of_block(self, index: int) -> None:
+        """Take the norms of the gradients that a block's backward has completed."""
+        if self._taking and not self._several:
+            names = (name for name in self._completed.get(index, ()) if name in self._wanted)
+            self.take({name: self._contents.grads[f"param:{name}"] for name in names})
+
+    def of_total(self, name: str) -> None:
+        """Take the norm of a total on the device, to which a gradient was added."""
+        if self._taking and name in self._wanted:
+            self.take({name: self._contents.totals[name].read()})
+
+    def wants(self, name: str) -> bool:
+        """Return whether the addition under way completes a total whose norm is wanted."""
+        return self._taking and name in self._wanted
+
+    def on_worker(self, name: str, total: torch.Tensor) -> None:
+        """Take the norm of a total on the host, in a worker, unless the training thread would get other bits."""
+        alike = total.is_contiguous() and total.dtype in self._of_one_thread
+        if alike or torch.get_num_threads() == self._threads:
+            self.take({name: total})
+
+    def take(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Take the norms of complete gradients, by parameter."""
+        for kind in {(gradient.device, gradient.dtype) for gradient in gradients.values()}:
+            own = {name: one for name, one in gradients.items() if (one.device, one.dtype) == kind}
+            self._found |= zip(own, torch.stack(norms_of(list(own.values()))).unbind())
+
+    def of(self, gradients: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the norms of all gradients; those that were not taken before are taken now.
+
+        Parameters
+        ----------
+        gradients: by parameter, in the order of the result. All work that writes them has ended, or is launched.
+        """
+        self.take({name: gradient for name, gradient in gradients.items() if name not in self._found})
+        return [self._found[name] for name in gradients]
+
+    def clear(self) -> None:
+        """Forget all norms, since gradients may change from now on, or the iteration is over."""
+        self._found, self._taking = {}, False
+
+
+def _completed(schedule: Schedule) -> dict[int, tuple[str, ...]]:
+    """Return, by block, the parameters whose gradients its backward completes."""
+    last: dict[str, int] = {}
+    for action in schedule.backward:
+        if action.kind is Kind.COMPUTE and action.name[0] == "B":
+            made = [item for item in effect(action, schedule).writes if item.kind is ItemKind.GRADIENT]
+            last |= {item.name: int(action.name[1:]) for item in made}
+    found: dict[int, tuple[str, ...]] = {}
+    for name, block in last.items():
+        found[block] = (*found.get(block, ()), name)
+    return found
+
+
+@lru_cache
+def _of_one_thread(dtype: torch.dtype) -> bool:
+    """Return whether a norm of this dtype has the same bits whatever the number of threads.
+
+    Not to be asked in a worker: it sets the number that threads to come adopt, to that of the thread that asks.
+    """
+    values = torch.randn(_PROBED, generator=torch.Generator().manual_seed(0)).to(dtype)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            found.append(norms_of([values])[0])
+    finally:
+        torch.set_num_threads(threads)
+    return all(torch.equal(one, found[0]) for one in found)
