@@ -31,6 +31,7 @@ STEPS = {"turn_around_steps": 8}
 @pytest.fixture
 def slow_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The host is so slow that the device updates nearly all."""
+    monkeypatch.setattr("offmate.profile.store._kept", {})  # what other tests have measured
     with from_hardware_file():
         cost = Updater.cost
         monkeypatch.setattr(Updater, "cost", lambda *given: replace(cost(*given), cpu_update_s=1.0, cpu_add_s=1.0))

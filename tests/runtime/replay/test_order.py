@@ -96,10 +96,11 @@ def waits_asked_for(case: Case, schedule: Schedule) -> Counter[str]:
         asked["for an event"] += len(left)  # the norm is taken of whole gradients
         # Of those that were added up the last one's copy was launched by a worker, and another added it.
         asked["for a worker"] += 2 * sum(sent[name] > 1 for name in left)
-        # The norms of those on the host go to the device; the scale comes back, and decides whether anything is scaled.
-        # Where all are on the host, so is the scale.
-        if {item for item in schedule.item_bytes if item.kind is ItemKind.GRADIENT} - left:
-            asked += Counter({"for _to_copy": 2, "for _local_scalar_dense": 1})
+        # The norms of totals on the host go to the device, where those of a single micro-batch were taken anyway; the
+        # scale comes back, and decides whether anything is scaled. Where all norms are on the host, so is the scale.
+        several = schedule.micro_batches > 1
+        if not several or {item for item in schedule.item_bytes if item.kind is ItemKind.GRADIENT} - left:
+            asked += Counter({"for _to_copy": 1 + several, "for _local_scalar_dense": 1})
     return +asked
 
 
