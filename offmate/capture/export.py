@@ -31,6 +31,7 @@ from .fake import fake_batch, faked
 from .functions import functions_kept
 from .hooks import only_packages_hooks
 from .kv_caches import caches_dropped
+from .losses import tile_losses
 from .observe import Observer, check_kept, check_settled
 from .outputs import as_kept, output_names, outputs_of
 from .tidy import tidy
@@ -160,6 +161,7 @@ def _capture(
     graph = fx.Graph()
     _inline(program.graph_module, graph)
     tidy(graph)
+    tile_losses(graph, device or torch.device("cpu"))
     signature = program.graph_signature
     kinds: dict[InputKind, dict[str, Any]] = {kind: {} for kind in InputKind}
     inputs: list[str | None] = []

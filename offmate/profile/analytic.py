@@ -11,16 +11,19 @@ from torch import fx
 from ..capture.spec import Joint, storages_of
 from ..machines.hardware import Hardware
 from ..programs.programs import NodeCost
+from ..runtime.operators import losses
 from ..runtime.torch_names import operators
 from ..runtime.torch_names import trees as pytree
+
+_TILED: dict[Any, bool] = {losses.tiled_cross_entropy: False, losses.tiled_cross_entropy_backward: True}
 
 
 def node_costs(joint: Joint, machine: Hardware) -> dict[str, NodeCost]:
     """Estimate the cost of every operator of a class, without running it.
 
-    Returns: by node name; views cost nothing. Workspaces are assumed to be zero.
+    Returns: by node name; views cost nothing. Workspaces are assumed to be zero, but for a loss in tiles.
     """
-    return {n.name: NodeCost(_seconds(n, machine), 0) for n in (*joint.forward, *joint.backward)}
+    return {n.name: NodeCost(_seconds(n, machine), _workspace(n)) for n in (*joint.forward, *joint.backward)}
 
 
 def _seconds(node: fx.Node, machine: Hardware) -> float:
@@ -29,8 +32,23 @@ def _seconds(node: fx.Node, machine: Hardware) -> float:
     made = [t for t in pytree.tree_leaves(node.meta["val"]) if isinstance(t, torch.Tensor)]
     read = [a.meta["val"] for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
     traffic = sum(t.numel() * t.element_size() for t in [*made, *read])
+    if node.target in _TILED:
+        traffic = losses.moved_bytes(*_logits(node), backward=_TILED[node.target])
     dtype = str(made[0].dtype).removeprefix("torch.") if made else "float32"
     return max(flops(node) / machine.flops_per_s(dtype), traffic / machine.memory_bytes_per_s, machine.launch_s)
+
+
+def _workspace(node: fx.Node) -> int:
+    if node.target not in _TILED:
+        return 0
+    return losses.workspace_bytes(*_logits(node), backward=_TILED[node.target])
+
+
+def _logits(node: fx.Node) -> tuple[torch.Tensor, torch.dtype]:
+    """Return the logits of a loss in tiles, and the loss's dtype."""
+    logits, full = (node.args[1], node.args[3]) if _TILED[node.target] else (node.args[0], node)
+    value = full.meta["val"]  # type: ignore[union-attr]
+    return logits.meta["val"], (value if isinstance(value, torch.Tensor) else value[0]).dtype  # type: ignore[union-attr]
 
 
 def _is_view(node: fx.Node) -> bool:

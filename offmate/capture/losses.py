@@ -1,0 +1,130 @@
+"""Cross entropies over large logits in tiles of rows, with the same bits and without the logits in full precision."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..guards.surroundings import inside_autocast
+from ..runtime.operators.losses import rows_of_tile, tiled_cross_entropy
+from ..runtime.torch_names.autograd import without_autocast
+
+log = logging.getLogger("offmate")
+
+_CROSS_ENTROPY = torch.ops.aten.cross_entropy_loss.default
+_CAST = torch.ops.aten.to.dtype
+_MOVES = (  # what only moves elements, so that a cast before it may as well come after it
+    torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.slice.Tensor, torch.ops.aten.contiguous.default, torch.ops.aten.flatten.using_ints,
+)  # fmt: skip
+_WORTH = 2  # tiles that logits must have, or there is little to save
+_IGNORED = -100
+
+
+def tile_losses(graph: fx.Graph, device: torch.device) -> None:
+    """Replace the cross entropies of a flat graph whose logits are large by those in tiles.
+
+    A cast of the logits to full precision moves into the tiles. It stays, with the loss as it is, if anything else
+    reads the result, or if a trial on the device finds other bits.
+
+    Parameters
+    ----------
+    device: where the model will run.
+    """
+    for node in list(graph.nodes):
+        if node.target is _CROSS_ENTROPY and _fits(node):
+            _tile(graph, node, device)
+
+
+def _fits(node: fx.Node) -> bool:
+    """Return whether a cross entropy is of the plain kind: a class per row, no weights, no smoothing."""
+    logits, target, weight, _, _, smoothing = _arguments(node)
+    value, classes = logits.meta.get("val"), target.meta.get("val")
+    if not (isinstance(value, torch.Tensor) and isinstance(classes, torch.Tensor)):
+        return False
+    plain = weight is None and smoothing == 0 and value.dim() == 2 and classes.dim() == 1 and value.is_contiguous()
+    large = plain and value.shape[0] >= _WORTH * rows_of_tile(value.shape[1])
+    # Autocast would cast lower precision for the loss by itself.
+    return large and (value.dtype == torch.float32 or not _autocasts(node)) and not classes.dtype.is_floating_point
+
+
+def _arguments(node: fx.Node) -> tuple[Any, ...]:
+    defaults = {"weight": None, "reduction": 1, "ignore_index": -100, "label_smoothing": 0.0}
+    given = dict(zip(("self", "target", *defaults), node.args)) | node.kwargs
+    return given["self"], given["target"], *({**defaults, **given}[name] for name in defaults)
+
+
+def _autocasts(node: fx.Node) -> bool:
+    region = node.meta["region"].autocast
+    return inside_autocast() if region is None else bool(region[2])
+
+
+def _tile(graph: fx.Graph, node: fx.Node, device: torch.device) -> None:
+    logits, target, _, reduction, ignore_index, _ = _arguments(node)
+    full = logits.meta["val"]
+    cast, moves = _cast_before(logits, node.meta["region"])
+    source = cast.args[0] if cast is not None else logits
+    given = source.meta["val"].dtype
+    if not _same_bits(given, full.dtype, full.shape[1], reduction, device):
+        log.info("the loss stays whole: in tiles, %s would give other bits", device)
+        return
+    if cast is not None:
+        for move in moves:
+            move.meta["val"] = move.meta["val"].to(given)
+        cast.replace_all_uses_with(source)
+        graph.erase_node(cast)
+    rows = logits if moves else source
+    with graph.inserting_before(node):
+        tiled = graph.call_function(tiled_cross_entropy, (rows, target, reduction, ignore_index, full.dtype))
+        loss = graph.call_function(operator.getitem, (tiled, 0))
+    for new in (tiled, loss):
+        new.meta |= {"region": node.meta["region"], "val": node.meta["val"]}
+    node.replace_all_uses_with(loss)
+    graph.erase_node(node)
+
+
+def _cast_before(logits: fx.Node, region: Any) -> tuple[fx.Node | None, list[fx.Node]]:
+    """Return the cast of the logits, if only the loss reads its result, and what merely moves elements after it."""
+    moves, node = [], logits
+    while node.target in _MOVES and len(node.users) == 1 and node.meta["region"] == region:
+        moves.append(node)
+        node = node.args[0]  # type: ignore[assignment]
+    if node.target is not _CAST or len(node.users) != 1 or node.meta["region"] != region:
+        return None, []
+    return node, moves
+
+
+@lru_cache(maxsize=64)
+def _same_bits(given: torch.dtype, full: torch.dtype, classes: int, reduction: int, device: torch.device) -> bool:
+    """Return whether tiles give the bits of the whole, on two tiles of which one is not full; true for another machine.
+
+    Parameters
+    ----------
+    given, full: dtypes of the logits and of the loss.
+    """
+    if device.type != "cpu" and not _is_here(device):
+        return True
+    rows, generator = rows_of_tile(classes) + 3, torch.Generator().manual_seed(0)
+    with torch.inference_mode(False), torch.enable_grad(), without_autocast():
+        logits = (3 * torch.randn(rows, classes, generator=generator)).to(device, given)
+        target = torch.randint(0, classes, (rows,), generator=generator).to(device)
+        target[::5] = _IGNORED
+        whole, tiled = logits.requires_grad_(), logits.detach().clone().requires_grad_()
+        losses = (
+            _CROSS_ENTROPY(whole.to(full), target, None, reduction, _IGNORED),
+            tiled_cross_entropy(tiled, target, reduction, _IGNORED, full)[0],
+        )
+        gradient = torch.rand(losses[0].shape, generator=generator).to(device, full)
+        for loss in losses:
+            loss.backward(gradient)
+    return torch.equal(*losses) and torch.equal(whole.grad, tiled.grad)  # type: ignore[arg-type]
+
+
+def _is_here(device: torch.device) -> bool:
+    found = torch.accelerator.current_accelerator()
+    return found is not None and found.type == device.type

@@ -1,0 +1,135 @@
+"""Cross entropy in tiles of rows: what is as large as the logits in full precision exists for one tile at a time.
+
+Between the head's matrix product and the loss, all is row by row: the cast, the log-softmax, and their backwards. The
+forward keeps the log-probability of each row's target. The sum over rows is left to torch's own kernel, on a matrix of
+one column, which adds in the same order; so all bits are those of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+_TILE_ELEMENTS = 1 << 23  # of a tile; 32 MiB in float32
+_TOGETHER = 32  # rows of a tile are a multiple: a row then starts at the same place of a cache line as in the whole
+_IGNORED = -100  # stands for an ignored target where all others are 0
+
+aten = torch.ops.aten
+_LIBRARY = torch.library.Library("offmate", "FRAGMENT")
+_LIBRARY.define(
+    "tiled_cross_entropy(Tensor logits, Tensor target, int reduction, SymInt ignore_index, ScalarType dtype)"
+    " -> (Tensor loss, Tensor picked, Tensor total_weight)"
+)
+_LIBRARY.define(
+    "tiled_cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor picked, Tensor total_weight,"
+    " int reduction, SymInt ignore_index) -> Tensor"
+)
+
+
+def rows_of_tile(classes: int) -> int:
+    """Return the rows of a tile for logits of so many classes."""
+    return max(_TOGETHER, _TILE_ELEMENTS // max(classes, 1) // _TOGETHER * _TOGETHER)
+
+
+def workspace_bytes(logits: torch.Tensor, dtype: torch.dtype, *, backward: bool) -> int:
+    """Return the bytes of the tiles that exist at once; only the shape and the dtype of the logits are read."""
+    rows = min(rows_of_tile(logits.shape[1]), logits.shape[0])
+    return (3 if backward else 2) * rows * logits.shape[1] * dtype.itemsize
+
+
+def moved_bytes(logits: torch.Tensor, dtype: torch.dtype, *, backward: bool) -> int:
+    """Return the bytes of device memory that the kernels of all tiles read and write."""
+    own, full = logits.dtype.itemsize, dtype.itemsize
+    again = own + 3 * full  # the cast reads and writes, the log-softmax reads and writes
+    return logits.numel() * (again + (own + 5 * full if backward else 0))
+
+
+def _tiles(logits: torch.Tensor) -> Iterator[slice]:
+    rows = rows_of_tile(logits.shape[1])
+    for first in range(0, logits.shape[0], rows):
+        yield slice(first, min(first + rows, logits.shape[0]))
+
+
+def _log_softmax(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    found: torch.Tensor = aten._log_softmax.default(logits.to(dtype), 1, False)
+    return found
+
+
+def _forward(
+    logits: torch.Tensor, target: torch.Tensor, reduction: int, ignore_index: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    column = _column(target, ignore_index)
+    picked = torch.empty(logits.shape[0], 1, dtype=dtype, device=logits.device)
+    for tile in _tiles(logits):
+        torch.gather(_log_softmax(logits[tile], dtype), 1, column[tile], out=picked[tile])
+    loss, total = aten.nll_loss_forward.default(picked, _in_column(target, ignore_index), None, reduction, _IGNORED)
+    return loss, picked, total
+
+
+def _backward(
+    grad: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    picked: torch.Tensor,
+    total_weight: torch.Tensor,
+    reduction: int,
+    ignore_index: int,
+) -> torch.Tensor:
+    column, dtype = _column(target, ignore_index), picked.dtype
+    small = _in_column(target, ignore_index)
+    rows = aten.nll_loss_backward.default(grad, picked, small, None, reduction, _IGNORED, total_weight)
+    made = torch.empty_like(logits)
+    for tile in _tiles(logits):
+        chosen = torch.zeros(logits[tile].shape, dtype=dtype, device=logits.device)
+        chosen.scatter_(1, column[tile], rows[tile])
+        out = _log_softmax(logits[tile], dtype)
+        made[tile] = aten._log_softmax_backward_data.default(chosen, out, 1, dtype)
+    return made
+
+
+def _column(target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Return each row's target as an index; an ignored row's is 0, and no other is changed, so that wrong ones fail."""
+    return target.masked_fill(target == ignore_index, 0).unsqueeze(1)
+
+
+def _in_column(target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Return the targets in the matrix of one column that holds what was picked."""
+    return torch.zeros_like(target).masked_fill(target == ignore_index, _IGNORED)
+
+
+def _setup(ctx, inputs, output):
+    logits, target, ctx.reduction, ctx.ignore_index, _ = inputs
+    _, picked, total_weight = output
+    ctx.save_for_backward(logits, target, picked, total_weight)
+    ctx.mark_non_differentiable(picked, total_weight)
+
+
+def _differentiate(ctx, grad, *_):
+    made = tiled_cross_entropy_backward(grad, *ctx.saved_tensors, ctx.reduction, ctx.ignore_index)
+    return made, None, None, None, None
+
+
+_LIBRARY.impl("tiled_cross_entropy", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("tiled_cross_entropy_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_autograd("offmate::tiled_cross_entropy", _differentiate, setup_context=_setup, lib=_LIBRARY)
+
+
+@torch.library.register_fake("offmate::tiled_cross_entropy", lib=_LIBRARY)
+def _(logits, target, reduction, ignore_index, dtype):
+    rows = logits.shape[0]
+    loss = logits.new_empty((rows,) if reduction == 0 else (), dtype=dtype)
+    return loss, logits.new_empty((rows, 1), dtype=dtype), logits.new_empty((), dtype=dtype)
+
+
+@torch.library.register_fake("offmate::tiled_cross_entropy_backward", lib=_LIBRARY)
+def _(grad, logits, target, picked, total_weight, reduction, ignore_index):
+    return torch.empty_like(logits)
+
+
+tiled_cross_entropy = torch.ops.offmate.tiled_cross_entropy.default
+"""tiled_cross_entropy(logits, target, reduction, ignore_index, dtype): the loss of logits cast to that dtype, the
+log-probabilities of the targets, and the number of targets that count."""
+tiled_cross_entropy_backward = torch.ops.offmate.tiled_cross_entropy_backward.default
+"""tiled_cross_entropy_backward(grad, logits, target, picked, total_weight, reduction, ignore_index): the logits'
+gradient, in their dtype."""

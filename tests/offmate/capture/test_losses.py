@@ -1,0 +1,259 @@
+"""Cross entropies in tiles of rows: plain PyTorch's bits, and no logits in full precision."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from offmate.runtime.operators import losses
+from offmate.runtime.operators.losses import rows_of_tile, tiled_cross_entropy
+from torch.nn.functional import cross_entropy
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import offmate
+from offmate.capture import losses as capture_losses
+from offmate.capture.export import capture
+
+from ...accelerator.loops import without_allocator
+from ..parity import AMPLE, HOST_BYTES, LEAST, Case, check
+
+CLASSES = 1003
+REDUCTIONS = ("none", "mean", "sum")
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 32 rows."""
+    monkeypatch.setattr(losses, "_TILE_ELEMENTS", 40 * CLASSES)
+    capture_losses._same_bits.cache_clear()
+
+
+def drawn(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    logits = (3 * torch.randn(rows, CLASSES, generator=generator)).to(dtype)
+    return logits, torch.randint(0, CLASSES, (rows,), generator=generator)
+
+
+@pytest.mark.parametrize("ignored", [-100, 0, 7])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_loss_and_gradient_are_those_of_the_whole(
+    dtype: torch.dtype, reduction: str, ignored: int, two_threads: None
+) -> None:
+    """Whatever is ignored, a class of its own or not, and whether the last tile is full or not."""
+    for rows in (64, 75, 131):
+        logits, target = drawn(rows, dtype)
+        target[::7] = ignored
+        whole, tiled = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+        expected = cross_entropy(whole.float(), target, reduction=reduction, ignore_index=ignored)
+        found, picked, _ = tiled_cross_entropy(tiled, target, REDUCTIONS.index(reduction), ignored, torch.float32)
+        assert torch.equal(expected, found)
+        assert picked.shape == (rows, 1)
+        gradient = torch.rand(expected.shape, generator=torch.Generator().manual_seed(1))
+        expected.backward(gradient)
+        found.backward(gradient)
+        assert torch.equal(whole.grad, tiled.grad)
+
+
+def test_no_target_counts() -> None:
+    logits, target = drawn(70, torch.float32)
+    found = tiled_cross_entropy(logits, torch.full_like(target, -100), 1, -100, torch.float32)[0]
+    assert found.isnan(), "as in plain PyTorch"
+
+
+@pytest.mark.parametrize("wrong", [-1, CLASSES])
+def test_a_target_that_is_no_class_fails(wrong: int) -> None:
+    logits, target = drawn(70, torch.float32)
+    target[3] = wrong
+    with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+        tiled_cross_entropy(logits, target, 1, -100, torch.float32)
+
+
+def test_rows_of_a_tile() -> None:
+    """About as many elements in each, and a multiple of rows, so that each is aligned as in the whole."""
+    assert rows_of_tile(CLASSES) == 32
+    assert rows_of_tile(CLASSES // 8) == 320
+    assert rows_of_tile(100 * CLASSES) == 32
+
+
+def language_model(kind: str, dtype: torch.dtype) -> torch.nn.Module:
+    shape: dict[str, Any] = {
+        "vocab_size": CLASSES, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "use_cache": False,
+    }  # fmt: skip
+    if kind == "gemma":  # its logits have a soft cap
+        return Gemma2ForCausalLM(Gemma2Config(**shape, head_dim=16)).to(dtype)
+    return LlamaForCausalLM(LlamaConfig(**shape)).to(dtype)
+
+
+def texts(items: bool = False) -> list[dict[str, Any]]:
+    found = []
+    for step in range(3):
+        ids = torch.randint(0, CLASSES, (2, 80), generator=torch.Generator().manual_seed(step))
+        labels = ids.clone()
+        labels[:, : 5 + step] = -100
+        counted = {"num_items_in_batch": torch.tensor(int((labels != -100).sum()))} if items else {}
+        found.append({"input_ids": ids, "labels": labels, **counted})
+    return found
+
+
+def in_tiles(build: Callable[[], torch.nn.Module]) -> bool:
+    """Whether the captured model takes its loss in tiles."""
+    graph = capture(build().train(), (), texts()[0]).graph
+    return any(node.target is tiled_cross_entropy for node in graph.nodes)
+
+
+class Shifted(torch.nn.Module):
+    """The logits are shifted as a tensor in full precision, as older models do, and returned as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(CLASSES, 32, dtype=torch.bfloat16)
+        self.head = torch.nn.Linear(32, CLASSES, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.embed(input_ids))
+        shifted = logits.float()[:, :-1, :].contiguous()
+        loss = cross_entropy(shifted.view(-1, CLASSES), labels[:, 1:].contiguous().view(-1), reduction="sum")
+        return {"loss": loss / 100, "logits": logits}
+
+
+CASES = {
+    "llama in bfloat16": (lambda: language_model("llama", torch.bfloat16), False),
+    "llama in float32": (lambda: language_model("llama", torch.float32), False),
+    "gemma, items counted": (lambda: language_model("gemma", torch.bfloat16), True),
+    "shifted": (Shifted, False),
+}
+
+
+@pytest.mark.parametrize("budget", [AMPLE, LEAST])
+@pytest.mark.parametrize("name", CASES)
+def test_training_in_tiles(name: str, budget: str) -> None:
+    """Losses, logits, parameters and states are plain PyTorch's, and the peak is the predicted one."""
+    build, items = CASES[name]
+    case = Case(
+        f"tiles, {name}", build, functools.partial(texts, items),
+        loss=lambda output, batch: output["loss"], max_grad_norm=0.5,
+    )  # fmt: skip
+    check(case, budget, None)
+    assert in_tiles(build)
+
+
+def planned(build: Any, batch: dict[str, Any] | None = None, **how: Any) -> offmate.Plan:
+    torch.manual_seed(0)
+    model = build().train()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    settings: dict[str, Any] = {"device": "emulated", "cpu_budget": HOST_BYTES} | how
+    return offmate.plan(
+        model, "1GiB", example_inputs=batch or texts()[0], optimizer=optimizer,
+        config=offmate.Config(cache_dir=None), **settings,
+    )  # fmt: skip
+
+
+def test_memory_no_longer_follows_the_logits_in_full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = CASES["llama in bfloat16"][0]
+    least = planned(build).least_budget_bytes
+    monkeypatch.setattr(losses, "_TILE_ELEMENTS", 10**9)
+    assert not in_tiles(build)
+    assert planned(build).least_budget_bytes - least > 2 * 160 * CLASSES * 4, "two copies of them"
+
+
+def test_another_machines_plan_counts_the_tiles() -> None:
+    found = planned(CASES["llama in bfloat16"][0], device=None, hardware="rtx3090")
+    workspaces = [
+        held for one in found.classes.values() for name, (held, *_) in one.kernel_bytes.items() if "tiled" in name
+    ]
+    assert sorted(workspaces) == [2 * 32 * CLASSES * 4, 3 * 32 * CLASSES * 4]
+
+
+class Kept(Shifted):
+    """Something else reads the logits in full precision."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.embed(input_ids)).float()
+        return {"loss": cross_entropy(logits.view(-1, CLASSES), labels.view(-1)), "logits": logits}
+
+
+class Smoothed(Shifted):
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.embed(input_ids)).float().view(-1, CLASSES)
+        return {"loss": cross_entropy(logits, labels.view(-1), label_smoothing=0.1)}
+
+
+class Weighted(Shifted):
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.embed(input_ids)).float().view(-1, CLASSES)
+        return {"loss": cross_entropy(logits, labels.view(-1), weight=torch.ones(CLASSES))}
+
+
+class ByAutocast(Shifted):
+    """Autocast casts the logits for the loss by itself."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = self.head(self.embed(input_ids)).view(-1, CLASSES)
+            return {"loss": cross_entropy(logits, labels.view(-1))}
+
+
+@pytest.mark.parametrize(("build", "tiled"), [(Kept, True), (Smoothed, False), (Weighted, False), (ByAutocast, False)])
+def test_other_losses(build: Any, tiled: bool) -> None:
+    """What is read elsewhere stays, and only the log-softmax goes into tiles; other kinds of losses stay whole."""
+    check(Case(f"tiles, {build.__name__}", build, texts, loss=lambda output, batch: output["loss"]), LEAST, None)
+    assert in_tiles(build) is tiled
+
+
+def test_other_bits_on_a_device_leave_the_loss_whole(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernel = capture_losses.tiled_cross_entropy
+
+    def off(*given: Any) -> Any:
+        loss, *rest = kernel(*given)
+        return loss * (1 + 1e-6), *rest
+
+    with caplog.at_level(logging.INFO, "offmate"), monkeypatch.context() as patch:
+        patch.setattr(capture_losses, "tiled_cross_entropy", off)
+        assert not in_tiles(CASES["llama in bfloat16"][0])
+    assert "the loss stays whole" in caplog.text
+    capture_losses._same_bits.cache_clear()
+
+
+def test_on_an_accelerator(sim: Any) -> None:
+    """Copies are late at random, and memory that is let go is poisoned."""
+    sim.set_delays(3, 40)
+
+    def trained(device: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        model: Any = language_model("llama", torch.bfloat16).train()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        if device:
+            config = offmate.Config(cache_dir=None)
+            offmate.compile(
+                model,
+                "64MiB",
+                optimizer=optimizer,
+                device=device,
+                cpu_budget=HOST_BYTES,
+                max_grad_norm=0.5,
+                config=config,
+            )
+        found = []
+        for batch in texts():
+            loss = model(**batch).loss
+            loss.backward()
+            if not device:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found, {name: value.cpu().clone() for name, value in model.state_dict().items()}
+
+    expected = trained("")
+    with without_allocator():
+        found = trained("sim")
+    assert expected[0] == found[0]
+    assert [name for name, value in expected[1].items() if not torch.equal(value, found[1][name])] == []
