@@ -38,7 +38,9 @@ class Config:
     solver_time_limit_s: seconds after which the search for a faster plan ends; the best one found is used.
     solver_gap: the search also ends when the plan is proven within this fraction of the fastest.
     options_per_block: the planner chooses from at most this many ways to run a block (keep, recompute, offload).
-    outputs: names of the model outputs to return, the others are None; "all" returns every one.
+    outputs: names of the model outputs that a training forward returns; reading another one raises an error. "all"
+        returns every one. ("loss",) saves the memory of the logits' gradient, which then takes the logits' place, and
+        lets the logits go. A forward without gradients returns all outputs.
     gradients_into: names of the outputs that receive a gradient from backward(); "auto" takes a scalar output (the
         loss) if there is one, otherwise every output that can have a gradient.
     cache_dir: folder of cached plans and profiles; None disables caching.

@@ -19,6 +19,7 @@ from .casts import Casts
 from .effects import is_random, updates_stats, writes
 from .export import Captured
 from .functions import as_eager
+from .losses import overwritten
 
 _LONG_BLOCK_NODES = 48  # a longer stretch without a narrow point is cut at its narrowest point
 _WIDEST_INTERFACE = 8
@@ -235,7 +236,7 @@ def _widths(chain: list[fx.Node], facts: dict[fx.Node, Facts], captured: Capture
     """Return per position how many storages are live across it and their bytes; None where a cut is not allowed.
 
     Storages of placeholders do not count (they are always there), nor do those that only the model's output reads. No
-    cut separates the making of a storage from the last write into it.
+    cut separates the making of a storage from the last write into it, logits that a loss may overwrite included.
     """
     resting = {s for n in captured.graph.nodes if n.op == "placeholder" for s in facts[n].storages}
     made: dict[int, int] = {}
@@ -243,6 +244,8 @@ def _widths(chain: list[fx.Node], facts: dict[fx.Node, Facts], captured: Capture
     size: dict[int, int] = {}
     barred = [False] * (len(chain) + 1)
     position = {n: k for k, n in enumerate(chain)}
+    outputs = {s for n in captured.graph.nodes if n.name in captured.outputs for s in facts[n].storages}
+    logits = overwritten(captured.graph, lambda n: facts[n].storages if n in facts else (), resting | outputs)
     for k, node in enumerate(chain):
         tensors = [t for t in pytree.tree_leaves(facts[node].value) if isinstance(t, torch.Tensor)]
         for storage, tensor in zip(facts[node].storages, tensors):
@@ -255,7 +258,9 @@ def _widths(chain: list[fx.Node], facts: dict[fx.Node, Facts], captured: Capture
             picked = [r for r in readers if chain[r].target is operator.getitem]
             for between in range(k + 1, max(picked, default=k) + 1):
                 barred[between] = True
-        for storage in facts[node].written:
+        # The block that takes the loss may write a gradient over logits that it has made itself.
+        read = logits & {s for a in node.all_input_nodes for s in facts[a].storages}
+        for storage in (*facts[node].written, *read):
             for between in range(made.get(storage, 0) + 1, k + 1):
                 barred[between] |= storage in made
     count, amount = [0] * (len(chain) + 2), [0] * (len(chain) + 2)

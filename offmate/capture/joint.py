@@ -33,6 +33,7 @@ from .as_in_eager import LayoutsKept, copied, no_autocast, run_openly
 from .casts import added
 from .edges import edges_into
 from .effects import is_random
+from .losses import overwrite_logits
 from .spec import BlockSpec, Joint, class_key, dense_stride, storages_of
 
 _COPY = torch.ops.aten.copy.default
@@ -231,6 +232,7 @@ def _split(graph: fx.Graph, run: _Run, own_results: bool) -> Joint:
     results = returned[:n_results]
     if own_results:
         results = _own_storages(graph, output, results, placeholders)
+    overwrite_logits(graph, {*placeholders, *results})
     grads: list[fx.Node | None] = [None] * len(spec.externals)
     for index, node in zip(run.grads_of, returned[n_results : n_results + n_grads]):
         grads[index] = node

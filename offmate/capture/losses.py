@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+from collections.abc import Callable, Collection
 from functools import lru_cache
 from typing import Any
 
@@ -11,8 +12,14 @@ import torch
 from torch import fx
 
 from ..guards.surroundings import inside_autocast
-from ..runtime.operators.losses import rows_of_tile, tiled_cross_entropy
+from ..runtime.operators.losses import (
+    rows_of_tile,
+    tiled_cross_entropy,
+    tiled_cross_entropy_backward,
+    tiled_cross_entropy_backward_,
+)
 from ..runtime.torch_names.autograd import without_autocast
+from .spec import storages_of
 
 log = logging.getLogger("offmate")
 
@@ -22,6 +29,7 @@ _MOVES = (  # what only moves elements, so that a cast before it may as well com
     torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default,
     torch.ops.aten.slice.Tensor, torch.ops.aten.contiguous.default, torch.ops.aten.flatten.using_ints,
 )  # fmt: skip
+_IN_TILES = (tiled_cross_entropy, tiled_cross_entropy_backward)
 _WORTH = 2  # tiles that logits must have, or there is little to save
 _IGNORED = -100
 
@@ -39,6 +47,49 @@ def tile_losses(graph: fx.Graph, device: torch.device) -> None:
     for node in list(graph.nodes):
         if node.target is _CROSS_ENTROPY and _fits(node):
             _tile(graph, node, device)
+
+
+def overwrite_logits(graph: fx.Graph, resting: Collection[fx.Node]) -> None:
+    """Let a traced block's loss in tiles write the gradient over its logits, where nothing else reads them.
+
+    Parameters
+    ----------
+    resting: nodes whose values exist before the block, or outlive it.
+    """
+    kept = {storage for node in resting for storage in storages_of(node)}
+    for node in graph.nodes:
+        if node.target is not tiled_cross_entropy_backward:
+            continue
+        (own,) = storages_of(node.args[1])
+        readers = {user for one in graph.nodes if own in storages_of(one) for user in one.users}
+        if own not in kept and all(user.target in _IN_TILES or _only_views(user, own) for user in readers):
+            node.target = tiled_cross_entropy_backward_
+            (gradient,), logits = storages_of(node), node.args[1].meta["val"]
+            with logits.fake_mode:
+                for one in [one for one in graph.nodes if storages_of(one) == (gradient,)]:
+                    value = one.meta["val"]
+                    one.meta["val"] = logits.as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def overwritten(graph: fx.Graph, storages: Callable[[fx.Node], Collection[int]], kept: Collection[int]) -> set[int]:
+    """Return the storages of logits that a flat graph's losses in tiles may overwrite.
+
+    Parameters
+    ----------
+    storages: those behind a node's value. kept: storages of inputs and outputs.
+    """
+    found: set[int] = set()
+    for node in graph.nodes:
+        if node.target is tiled_cross_entropy:
+            (own,) = storages(node.args[0])
+            readers = {user for one in graph.nodes if own in storages(one) for user in one.users}
+            alone = all(user is node or set(storages(user)) <= {own} for user in readers)
+            found |= {own} if alone and own not in kept else set()
+    return found
+
+
+def _only_views(node: fx.Node, storage: int) -> bool:
+    return set(storages_of(node)) == {storage}
 
 
 def _fits(node: fx.Node) -> bool:

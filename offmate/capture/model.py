@@ -18,6 +18,7 @@ from .blocks import TracedBlock, trace_blocks
 from .chain import Chain, partition
 from .export import Captured, capture, check_dense
 from .leaves import check_elements, check_fast_path, check_leaves, check_outputs, check_shared_buffers
+from .left_out import LeftOut
 from .spec import Joint, storages_of
 
 log = logging.getLogger("offmate")
@@ -53,7 +54,8 @@ def trace_model(
     say("capture", 0.0)
     (check_dense if gradients else check_fast_path)(model)
     with torch.set_grad_enabled(gradients):
-        captured = select_outputs(capture(model, args, kwargs, real, device), config)
+        captured = capture(model, args, kwargs, real, device)
+        captured = select_outputs(captured, config) if gradients else captured
     check_outputs(captured)
     check_elements(model, captured)
     if gradients:
@@ -69,7 +71,7 @@ def trace_model(
 
 
 def select_outputs(captured: Captured, config: Config) -> Captured:
-    """Leave out the outputs that the configuration does not keep."""
+    """Leave out the outputs that the configuration does not keep; reading one raises an error that names it."""
     if config.outputs == "all":
         return captured
     results = captured.output_names[: captured.n_results]
@@ -77,7 +79,9 @@ def select_outputs(captured: Captured, config: Config) -> Captured:
     if absent:
         raise CaptureError(f"outputs names {', '.join(sorted(absent))}, but the model returns {', '.join(results)}")
     kept = tuple(
-        o if name in config.outputs or not isinstance(o, str) or index >= captured.n_results else (None,)
+        o
+        if name in config.outputs or not isinstance(o, str) or index >= captured.n_results
+        else (LeftOut(name, config.outputs),)
         for index, (o, name) in enumerate(zip(captured.outputs, captured.output_names))
     )
     return replace(captured, outputs=kept)

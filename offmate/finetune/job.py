@@ -52,6 +52,9 @@ _DEFAULT_LENGTH = 1024
 _GLIMPSE_PIECES = 256
 
 
+_OUTPUTS = ("loss",)  # nothing else is read of a training forward
+
+
 @dataclass(frozen=True)
 class _Loaded:
     """A run's model with its optimizer, and the position where an earlier run stopped."""
@@ -211,14 +214,14 @@ def _load(settings: Settings, folder: Path, tokenizer: Any, place: Path) -> _Loa
 def _plan(settings: Settings, loaded: _Loaded) -> tuple[Plan, Config]:
     """Return the plan and its configuration; a resumed run updates every parameter where it did before."""
     split = loaded.moment.split if loaded.moment is not None else Split()
-    config = Config(updates=split) if split != Split() else Config()
+    config = Config(updates=split, outputs=_OUTPUTS) if split != Split() else Config(outputs=_OUTPUTS)
     try:
         plan = _planned(settings, loaded, config)
     except InfeasibleBudget:
         if device_kind(settings.device) != EMULATED or split == Split():
             raise
         log.info("the earlier split of updates does not fit the new budget; a new one changes no bits on this device")
-        config = Config()
+        config = Config(outputs=_OUTPUTS)
         plan = _planned(settings, loaded, config)
     return _earlier(plan, loaded.checkpoint) or plan, config
 

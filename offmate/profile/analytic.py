@@ -15,7 +15,12 @@ from ..runtime.operators import losses
 from ..runtime.torch_names import operators
 from ..runtime.torch_names import trees as pytree
 
-_TILED: dict[Any, bool] = {losses.tiled_cross_entropy: False, losses.tiled_cross_entropy_backward: True}
+# By operator, whether it is the backward.
+_TILED: dict[Any, bool] = {
+    losses.tiled_cross_entropy: False,
+    losses.tiled_cross_entropy_backward: True,
+    losses.tiled_cross_entropy_backward_: True,
+}
 
 
 def node_costs(joint: Joint, machine: Hardware) -> dict[str, NodeCost]:
@@ -27,7 +32,7 @@ def node_costs(joint: Joint, machine: Hardware) -> dict[str, NodeCost]:
 
 
 def _seconds(node: fx.Node, machine: Hardware) -> float:
-    if node.target is operator.getitem or _is_view(node):
+    if node.target is operator.getitem or (_is_view(node) and node.target not in _TILED):
         return 0.0
     made = [t for t in pytree.tree_leaves(node.meta["val"]) if isinstance(t, torch.Tensor)]
     read = [a.meta["val"] for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]

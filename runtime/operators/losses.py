@@ -8,6 +8,7 @@ one column, which adds in the same order; so all bits are those of the whole.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -21,10 +22,9 @@ _LIBRARY.define(
     "tiled_cross_entropy(Tensor logits, Tensor target, int reduction, SymInt ignore_index, ScalarType dtype)"
     " -> (Tensor loss, Tensor picked, Tensor total_weight)"
 )
-_LIBRARY.define(
-    "tiled_cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor picked, Tensor total_weight,"
-    " int reduction, SymInt ignore_index) -> Tensor"
-)
+_AFTER = "Tensor target, Tensor picked, Tensor total_weight, int reduction, SymInt ignore_index"
+_LIBRARY.define(f"tiled_cross_entropy_backward(Tensor grad, Tensor logits, {_AFTER}) -> Tensor")
+_LIBRARY.define(f"tiled_cross_entropy_backward_(Tensor grad, Tensor(a!) logits, {_AFTER}) -> Tensor(a!)")
 
 
 def rows_of_tile(classes: int) -> int:
@@ -67,7 +67,16 @@ def _forward(
     return loss, picked, total
 
 
-def _backward(
+def _backward(grad: torch.Tensor, logits: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return _backward_into(torch.empty_like(logits), grad, logits, *rest)
+
+
+def _backward_in_place(grad: torch.Tensor, logits: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return _backward_into(logits, grad, logits, *rest)
+
+
+def _backward_into(
+    made: torch.Tensor,
     grad: torch.Tensor,
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -76,10 +85,10 @@ def _backward(
     reduction: int,
     ignore_index: int,
 ) -> torch.Tensor:
+    """Fill `made`, which may be the logits themselves: a tile is read before it is written."""
     column, dtype = _column(target, ignore_index), picked.dtype
     small = _in_column(target, ignore_index)
     rows = aten.nll_loss_backward.default(grad, picked, small, None, reduction, _IGNORED, total_weight)
-    made = torch.empty_like(logits)
     for tile in _tiles(logits):
         chosen = torch.zeros(logits[tile].shape, dtype=dtype, device=logits.device)
         chosen.scatter_(1, column[tile], rows[tile])
@@ -112,6 +121,7 @@ def _differentiate(ctx, grad, *_):
 
 _LIBRARY.impl("tiled_cross_entropy", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("tiled_cross_entropy_backward", _backward, "CompositeExplicitAutograd")
+_LIBRARY.impl("tiled_cross_entropy_backward_", _backward_in_place, "CompositeExplicitAutograd")
 torch.library.register_autograd("offmate::tiled_cross_entropy", _differentiate, setup_context=_setup, lib=_LIBRARY)
 
 
@@ -127,9 +137,16 @@ def _(grad, logits, target, picked, total_weight, reduction, ignore_index):
     return torch.empty_like(logits)
 
 
+@torch.library.register_fake("offmate::tiled_cross_entropy_backward_", lib=_LIBRARY)
+def _(grad, logits, target, picked, total_weight, reduction, ignore_index):
+    return logits
+
+
 tiled_cross_entropy = torch.ops.offmate.tiled_cross_entropy.default
 """tiled_cross_entropy(logits, target, reduction, ignore_index, dtype): the loss of logits cast to that dtype, the
 log-probabilities of the targets, and the number of targets that count."""
 tiled_cross_entropy_backward = torch.ops.offmate.tiled_cross_entropy_backward.default
 """tiled_cross_entropy_backward(grad, logits, target, picked, total_weight, reduction, ignore_index): the logits'
 gradient, in their dtype."""
+tiled_cross_entropy_backward_ = torch.ops.offmate.tiled_cross_entropy_backward_.default
+"""The same, written over the logits."""

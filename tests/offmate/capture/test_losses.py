@@ -17,6 +17,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 import offmate
 from offmate.capture import losses as capture_losses
 from offmate.capture.export import capture
+from offmate.capture.model import trace_model
 
 from ...accelerator.loops import without_allocator
 from ..parity import AMPLE, HOST_BYTES, LEAST, Case, check
@@ -143,6 +144,78 @@ def test_training_in_tiles(name: str, budget: str) -> None:
     assert in_tiles(build)
 
 
+LOSS_ALONE = {"outputs": ("loss",)}
+
+
+def over_the_logits(build: Callable[[], torch.nn.Module]) -> bool:
+    """Whether the gradient of the logits is written over them if the loss alone is returned."""
+    traced = trace_model(build().train(), (), texts()[0], offmate.Config(**LOSS_ALONE), True, lambda *done: None)
+    nodes = (node for block in traced.blocks for node in block.joint.graph.nodes)
+    return any(node.target is losses.tiled_cross_entropy_backward_ for node in nodes)
+
+
+@pytest.mark.parametrize("budget", [AMPLE, LEAST])
+@pytest.mark.parametrize("name", CASES)
+def test_the_gradient_takes_the_logits_place_where_the_loss_alone_is_returned(name: str, budget: str) -> None:
+    build, items = CASES[name]
+    case = Case(
+        f"loss alone, {name}", build, functools.partial(texts, items),
+        loss=lambda output, batch: output["loss"], max_grad_norm=0.5, config=LOSS_ALONE, compares_outputs=False,
+    )  # fmt: skip
+    check(case, budget, None)
+    # The copy of shifted logits is none of the model's outputs; so even those may be overwritten.
+    assert over_the_logits(build)
+
+
+class Squared(Shifted):
+    """A second term reads the logits, as some mixtures' routers have it."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.embed(input_ids))
+        loss = cross_entropy(logits.float().view(-1, CLASSES), labels.view(-1))
+        return {"loss": loss + 1e-3 * logits.float().square().mean(), "logits": logits}
+
+
+def test_logits_that_something_else_reads_stay() -> None:
+    case = Case(
+        "loss alone, squared", Squared, texts, loss=lambda output, batch: output["loss"], config=LOSS_ALONE,
+        compares_outputs=False,
+    )  # fmt: skip
+    check(case, LEAST, None)
+    assert in_tiles(Squared)
+    assert not over_the_logits(Squared)
+
+
+def test_an_output_that_was_left_out_raises_by_name() -> None:
+    torch.manual_seed(0)
+    model: Any = language_model("llama", torch.bfloat16).train()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    config = offmate.Config(cache_dir=None, **LOSS_ALONE)
+    offmate.compile(model, "64MiB", optimizer=optimizer, device="emulated", cpu_budget=HOST_BYTES, config=config)
+    output = model(**texts()[0])
+    assert "logits" in repr(output.logits)
+    assert not hasattr(output.logits, "shape")
+    for read in (
+        lambda logits: logits.shape,
+        lambda logits: logits[0],
+        lambda logits: logits + 1,
+        lambda logits: list(logits),
+        lambda logits: bool(logits),
+        lambda logits: torch.softmax(logits, -1),
+        lambda logits: torch.ones(1) * logits,
+    ):
+        with pytest.raises(
+            offmate.OffmateError, match=r"the output logits was read, which Config\(outputs=\('loss',\)"
+        ):
+            read(output.logits)
+    output.loss.backward()
+    optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        assert model(**texts()[0]).logits.shape == (2, 80, CLASSES)
+        assert model(input_ids=texts()[0]["input_ids"]).logits.shape == (2, 80, CLASSES)
+
+
 def planned(build: Any, batch: dict[str, Any] | None = None, **how: Any) -> offmate.Plan:
     torch.manual_seed(0)
     model = build().train()
@@ -222,7 +295,8 @@ def test_other_bits_on_a_device_leave_the_loss_whole(
     capture_losses._same_bits.cache_clear()
 
 
-def test_on_an_accelerator(sim: Any) -> None:
+@pytest.mark.parametrize("outputs", ["all", ("loss",)])
+def test_on_an_accelerator(outputs: Any, sim: Any) -> None:
     """Copies are late at random, and memory that is let go is poisoned."""
     sim.set_delays(3, 40)
 
@@ -231,7 +305,7 @@ def test_on_an_accelerator(sim: Any) -> None:
         model: Any = language_model("llama", torch.bfloat16).train()
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         if device:
-            config = offmate.Config(cache_dir=None)
+            config = offmate.Config(cache_dir=None, outputs=outputs)
             offmate.compile(
                 model,
                 "64MiB",
