@@ -19,6 +19,7 @@ from ..runtime.operators.losses import (
     tiled_cross_entropy_backward_,
 )
 from ..runtime.torch_names.autograd import without_autocast
+from ..runtime.torch_names.operators import unsafe_view
 from .spec import storages_of
 
 log = logging.getLogger("offmate")
@@ -26,7 +27,7 @@ log = logging.getLogger("offmate")
 _CROSS_ENTROPY = torch.ops.aten.cross_entropy_loss.default
 _CAST = torch.ops.aten.to.dtype
 _MOVES = (  # what only moves elements, so that a cast before it may as well come after it
-    torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.view.default, torch.ops.aten.reshape.default, unsafe_view,
     torch.ops.aten.slice.Tensor, torch.ops.aten.contiguous.default, torch.ops.aten.flatten.using_ints,
 )  # fmt: skip
 _IN_TILES = (tiled_cross_entropy, tiled_cross_entropy_backward)

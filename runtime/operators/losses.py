@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ..torch_names.operators import log_softmax, log_softmax_backward
+
 _TILE_ELEMENTS = 1 << 23  # of a tile; 32 MiB in float32
 _TOGETHER = 32  # rows of a tile are a multiple: a row then starts at the same place of a cache line as in the whole
 _IGNORED = -100  # stands for an ignored target where all others are 0
@@ -52,7 +54,7 @@ def _tiles(logits: torch.Tensor) -> Iterator[slice]:
 
 
 def _log_softmax(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    found: torch.Tensor = aten._log_softmax.default(logits.to(dtype), 1, False)
+    found: torch.Tensor = log_softmax(logits.to(dtype), 1, False)
     return found
 
 
@@ -93,7 +95,7 @@ def _backward_into(
         chosen = torch.zeros(logits[tile].shape, dtype=dtype, device=logits.device)
         chosen.scatter_(1, column[tile], rows[tile])
         out = _log_softmax(logits[tile], dtype)
-        made[tile] = aten._log_softmax_backward_data.default(chosen, out, 1, dtype)
+        made[tile] = log_softmax_backward(chosen, out, 1, dtype)
     return made
 
 

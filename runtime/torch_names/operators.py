@@ -30,6 +30,13 @@ flop_counts = flop_counter.flop_registry
 # Autocast and `Tensor.to` cast with it; it has no other name.
 cast = torch.ops.aten._to_copy.default
 
+# What `cross_entropy` is made of, with its backward; the public functions record one of their own.
+log_softmax = torch.ops.aten._log_softmax.default
+log_softmax_backward = torch.ops.aten._log_softmax_backward_data.default
+
+# A view that autograd does not track, as products of matrices return it.
+unsafe_view = torch.ops.aten._unsafe_view.default
+
 # What `scaled_dot_product_attention` becomes on a CPU.
 attention_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 attention_on_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
