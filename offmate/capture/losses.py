@@ -61,11 +61,11 @@ def overwrite_logits(graph: fx.Graph, resting: Collection[fx.Node]) -> None:
     for node in graph.nodes:
         if node.target is not tiled_cross_entropy_backward:
             continue
-        (own,) = storages_of(node.args[1])
+        (own,) = storages_of(_given(node, 1))
         readers = {user for one in graph.nodes if own in storages_of(one) for user in one.users}
         if own not in kept and all(user.target in _IN_TILES or _only_views(user, own) for user in readers):
             node.target = tiled_cross_entropy_backward_
-            (gradient,), logits = storages_of(node), node.args[1].meta["val"]
+            (gradient,), logits = storages_of(node), _given(node, 1).meta["val"]
             with logits.fake_mode:
                 for one in [one for one in graph.nodes if storages_of(one) == (gradient,)]:
                     value = one.meta["val"]
@@ -82,11 +82,18 @@ def overwritten(graph: fx.Graph, storages: Callable[[fx.Node], Collection[int]],
     found: set[int] = set()
     for node in graph.nodes:
         if node.target is tiled_cross_entropy:
-            (own,) = storages(node.args[0])
+            (own,) = storages(_given(node, 0))
             readers = {user for one in graph.nodes if own in storages(one) for user in one.users}
             alone = all(user is node or set(storages(user)) <= {own} for user in readers)
             found |= {own} if alone and own not in kept else set()
     return found
+
+
+def _given(node: fx.Node, index: int) -> fx.Node:
+    """Return an argument that is a node."""
+    argument: Any = node.args[index]
+    assert isinstance(argument, fx.Node), node.format_node()
+    return argument
 
 
 def _only_views(node: fx.Node, storage: int) -> bool:
@@ -120,7 +127,7 @@ def _tile(graph: fx.Graph, node: fx.Node, device: torch.device) -> None:
     logits, target, _, reduction, ignore_index, _ = _arguments(node)
     full = logits.meta["val"]
     cast, moves = _cast_before(logits, node.meta["region"])
-    source = cast.args[0] if cast is not None else logits
+    source = _given(cast, 0) if cast is not None else logits
     given = source.meta["val"].dtype
     if not _same_bits(given, full.dtype, full.shape[1], reduction, device):
         log.info("the loss stays whole: in tiles, %s would give other bits", device)
@@ -145,7 +152,7 @@ def _cast_before(logits: fx.Node, region: Any) -> tuple[fx.Node | None, list[fx.
     moves, node = [], logits
     while node.target in _MOVES and len(node.users) == 1 and node.meta["region"] == region:
         moves.append(node)
-        node = node.args[0]  # type: ignore[assignment]
+        node = _given(node, 0)
     if node.target is not _CAST or len(node.users) != 1 or node.meta["region"] != region:
         return None, []
     return node, moves
