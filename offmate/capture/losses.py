@@ -20,6 +20,7 @@ from ..runtime.operators.losses import (
 )
 from ..runtime.torch_names.autograd import without_autocast
 from ..runtime.torch_names.operators import unsafe_view
+from .effects import base_of, writes
 from .spec import storages_of
 
 log = logging.getLogger("offmate")
@@ -30,7 +31,6 @@ _MOVES = (  # what only moves elements, so that a cast before it may as well com
     torch.ops.aten.view.default, torch.ops.aten.reshape.default, unsafe_view,
     torch.ops.aten.slice.Tensor, torch.ops.aten.contiguous.default, torch.ops.aten.flatten.using_ints,
 )  # fmt: skip
-_IN_TILES = (tiled_cross_entropy, tiled_cross_entropy_backward)
 _WORTH = 2  # tiles that logits must have, or there is little to save
 _IGNORED = -100
 
@@ -63,7 +63,8 @@ def overwrite_logits(graph: fx.Graph, resting: Collection[fx.Node]) -> None:
             continue
         (own,) = storages_of(_given(node, 1))
         readers = {user for one in graph.nodes if own in storages_of(one) for user in one.users}
-        if own not in kept and all(user.target in _IN_TILES or _only_views(user, own) for user in readers):
+        others = [user for user in readers - {node} if set(storages_of(user)) != {own}]
+        if own not in kept and [user.target for user in others] == [tiled_cross_entropy]:
             node.target = tiled_cross_entropy_backward_
             (gradient,), logits = storages_of(node), _given(node, 1).meta["val"]
             with logits.fake_mode:
@@ -83,8 +84,9 @@ def overwritten(graph: fx.Graph, storages: Callable[[fx.Node], Collection[int]],
     for node in graph.nodes:
         if node.target is tiled_cross_entropy:
             (own,) = storages(_given(node, 0))
-            readers = {user for one in graph.nodes if own in storages(one) for user in one.users}
-            alone = all(user is node or set(storages(user)) <= {own} for user in readers)
+            # An output that was left out is still an argument of the graph's output node.
+            readers = {u for one in graph.nodes if own in storages(one) for u in one.users if u.op != "output"}
+            alone = all(user is node or set(storages(user)) == {own} for user in readers)
             found |= {own} if alone and own not in kept else set()
     return found
 
@@ -96,10 +98,6 @@ def _given(node: fx.Node, index: int) -> fx.Node:
     return argument
 
 
-def _only_views(node: fx.Node, storage: int) -> bool:
-    return set(storages_of(node)) == {storage}
-
-
 def _fits(node: fx.Node) -> bool:
     """Return whether a cross entropy is of the plain kind: a class per row, no weights, no smoothing."""
     logits, target, weight, _, _, smoothing = _arguments(node)
@@ -109,7 +107,7 @@ def _fits(node: fx.Node) -> bool:
     plain = weight is None and smoothing == 0 and value.dim() == 2 and classes.dim() == 1 and value.is_contiguous()
     large = plain and value.shape[0] >= _WORTH * rows_of_tile(value.shape[1])
     # Autocast would cast lower precision for the loss by itself.
-    return large and (value.dtype == torch.float32 or not _autocasts(node)) and not classes.dtype.is_floating_point
+    return large and (value.dtype == torch.float32 or not _autocasts(node)) and classes.dtype == torch.int64
 
 
 def _arguments(node: fx.Node) -> tuple[Any, ...]:
@@ -129,6 +127,8 @@ def _tile(graph: fx.Graph, node: fx.Node, device: torch.device) -> None:
     cast, moves = _cast_before(logits, node.meta["region"])
     source = _given(cast, 0) if cast is not None else logits
     given = source.meta["val"].dtype
+    if any(writes(one) and base_of(_given(one, 0)) is base_of(source) for one in graph.nodes):
+        return  # the loss in tiles reads the logits later than the cast, and again in the backward
     if not _same_bits(given, full.dtype, full.shape[1], reduction, device):
         log.info("the loss stays whole: in tiles, %s would give other bits", device)
         return
@@ -170,15 +170,15 @@ def _same_bits(given: torch.dtype, full: torch.dtype, classes: int, reduction: i
         return True
     rows, generator = rows_of_tile(classes) + 3, torch.Generator().manual_seed(0)
     with torch.inference_mode(False), torch.enable_grad(), without_autocast():
-        logits = (3 * torch.randn(rows, classes, generator=generator)).to(device, given)
-        target = torch.randint(0, classes, (rows,), generator=generator).to(device)
+        logits = (3 * torch.randn(rows, classes, generator=generator, device="cpu")).to(device, given)
+        target = torch.randint(0, classes, (rows,), generator=generator, device="cpu").to(device)
         target[::5] = _IGNORED
         whole, tiled = logits.requires_grad_(), logits.detach().clone().requires_grad_()
         losses = (
             _CROSS_ENTROPY(whole.to(full), target, None, reduction, _IGNORED),
             tiled_cross_entropy(tiled, target, reduction, _IGNORED, full)[0],
         )
-        gradient = torch.rand(losses[0].shape, generator=generator).to(device, full)
+        gradient = torch.rand(losses[0].shape, generator=generator, device="cpu").to(device, full)
         for loss in losses:
             loss.backward(gradient)
     return torch.equal(*losses) and torch.equal(whole.grad, tiled.grad)  # type: ignore[arg-type]

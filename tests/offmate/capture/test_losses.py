@@ -176,14 +176,34 @@ class Squared(Shifted):
         return {"loss": loss + 1e-3 * logits.float().square().mean(), "logits": logits}
 
 
-def test_logits_that_something_else_reads_stay() -> None:
+class Twice(Shifted):
+    """Two losses of the same logits."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.embed(input_ids)).view(-1, CLASSES)
+        first = cross_entropy(logits, labels.view(-1))
+        return {"loss": first + 0.5 * cross_entropy(logits, input_ids.view(-1), reduction="sum")}
+
+
+@pytest.mark.parametrize("build", [Squared, Twice])
+def test_logits_that_something_else_reads_stay(build: Any) -> None:
     case = Case(
-        "loss alone, squared", Squared, texts, loss=lambda output, batch: output["loss"], config=LOSS_ALONE,
+        f"loss alone, {build.__name__}", build, texts, loss=lambda output, batch: output["loss"], config=LOSS_ALONE,
         compares_outputs=False,
     )  # fmt: skip
     check(case, LEAST, None)
-    assert in_tiles(Squared)
-    assert not over_the_logits(Squared)
+    assert in_tiles(build)
+    assert not over_the_logits(build)
+
+
+class WrittenLater(Shifted):
+    """The model overwrites some logits once it has taken the loss of a copy of them."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.embed(input_ids))
+        full = logits.float()
+        logits[:, 0] = 0.0
+        return {"loss": cross_entropy(full.view(-1, CLASSES), labels.view(-1)), "logits": logits}
 
 
 def test_an_output_that_was_left_out_raises_by_name() -> None:
@@ -272,7 +292,9 @@ class ByAutocast(Shifted):
             return {"loss": cross_entropy(logits, labels.view(-1))}
 
 
-@pytest.mark.parametrize(("build", "tiled"), [(Kept, True), (Smoothed, False), (Weighted, False), (ByAutocast, False)])
+@pytest.mark.parametrize(
+    ("build", "tiled"), [(Kept, True), (Smoothed, False), (Weighted, False), (ByAutocast, False), (WrittenLater, False)]
+)
 def test_other_losses(build: Any, tiled: bool) -> None:
     """What is read elsewhere stays, and only the log-softmax goes into tiles; other kinds of losses stay whole."""
     check(Case(f"tiles, {build.__name__}", build, texts, loss=lambda output, batch: output["loss"]), LEAST, None)
