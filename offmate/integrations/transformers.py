@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..api import compile as compile_model
@@ -91,7 +91,8 @@ class OffmateTrainerMixin(PlannedSteps):
     Write `class MyTrainer(OffmateTrainerMixin, Trainer)`; TRL's `SFTTrainer` works the same way. The mixin takes from
     the trainer's arguments: `max_grad_norm`, `gradient_accumulation_steps`, the optimizer (`optim`, or the one passed
     in) and its scheduler, and `bf16`. With `max_grad_norm=0` updates overlap the backward, and no gradient norm is
-    logged.
+    logged. Where `compute_loss` is the Trainer's own, a training step reads nothing but the loss. Logits then need not
+    stay (`Config(outputs=("loss",))`). Evaluation gets all outputs.
 
     Parameters
     ----------
@@ -128,6 +129,8 @@ class OffmateTrainerMixin(PlannedSteps):
         settings = dict(self._offmate_settings)
         if make_plannable(self.model):
             settings["config"] = replace(settings["config"] or Config(), gradients_into=(DIFFERENTIATED,))
+        elif self._reads_the_loss_alone and (settings["config"] or Config()).outputs == "all":
+            settings["config"] = replace(settings["config"] or Config(), outputs=("loss",))
         norm = self.args.max_grad_norm
         compile_model(
             self.model,
@@ -137,6 +140,14 @@ class OffmateTrainerMixin(PlannedSteps):
             **settings,
         )
         return optimizer
+
+    @property
+    def _reads_the_loss_alone(self) -> bool:
+        """Whether a training step reads nothing but the loss of what the model returns."""
+        model: Any = self.model
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # of an adapter
+        own = type(self).compute_loss is Trainer.compute_loss and self.compute_loss_func is None
+        return own and self.label_smoother is None and isinstance(inner, PreTrainedModel)
 
     def loaded_from(self, checkpoint: str) -> None:
         """Load the plans that were saved with a checkpoint."""

@@ -122,6 +122,42 @@ def test_the_mixin(more, tmp_path, cache_dir):
     assert "offmate_step_s" in ours.state.log_history[0]
 
 
+def accuracy(found: Any) -> dict[str, float]:
+    return {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())}
+
+
+class OwnLoss(OffmateTrainer):
+    """Reads the logits, as many trainers of one's own do."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+        output = model(**inputs)
+        loss = output.loss + 1e-4 * output.logits.float().square().mean()
+        return (loss, output) if return_outputs else loss
+
+
+class PlainOwnLoss(Trainer):
+    compute_loss = OwnLoss.compute_loss
+
+
+@pytest.mark.parametrize(("kind", "plain", "alone"), [(OffmateTrainer, Trainer, True), (OwnLoss, PlainOwnLoss, False)])
+def test_logits_stay_where_somebody_reads_them(kind, plain, alone, tmp_path, cache_dir):
+    """Evaluation with metrics reads them, and so may a loss of one's own."""
+    more = {"optim": "adamw_torch_fused", "eval_strategy": "steps", "eval_steps": 2}
+    data = {"train_dataset": rows(), "eval_dataset": rows(3), "compute_metrics": accuracy}
+    reference = plain(model(), arguments(tmp_path / "plain", **more), **data)
+    planned = settings(cache_dir)
+    if not alone:
+        planned["config"] = offmate.Config(cache_dir=cache_dir, gradients_into=("loss", "logits"))
+    ours = kind(model(), arguments(tmp_path / "ours", **more), **data, gpu_budget="4MiB", **planned)
+    reference.train()
+    ours.train()
+    names = ("loss", "grad_norm", "eval_loss", "eval_accuracy")
+    assert history(ours, *names) == history(reference, *names)
+    assert same(ours.model, reference.model)
+    kept = any(item.startswith("o:linear") for item in ours.model.offmate.plan.schedule.item_bytes)
+    assert kept is not alone
+
+
 def test_resuming(tmp_path, cache_dir, monkeypatch):
     def trainer(folder: str) -> OffmateTrainer:
         args = arguments(tmp_path / folder, save_strategy="steps", save_steps=2, save_total_limit=2)
