@@ -125,6 +125,7 @@ class Lowering:
                 rates.in_bytes_per_s,
                 rates.out_bytes_per_s,
                 rates.both_bytes_per_s,
+                rates.manage_s,
                 shared_cores=shared_cores,
                 **_host_memory(rates, groups, shared_cores),
             ),

@@ -19,12 +19,14 @@ class LinkRates:
     ----------
     both_bytes_per_s: the sum of both directions at once.
     host_memory_bytes_per_s: what the host's memory gives to copies and host updates together; 0 if it limits neither.
+    manage_s: H, seconds per step in which the CPU manages everything else and makes no updates.
     """
 
     in_bytes_per_s: float
     out_bytes_per_s: float
     both_bytes_per_s: float
     host_memory_bytes_per_s: float = 0.0
+    manage_s: float = 0.0
 
 
 _COPY_BYTES = 16 * 2**20

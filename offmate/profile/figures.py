@@ -78,8 +78,9 @@ def work_out(
     if prelude.graph is not None:
         costs[""] = node_costs(prelude.graph.joint, machine)
     rates = LinkRates(
-        machine.in_bytes_per_s, machine.out_bytes_per_s, machine.both_bytes_per_s, machine.host_memory_bytes_per_s
-    )
+        machine.in_bytes_per_s, machine.out_bytes_per_s, machine.both_bytes_per_s, machine.host_memory_bytes_per_s,
+        machine.manage_s,
+    )  # fmt: skip
     updates = {}
     for name, param in model.named_parameters() if updater is not None else ():
         if param.requires_grad and updater is not None:

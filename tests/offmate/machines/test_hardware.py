@@ -99,6 +99,24 @@ def test_a_limit_of_host_memory_is_planned_with_unless_cores_are_shared(tmp_path
     assert rates().host_memory_shares == {}
 
 
+def test_seconds_that_the_cpu_needs_for_everything_else_are_planned_with(tmp_path: Path) -> None:
+    """H of the OffMate paper: the CPU makes no update meanwhile, in any step."""
+    model = build("tiny-llama", "fp32")
+    data = json.loads((FOLDER / "rtx3090.json").read_text())
+    path = tmp_path / "mine.json"
+
+    def planned(seconds: float) -> offmate.Plan:
+        path.write_text(json.dumps(data | {"manage_s": {"value": seconds, "source": "measured"}}))
+        return offmate.plan(
+            model, "12MiB", example_inputs=batch_for(model, 2, 64), optimizer=torch.optim.AdamW(model.parameters()),
+            hardware=str(path), config=offmate.Config(cache_dir=None, updates="host"),
+        )  # fmt: skip
+
+    slow, none = planned(1e-3), planned(0.0)
+    assert slow.problem.rates.manage_s == slow.schedule.rates.manage_s == 1e-3
+    assert slow.predicted_step_s > slow.problem.pass_steps * 1e-3 > none.predicted_step_s
+
+
 def test_host_memory_is_measured_beside_copies(sim) -> None:
     device = make_device("sim:0", 1 << 30)
     try:
