@@ -31,7 +31,7 @@ from .overhead import machine
 GB = 10**9
 MASTERS = Precision(param_bytes=2, grad_bytes=2, state_bytes=12, activation_bytes=2)
 # Machine, its budget, and the host's memory, which is ample here.
-CARDS = (("rtx3090", 22 * GB), ("rtx4090", 22 * GB))
+CARDS = (("rtx3060", 11 * GB), ("rtx3090", 22 * GB), ("rtx4090", 22 * GB))
 BATCHES = ((4, 512), (8, 1024))
 _HOST_BYTES = 512 * GB
 _MANAGE_S = 1e-3

@@ -31,6 +31,10 @@ _MOVES = (  # what only moves elements, so that a cast before it may as well com
     torch.ops.aten.view.default, torch.ops.aten.reshape.default, unsafe_view,
     torch.ops.aten.slice.Tensor, torch.ops.aten.contiguous.default, torch.ops.aten.flatten.using_ints,
 )  # fmt: skip
+_MAKERS = (  # what makes logits in memory of their own
+    torch.ops.aten.linear.default, torch.ops.aten.mm.default, torch.ops.aten.addmm.default,
+    torch.ops.aten.matmul.default, torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, torch.ops.aten.add.Tensor,
+)  # fmt: skip
 _WORTH = 2  # tiles that logits must have, or there is little to save
 _IGNORED = -100
 
@@ -127,8 +131,8 @@ def _tile(graph: fx.Graph, node: fx.Node, device: torch.device) -> None:
     cast, moves = _cast_before(logits, node.meta["region"])
     source = _given(cast, 0) if cast is not None else logits
     given = source.meta["val"].dtype
-    if any(writes(one) and base_of(_given(one, 0)) is base_of(source) for one in graph.nodes):
-        return  # the loss in tiles reads the logits later than the cast, and again in the backward
+    if _may_be_written(graph, source):
+        return
     if not _same_bits(given, full.dtype, full.shape[1], reduction, device):
         log.info("the loss stays whole: in tiles, %s would give other bits", device)
         return
@@ -145,6 +149,16 @@ def _tile(graph: fx.Graph, node: fx.Node, device: torch.device) -> None:
         new.meta |= {"region": node.meta["region"], "val": node.meta["val"]}
     node.replace_all_uses_with(loss)
     graph.erase_node(node)
+
+
+def _may_be_written(graph: fx.Graph, logits: fx.Node) -> bool:
+    """Return whether the model may write into logits: tiles read them later than the whole does, and again backward.
+
+    Schemas do not tell of every alias, so any write counts that comes after the operator that makes them.
+    """
+    made, nodes = base_of(logits), list(graph.nodes)
+    since = nodes.index(made) if made.target in _MAKERS else 0
+    return any(writes(node) for node in nodes[since:])
 
 
 def _cast_before(logits: fx.Node, region: Any) -> tuple[fx.Node | None, list[fx.Node]]:
