@@ -167,9 +167,8 @@ def _cast_before(logits: fx.Node, region: Any) -> tuple[fx.Node | None, list[fx.
     while node.target in _MOVES and len(node.users) == 1 and node.meta["region"] == region:
         moves.append(node)
         node = _given(node, 0)
-    if node.target is not _CAST or len(node.users) != 1 or node.meta["region"] != region:
-        return None, []
-    return node, moves
+    alone = node.target is _CAST and len(node.users) == 1 and node.meta["region"] == region
+    return (node, moves) if alone and _given(node, 0).meta["val"].is_floating_point() else (None, [])
 
 
 @lru_cache(maxsize=64)

@@ -296,6 +296,31 @@ class WrittenOut(Shifted):
         return {"loss": cross_entropy(full, labels.view(-1)), "logits": logits}
 
 
+class Counted(Shifted):
+    """A second loss, of whole numbers."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        counts = torch.nn.functional.one_hot(input_ids, CLASSES).view(-1, CLASSES)
+        loss = cross_entropy(self.head(self.embed(input_ids)).float().view(-1, CLASSES), labels.view(-1))
+        return {"loss": loss, "unigrams": cross_entropy(counts.float(), labels.view(-1))}
+
+
+class WrittenToo(Shifted):
+    """What the model writes after the head has nothing to do with the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(32))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.embed(input_ids)
+        logits = self.head(hidden)
+        with torch.no_grad():
+            torch._foreach_mul_([self.mean], 0.9)
+            torch.add(self.mean, hidden.float().mean((0, 1)), out=self.mean)
+        return {"loss": cross_entropy(logits.float().view(-1, CLASSES), labels.view(-1))}
+
+
 class Weighted(Shifted):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         logits = self.head(self.embed(input_ids)).float().view(-1, CLASSES)
@@ -321,6 +346,8 @@ class ByAutocast(Shifted):
         (WrittenLater, False),
         (WrittenAsAnAlias, False),
         (WrittenOut, False),
+        (WrittenToo, False),
+        (Counted, True),
     ],
 )
 def test_other_losses(build: Any, tiled: bool) -> None:
