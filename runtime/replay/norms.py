@@ -23,7 +23,8 @@ class Norms:
     total is complete after its last addition, on the device or in a worker of the host.
 
     State: `_found`, the norms of this iteration, each where its gradient was; `_taking`, whether the backward under way
-    completes gradients. A worker adds to `_found` what the event of its addition announces.
+    completes gradients; `_threads`, the number of threads that the training thread uses. A worker adds to `_found` what
+    the event of its addition announces.
 
     Parameters
     ----------
@@ -36,13 +37,13 @@ class Norms:
         self._completed = _completed(world.schedule) if self._wanted and not self._several else {}
         self._threads = torch.get_num_threads()
         dtypes = {world.host.params[name].dtype for name in self._wanted} if self._several else set()
-        self._of_one_thread = {dtype for dtype in dtypes if self._threads == 1 or _of_one_thread(dtype)}
+        self._of_one_thread = set(filter(_of_one_thread, dtypes))
         self._found: dict[str, torch.Tensor] = {}
         self._taking = False
 
     def begin(self, *, last: bool) -> None:
         """Prepare for a backward: that of the last micro-batch or an earlier one."""
-        self._found, self._taking = {}, last
+        self._found, self._taking, self._threads = {}, last, torch.get_num_threads()
 
     def of_block(self, index: int) -> None:
         """Take the norms of the gradients that a block's backward has completed."""
