@@ -137,8 +137,11 @@ def _tile(graph: fx.Graph, node: fx.Node, device: torch.device) -> None:
         log.info("the loss stays whole: in tiles, %s would give other bits", device)
         return
     if cast is not None:
-        for move in moves:
-            move.meta["val"] = move.meta["val"].to(given)
+        for move, moved in zip(moves, _moved(moves, source)):
+            with move.meta["val"].fake_mode:
+                move.meta["val"] = torch.empty_strided(
+                    moved.shape, moved.stride(), dtype=given, device=move.meta["val"].device
+                )
         cast.replace_all_uses_with(source)
         graph.erase_node(cast)
     rows = logits if moves else source
@@ -168,7 +171,27 @@ def _cast_before(logits: fx.Node, region: Any) -> tuple[fx.Node | None, list[fx.
         moves.append(node)
         node = _given(node, 0)
     alone = node.target is _CAST and len(node.users) == 1 and node.meta["region"] == region
-    return (node, moves) if alone and _given(node, 0).meta["val"].is_floating_point() else (None, [])
+    if not alone or not _given(node, 0).meta["val"].is_floating_point():
+        return None, []
+    moves.reverse()
+    # A cast makes what has gaps dense, and only then can some of it be viewed.
+    moved = _moved(moves, _given(node, 0))
+    fits = len(moved) == len(moves) and all(one.is_contiguous() for one in moved[-1:])
+    return (node, moves) if fits and (moves or _given(node, 0).meta["val"].is_contiguous()) else (None, [])
+
+
+def _moved(moves: list[fx.Node], source: fx.Node) -> list[torch.Tensor]:
+    """Return what the moves would give of the source itself, without data, up to the first that is impossible."""
+    value, found = source.meta["val"], []
+    like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    for move in moves:
+        target: Any = move.target
+        try:
+            like = target(like, *move.args[1:], **move.kwargs)
+        except (RuntimeError, ValueError):
+            break
+        found.append(like)
+    return found
 
 
 @lru_cache(maxsize=64)

@@ -302,7 +302,7 @@ class Session:
     @property
     def grad_norm(self) -> torch.Tensor | None:
         """The global norm of the last iteration's gradients, before clipping."""
-        return self.training.executor.gate.norm if self.training is not None else None
+        return self.truth.host.norm
 
     @alone
     @outside_inference

@@ -87,7 +87,11 @@ def _backward_into(
     reduction: int,
     ignore_index: int,
 ) -> torch.Tensor:
-    """Fill `made`, which may be the logits themselves: a tile is read before it is written."""
+    """Fill `made`, which may be the logits themselves: a tile is read before it is written.
+
+    Raises: RuntimeError if logits that the user has, too, are no longer those of the forward.
+    """
+    changed = torch.zeros((), dtype=torch.bool, device=logits.device)
     column, dtype = _column(target, ignore_index), picked.dtype
     small = _in_column(target, ignore_index)
     rows = aten.nll_loss_backward.default(grad, picked, small, None, reduction, _IGNORED, total_weight)
@@ -95,7 +99,14 @@ def _backward_into(
         chosen = torch.zeros(logits[tile].shape, dtype=dtype, device=logits.device)
         chosen.scatter_(1, column[tile], rows[tile])
         out = _log_softmax(logits[tile], dtype)
+        again = out.gather(1, column[tile])
+        changed |= ((again != picked[tile]) & ~(again.isnan() & picked[tile].isnan())).any()
         made[tile] = log_softmax_backward(chosen, out, 1, dtype)
+    if made is not logits and bool(changed):
+        raise RuntimeError(
+            "the logits that the model returned were changed before backward(), through .data, numpy or another view; "
+            "their loss reads them again. Change a copy of them: logits.detach().clone()"
+        )
     return made
 
 

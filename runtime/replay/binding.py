@@ -115,6 +115,7 @@ class HostState:
     grads: host memory that gradients leave to, kept from one iteration to the next.
     totals: parameters for which `grads` holds the sum over this iteration's micro-batches so far.
     gate_is_open: whether updates may begin; plans that share an iteration's micro-batches share this gate.
+    norm: the global norm of the last iteration's gradients, whichever plan made them; None without clipping.
     """
 
     params: dict[str, torch.Tensor]
@@ -124,6 +125,7 @@ class HostState:
     grads: dict[str, torch.Tensor] = field(default_factory=dict)
     totals: set[str] = field(default_factory=set)
     gate_is_open: bool = True
+    norm: torch.Tensor | None = None
 
 
 Update = Callable[[str, torch.Tensor, torch.Tensor, dict[str, object]], None]

@@ -58,7 +58,7 @@ def _in_order_of_terms(dtypes: list[torch.dtype], where: torch.device) -> list[i
 class Gate:
     """A gate that is closed from an iteration's first backward to its optimizer step, or always open without one.
 
-    State: `HostState.gate_is_open`; `norm`, the global norm of the last iteration; `_scales`, by place, the factor that
+    State: `HostState.gate_is_open` and `HostState.norm`; `_scales`, by place, the factor that
     has yet to be applied to the gradients in `_unscaled`, which had left for the host when the gate opened.
 
     Parameters
@@ -68,7 +68,6 @@ class Gate:
 
     def __init__(self, exists: bool, clip: Clip | None, host: HostState, gradients: Gradients, norms: Norms) -> None:
         self._exists, self._clip, self._host, self._gradients, self._norms = exists, clip, host, gradients, norms
-        self.norm: torch.Tensor | None = None
         self._scales: dict[torch.device, torch.Tensor] = {}
         self._unscaled: frozenset[str] = frozenset()
 
@@ -88,9 +87,11 @@ class Gate:
         if self._clip is None:
             return
         gradients = {name: self._gradients.whole(name) for name in self._clip.names if self._gradients.exists(name)}
-        self.norm = total_norm(self._norms.of({name: gradient.tensor for name, gradient in gradients.items()}))
+        norm = self._host.norm = total_norm(
+            self._norms.of({name: gradient.tensor for name, gradient in gradients.items()})
+        )
         self._norms.clear()
-        scale = torch.clamp(self._clip.max_norm / (self.norm + 1e-6), max=1.0)
+        scale = torch.clamp(self._clip.max_norm / (norm + 1e-6), max=1.0)
         if bool(scale == 1.0):  # scaling would change nothing
             return
         for gradient in gradients.values():

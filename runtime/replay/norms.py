@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 
 import torch
 
@@ -13,7 +12,8 @@ from ...solver.schedule import Kind, Schedule
 from ..torch_names.operators import norms_of
 from .world import World
 
-_PROBED = 1 << 17  # elements of a tensor that kernels share among threads if they share any
+# One thread takes the norm of a whole contiguous tensor of these; of others, such as float16, threads add up parts.
+_OF_ONE_THREAD = (torch.float32, torch.float64, torch.bfloat16)
 
 
 class Norms:
@@ -36,8 +36,6 @@ class Norms:
         self._several = world.schedule.adds_up
         self._completed = _completed(world.schedule) if self._wanted and not self._several else {}
         self._threads = torch.get_num_threads()
-        dtypes = {world.host.params[name].dtype for name in self._wanted} if self._several else set()
-        self._of_one_thread = set(filter(_of_one_thread, dtypes))
         self._found: dict[str, torch.Tensor] = {}
         self._taking = False
 
@@ -62,7 +60,7 @@ class Norms:
 
     def on_worker(self, name: str, total: torch.Tensor) -> None:
         """Take the norm of a total on the host, in a worker, unless the training thread would get other bits."""
-        alike = total.is_contiguous() and total.dtype in self._of_one_thread
+        alike = total.is_contiguous() and total.dtype in _OF_ONE_THREAD
         if alike or torch.get_num_threads() == self._threads:
             self.take({name: total})
 
@@ -79,6 +77,8 @@ class Norms:
         ----------
         gradients: by parameter, in the order of the result. All work that writes them has ended, or is launched.
         """
+        if torch.get_num_threads() != self._threads:  # the user has changed it since; plain PyTorch would use it now
+            self._found = {name: norm for name, norm in self._found.items() if norm.device.type != "cpu"}
         self.take({name: gradient for name, gradient in gradients.items() if name not in self._found})
         return [self._found[name] for name in gradients]
 
@@ -98,20 +98,3 @@ def _completed(schedule: Schedule) -> dict[int, tuple[str, ...]]:
     for name, block in last.items():
         found[block] = (*found.get(block, ()), name)
     return found
-
-
-@lru_cache
-def _of_one_thread(dtype: torch.dtype) -> bool:
-    """Return whether a norm of this dtype has the same bits whatever the number of threads.
-
-    Not to be asked in a worker: it sets the number that threads to come adopt, to that of the thread that asks.
-    """
-    values = torch.randn(_PROBED, generator=torch.Generator().manual_seed(0)).to(dtype)
-    threads, found = torch.get_num_threads(), []
-    try:
-        for number in (1, 2, 3):
-            torch.set_num_threads(number)
-            found.append(norms_of([values])[0])
-    finally:
-        torch.set_num_threads(threads)
-    return all(torch.equal(one, found[0]) for one in found)

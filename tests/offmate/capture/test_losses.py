@@ -321,6 +321,15 @@ class WrittenToo(Shifted):
         return {"loss": cross_entropy(logits.float().view(-1, CLASSES), labels.view(-1))}
 
 
+class WithGaps(Shifted):
+    """Only the cast makes the slice dense, so that it can be viewed."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.embed(input_ids))
+        loss = cross_entropy(logits[:, :-1].float().view(-1, CLASSES), labels[:, 1:].reshape(-1))
+        return {"loss": loss, "logits": logits}
+
+
 class Weighted(Shifted):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         logits = self.head(self.embed(input_ids)).float().view(-1, CLASSES)
@@ -348,12 +357,31 @@ class ByAutocast(Shifted):
         (WrittenOut, False),
         (WrittenToo, False),
         (Counted, True),
+        (WithGaps, True),
     ],
 )
 def test_other_losses(build: Any, tiled: bool) -> None:
     """What is read elsewhere stays, and only the log-softmax goes into tiles; other kinds of losses stay whole."""
     check(Case(f"tiles, {build.__name__}", build, texts, loss=lambda output, batch: output["loss"]), LEAST, None)
     assert in_tiles(build) is tiled
+
+
+def test_logits_that_the_user_changes_before_the_backward() -> None:
+    """Plain PyTorch would not notice; the loss in tiles reads them again, and says so instead of using them."""
+    torch.manual_seed(0)
+    model: Any = language_model("llama", torch.bfloat16).train()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    config = offmate.Config(cache_dir=None)
+    offmate.compile(model, "64MiB", optimizer=optimizer, device="emulated", cpu_budget=HOST_BYTES, config=config)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    output = model(**texts()[0])
+    output.logits.data.mul_(3)
+    with pytest.raises(offmate.OffmateError, match="the logits that the model returned were changed"):
+        output.loss.backward()
+    optimizer.zero_grad()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model(**texts()[0]).loss.backward()
+    optimizer.step()
 
 
 def test_other_bits_on_a_device_leave_the_loss_whole(

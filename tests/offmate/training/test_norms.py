@@ -59,6 +59,28 @@ def test_totals_that_an_early_end_leaves_incomplete_are_measured_at_the_gate(tak
     assert taken == {"before": dict.fromkeys(names, 2), "gate": dict.fromkeys(names, 1)}
 
 
+def test_the_last_norm_stays_while_the_next_forward_takes_another_plan() -> None:
+    found: list[Any] = []
+    norms: list[torch.Tensor] = []
+    model, optimizer = decoder(budget="1GiB", **CLIP)
+    plain, plain_optimizer = decoder()
+    for step in range(3):
+        batch = {name: value[:, : (None, 4)[step % 2]] for name, value in token_batches()[step].items()}
+        for one in (model, plain):
+            loss = one(**batch)
+            if one is model:
+                found.append(model.offmate.grad_norm)
+            loss.backward()
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        for one in (optimizer, plain_optimizer):
+            one.step()
+            one.zero_grad()
+        assert torch.equal(model.offmate.grad_norm, expected)
+        norms.append(expected)
+    assert found[0] is None
+    assert list(map(torch.equal, found[1:], norms)) == [True, True]
+
+
 def test_a_gradient_from_outside_the_plan_counts(taken: Any) -> None:
     """A loss term on a parameter comes after the norms of the model's own gradients were taken."""
 
