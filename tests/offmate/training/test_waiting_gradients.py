@@ -58,7 +58,7 @@ def returning(schedule: Schedule) -> list[str]:
 @pytest.mark.parametrize("tight", [False, True])
 @pytest.mark.parametrize(("model", "micro"), [("tied", 1), ("tied", 2), ("llama", 4), ("convolutions", 3)])
 def test_all_gradients_wait(model: str, micro: int, tight: bool, all_wait: None) -> None:
-    case = replace(gated(model, micro, CLIP), config=STEPS)
+    case = replace(gated(model, micro, CLIP), name=f"{model}-{micro}-all-wait", config=STEPS)
     run = check(case, least_bytes(case, None) * 6 // 5 if tight else AMPLE_BYTES, None)
     assert len(returning(run.plan.schedule)) >= 6
     kind = "t:" if micro > 1 else "g:"
