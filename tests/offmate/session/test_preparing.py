@@ -19,6 +19,7 @@ from offmate.session.host_state import Truth
 from offmate.session.preparer import Preparer
 from offmate.session.variants import Variant
 
+from ...fuzz.figures import from_hardware_file
 from ..loops import AMPLE, CPU_BUDGET, adamw, batch, tiny
 
 
@@ -138,7 +139,15 @@ def test_a_plan_with_a_larger_batchs_decisions_has_its_own_problem():
     assert point.predicted_peak_bytes <= small.predicted_peak_bytes * 1.01
 
 
-def test_a_smaller_batch_behind_a_gate_keeps_the_update_phase_of_the_larger_one():
+@pytest.fixture
+def rated_seconds(monkeypatch):
+    """Plans follow from a hardware file's rates, however busy the machine is."""
+    monkeypatch.setattr("offmate.profile.store._kept", {})
+    with from_hardware_file():
+        yield
+
+
+def test_a_smaller_batch_behind_a_gate_keeps_the_update_phase_of_the_larger_one(rated_seconds):
     torch.manual_seed(0)
     models = [torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)]) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
