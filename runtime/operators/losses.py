@@ -69,16 +69,30 @@ def _forward(
     return loss, picked, total
 
 
-def _backward(grad: torch.Tensor, logits: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return _backward_into(torch.empty_like(logits), grad, logits, *rest)
+def _backward(
+    grad: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, picked: torch.Tensor, *rest: Any
+) -> torch.Tensor:
+    """Make the gradient beside the logits.
+
+    Raises: RuntimeError if the logits, which the user may have, too, are no longer those of the forward.
+    """
+    again = torch.empty_like(picked)
+    made = _backward_into(torch.empty_like(logits), again, grad, logits, target, picked, *rest)
+    if bool(((again != picked) & ~(again.isnan() & picked.isnan())).any()):
+        raise RuntimeError(
+            "the logits that the model returned were changed before backward(), through .data, numpy or another view; "
+            "their loss reads them again. Change a copy of them: logits.detach().clone()"
+        )
+    return made
 
 
 def _backward_in_place(grad: torch.Tensor, logits: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return _backward_into(logits, grad, logits, *rest)
+    return _backward_into(logits, None, grad, logits, *rest)
 
 
 def _backward_into(
     made: torch.Tensor,
+    again: torch.Tensor | None,
     grad: torch.Tensor,
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -89,9 +103,10 @@ def _backward_into(
 ) -> torch.Tensor:
     """Fill `made`, which may be the logits themselves: a tile is read before it is written.
 
-    Raises: RuntimeError if logits that the user has, too, are no longer those of the forward.
+    Parameters
+    ----------
+    again: takes the log-probabilities of the targets as the logits are now, None if nobody asks.
     """
-    changed = torch.zeros((), dtype=torch.bool, device=logits.device)
     column, dtype = _column(target, ignore_index), picked.dtype
     small = _in_column(target, ignore_index)
     rows = aten.nll_loss_backward.default(grad, picked, small, None, reduction, _IGNORED, total_weight)
@@ -99,14 +114,9 @@ def _backward_into(
         chosen = torch.zeros(logits[tile].shape, dtype=dtype, device=logits.device)
         chosen.scatter_(1, column[tile], rows[tile])
         out = _log_softmax(logits[tile], dtype)
-        again = out.gather(1, column[tile])
-        changed |= ((again != picked[tile]) & ~(again.isnan() & picked[tile].isnan())).any()
+        if again is not None:
+            torch.gather(out, 1, column[tile], out=again[tile])
         made[tile] = log_softmax_backward(chosen, out, 1, dtype)
-    if made is not logits and bool(changed):
-        raise RuntimeError(
-            "the logits that the model returned were changed before backward(), through .data, numpy or another view; "
-            "their loss reads them again. Change a copy of them: logits.detach().clone()"
-        )
     return made
 
 

@@ -58,8 +58,8 @@ def _in_order_of_terms(dtypes: list[torch.dtype], where: torch.device) -> list[i
 class Gate:
     """A gate that is closed from an iteration's first backward to its optimizer step, or always open without one.
 
-    State: `HostState.gate_is_open` and `HostState.norm`; `_scales`, by place, the factor that
-    has yet to be applied to the gradients in `_unscaled`, which had left for the host when the gate opened.
+    State: `HostState.gate_is_open` and `HostState.norm`; `_scales`, by place, the factor that has yet to be applied to
+    the gradients in `_unscaled`, which had left for the host when the gate opened.
 
     Parameters
     ----------

@@ -20,11 +20,14 @@ from offmate.machines.hardware import Hardware, load
 from offmate.machines.links import LinkRates
 from offmate.optim.state_bytes import state_bytes
 from offmate.optim.updater import UpdateCost, Updater
-from offmate.profile import analytic, figures
+from offmate.profile import analytic, figures, store
 from offmate.profile import operators as profile
+from offmate.profile.store import Measured
 from offmate.programs.programs import NodeCost
 
 from .lasting_cpsat import one_cpsat
+
+_kept: dict[tuple[str, bool], dict[str, Measured]] = {}  # by hardware file, and whether workspaces are measured
 
 
 def _measure(machine: Hardware, joint: Joint, inputs: list[torch.Tensor], device: torch.device) -> dict[str, NodeCost]:
@@ -69,6 +72,8 @@ def from_hardware_file(name: str = "emulated", workspaces: bool = False) -> Iter
     measure = functools.partial(_in_rated_seconds, profile._measure) if workspaces else _measure
     with (
         one_cpsat(),
+        # What was measured for the same model elsewhere in this process is neither used nor replaced.
+        mock.patch.object(store, "_kept", _kept.setdefault((name, workspaces), {})),
         mock.patch.object(profile, "_measure", functools.partial(measure, machine)),
         mock.patch.object(figures, "measure_link", lambda device: rates),
         mock.patch.object(Updater, "cost", lambda *args: _update_cost(machine, *args)),

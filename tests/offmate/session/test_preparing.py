@@ -140,9 +140,8 @@ def test_a_plan_with_a_larger_batchs_decisions_has_its_own_problem():
 
 
 @pytest.fixture
-def rated_seconds(monkeypatch):
+def rated_seconds():
     """Plans follow from a hardware file's rates, however busy the machine is."""
-    monkeypatch.setattr("offmate.profile.store._kept", {})
     with from_hardware_file():
         yield
 

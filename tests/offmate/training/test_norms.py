@@ -128,8 +128,7 @@ def test_on_an_accelerator_norms_are_the_accelerators(micro: int, sim: Any, take
     assert not taken["gate"]
 
 
-def test_the_plan_counts_them_where_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offmate.profile.store._kept", {})  # what other tests have measured
+def test_the_plan_counts_them_where_they_are_taken() -> None:
     with from_hardware_file():
         found = {}
         for clip, micro in ((None, 1), (0.5, 1), (None, 3), (0.5, 3)):

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from offmate.solver.schedule import Kind, Schedule
 
 import offmate
 from offmate.optim.updater import Updater
+from offmate.profile import store
 
 from ...accelerator.loops import without_allocator
 from ...fuzz.figures import from_hardware_file
@@ -29,13 +31,13 @@ STEPS = {"turn_around_steps": 8}
 
 
 @pytest.fixture
-def slow_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def slow_host() -> Iterator[None]:
     """The host is so slow that the device updates nearly all."""
-    monkeypatch.setattr("offmate.profile.store._kept", {})  # what other tests have measured
-    with from_hardware_file():
+    with from_hardware_file(), mock.patch.object(store, "_kept", {}):  # nothing else is to take these costs for its own
         cost = Updater.cost
-        monkeypatch.setattr(Updater, "cost", lambda *given: replace(cost(*given), cpu_update_s=1.0, cpu_add_s=1.0))
-        yield
+        slow = {"cpu_update_s": 1.0, "cpu_add_s": 1.0}
+        with mock.patch.object(Updater, "cost", lambda *given: replace(cost(*given), **slow)):
+            yield
 
 
 @pytest.fixture
