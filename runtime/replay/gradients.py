@@ -32,12 +32,14 @@ class _Arrival:
     ----------
     memory: flat bytes, enough for any gradient. holds: parameter whose gradient is in it or on its way and not added
         yet.
-    gradient: that gradient. added: the event after which the buffer may be written again.
+    gradient: that gradient. completes: whether it completes a total whose norm is wanted. added: the event after which
+        the buffer may be written again.
     """
 
     memory: torch.Tensor
     holds: str | None = None
     gradient: torch.Tensor | None = None
+    completes: bool = False
     added: Event | None = None
 
 
@@ -216,6 +218,7 @@ class Gradients:
         arrival = self._next_arrival()
         after = (arrival.added,) if arrival.added is not None else ()
         arrival.holds, arrival.gradient = name, on_storage(arrival.memory, grad)
+        arrival.completes = self._norms.completes(name)
         self._leaves(name, self._device.copy_out(arrival.gradient, grad, after))
 
     def _next_arrival(self) -> _Arrival:
@@ -236,7 +239,7 @@ class Gradients:
         total = self._host.grads[name]
         before = contents.grad_adding.get(name)
         after = (contents.grad_leaving[name], *((before,) if before is not None else ()))
-        norms = self._norms if self._norms.wants(name) else None
+        norms = self._norms if arrival.completes else None
         added = self._device.update_on_host(lambda: _add_to(total, gradient, name, norms), after, self._adder)
         arrival.added = UnderWay(f"the addition of the gradient of {name} on the host", (added,))
         contents.grad_adding[name] = arrival.added

@@ -23,8 +23,8 @@ class Norms:
     total is complete after its last addition, on the device or in a worker of the host.
 
     State: `_found`, the norms of this iteration, each where its gradient was; `_taking`, whether the backward under way
-    completes gradients; `_threads`, the number of threads that the training thread uses. A worker adds to `_found` what
-    the event of its addition announces.
+    is the last; `_complete`, the parameters whose gradients it has completed so far; `_threads`, the number of threads
+    that the training thread uses. A worker adds to `_found` what the event of its addition announces.
 
     Parameters
     ----------
@@ -34,29 +34,35 @@ class Norms:
     def __init__(self, world: World, names: Iterable[str] = ()) -> None:
         self._wanted, self._contents = frozenset(names), world.contents
         self._several = world.schedule.adds_up
-        self._completed = _completed(world.schedule) if self._wanted and not self._several else {}
+        self._completed = _completed(world.schedule) if self._wanted else {}
         self._threads = torch.get_num_threads()
         self._found: dict[str, torch.Tensor] = {}
         self._taking = False
+        self._complete: set[str] = set()
 
     def begin(self, *, last: bool) -> None:
         """Prepare for a backward: that of the last micro-batch or an earlier one."""
         self._found, self._taking, self._threads = {}, last, torch.get_num_threads()
+        self._complete = set()
 
     def of_block(self, index: int) -> None:
-        """Take the norms of the gradients that a block's backward has completed."""
-        if self._taking and not self._several:
-            names = (name for name in self._completed.get(index, ()) if name in self._wanted)
+        """Take the norms of the gradients that a block's backward has completed, if they are whole already."""
+        names = [name for name in self._completed.get(index, ()) if name in self._wanted] if self._taking else []
+        self._complete.update(names)
+        if not self._several:
             self.take({name: self._contents.grads[f"param:{name}"] for name in names})
 
     def of_total(self, name: str) -> None:
         """Take the norm of a total on the device, to which a gradient was added."""
-        if self._taking and name in self._wanted:
+        if self.completes(name):
             self.take({name: self._contents.totals[name].read()})
 
-    def wants(self, name: str) -> bool:
-        """Return whether the addition under way completes a total whose norm is wanted."""
-        return self._taking and name in self._wanted
+    def completes(self, name: str) -> bool:
+        """Return whether a gradient that leaves now completes a total whose norm is wanted.
+
+        One of the micro-batch before may leave in the last backward, until its block makes it again.
+        """
+        return name in self._complete
 
     def on_worker(self, name: str, total: torch.Tensor) -> None:
         """Take the norm of a total on the host, in a worker, unless the training thread would get other bits."""
@@ -84,7 +90,7 @@ class Norms:
 
     def clear(self) -> None:
         """Forget all norms, since gradients may change from now on, or the iteration is over."""
-        self._found, self._taking = {}, False
+        self._found, self._taking, self._complete = {}, False, set()
 
 
 def _completed(schedule: Schedule) -> dict[int, tuple[str, ...]]:
