@@ -89,15 +89,8 @@ def problem_of(hardware: Hardware, batch: int, sequence: int, budget_bytes: int)
 
 def gated(problem: Problem, steps: int) -> Problem:
     """Return the problem behind a gate that clips; backwards take the norms of the gradients that they complete."""
-    blocks = list(problem.blocks)
-    for group in problem.groups:
-        step = group.grad_steps[-1]
-        i = problem.block_of(step)
-        assert i is not None
-        more_s = _NORM_SHARE * group.device_update_s
-        options = (replace(option, backward_s=option.backward_s + more_s) for option in blocks[i].options)
-        blocks[i] = replace(blocks[i], options=tuple(options))
-    return replace(problem, blocks=tuple(blocks), gate=True, gate_s=_VERDICT_S, turn_around_steps=steps)
+    groups = (replace(group, norm_s=_NORM_SHARE * group.device_update_s) for group in problem.groups)
+    return replace(problem, groups=tuple(groups), gate=True, gate_s=_VERDICT_S, turn_around_steps=steps)
 
 
 def _planned(problem: Problem) -> dict[str, Any]:

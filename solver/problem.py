@@ -151,7 +151,7 @@ class Problem:
         """Seconds of an iteration with unlimited device memory: the fastest options, all updates on the device."""
         blocks_s = sum(min(o.forward_s + o.backward_s for o in block.options) for block in self.blocks)
         passes_s = self.micro_batches * (self.start_s + blocks_s)
-        return passes_s + sum(group.device_update_s for group in self.groups)
+        return passes_s + sum(group.device_update_s + group.norm_s for group in self.groups)
 
     @property
     def adds_up(self) -> bool:

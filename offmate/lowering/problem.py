@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -111,8 +111,14 @@ class Lowering:
         turn_around_steps: None for as many as the updates need. budgets: the remaining fields of `Problem`.
         """
         values, outputs, value_item = self._values()
+        blocks = tuple(
+            Block(
+                name=f"{i}",
+                options=tuple(option_numbers(o, self._incoming_bytes(i)) for o in self.classes[b.key].options),
+            )
+            for i, b in enumerate(self.blocks)
+        )
         groups = self._groups(budgets.get("micro_batches", 1))
-        blocks = self._blocks(self._norms(groups) if budgets.get("micro_batches", 1) == 1 else {})
         if turn_around_steps is None:
             turn_around_steps = update_steps(groups, budgets["device_budget_bytes"]) if gate else _WITHOUT_GATE
         problem = Problem(
@@ -135,30 +141,6 @@ class Lowering:
             **budgets,
         )
         return Lowered(problem, self.classes, self.blocks, self.prelude, value_item)
-
-    def _blocks(self, norm_s: Mapping[int, float]) -> tuple[Block, ...]:
-        """Build the blocks, whose backwards also take the norms of the gradients that they complete.
-
-        Parameters
-        ----------
-        norm_s: by backward step, the seconds of these norms.
-        """
-        found = []
-        for i, block in enumerate(self.blocks):
-            options = (option_numbers(o, self._incoming_bytes(i)) for o in self.classes[block.key].options)
-            more_s = norm_s.get(self.backward[i], 0.0)
-            found.append(Block(f"{i}", tuple(replace(o, backward_s=o.backward_s + more_s) for o in options)))
-        return tuple(found)
-
-    def _norms(self, groups: Iterable[Group]) -> dict[int, float]:
-        """Return, by backward step, the seconds of the norms of all gradients that it completes."""
-        found: dict[int, float] = {}
-        for group in groups:
-            for tensor in group.tensors if group.trainable else ():
-                training = self.trainable.get(tensor.name)
-                step = group.grad_steps[-1]
-                found[step] = found.get(step, 0.0) + (training.device_norm_s if training else 0.0)
-        return found
 
     def _incoming_bytes(self, index: int) -> int:
         graph, joint = self.graphs[index], self.blocks[index].joint
@@ -253,6 +235,7 @@ class Lowering:
                 cpu_add_s=sum(t.add_s(micro_batches)[0] for _, t in tensors),
                 device_add_s=sum(t.add_s(micro_batches)[1] for _, t in tensors),
                 side=side,
+                norm_s=sum(t.device_norm_s for _, t in tensors) if micro_batches == 1 else 0.0,
             )
             for (uses, grads, _, side), tensors in members.items()
         )

@@ -109,6 +109,7 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     builder.at_most_zero(f"host copy[{name}]", add((1.0, hosted), (-1.0, WHOLE)))
     account.keep(group.param_bytes, hosted)
     rest = add((1.0, WHOLE), (-1.0, x))
+    account.spend(Resource.COMPUTE, span.end, group.norm_s, WHOLE)
     account.spend(Resource.COMPUTE, updated, group.device_update_s, rest)
     for gone in (out_drop, out_keep):
         leave(group.param_bytes, updated, gone, account)

@@ -119,6 +119,8 @@ def _seconds(
 def _add_group(problem: Problem, group: Group, flow: GroupFlow, seconds: list[float]) -> None:
     rates = problem.rates
     added_s = group.cpu_add_s if flow.lead_out else 0.0
+    if group.trainable:
+        seconds[problem.last_gradient(group)] += group.norm_s
     for step in (*flow.grad_out, *(again for out in flow.lead_out for again in problem.each(out)[:-1])):
         seconds[step] += rates.copy_s(group.grad_bytes, Resource.OUT) + added_s
     for step in flow.cpu_update:

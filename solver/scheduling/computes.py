@@ -117,8 +117,9 @@ def _backward_spec(problem: Problem, block: int, option: Option, sizes: dict[Ite
         makes += grads if group.grad_steps[:1] == (step,) else []
         adds += grads if step in group.grad_steps[1:] else []
     dropped = tuple(name for name in drops if name in sizes)
+    norms_s = sum(group.norm_s for group in problem.groups if group.grad_steps[-1:] == (step,))
     return ComputeSpec(
-        option.backward_s,
+        option.backward_s + norms_s,
         tuple(name for name in _reads(problem, step) + adds if name in sizes) + dropped,
         tuple(name for name in makes if name in sizes),
         dropped,

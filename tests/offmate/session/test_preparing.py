@@ -164,4 +164,5 @@ def test_a_smaller_batch_behind_a_gate_keeps_the_update_phase_of_the_larger_one(
             optimizer.zero_grad()
         plan = models[0].offmate.plan
     assert "larger batch" in plan.status and plan.problem.turn_around_steps > 3
+    assert all(group.norm_s > 0 for group in plan.problem.groups)
     assert all(map(torch.equal, models[0].state_dict().values(), models[1].state_dict().values()))
