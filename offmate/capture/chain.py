@@ -173,7 +173,12 @@ def _widths(chain: list[fx.Node], facts: dict[fx.Node, Facts], captured: Capture
     barred = [False] * (len(chain) + 1)
     position = {n: k for k, n in enumerate(chain)}
     outputs = {s for n in captured.graph.nodes if n.name in captured.outputs for s in facts[n].storages}
-    logits = overwritten(captured.graph, lambda n: facts[n].storages if n in facts else (), resting | outputs)
+    logits = overwritten(
+        captured.graph,
+        lambda n: facts[n].storages if n in facts else (),
+        resting | outputs,
+        lambda n: any(facts[n].requires_grad),
+    )
     for k, node in enumerate(chain):
         tensors = [t for t in pytree.tree_leaves(facts[node].value) if isinstance(t, torch.Tensor)]
         for storage, tensor in zip(facts[node].storages, tensors):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -55,19 +55,20 @@ def tile_losses(graph: fx.Graph, device: torch.device) -> None:
 
 
 def overwrite_logits(graph: fx.Graph, resting: Collection[fx.Node]) -> None:
-    """Let a traced block's loss in tiles write the gradient over its logits, where nothing else reads them.
+    """Let a traced block's loss in tiles write the gradient over its logits, where no other backward reads them.
 
     Parameters
     ----------
     resting: nodes whose values exist before the block, or outlive it.
     """
     kept = {storage for node in resting for storage in storages_of(node)}
+    forward = _reached(resting, lambda node: node.all_input_nodes)
     for node in graph.nodes:
         if node.target is not tiled_cross_entropy_backward:
             continue
         (own,) = storages_of(_given(node, 1))
         readers = {user for one in graph.nodes if own in storages_of(one) for user in one.users}
-        others = [user for user in readers - {node} if set(storages_of(user)) != {own}]
+        others = [user for user in readers - {node} if set(storages_of(user)) != {own} and not _ends(user, forward)]
         if own not in kept and [user.target for user in others] == [tiled_cross_entropy]:
             node.target = tiled_cross_entropy_backward_
             (gradient,), logits = storages_of(node), _given(node, 1).meta["val"]
@@ -77,12 +78,37 @@ def overwrite_logits(graph: fx.Graph, resting: Collection[fx.Node]) -> None:
                     one.meta["val"] = logits.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
-def overwritten(graph: fx.Graph, storages: Callable[[fx.Node], Collection[int]], kept: Collection[int]) -> set[int]:
+def _reached(nodes: Iterable[fx.Node], further: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """Return these nodes, and all that are reached from them step by step."""
+    found, waiting = set(), list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += further(node)
+    return found
+
+
+def _ends(node: fx.Node, forward: Collection[fx.Node]) -> bool:
+    """Return whether a node and all that depends on it are of the forward, which has run when logits are overwritten.
+
+    The loss itself is not: its backward needs what its forward has picked.
+    """
+    return all(one.op == "output" or one in forward for one in _reached([node], lambda reached: reached.users))
+
+
+def overwritten(
+    graph: fx.Graph,
+    storages: Callable[[fx.Node], Collection[int]],
+    kept: Collection[int],
+    differentiable: Callable[[fx.Node], bool],
+) -> set[int]:
     """Return the storages of logits that a flat graph's losses in tiles may overwrite.
 
     Parameters
     ----------
     storages: those behind a node's value. kept: storages of inputs and outputs.
+    differentiable: whether a node's value requires a gradient; what does not is made by the forward alone.
     """
     found: set[int] = set()
     for node in graph.nodes:
@@ -90,7 +116,8 @@ def overwritten(graph: fx.Graph, storages: Callable[[fx.Node], Collection[int]],
             (own,) = storages(_given(node, 0))
             # An output that was left out is still an argument of the graph's output node.
             readers = {u for one in graph.nodes if own in storages(one) for u in one.users if u.op != "output"}
-            alone = all(user is node or set(storages(user)) == {own} for user in readers)
+            others = [user for user in readers - {node} if set(storages(user)) != {own}]
+            alone = not any(map(differentiable, others))
             found |= {own} if alone and own not in kept else set()
     return found
 

@@ -2,7 +2,8 @@
 
 TRL computes per-token log-probabilities with its own autograd function, which writes buffers tile by tile so that the
 logits never exist as a whole. A graph cannot hold that function. This module computes the same numbers, up to rounding,
-with plain operators on tiles of tokens; the plan chooses which values of each tile stay for the backward.
+with one matrix product and the loss in tiles of rows (`runtime.operators.losses`): the logits exist in the precision of
+the product, in full precision only for a few rows, and their gradient is written over them.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from unittest import mock
 import torch
 from torch.nn import functional
 
-# In tokens. If the plan recomputes logits, those of one tile exist at a time.
-_TILE = 1024
+from ..runtime.operators.losses import tiled_cross_entropy, tiled_entropy
+
+_EACH_ROW, _NONE_IGNORED = 0, -1  # reduction, and a class that no target names
 _MADE_BY = "add_fused_lm_head"
 DIFFERENTIATED = "log_probs"
 
@@ -37,32 +39,17 @@ class PlainLogProbs:
         outputs: tuple[str, ...],
     ) -> tuple[torch.Tensor | None, ...]:
         """Compute log-probabilities of the targets and, for metrics, entropy and whether a target is the likeliest."""
-        tiles = [
-            _tile(h, weight, bias, t, temperature, softcap, scale)
-            for h, t in zip(hidden.split(_TILE), targets.split(_TILE))
-        ]
-        log_probs, entropy, is_top1 = (torch.cat(parts) for parts in zip(*tiles))
-        return log_probs, entropy if "entropy" in outputs else None, None, None, is_top1
-
-
-def _tile(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    temperature: float,
-    softcap: float | None,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    logits = functional.linear(hidden, weight, bias).float() * scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    logits = logits / temperature
-    scores = functional.log_softmax(logits, dim=-1)
-    with torch.no_grad():
-        entropy = -(scores.exp() * scores).sum(-1)
-        is_top1 = scores.argmax(-1) == targets
-    return scores.gather(-1, targets[:, None])[:, 0], entropy, is_top1
+        logits = functional.linear(hidden, weight, bias)
+        if scale != 1 or softcap is not None or temperature != 1:
+            logits = logits.float() * scale
+            if softcap is not None:
+                logits = softcap * torch.tanh(logits / softcap)
+            logits = logits / temperature
+        loss = tiled_cross_entropy(logits, targets, _EACH_ROW, _NONE_IGNORED, torch.float32)[0]
+        with torch.no_grad():
+            entropy = tiled_entropy(logits, torch.float32) if "entropy" in outputs else None
+            is_top1 = logits.argmax(-1) == targets
+        return -loss, entropy, None, None, is_top1
 
 
 def make_plannable(model: torch.nn.Module) -> bool:

@@ -11,16 +11,9 @@ from torch import fx
 from ..capture.spec import Joint, storages_of
 from ..machines.hardware import Hardware
 from ..programs.programs import NodeCost
-from ..runtime.operators import losses
+from ..runtime.operators.losses import IN_TILES, InTiles
 from ..runtime.torch_names import operators
 from ..runtime.torch_names import trees as pytree
-
-# By operator, whether it is the backward.
-_TILED: dict[Any, bool] = {
-    losses.tiled_cross_entropy: False,
-    losses.tiled_cross_entropy_backward: True,
-    losses.tiled_cross_entropy_backward_: True,
-}
 
 
 def node_costs(joint: Joint, machine: Hardware) -> dict[str, NodeCost]:
@@ -32,28 +25,29 @@ def node_costs(joint: Joint, machine: Hardware) -> dict[str, NodeCost]:
 
 
 def _seconds(node: fx.Node, machine: Hardware) -> float:
-    if node.target is operator.getitem or (_is_view(node) and node.target not in _TILED):
+    in_tiles = IN_TILES.get(node.target)
+    if node.target is operator.getitem or (_is_view(node) and in_tiles is None):
         return 0.0
     made = [t for t in pytree.tree_leaves(node.meta["val"]) if isinstance(t, torch.Tensor)]
     read = [a.meta["val"] for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
     traffic = sum(t.numel() * t.element_size() for t in [*made, *read])
-    if node.target in _TILED:
-        traffic = losses.moved_bytes(*_logits(node), backward=_TILED[node.target])
+    if in_tiles is not None:
+        traffic = in_tiles.moved_bytes(*_logits(node, in_tiles))
     dtype = str(made[0].dtype).removeprefix("torch.") if made else "float32"
     return max(flops(node) / machine.flops_per_s(dtype), traffic / machine.memory_bytes_per_s, machine.launch_s)
 
 
 def _workspace(node: fx.Node) -> int:
-    if node.target not in _TILED:
-        return 0
-    return losses.workspace_bytes(*_logits(node), backward=_TILED[node.target])
+    in_tiles = IN_TILES.get(node.target)
+    return in_tiles.workspace_bytes(*_logits(node, in_tiles)) if in_tiles is not None else 0
 
 
-def _logits(node: fx.Node) -> tuple[torch.Tensor, torch.dtype]:
-    """Return the logits of a loss in tiles, and the loss's dtype."""
-    logits, full = (node.args[1], node.args[3]) if _TILED[node.target] else (node.args[0], node)
-    value = full.meta["val"]  # type: ignore[union-attr]
-    return logits.meta["val"], (value if isinstance(value, torch.Tensor) else value[0]).dtype  # type: ignore[union-attr]
+def _logits(node: fx.Node, in_tiles: InTiles) -> tuple[torch.Tensor, torch.dtype]:
+    """Return the logits of an operator in tiles, and its full precision: of what a backward gets, or of results."""
+    full: Any = node if in_tiles.logits == 0 else node.args[0]
+    logits: Any = node.args[in_tiles.logits]
+    value = full.meta["val"]
+    return logits.meta["val"], (value if isinstance(value, torch.Tensor) else value[0]).dtype
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -8,6 +8,7 @@ one column, which adds in the same order; so all bits are those of the whole.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ _LIBRARY.define(
 )
 _AFTER = "Tensor target, Tensor picked, Tensor total_weight, int reduction, SymInt ignore_index"
 _LIBRARY.define(f"tiled_cross_entropy_backward(Tensor grad, Tensor logits, {_AFTER}) -> Tensor")
+_LIBRARY.define("tiled_entropy(Tensor logits, ScalarType dtype) -> Tensor")
 _LIBRARY.define(f"tiled_cross_entropy_backward_(Tensor grad, Tensor(a!) logits, {_AFTER}) -> Tensor(a!)")
 
 
@@ -34,17 +36,29 @@ def rows_of_tile(classes: int) -> int:
     return max(_TOGETHER, _TILE_ELEMENTS // max(classes, 1) // _TOGETHER * _TOGETHER)
 
 
-def workspace_bytes(logits: torch.Tensor, dtype: torch.dtype, *, backward: bool) -> int:
-    """Return the bytes of the tiles that exist at once; only the shape and the dtype of the logits are read."""
-    rows = min(rows_of_tile(logits.shape[1]), logits.shape[0])
-    return (3 if backward else 2) * rows * logits.shape[1] * dtype.itemsize
+@dataclass(frozen=True)
+class InTiles:
+    """What an operator in tiles takes, where only the shape and the dtype of the logits are read.
 
+    Parameters
+    ----------
+    logits: which argument holds the logits. tiles: tiles in full precision that exist at once.
+    full_passes, own_passes: how often all kernels together read or write the logits, in full precision or their own.
+    """
 
-def moved_bytes(logits: torch.Tensor, dtype: torch.dtype, *, backward: bool) -> int:
-    """Return the bytes of device memory that the kernels of all tiles read and write."""
-    own, full = logits.dtype.itemsize, dtype.itemsize
-    again = own + 3 * full  # the cast reads and writes, the log-softmax reads and writes
-    return logits.numel() * (again + (own + 5 * full if backward else 0))
+    logits: int
+    tiles: int
+    full_passes: int
+    own_passes: int
+
+    def workspace_bytes(self, logits: torch.Tensor, dtype: torch.dtype) -> int:
+        """Return the bytes of the tiles that exist at once."""
+        rows = min(rows_of_tile(logits.shape[1]), logits.shape[0])
+        return self.tiles * rows * logits.shape[1] * dtype.itemsize
+
+    def moved_bytes(self, logits: torch.Tensor, dtype: torch.dtype) -> int:
+        """Return the bytes of device memory that the kernels of all tiles read and write."""
+        return logits.numel() * (self.own_passes * logits.dtype.itemsize + self.full_passes * dtype.itemsize)
 
 
 def _tiles(logits: torch.Tensor) -> Iterator[slice]:
@@ -120,6 +134,14 @@ def _backward_into(
     return made
 
 
+def _entropy(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    found = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
+    for tile in _tiles(logits):
+        scores = _log_softmax(logits[tile], dtype)
+        torch.sum(scores.exp().mul_(scores), -1, out=found[tile])
+    return found.neg_()
+
+
 def _column(target: torch.Tensor, ignore_index: int) -> torch.Tensor:
     """Return each row's target as an index; an ignored row's is 0, and no other is changed, so that wrong ones fail."""
     return target.masked_fill(target == ignore_index, 0).unsqueeze(1)
@@ -143,6 +165,7 @@ def _differentiate(ctx, grad, *_):
 
 
 _LIBRARY.impl("tiled_cross_entropy", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("tiled_entropy", _entropy, "CompositeExplicitAutograd")
 _LIBRARY.impl("tiled_cross_entropy_backward", _backward, "CompositeExplicitAutograd")
 _LIBRARY.impl("tiled_cross_entropy_backward_", _backward_in_place, "CompositeExplicitAutograd")
 torch.library.register_autograd("offmate::tiled_cross_entropy", _differentiate, setup_context=_setup, lib=_LIBRARY)
@@ -153,6 +176,11 @@ def _(logits, target, reduction, ignore_index, dtype):
     rows = logits.shape[0]
     loss = logits.new_empty((rows,) if reduction == 0 else (), dtype=dtype)
     return loss, logits.new_empty((rows, 1), dtype=dtype), logits.new_empty((), dtype=dtype)
+
+
+@torch.library.register_fake("offmate::tiled_entropy", lib=_LIBRARY)
+def _(logits, dtype):
+    return logits.new_empty(logits.shape[0], dtype=dtype)
 
 
 @torch.library.register_fake("offmate::tiled_cross_entropy_backward", lib=_LIBRARY)
@@ -168,8 +196,18 @@ def _(grad, logits, target, picked, total_weight, reduction, ignore_index):
 tiled_cross_entropy = torch.ops.offmate.tiled_cross_entropy.default
 """tiled_cross_entropy(logits, target, reduction, ignore_index, dtype): the loss of logits cast to that dtype, the
 log-probabilities of the targets, and the number of targets that count."""
+tiled_entropy = torch.ops.offmate.tiled_entropy.default
+"""tiled_entropy(logits, dtype): the entropy of each row's softmax in that dtype; it has no derivative."""
 tiled_cross_entropy_backward = torch.ops.offmate.tiled_cross_entropy_backward.default
 """tiled_cross_entropy_backward(grad, logits, target, picked, total_weight, reduction, ignore_index): the logits'
 gradient, in their dtype."""
 tiled_cross_entropy_backward_ = torch.ops.offmate.tiled_cross_entropy_backward_.default
 """The same, written over the logits."""
+
+# All begin with a cast, which reads the logits and writes a tile, and a log-softmax, which reads and writes one.
+IN_TILES = {
+    tiled_cross_entropy: InTiles(logits=0, tiles=2, full_passes=3, own_passes=1),
+    tiled_entropy: InTiles(logits=0, tiles=3, full_passes=8, own_passes=1),
+    tiled_cross_entropy_backward: InTiles(logits=1, tiles=3, full_passes=8, own_passes=2),
+    tiled_cross_entropy_backward_: InTiles(logits=1, tiles=3, full_passes=8, own_passes=2),
+}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from offmate.runtime.operators import losses
-from offmate.runtime.operators.losses import rows_of_tile, tiled_cross_entropy
+from offmate.runtime.operators.losses import rows_of_tile, tiled_cross_entropy, tiled_entropy
 from torch.nn.functional import cross_entropy
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -147,9 +147,9 @@ def test_training_in_tiles(name: str, budget: str) -> None:
 LOSS_ALONE = {"outputs": ("loss",)}
 
 
-def over_the_logits(build: Callable[[], torch.nn.Module]) -> bool:
-    """Whether the gradient of the logits is written over them if the loss alone is returned."""
-    traced = trace_model(build().train(), (), texts()[0], offmate.Config(**LOSS_ALONE), True, lambda *done: None)
+def over_the_logits(build: Callable[[], torch.nn.Module], config: dict[str, Any] = LOSS_ALONE) -> bool:
+    """Whether the gradient of the logits is written over them if the logits themselves are not returned."""
+    traced = trace_model(build().train(), (), texts()[0], offmate.Config(**config), True, lambda *done: None)
     nodes = (node for block in traced.blocks for node in block.joint.graph.nodes)
     return any(node.target is losses.tiled_cross_entropy_backward_ for node in nodes)
 
@@ -194,6 +194,42 @@ def test_logits_that_something_else_reads_stay(build: Any) -> None:
     check(case, LEAST, None)
     assert in_tiles(build)
     assert not over_the_logits(build)
+
+
+class WithMetrics(Shifted):
+    """Metrics of the logits, whose values the backward does not need."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.embed(input_ids)).view(-1, CLASSES)
+        loss = cross_entropy(logits.float(), labels.view(-1))
+        with torch.no_grad():
+            entropy, right = tiled_entropy(logits, torch.float32), logits.argmax(-1) == labels.view(-1)
+        spread = logits.detach().float().var()
+        return {"loss": loss, "entropy": entropy.mean(), "right": right.float().mean(), "spread": spread}
+
+
+class Weighted(Shifted):
+    """The likeliest classes are read again, and the backward needs to know which they were."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.embed(input_ids)
+        logits = self.head(hidden).view(-1, CLASSES)
+        likely = self.head.weight[logits.argmax(-1)] * hidden.view(-1, hidden.shape[-1])
+        return {"loss": cross_entropy(logits, labels.view(-1)) + 1e-3 * likely.sum()}
+
+
+@pytest.mark.parametrize("build", [WithMetrics, Weighted])
+def test_metrics_of_logits_are_taken_before_these_are_overwritten(build: Any) -> None:
+    config = {"outputs": ("loss", "entropy", "right", "spread")} if build is WithMetrics else LOSS_ALONE
+    case = Case(f"metrics, {build.__name__}", build, texts, loss=lambda output, batch: output["loss"], config=config)
+    check(case, LEAST, None)
+    assert over_the_logits(build, config) == (build is WithMetrics)
+
+
+def test_entropy_in_tiles() -> None:
+    logits, _ = drawn(75, torch.bfloat16)
+    scores = torch.log_softmax(logits.float(), -1)
+    assert torch.equal(tiled_entropy(logits, torch.float32), -(scores.exp() * scores).sum(-1))
 
 
 class WrittenLater(Shifted):
