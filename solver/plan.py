@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import inf
 
+from .algorithm_1 import algorithm_1
 from .problem import Problem
 from .program.streamed import streaming_solution
 from .refine import Candidate, Gain, Limits, Refinement, Search, candidate, refine
@@ -15,11 +16,9 @@ from .rounding.groups import round_solution
 from .schedule import Schedule
 from .scheduling.emit import build_schedule
 from .scheduling.validate import validate
-from .simulate import Simulation, keeps_budgets, memory_highs, simulate
+from .simulate import Simulation, keeps_budgets, simulate
 from .solution import Solution, Status
 from .solve import solve
-
-_TRIES = 8
 
 
 @dataclass(frozen=True)
@@ -98,31 +97,12 @@ def _searched(
     solution = solve(problem, time_limit_s=limits.time_limit_s, gap=limits.gap, backend=limits.backend)
     if not solution.options:  # too little time, or coefficients so far apart that the solver failed
         return _streamed(problem, solution, ladder, gains, also)
-    search = _algorithm_1(problem, solution, limits)
+    search = algorithm_1(problem, solution, limits)
     if search is None:  # fractions fit, but whole tensors do not; those of the safe plan may
         return _streamed(problem, replace(solution, status=Status.INFEASIBLE), ladder, gains, also)
     note(Gain("algorithm 1", inf, search.loss_s, time.perf_counter() - started, 1))
     search = replace(search, found=(*search.found, *also))
     return _taken(refine(search, ladder, note), tuple(gains))
-
-
-def _algorithm_1(problem: Problem, solution: Solution, limits: Limits) -> Search | None:
-    """Round the program's answer to whole tensors; None if no smaller budget gives a plan within the problem's."""
-    tried = problem
-    for attempt in range(1, _TRIES + 1):
-        rounded = build_schedule(problem, round_solution(tried, solution))
-        if keeps_budgets(problem, rounded):
-            return Search(problem, tried, solution, limits, (candidate(solution, rounded, rounded),))
-        device = max(memory_highs(rounded)) - problem.device_budget_bytes
-        over = {tier.name: used - tier.capacity_bytes for tier, used in rounded.tiers}
-        tried = replace(tried, device_budget_bytes=max(0, tried.device_budget_bytes - attempt * max(0, device)))
-        tried = tried.with_capacities(
-            {tier.name: max(0, tier.capacity_bytes - attempt * max(0, over[tier.name])) for tier in tried.tiers}
-        )
-        solution = solve(tried, time_limit_s=limits.time_limit_s, gap=limits.gap, backend=limits.backend)
-        if not solution.options:
-            return None
-    return None
 
 
 def _taken(search: Search, gains: tuple[Gain, ...]) -> Planned:

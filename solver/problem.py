@@ -97,6 +97,12 @@ class Problem:
         host_bytes = tiers.get(HOST, self.host_budget_bytes)
         return replace(self, host_budget_bytes=host_bytes, rates=replace(self.rates, tiers=others))
 
+    def with_turn_around_steps(self, steps: int) -> Problem:
+        """Return the problem with fewer turn-around steps; what stays to the end of an iteration still does."""
+        last = self.pass_steps + steps - 1
+        shared = tuple(replace(one, last_step=min(one.last_step, last)) for one in self.shared)
+        return replace(self, turn_around_steps=steps, shared=shared)
+
     @property
     def pass_steps(self) -> int:
         """Steps of one pass: all forwards and all backwards."""

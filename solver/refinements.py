@@ -7,18 +7,21 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
+from .algorithm_1 import algorithm_1
 from .polish.improve import fastest, improve
 from .polish.in_time import in_time
 from .polish.trials import best_of_trials
 from .problem import Problem
-from .refine import Candidate, Refinement, Search, candidate
+from .refine import Candidate, Refinement, Search, candidate, refine
 from .rounding.groups import round_solution
 from .rounding.settle import settle, settle_whole
-from .scheduling.emit import build_schedule
+from .scheduling.emit import build_schedule, counted_to
 from .scheduling.validate import is_valid
 from .simulate import keeps_budgets
 from .solution import Solution
 from .solve import solve
+
+_LEAST_STEPS = 3  # of the turn-around: updates start, and what they made can leave and come back
 
 
 @dataclass(frozen=True)
@@ -162,12 +165,48 @@ class Trials:
             yield candidate(likely.near, likely.rounded, best)
 
 
+_FIRST: tuple[Refinement, ...] = (Improve(), Settle(), InTime(), Whole())
+
+
+@dataclass(frozen=True)
+class OtherSteps:
+    """Behind a gate: solve the program with fewer turn-around steps, or with more, and count their actions to its own.
+
+    Each step of an update phase holds the states of whole tensors. Longer steps hold more of them, and shorter ones end
+    sooner: which of the two loses less depends on the tensors. With several micro-batches neither was seen to help.
+
+    Parameters
+    ----------
+    worth, least_s: as for `Whole`. shares: steps, in those of the problem, one after the other.
+    """
+
+    worth: float = 0.05
+    least_s: float = 1e-3
+    shares: tuple[float, ...] = (0.75, 1.5)
+    name: str = "other steps"
+
+    def accepts(self, search: Search) -> bool:
+        one_pass = search.problem.micro_batches == 1
+        return search.problem.gate and one_pass and search.loses(self.worth, self.least_s)
+
+    def candidates(self, search: Search) -> Iterator[Candidate]:
+        limits, problem = search.limits, search.problem
+        for steps in (round(share * problem.turn_around_steps) for share in self.shares):
+            if steps < _LEAST_STEPS:
+                continue
+            other = problem.with_turn_around_steps(steps)
+            near = solve(other, time_limit_s=limits.time_limit_s, gap=limits.gap, backend=limits.backend)
+            own = algorithm_1(other, near, limits) if near.options else None
+            if own is not None:
+                best = refine(own, _FIRST, lambda gain: None).best
+                rounded, schedule = (counted_to(one, other, problem) for one in (best.rounded, best.schedule))
+                yield candidate(best.near, rounded, schedule, timed=best.timed)
+
+
 LADDER: tuple[Refinement, ...] = (
-    Improve(),
-    Settle(),
-    InTime(),
-    Whole(),
+    *_FIRST,
     InTime(worth=0.05, name="in time again"),  # for the schedules that the program in whole tensors gave
+    OtherSteps(),
     Trials(),
 )
 

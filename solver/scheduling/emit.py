@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -262,3 +263,13 @@ def _host_bytes_of(tensor: TensorSize, plan: TensorPlan) -> int:
     # The host reserves the whole state, since each piece leaves to its place in it.
     states = tensor.state_bytes * any(stay.tier == HOST for stay in plan.states)
     return tensor.param_bytes * plan.hosted + tensor.grad_bytes * (plan.grad_back is not None) + states
+
+
+def counted_to(schedule: Schedule, own: Problem, other: Problem) -> Schedule:
+    """Return a schedule whose turn-around has the steps of another problem that differs only in their number."""
+    first, last = own.first_turn_around, other.n_steps - 1
+    share = other.turn_around_steps / max(own.turn_around_steps, other.turn_around_steps)
+    counted = tuple(
+        replace(action, step=min(last, first + int((action.step - first) * share))) for action in schedule.turn_around
+    )
+    return replace(schedule, turn_around=counted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -10,14 +11,15 @@ from math import inf
 import pytest
 from offmate.solver.plan import plan
 from offmate.solver.refine import Candidate, Gain, Limits, Search, candidate, refine
-from offmate.solver.refinements import LADDER, Improve
+from offmate.solver.refinements import LADDER, Improve, OtherSteps
 from offmate.solver.rounding.groups import round_solution
 from offmate.solver.scheduling.emit import build_schedule
-from offmate.solver.simulate import simulate
+from offmate.solver.simulate import keeps_budgets, simulate
 from offmate.solver.solution import Solution, Status
 from offmate.solver.solve import solve
 
 from ..golden.problems import problem_of
+from .random_problems import gated, random_problem
 from .tiny_schedule import BACKWARD, after, tiny_schedule
 
 ANSWER = Solution(Status.OPTIMAL, 5.0, 5.0, 0.0, 0.0)
@@ -94,3 +96,26 @@ def test_gains_are_reported_as_they_are_found() -> None:
     assert planned.gains == tuple(gains) and [gain.name for gain in gains][:2] == ["algorithm 1", Improve().name]
     assert all(gain.after_s <= gain.before_s for gain in gains)
     assert all(one.after_s == two.before_s for one, two in pairwise(gains))
+
+
+@pytest.mark.parametrize("seed", [3, 7, 11])
+@pytest.mark.parametrize("shares", [(0.5,), (2.0,)])
+def test_plans_of_other_turn_around_steps_are_valid_in_the_problems_own(seed: int, shares: tuple[float, ...]) -> None:
+    rng = random.Random(seed)
+    problem = replace(gated(random_problem(rng), rng, 1), turn_around_steps=6)
+    alone = plan(problem, ladder=())
+    if alone.schedule is None:
+        return
+    rounded = Candidate(alone.solution, alone.schedule, alone.schedule, inf)
+    others = list(OtherSteps(shares=shares).candidates(Search(problem, problem, alone.solution, Limits(), (rounded,))))
+    for one in others:
+        assert one.step_s == simulate(one.schedule).step_s < inf
+        assert keeps_budgets(problem, one.schedule)
+        assert {action.step for action in one.schedule.turn_around} <= set(range(problem.n_steps))
+    assert others
+
+
+def test_other_turn_around_steps_are_tried_behind_a_gate_for_one_micro_batch() -> None:
+    for gate, micro_batches, tried in ((True, 1, True), (True, 2, False), (False, 1, False)):
+        problem = replace(problem_of(0), gate=gate, micro_batches=micro_batches)
+        assert OtherSteps().accepts(replace(search(9.0), problem=problem)) is tried

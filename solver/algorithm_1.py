@@ -1,0 +1,34 @@
+"""Algorithm 1 of the paper: the program's fractions become whole tensors that keep the budgets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .problem import Problem
+from .refine import Limits, Search, candidate
+from .rounding.groups import round_solution
+from .scheduling.emit import build_schedule
+from .simulate import keeps_budgets, memory_highs
+from .solution import Solution
+from .solve import solve
+
+_TRIES = 8
+
+
+def algorithm_1(problem: Problem, solution: Solution, limits: Limits) -> Search | None:
+    """Round the program's answer to whole tensors; None if no smaller budget gives a plan within the problem's."""
+    tried = problem
+    for attempt in range(1, _TRIES + 1):
+        rounded = build_schedule(problem, round_solution(tried, solution))
+        if keeps_budgets(problem, rounded):
+            return Search(problem, tried, solution, limits, (candidate(solution, rounded, rounded),))
+        device = max(memory_highs(rounded)) - problem.device_budget_bytes
+        over = {tier.name: used - tier.capacity_bytes for tier, used in rounded.tiers}
+        tried = replace(tried, device_budget_bytes=max(0, tried.device_budget_bytes - attempt * max(0, device)))
+        tried = tried.with_capacities(
+            {tier.name: max(0, tier.capacity_bytes - attempt * max(0, over[tier.name])) for tier in tried.tiers}
+        )
+        solution = solve(tried, time_limit_s=limits.time_limit_s, gap=limits.gap, backend=limits.backend)
+        if not solution.options:
+            return None
+    return None
