@@ -26,8 +26,10 @@ from .planning.planner import make_plan, plan_elsewhere, trace_once
 from .planning.request import Prepared, Request
 from .plans.plan import Plan
 from .progress import Progress, planning_progress
+from .runtime.torch_names.scalers import unscales_in_its_own_way
 from .session.module import take_over as take_over_model
 from .session.optimizer import take_over as take_over_optimizer
+from .session.scaling import take_over as take_over_scaler
 from .session.session import Session
 from .sizes import parse_bytes
 from .split import Split
@@ -47,6 +49,7 @@ def compile(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     max_grad_norm: float | None = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
     accumulation_steps: int = 1,
     device: str | torch.device | None = None,
     cpu_budget: int | str | None = None,
@@ -73,6 +76,9 @@ def compile(
         optimizer, gradients end up in `.grad` on the host.
     max_grad_norm: clip the global norm of all gradients to this, as `torch.nn.utils.clip_grad_norm_` before the step
         would; infinity only measures it (`model.offmate.grad_norm`). Needs optimizer=.
+    grad_scaler: the `torch.amp.GradScaler` that scales the losses and steps the optimizer. Gradients are unscaled and
+        checked where they become complete, and no update begins before the scaler's step. With `optimizer=`, scaling
+        needs it; a disabled one counts as none.
     accumulation_steps: how many forwards and backwards make one optimizer step. A step after fewer of them works, but
         its update then waits for the host. Needs optimizer=; without one, gradients add up in `.grad` as usual.
     device: "cuda", "cuda:1" or "emulated"; None takes a card if there is one.
@@ -85,20 +91,25 @@ def compile(
     """
     config = config or Config()
     _check_gate(max_grad_norm, accumulation_steps, optimizer is not None)
+    scaler = _enabled(grad_scaler, optimizer is not None)
     check_model(model)
     request = _request(gpu_budget, cpu_budget, device, config, plan)
     if config.backend == "inductor":
         check_inductor(request.device)
-    request = replace(request, micro_batches=accumulation_steps, clips=max_grad_norm is not None)
+    request = replace(
+        request, micro_batches=accumulation_steps, clips=max_grad_norm is not None, scales=scaler is not None
+    )
     names = parameter_names(model, optimizer) if optimizer is not None else {}
     _check_updates(config, names)
     if optimizer is not None:
         _check_coverage(model, names)
         check_optimizer(optimizer)
-    session = Session(model, request, optimizer, names, plan, planning_progress, max_grad_norm)
+    session = Session(model, request, optimizer, names, plan, planning_progress, max_grad_norm, scaler)
     take_over_model(model, session)
     if optimizer is not None:
         take_over_optimizer(optimizer, session)
+    if scaler is not None:
+        take_over_scaler(scaler)
     return model
 
 
@@ -109,6 +120,7 @@ def plan(
     example_inputs: dict[str, Any] | tuple[Any, ...],
     optimizer: torch.optim.Optimizer | None = None,
     max_grad_norm: float | None = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
     accumulation_steps: int = 1,
     device: str | torch.device | None = None,
     cpu_budget: int | str | None = None,
@@ -131,6 +143,7 @@ def plan(
     """
     config = config or Config()
     _check_gate(max_grad_norm, accumulation_steps, optimizer is not None)
+    scaler = _enabled(grad_scaler, optimizer is not None)
     check_batch_size(batch_size)
     check_model(model)
     # The plan is the same for every backend, and nothing runs.
@@ -138,7 +151,9 @@ def plan(
     # Another machine has its own device, so there is no need to look for one on this machine.
     planned_device = device if hardware is None else device or "emulated"
     request = _request(gpu_budget, cpu_budget, planned_device, config, None)
-    request = replace(request, micro_batches=accumulation_steps, clips=max_grad_norm is not None)
+    request = replace(
+        request, micro_batches=accumulation_steps, clips=max_grad_norm is not None, scales=scaler is not None
+    )
     names = parameter_names(model, optimizer) if optimizer is not None else {}
     _check_updates(config, names)
     if optimizer is not None:
@@ -249,6 +264,27 @@ def _check_gate(max_grad_norm: float | None, accumulation_steps: int, planned: b
             f"accumulation_steps={accumulation_steps} needs optimizer=; without one several backward() calls add up in "
             ".grad as usual, and the plan is the same"
         )
+
+
+def _enabled(scaler: torch.amp.GradScaler | None, planned: bool) -> torch.amp.GradScaler | None:
+    """Return the scaler if it scales. Raises: OffmateError if a plan cannot do what it does."""
+    if scaler is None:
+        return None
+    if not isinstance(scaler, torch.amp.GradScaler):
+        raise OffmateError(f"grad_scaler= is a {type(scaler).__name__}; it must be a torch.amp.GradScaler, or None")
+    if not scaler.is_enabled():
+        return None
+    if not planned:
+        raise OffmateError(
+            "grad_scaler= needs optimizer=; without one the gradients are in .grad after backward(), where any scaler "
+            "works on them as usual"
+        )
+    if unscales_in_its_own_way(scaler):
+        raise OffmateError(
+            f"grad_scaler= is a {type(scaler).__name__}, which unscales gradients in its own way; a plan would not. "
+            "Pass a plain torch.amp.GradScaler, or compile without optimizer="
+        )
+    return scaler
 
 
 def _check_coverage(model: torch.nn.Module, names: dict[torch.Tensor, str]) -> None:

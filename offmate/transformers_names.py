@@ -114,7 +114,8 @@ class PlannedSteps(_Base):
         """Do nothing, since the plan clips."""
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
-        """Return None, since the plan measures the norm when the optimizer steps."""
+        """Return None, since the plan measures the norm; unscale the gradients, as measuring it here would."""
+        self.accelerator.unscale_gradients()
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(tr_loss, self.planned_norm(grad_norm), *args, **kwargs)

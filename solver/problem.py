@@ -53,7 +53,7 @@ class Problem:
     gate: no update starts before the last backward has ended (planned updates only; needs 3 turn-around steps). Updates
         on the device then run in turn-around steps, and their gradients stay on the device until then. Updates on the
         host run in turn-around steps and may continue into the next forward.
-    gate_s: seconds from the last gradient to the first update, for the verdict on the norm of all gradients.
+    gate_s: seconds from the last gradient to the first update, for the verdict on all gradients.
     micro_batches: M, forwards and backwards per update. More than one needs a gate.
     """
 

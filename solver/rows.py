@@ -86,8 +86,8 @@ class Group:
     cpu_update_s, device_update_s: seconds to update the whole group on the host and on the device.
     cpu_add_s, device_add_s: seconds to add one micro-batch's gradient of the whole group to its total on the host and
         on the device.
-    norm_s: seconds to take the norm of its gradient, in the backward that completes it; 0 with several micro-batches,
-        whose additions take it.
+    norm_s: seconds to unscale its gradient and to take its norm, in the backward that completes it; 0 with several
+        micro-batches, whose additions take it.
     side: where it is updated; without effect on frozen groups and on those that the user's own code updates.
     """
 

@@ -90,15 +90,16 @@ class OffmateTrainerMixin(PlannedSteps):
 
     Write `class MyTrainer(OffmateTrainerMixin, Trainer)`; TRL's `SFTTrainer` works the same way. The mixin takes from
     the trainer's arguments: `max_grad_norm`, `gradient_accumulation_steps`, the optimizer (`optim`, or the one passed
-    in) and its scheduler, and `bf16`. With `max_grad_norm=0` updates overlap the backward, and no gradient norm is
-    logged. Where `compute_loss` is the Trainer's own, a training step reads nothing but the loss. Logits then need not
-    stay (`Config(outputs=("loss",))`). Evaluation gets all outputs.
+    in) and its scheduler, `bf16`, and `fp16` with its gradient scaler. With `max_grad_norm=0` no gradient norm is
+    logged, and, unless a scaler is there, updates overlap the backward. Where `compute_loss` is the Trainer's own, a
+    training step reads nothing but the loss. Logits then need not stay (`Config(outputs=("loss",))`). Evaluation gets
+    all outputs.
 
     Parameters
     ----------
     gpu_budget, cpu_budget, device, config: as in `offmate.compile`. All others: as in the trainer.
 
-    Raises: OffmateError when training starts with what a plan cannot do: fp16, torch.compile, several processes.
+    Raises: OffmateError when training starts with what a plan cannot do: torch.compile, FSDP, several processes.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class OffmateTrainerMixin(PlannedSteps):
             self.model,
             optimizer=optimizer,
             max_grad_norm=norm if norm else None,
+            grad_scaler=self.accelerator.scaler,
             accumulation_steps=self.args.gradient_accumulation_steps,
             **settings,
         )
@@ -172,7 +174,6 @@ def _handle(model: Any) -> Any:
 def _check_arguments(args: Any) -> None:
     """Refuse arguments that a plan cannot follow, each with the reason and what to do instead."""
     refused = {
-        "fp16=True": (args.fp16, "scaling float16 gradients reads each of them between backward and step; use bf16"),
         "torch_compile=True": (args.torch_compile, "offmate runs its own graph of the model; turn it off"),
         "fsdp": (args.fsdp, "offmate plans one unsharded model on one device; turn it off"),
         "deepspeed": (args.deepspeed, "DeepSpeed places tensors itself; turn it off"),

@@ -32,7 +32,8 @@ class Trainable:
     ----------
     by_rows: whether its rows can be updated separately.
     cpu_update_s, device_update_s: seconds to update it. cpu_add_s, device_add_s: to add a micro-batch's gradient.
-    side: which side may update it. cpu_norm_s, device_norm_s: seconds to take its gradient's norm; 0 without clipping.
+    side: which side may update it. cpu_norm_s, device_norm_s: seconds to unscale its gradient and to take its norm, as
+        far as scaling and clipping ask for it.
     """
 
     state_bytes: int

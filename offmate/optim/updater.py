@@ -15,6 +15,7 @@ from ..machines.devices import EMULATED
 from ..machines.stopwatch import clock_of
 from ..runtime.replay.contents import is_bulk
 from ..runtime.torch_names.modules import state_at_construction
+from ..runtime.torch_names.scalers import check_and_unscale
 from .lone import lone
 from .rows import depends_on_threads, works_by_element
 
@@ -34,7 +35,7 @@ class UpdateCost:
     Parameters
     ----------
     cpu_add_s, device_add_s: seconds to add a gradient to the sum of earlier ones.
-    cpu_norm_s, device_norm_s: seconds to take its norm.
+    cpu_norm_s, device_norm_s: seconds to take its norm. cpu_unscale_s, device_unscale_s: to unscale and check it.
     """
 
     state_bytes: int
@@ -45,6 +46,8 @@ class UpdateCost:
     device_add_s: float
     cpu_norm_s: float
     device_norm_s: float
+    cpu_unscale_s: float
+    device_unscale_s: float
 
 
 class Updater:
@@ -53,7 +56,9 @@ class Updater:
     On the emulated device an optimizer that was given neither `fused` nor `foreach` runs what plain PyTorch runs on a
     CPU; on an accelerator it runs fused, where it can.
 
-    State: `groups`, the hyperparameters per parameter, and `threads`, how many compute, as of the last `snapshot`.
+    State: `groups`, the hyperparameters per parameter, and `threads`, how many compute, as of the last `snapshot`;
+    `grad_scales`, by kind of device, the scale by which a kernel that unscales divides gradients, {} if they are
+    unscaled, None if no loss is scaled.
 
     Parameters
     ----------
@@ -68,6 +73,7 @@ class Updater:
         self.names = names
         self.base: Any = plain_class(optimizer)
         self.emulated = device == EMULATED
+        self.grad_scales: dict[str, torch.Tensor] | None = None
         self.fuse = not self.emulated and self._may_fuse()
         self.groups: dict[str, dict[str, Any]] = {}
         self.threads = 1
@@ -151,14 +157,36 @@ class Updater:
             torch.set_num_threads(self.threads)
         self.step_one(self.groups[name], param, grad, state)
 
-    def step_one(self, hyper: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
-        """Update one tensor in place with given hyperparameters; `state` is filled at the first update."""
+    def begin_state(self, name: str, param: torch.Tensor, state: dict[str, Any]) -> None:
+        """Fill the empty state of a parameter as a fused optimizer does whose first update a scaler has it skip."""
+        if issubclass(self.base, torch.optim.SGD):
+            return  # torch leaves the memory of momenta as it is; here the first update makes them
+        self.step_one(self.groups[name], param, torch.zeros_like(param), state, skips=True)
+
+    def step_one(
+        self,
+        hyper: dict[str, Any],
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        state: dict[str, Any],
+        skips: bool = False,
+    ) -> None:
+        """Update one tensor in place with given hyperparameters; `state` is filled at the first update.
+
+        Parameters
+        ----------
+        skips: a fused kernel then changes nothing.
+        """
         leaf = torch.nn.Parameter(param.data)
         leaf.grad = grad
         if not state:
             state.update(state_at_construction(self.base, hyper, leaf))
         _place_scalars(state, leaf.device if hyper.get("fused") or hyper.get("capturable") else _CPU)
         single = lone(self.base, self.optimizer.__dict__, [{**hyper, "params": [leaf]}], {leaf: state})
+        if self.grad_scales is not None:
+            # The optimizer itself has them only during the scaler's step, and a worker may come later.
+            single.grad_scale = self.grad_scales.get(leaf.device.type)
+            single.found_inf = torch.ones((), device=leaf.device) if skips else None
         self.base.step(single)
         # Some optimizers replace the dictionary instead of filling it.
         if single.state[leaf] is not state:
@@ -186,17 +214,21 @@ class Updater:
             device_add_s=on_device.add_s,
             cpu_norm_s=share * on_cpu.norm_s,
             device_norm_s=on_device.norm_s,
+            cpu_unscale_s=share * on_cpu.unscale_s,
+            device_unscale_s=on_device.unscale_s,
         )
 
     def _times(self, like: torch.Tensor, hyper: dict[str, Any], device: torch.device) -> _Times:
         state: dict[str, Any] = {}
         param, grad = (torch.zeros(like.shape, dtype=like.dtype, device=device) for _ in range(2))
+        found, half = torch.zeros((), device=device), torch.full((), 0.5, device=device)
         repeats = _REPEATS if like.numel() <= _TIMED_ELEMENTS else 2
         return _Times(
             state,
             _seconds(lambda: self.step_one(hyper, param, grad, state), repeats, device),
             _seconds(lambda: param.add_(grad), repeats, device),
             _seconds(lambda: torch.linalg.vector_norm(grad), repeats, device),
+            _seconds(lambda: check_and_unscale([grad], found, half), repeats, device),
         )
 
 
@@ -205,6 +237,7 @@ class _Times(NamedTuple):
     update_s: float
     add_s: float
     norm_s: float
+    unscale_s: float
 
 
 def _seconds(work: Callable[[], object], repeats: int, device: torch.device) -> float:

@@ -44,7 +44,7 @@ def fingerprint_of(
     if budgets:
         host = None if request.automatic_host else request.host_budget_bytes
         parts += (request.budget_bytes, host, request.user_bytes, _planning(request.config))
-        parts += (request.micro_batches, request.clips)
+        parts += (request.micro_batches, request.clips, *(("scales",) if request.scales else ()))
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
 
 
@@ -67,9 +67,9 @@ def differences(plan: Plan, request: Request, planned: bool) -> list[str]:
         found.append("plan without optimizer=, now with" if planned else "plan with optimizer=, now without")
     if there.micro_batches != request.micro_batches:
         found.append(f"accumulation_steps={there.micro_batches} in the plan, {request.micro_batches} now")
-    clipped = there.gate and (there.micro_batches == 1 or (plan.problem is not None and plan.problem.gate_s > 0))
-    if clipped != request.clips:
-        found.append(f"plan {_with(clipped)} max_grad_norm=, now {_with(request.clips)}")
+    looks = there.gate and (there.micro_batches == 1 or (plan.problem is not None and plan.problem.gate_s > 0))
+    if looks != (request.clips or request.scales):
+        found.append(f"plan {_with(looks)} max_grad_norm= or grad_scaler=, now {_with(not looks)}")
     if plan.budget_bytes != request.budget_bytes:
         found.append(f"budget {format_bytes(plan.budget_bytes)} in the plan, {format_bytes(request.budget_bytes)} now")
     sides = {"host": plan.split.device, "device": plan.split.host}

@@ -116,9 +116,9 @@ def _check_given(given: Plan, known_as: list[str], subject: Subject) -> None:
         return
     known = differences(given, request, subject.updater is not None)
     raise PlanFileError(
-        "the plan was made for another model, batch, optimizer, budget, max_grad_norm, accumulation_steps or "
-        f"Config ({'; '.join([*known, f'fingerprint {given.fingerprint}, now {known_as[0]}'])}); plan again with "
-        "offmate.plan and the same arguments"
+        "the plan was made for another model, batch, optimizer, budget, max_grad_norm, grad_scaler, "
+        f"accumulation_steps or Config ({'; '.join([*known, f'fingerprint {given.fingerprint}, now {known_as[0]}'])}); "
+        "plan again with offmate.plan and the same arguments"
     )
 
 

@@ -24,6 +24,7 @@ class Request:
         what usual losses hold.
     automatic_host: the host budget is what is available now; a stored plan only has to fit into it.
     micro_batches: how many forwards and backwards make one planned update. clips: whether gradients are clipped.
+    scales: whether losses are scaled, so that an update may be skipped.
     margin_bytes: the part of the budget that is left to the device's allocator.
     """
 
@@ -36,12 +37,13 @@ class Request:
     automatic_host: bool = False
     micro_batches: int = 1
     clips: bool = False
+    scales: bool = False
     margin_bytes: int = 0
 
     @property
     def gate(self) -> bool:
         """Return whether updates wait until all gradients are complete."""
-        return self.clips or self.micro_batches > 1
+        return self.clips or self.scales or self.micro_batches > 1
 
     def has_room_for(self, size_bytes: int) -> bool:
         """Return whether the host's budget is that large."""

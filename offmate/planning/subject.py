@@ -31,7 +31,7 @@ from .fingerprint import fingerprint_of
 from .request import Request
 from .restore import restore_class
 
-_VERDICT = 4  # small kernels from the norms of all gradients to the verdict; each takes at least as long as one norm
+_VERDICT = 4  # small kernels from the last gradient to the verdict; each takes at least as long as one norm
 _USER_COPIES = 3  # copies of an output that the user differentiates: its gradient, and what a loss keeps and makes
 
 
@@ -102,11 +102,12 @@ def lower(
             budget_bytes=request.budget_bytes,
         )
     updater, params = subject.updater, dict(subject.model.named_parameters())
+    looks = request.clips or request.scales
     trainable = {
         n: Trainable(
             c.state_bytes, updater is not None and updater.by_rows(n, params[n].dtype),
             c.cpu_update_s, c.device_update_s, c.cpu_add_s, c.device_add_s, side_of(request.config.updates, n),
-            *((c.cpu_norm_s, c.device_norm_s) if request.clips else ()),
+            *_looks_s(request, c),
         )
         for n, c in updates.items()
     }  # fmt: skip
@@ -121,9 +122,17 @@ def lower(
         turn_around_steps=request.config.turn_around_steps,
         gate=request.gate,
         micro_batches=request.micro_batches,
-        gate_s=_VERDICT * min((c.device_norm_s for c in updates.values()), default=0.0) if request.clips else 0.0,
+        gate_s=_VERDICT * min((c.device_norm_s for c in updates.values()), default=0.0) if looks else 0.0,
     )
     return lowered, fixed
+
+
+def _looks_s(request: Request, cost: UpdateCost) -> tuple[float, float]:
+    """Return the seconds that unscaling a complete gradient and taking its norm take, on host and device."""
+    cpu_s, device_s = (cost.cpu_norm_s, cost.device_norm_s) if request.clips else (0.0, 0.0)
+    if request.scales:
+        cpu_s, device_s = cpu_s + cost.cpu_unscale_s, device_s + cost.device_unscale_s
+    return cpu_s, device_s
 
 
 def fixed_bytes(model: torch.nn.Module, captured: Captured, updates: dict[str, UpdateCost]) -> int:

@@ -87,9 +87,10 @@ def work_out(
             bulk, scalars = state_bytes(updater, param, updater.groups[name])
             plain_s = machine.update_s(param.numel(), masters=False)
             seconds = machine.update_s(param.numel(), masters=has_master(updater.base, param))
-            # Adding reads two tensors and writes one where AdamW reads four and writes three; a norm reads one.
-            adds, norms = ([part * s for s in plain_s] for part in (3 / 7, 1 / 7))
-            updates[name] = UpdateCost(bulk, scalars, *seconds, *adds, *norms)
+            # Adding reads two tensors and writes one where AdamW reads four and writes three; a norm reads one, and
+            # unscaling writes it again.
+            adds, norms, unscalings = ([part * s for s in plain_s] for part in (3 / 7, 1 / 7, 2 / 7))
+            updates[name] = UpdateCost(bulk, scalars, *seconds, *adds, *norms, *unscalings)
     return Figures(rates, costs, updates)
 
 

@@ -16,7 +16,7 @@ from ..programs.programs import NodeCost
 
 log = logging.getLogger("offmate")
 
-FORMAT = 4
+FORMAT = 5
 
 _kept: dict[str, Measured] = {}
 

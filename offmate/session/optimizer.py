@@ -47,7 +47,11 @@ class PlannedOptimizer:
         before, after = step_hooks(self)
         for hook in before.values():
             hook(self, (), {})
-        self._offmate.step()
+        found_inf = getattr(self, "found_inf", None)  # a scaler sets it for the time of a step
+        if found_inf is not None and bool(found_inf):
+            self._offmate.skip()
+        else:
+            self._offmate.step()
         for hook in after.values():
             hook(self, (), {})
 

@@ -89,6 +89,15 @@ class Outside:
         """Return whether there are any gradients from outside."""
         return bool(self._before or self._there())
 
+    def cannot_be_unscaled(self) -> ProtocolError:
+        """Build the error for gradients that a scaler would unscale together with the plan's."""
+        names = sorted({**self._before, **self._there()})
+        return ProtocolError(
+            f"{names[0]} has a gradient that does not come from the model's planned backward ({len(names)} parameters "
+            "in all). With grad_scaler= the plan's gradients are unscaled in backward(), before it could be added; no "
+            f"update was made, and zero_grad() drops the gradients. {_REMEDY[3].upper() + _REMEDY[4:]}"
+        )
+
     def take(self) -> list[dict[str, torch.Tensor]]:
         """Return those that optimizer.step() adds, in the order in which plain PyTorch would have added them.
 

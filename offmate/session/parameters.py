@@ -109,8 +109,9 @@ class PlannedParameter(_Copied, torch.nn.Parameter):
                 else "to clip by global norm pass max_grad_norm= to offmate.compile"
             )
             raise ProtocolError(
-                f"the planned optimizer has taken this gradient in backward(); {clipping}; to read or change .grad "
-                "(torch.amp.GradScaler does) compile without optimizer=, or instead of scaling train in bfloat16"
+                f"the planned optimizer has taken this gradient in backward(); {clipping}; if a torch.amp.GradScaler "
+                "asks for it, pass that scaler as grad_scaler= to offmate.compile; to read or change .grad compile "
+                "without optimizer="
             )
         return _TENSOR.grad.__get__(self)
 

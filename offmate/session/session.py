@@ -22,6 +22,7 @@ from ..planning.request import Request
 from ..plans.plan import Plan
 from ..progress import Progress
 from ..runtime.layouts import on_storage
+from ..runtime.replay.unscaling import Unscaling
 from ..runtime.torch_names import trees as pytree
 from . import ending
 from .aside import aside
@@ -36,6 +37,7 @@ from .pace import Pace
 from .parameters import give_classes
 from .preparer import Preparer
 from .residence import Residence
+from .scaling import Scaling, skip, unscale
 from .turns import Turn, Turns
 from .variants import Call, Variant
 
@@ -53,6 +55,7 @@ class Session:
     ----------
     request: the requirements of plans. max_grad_norm: for all gradients together; None clips nothing.
     optimizer: the one whose updates are planned, and the names of its parameters. given: a plan to use.
+    scaler: an enabled one that scales the losses; None if they are not scaled.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Session:
         given: Plan | None,
         progress: Callable[[], contextlib.AbstractContextManager[Progress]],
         max_grad_norm: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._plainness = Plainness(type(model), model.__dict__.get("forward"))
@@ -74,6 +78,10 @@ class Session:
         self.device = make_device(request.device, request.budget_bytes)
         self.watch = Watch(model)
         self.truth = Truth(model, self.updater, self.watch)
+        self.scaling: Scaling | None = None
+        if scaler is not None and optimizer is not None:
+            self.scaling = Scaling(scaler, optimizer, request.clips)
+            self.truth.host.unscaling = Unscaling(self.device)
         self.assigned = Assigned()
         self.outside = Outside(names, request.gate)
         self.preparer = Preparer(
@@ -246,6 +254,9 @@ class Session:
             check_inputs(wanted, variant.updates)
             self.turns.check_zeroed(variant.updates)
             self.outside.backward_begins(self.turns.micro_batches)
+        if self.scaling is not None:
+            assert self.truth.host.unscaling is not None
+            self.truth.host.unscaling.begin(self.scaling.backward_begins(self.turns.micro_batches))
         into = self.request.config.gradients_into
         gradients = take_in(variant.prepared, grads, self.device.torch_device, into)
         iteration.ends()
@@ -275,6 +286,9 @@ class Session:
             self._drop_forward()
         assert self.updater is not None
         check_groups(self.updater)
+        if self.scaling is not None:
+            self.scaling.check_step()
+            self.updater.grad_scales = self.scaling.left_to_the_kernel
         if self.request.gate:
             self.updater.snapshot()
         else:
@@ -298,6 +312,27 @@ class Session:
             active.executor.turn_around()
             self.turns.step_done()
         self.pace.step_done(active.prepared.plan)
+
+    @alone
+    @outside_inference
+    def unscale(self, inverse: torch.Tensor | None) -> dict[torch.device, torch.Tensor] | None:
+        """Unscale the gradients of this update on behalf of the user's scaler; see `scaling.unscale`."""
+        self.process.check()
+        if not self.turns.micro_batches:
+            return None
+        if self.turns.turn is Turn.BACKWARD:
+            self._drop_forward()
+        assert self.scaling is not None
+        return unscale(self.residence, self.scaling, self.outside, inverse)
+
+    @alone
+    @outside_inference
+    def skip(self) -> None:
+        """Handle an optimizer.step() that makes no update, since the scaler has found a value that is not finite."""
+        self.process.check()
+        self.turns.check_step(self.outside.any)
+        self.preparer.account_for_user_code()
+        skip(self.residence)
 
     @property
     def grad_norm(self) -> torch.Tensor | None:

@@ -173,6 +173,11 @@ class Turns:
         self._cleared_early = self._cleared_early or early
         self.uncleared = False
 
+    def skipped(self) -> None:
+        """Note that the scaler has the optimizer leave out an update; plain PyTorch still has its gradients."""
+        self.given_up()
+        self.uncleared = True
+
     def given_up(self) -> None:
         """Note that the iteration ends where it is."""
         self.turn, self.iteration, self.uncleared, self.micro_batches = Turn.FORWARD, None, False, 0

@@ -10,6 +10,7 @@ import torch
 
 from ...solver.items import Item
 from .program import BlockProgram
+from .unscaling import Unscaling
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class HostState:
     totals: parameters for which `grads` holds the sum over this iteration's micro-batches so far.
     gate_is_open: whether updates may begin; plans that share an iteration's micro-batches share this gate.
     norm: the global norm of the last iteration's gradients, whichever plan made them; None without clipping.
+    unscaling: unscales gradients once they are complete; None if no loss is scaled.
     """
 
     params: dict[str, torch.Tensor]
@@ -129,8 +131,12 @@ class HostState:
     totals: set[str] = field(default_factory=set)
     gate_is_open: bool = True
     norm: torch.Tensor | None = None
+<<<<<<< HEAD
     casts: dict[str, torch.Tensor] = field(default_factory=dict)
     outdated: set[str] = field(default_factory=set)
+=======
+    unscaling: Unscaling | None = None
+>>>>>>> 11737d3 (fp16 with a GradScaler and planned updates: gradients are unscaled and checked where they become complete)
 
 
 Update = Callable[[str, torch.Tensor, torch.Tensor, dict[str, object]], None]

@@ -124,6 +124,11 @@ class Executor:
         """Run the actions between the last backward and the next forward; a gate opens in it."""
         self._walk(self.schedule.turn_around)
 
+    def unscale(self) -> None:
+        """Unscale the complete gradients that have not been unscaled yet; updates may then begin at any time."""
+        with torch.no_grad(), without_autocast():
+            self.gate.unscale()
+
     def finish(self) -> None:
         """End an iteration of fewer micro-batches than planned by making all updates on the host, now."""
         self.unload()

@@ -8,7 +8,7 @@ import torch
 
 from ..torch_names.operators import grouped_by_kind
 from .binding import HostState
-from .gradients import Gradients
+from .gradients import Gradient, Gradients
 from .norms import Norms
 
 
@@ -58,8 +58,8 @@ def _in_order_of_terms(dtypes: list[torch.dtype], where: torch.device) -> list[i
 class Gate:
     """A gate that is closed from an iteration's first backward to its optimizer step, or always open without one.
 
-    State: `HostState.gate_is_open` and `HostState.norm`; `_scales`, by place, the factor that has yet to be applied to
-    the gradients in `_unscaled`, which had left for the host when the gate opened.
+    State: `HostState.gate_is_open`, `HostState.norm` and `HostState.unscaling`; `_scales`, by place, the factor that
+    has yet to be applied to the gradients in `_unclipped`, which had left for the host when the gate opened.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ class Gate:
     def __init__(self, exists: bool, clip: Clip | None, host: HostState, gradients: Gradients, norms: Norms) -> None:
         self._exists, self._clip, self._host, self._gradients, self._norms = exists, clip, host, gradients, norms
         self._scales: dict[torch.device, torch.Tensor] = {}
-        self._unscaled: frozenset[str] = frozenset()
+        self._unclipped: frozenset[str] = frozenset()
 
     @property
     def is_open(self) -> bool:
@@ -83,14 +83,12 @@ class Gate:
     def open(self) -> None:
         """Take the norm of all gradients, now complete, scale those on the device, and let updates begin."""
         self._host.gate_is_open = True
-        self._scales, self._unscaled = {}, frozenset()
+        self._scales, self._unclipped = {}, frozenset()
         if self._clip is None:
             return
-        gradients = {name: self._gradients.whole(name) for name in self._clip.names if self._gradients.exists(name)}
-        norm = self._host.norm = total_norm(
-            self._norms.of({name: gradient.tensor for name, gradient in gradients.items()})
-        )
-        self._norms.clear()
+        gradients = self._measured(self._clip)
+        norm = self._host.norm
+        assert norm is not None
         scale = torch.clamp(self._clip.max_norm / (norm + 1e-6), max=1.0)
         if bool(scale == 1.0):  # scaling would change nothing
             return
@@ -98,7 +96,29 @@ class Gate:
             if not gradient.on_host:
                 gradient.tensor.mul_(scale.to(gradient.tensor.device))
         self._scales = {place: scale.to(place) for place in {scale.device, torch.device("cpu")}}
-        self._unscaled = frozenset(name for name, gradient in gradients.items() if gradient.on_host)
+        self._unclipped = frozenset(name for name, gradient in gradients.items() if gradient.on_host)
+
+    def unscale(self) -> None:
+        """Unscale the complete gradients that have not been unscaled yet, wherever they lie, and take their norm."""
+        unscaling = self._host.unscaling
+        assert unscaling is not None
+        for event in unscaling.arrived:
+            event.synchronize()
+        for name in self._gradients.names:
+            if name not in unscaling.done:
+                unscaling.take({name: self._gradients.whole(name).tensor})
+        if self._clip is not None:
+            self._measured(self._clip)
+            unscaling.norm = self._host.norm
+
+    def _measured(self, clip: Clip) -> dict[str, Gradient]:
+        """Take the norm of all gradients, unless it is known since they were unscaled, and return them."""
+        gradients = {name: self._gradients.whole(name) for name in clip.names if self._gradients.exists(name)}
+        if self._host.unscaling is None or self._host.unscaling.norm is None:
+            norms = self._norms.of({name: gradient.tensor for name, gradient in gradients.items()})
+            self._host.norm = total_norm(norms)
+            self._norms.clear()
+        return gradients
 
     def scale_of(self, name: str, place: torch.device) -> torch.Tensor | None:
         """Return the factor still to be applied to the host's copy of this parameter's gradient, None for none.
@@ -107,7 +127,7 @@ class Gate:
         ----------
         place: the device on which it is wanted, the host's or the one to which that copy has returned.
         """
-        if name not in self._unscaled:
+        if name not in self._unclipped:
             return None
         if place not in self._scales:
             self._scales[place] = next(iter(self._scales.values())).to(place)

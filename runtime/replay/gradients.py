@@ -32,7 +32,7 @@ class _Arrival:
     ----------
     memory: flat bytes, enough for any gradient. holds: parameter whose gradient is in it or on its way and not added
         yet.
-    gradient: that gradient. completes: whether it completes a total whose norm is wanted. added: the event after which
+    gradient: that gradient. completes: whether it completes a total that is taken then. added: the event after which
         the buffer may be written again.
     """
 
@@ -134,6 +134,11 @@ class Gradients:
         return Buffer({"": tensor}, UnderWay(f"the copy of the total of {name} to the device", (copy,)))
 
     # -- the whole gradient -------------------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters of which this iteration has made a gradient that no update has used yet."""
+        return sorted(self._contents.pending | self._host.totals)
 
     def exists(self, name: str) -> bool:
         """Return whether this iteration has made a gradient of a parameter that no update has used yet."""
@@ -240,6 +245,8 @@ class Gradients:
         before = contents.grad_adding.get(name)
         after = (contents.grad_leaving[name], *((before,) if before is not None else ()))
         norms = self._norms if arrival.completes else None
+        if norms is not None:
+            after += norms.awaited
         added = self._device.update_on_host(lambda: _add_to(total, gradient, name, norms), after, self._adder)
         arrival.added = UnderWay(f"the addition of the gradient of {name} on the host", (added,))
         contents.grad_adding[name] = arrival.added

@@ -9,6 +9,7 @@ import torch
 from ...solver.effects import effect
 from ...solver.items import ItemKind
 from ...solver.schedule import Kind, Schedule
+from ..events import Event
 from ..torch_names.operators import norms_of
 from .world import World
 
@@ -17,7 +18,7 @@ _OF_ONE_THREAD = (torch.float32, torch.float64, torch.bfloat16)
 
 
 class Norms:
-    """Takes the norms that clipping needs.
+    """Takes the norms that clipping needs, after gradients of a scaled loss were unscaled.
 
     With one micro-batch a gradient is complete when a block's backward has made it, on the device. With several, the
     total is complete after its last addition, on the device or in a worker of the host.
@@ -32,9 +33,9 @@ class Norms:
     """
 
     def __init__(self, world: World, names: Iterable[str] = ()) -> None:
-        self._wanted, self._contents = frozenset(names), world.contents
+        self._wanted, self._contents, self._host = frozenset(names), world.contents, world.host
         self._several = world.schedule.adds_up
-        self._completed = _completed(world.schedule) if self._wanted else {}
+        self._completed = _completed(world.schedule) if self._wanted or self._host.unscaling is not None else {}
         self._threads = torch.get_num_threads()
         self._found: dict[str, torch.Tensor] = {}
         self._taking = False
@@ -46,29 +47,43 @@ class Norms:
         self._complete = set()
 
     def of_block(self, index: int) -> None:
-        """Take the norms of the gradients that a block's backward has completed, if they are whole already."""
-        names = [name for name in self._completed.get(index, ()) if name in self._wanted] if self._taking else []
+        """Take the gradients that a block's backward has completed, if they are whole already."""
+        names = self._completed.get(index, ()) if self._taking else ()
         self._complete.update(names)
         if not self._several:
-            self.take({name: self._contents.grads[f"param:{name}"] for name in names})
+            self._take_complete({name: self._contents.grads[f"param:{name}"] for name in names})
 
     def of_total(self, name: str) -> None:
-        """Take the norm of a total on the device, to which a gradient was added."""
+        """Take a total on the device, to which a gradient was added."""
         if self.completes(name):
-            self.take({name: self._contents.totals[name].read()})
+            self._take_complete({name: self._contents.totals[name].read()})
 
     def completes(self, name: str) -> bool:
-        """Return whether a gradient that leaves now completes a total whose norm is wanted.
+        """Return whether a gradient that leaves now completes a total that is to be taken.
 
         One of the micro-batch before may leave in the last backward, until its block makes it again.
         """
         return name in self._complete
 
     def on_worker(self, name: str, total: torch.Tensor) -> None:
-        """Take the norm of a total on the host, in a worker, unless the training thread would get other bits."""
+        """Take a total on the host, in a worker, but no norm of which the training thread would get other bits."""
+        self._unscale({name: total})
         alike = total.is_contiguous() and total.dtype in _OF_ONE_THREAD
-        if alike or torch.get_num_threads() == self._threads:
+        if self._wanted and (alike or torch.get_num_threads() == self._threads):
             self.take({name: total})
+
+    @property
+    def awaited(self) -> tuple[Event, ...]:
+        """The events after which a worker may take a total."""
+        return self._host.unscaling.arrived if self._host.unscaling is not None else ()
+
+    def _take_complete(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        self._unscale(gradients)
+        self.take({name: gradient for name, gradient in gradients.items() if name in self._wanted})
+
+    def _unscale(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        if self._host.unscaling is not None:
+            self._host.unscaling.take(gradients)
 
     def take(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Take the norms of complete gradients, by parameter."""

@@ -164,7 +164,7 @@ class Updates:
     def _owed(self) -> list[str]:
         if self._update is None or not self._gate.is_open:
             return []
-        return sorted(self._contents.pending | self._host.totals)
+        return self._gradients.names
 
     def _start(self, name: str) -> None:
         self._gradients.bring_home(name)

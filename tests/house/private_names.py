@@ -82,6 +82,12 @@ NAMES: dict[str, dict[str, str]] = {
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default": "knowing attention in a graph",
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default": "knowing attention in a graph",
     },
+    "runtime/torch_names/scalers.py": {
+        "torch._amp_foreach_non_finite_check_and_unscale_": "unscaling gradients where they lie",
+        "torch.amp.GradScaler._get_scale_async": "unscaling without waiting for the device",
+        "torch.amp.GradScaler._unscale_grads_": "scalers that step planned optimizers",
+        "torch.optim.AdamW._step_supports_amp_scaling": "fused optimizers whose kernels unscale",
+    },
     "runtime/torch_names/tracing.py": {
         "torch._subclasses.fake_tensor.FakeTensor": "models without memory",
         "torch._subclasses.fake_tensor.FakeTensorMode": "models without memory",
@@ -217,6 +223,13 @@ def _scheduled() -> Any:
 
 
 @cache
+def _fused() -> Any:
+    import torch
+
+    return torch.optim.AdamW([torch.zeros(1)], fused=True)
+
+
+@cache
 def _context() -> Any:
     import torch
 
@@ -248,6 +261,7 @@ _OBJECTS: dict[str, Callable[[], Any]] = {
     "torch.nn.Module": _module,
     "torch.nn.LSTM": _recurrent,
     "torch.optim.Optimizer": _scheduled,
+    "torch.optim.AdamW": _fused,
     "torch._guards.TracingContext": _context,
     "transformers.PreTrainedModel": _collecting,
     "transformers.TrainingArguments": _arguments,

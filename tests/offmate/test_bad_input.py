@@ -252,7 +252,7 @@ def test_plan_of_another_model():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"max_grad_norm": 1.0}, "plan without max_grad_norm=, now with"),
+        ({"max_grad_norm": 1.0}, "plan without max_grad_norm= or grad_scaler=, now with"),
         ({"accumulation_steps": 2}, "accumulation_steps=1 in the plan, 2 now"),
         ({"gpu_budget": AMPLE}, "budget .* in the plan, 1 GiB now"),
         ({"optimizer": None}, "plan with optimizer=, now without"),
@@ -266,7 +266,8 @@ def test_plan_for_other_arguments(given, words):
     model = tiny()
     known = {"optimizer": adamw(model), "config": NO_CACHE, "cpu_budget": CPU_BUDGET}
     offmate.compile(model, plan=plan("middle"), device="emulated", **{**known, **given})
-    with pytest.raises(PlanFileError, match=rf"max_grad_norm, accumulation_steps or Config \({words}; fingerprint"):
+    sentence = rf"max_grad_norm, grad_scaler, accumulation_steps or Config \({words}; fingerprint"
+    with pytest.raises(PlanFileError, match=sentence):
         model(**batch(0))
 
 
