@@ -96,6 +96,11 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         help="clip gradients to this norm, as Trainer does by default with 1.0; updates then wait for all gradients",
     )
     parser.add_argument(
+        "--grad-scaler",
+        action="store_true",
+        help="scale losses with a GradScaler, as Trainer does with fp16=True; updates then wait for all gradients",
+    )
+    parser.add_argument(
         "--accumulation",
         type=count,
         default=1,
@@ -129,6 +134,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
     given = {
         "--max-grad-norm": arguments.max_grad_norm is not None,
+        "--grad-scaler": arguments.grad_scaler,
         "--accumulation": arguments.accumulation > 1,
         "--dtype bf16-master": arguments.dtype == "bf16-master",
     }
@@ -166,6 +172,8 @@ def _plan(arguments: argparse.Namespace, machine: Hardware) -> int:
 
 def _make(arguments: argparse.Namespace, machine: Hardware, budget_bytes: int) -> tuple[Plan, str]:
     """Return the plan, and a line that names the model, batch and machine."""
+    import torch
+
     import offmate
 
     from ..sizes import format_bytes
@@ -180,6 +188,7 @@ def _make(arguments: argparse.Namespace, machine: Hardware, budget_bytes: int) -
             example_inputs=batch,
             optimizer=optimizer_for(model, arguments.optimizer, arguments.dtype),
             max_grad_norm=arguments.max_grad_norm,
+            grad_scaler=torch.amp.GradScaler("cpu") if arguments.grad_scaler else None,
             accumulation_steps=arguments.accumulation,
             cpu_budget=arguments.cpu_budget,
             hardware=arguments.hardware,
@@ -201,8 +210,10 @@ def _dtype_words(arguments: argparse.Namespace) -> str:
 def _update_words(arguments: argparse.Namespace) -> str:
     if arguments.optimizer == "none":
         return "your own optimizer"
-    clips = arguments.max_grad_norm is not None
-    return f"{arguments.optimizer}, gradients clipped to {arguments.max_grad_norm:g}" if clips else arguments.optimizer
+    words = [arguments.optimizer]
+    words += ["losses scaled"] if arguments.grad_scaler else []
+    words += [f"gradients clipped to {arguments.max_grad_norm:g}"] if arguments.max_grad_norm is not None else []
+    return ", ".join(words)
 
 
 def _batch_words(arguments: argparse.Namespace) -> str:

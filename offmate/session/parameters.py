@@ -108,10 +108,11 @@ class PlannedParameter(_Copied, torch.nn.Parameter):
                 if session.request.clips
                 else "to clip by global norm pass max_grad_norm= to offmate.compile"
             )
+            begun = "" if session.request.gate else " and begun to update with it"
             raise ProtocolError(
-                f"the planned optimizer has taken this gradient in backward(); {clipping}; if a torch.amp.GradScaler "
-                "asks for it, pass that scaler as grad_scaler= to offmate.compile; to read or change .grad compile "
-                "without optimizer="
+                f"the planned optimizer has taken this gradient in backward(){begun}; {clipping}; if a "
+                "torch.amp.GradScaler asks for it, pass that scaler as grad_scaler= to offmate.compile; to read or "
+                "change .grad compile without optimizer="
             )
         return _TENSOR.grad.__get__(self)
 

@@ -115,11 +115,17 @@ class Scaling:
                 "without grad_scaler="
             )
 
-    @property
-    def left_to_the_kernel(self) -> dict[str, torch.Tensor]:
-        """By kind of device, the scale that the optimizer's kernel divides gradients by; {} if they are unscaled."""
+    def left_to_the_kernel(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Return the scale that the optimizer's kernel divides gradients by; {} if they are unscaled.
+
+        Parameters
+        ----------
+        device: where updates run, besides the host.
+
+        Returns: the scale by kind of device.
+        """
         scale = None if self.unscaled else getattr(self._optimizer, "grad_scale", None)
-        return {} if scale is None else {place.type: scale.to(place) for place in (scale.device, torch.device("cpu"))}
+        return {} if scale is None else {place.type: scale.to(place) for place in (device, torch.device("cpu"))}
 
 
 def unscale(
@@ -146,7 +152,10 @@ def unscale(
         if inverse is not None and not in_backward:  # they were only checked; nothing is under way any more
             unscaling.begin(inverse)
             training.executor.unscale()
-    return unscaling.found_inf
+    found, scale = unscaling.found_inf, scale_of(scaling.scaler)
+    if scale is not None and scale.device.type == "cpu":
+        found = {where: one.cpu() for where, one in found.items()}  # the scaler reads its own copy without waiting
+    return found
 
 
 def skip(residence: Residence) -> None:

@@ -288,7 +288,7 @@ class Session:
         check_groups(self.updater)
         if self.scaling is not None:
             self.scaling.check_step()
-            self.updater.grad_scales = self.scaling.left_to_the_kernel
+            self.updater.grad_scales = self.scaling.left_to_the_kernel(self.device.torch_device)
         if self.request.gate:
             self.updater.snapshot()
         else:
@@ -296,6 +296,8 @@ class Session:
         edited = self.truth.trained(self.truth.check_edits()) + self.truth.take_states()
         self.preparer.account_for_user_code()
         outside = ending.take_outside(self.residence, self.outside)
+        if outside and self.truth.host.unscaling is not None:
+            self.truth.host.unscaling.norm = None  # gradients of unscaled terms, after unscale_(), count too
         if self.request.gate and (edited or outside or not ending.plan_ends_it(self.residence)):
             ending.finish_on_host(self.residence, outside)
             return

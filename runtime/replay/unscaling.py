@@ -39,12 +39,13 @@ class Unscaling:
 
         Parameters
         ----------
-        inverse: of the scale, on the device; 1 only checks.
+        inverse: of the scale, on whatever device that lies; 1 only checks.
         """
         for event in self.arrived:
             event.wait()  # the copy reads what is let go now
         self.done, self.norm, self.arrived, self._found = set(), None, (), {}
-        self._inverses = {inverse.device.type: inverse}
+        where = self._device.torch_device
+        self._inverses = {inverse.device.type: inverse, where.type: inverse.to(where)}
         if _HOST not in self._inverses:
             home = self._inverses[_HOST] = self._device.empty_host_like(inverse)
             self.arrived = (self._device.copy_out(home, inverse, ()),)

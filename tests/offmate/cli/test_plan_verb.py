@@ -234,6 +234,7 @@ TRAININGS = {
     "--accumulation 3 --optimizer sgd": {"accumulation_steps": 3},
     "--dtype bf16-master --max-grad-norm 1.0 --accumulation 2": {"max_grad_norm": 1.0, "accumulation_steps": 2},
     "--dtype fp32 --autocast": {},
+    "--dtype fp32 --grad-scaler": {"grad_scaler": torch.amp.GradScaler("cpu")},
 }
 
 
@@ -257,6 +258,7 @@ def test_a_plan_is_that_of_the_same_arguments_in_python(monkeypatch, cache, tmp_
     assert f"{2048 * passes / own.predicted_step_s:,.0f} tokens/s" in said
     for option, text in {
         "--max-grad-norm": "gradients clipped to 1",
+        "--grad-scaler": "losses scaled",
         "--accumulation": f"{passes} micro-batches of 4 × 512 tokens",
         "bf16-master": "bf16 with float32 copies",
         "--autocast": "fp32 under autocast to bf16",
@@ -286,7 +288,7 @@ def test_autocast_for_a_card_is_planned_where_there_is_no_card():
     assert found.schedule == expected.schedule != made().schedule
 
 
-@pytest.mark.parametrize("option", ["--max-grad-norm 1", "--accumulation 2", "--dtype bf16-master"])
+@pytest.mark.parametrize("option", ["--max-grad-norm 1", "--grad-scaler", "--accumulation 2", "--dtype bf16-master"])
 def test_what_needs_an_optimizer_is_refused_without_one(monkeypatch, cache, capsys, option):
     assert run(monkeypatch, cache, "tiny-llama", "--optimizer", "none", *option.split()) == 1
     said = capsys.readouterr().err

@@ -214,6 +214,23 @@ def test_evaluation_and_saving_before_the_step(clip: dict[str, float], unscales:
     assert_same(*runs)
 
 
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("clip", [NONE, CLIP])
+def test_a_loss_term_after_unscaling(clip: dict[str, float], micro: int) -> None:
+    """It is not scaled; clipping counts it, and the scaler does not check it."""
+    runs = Run(None, clip=clip, micro=micro, scale=2.0**10), Run(AMPLE, clip=clip, micro=micro, scale=2.0**10)
+    for run in runs:
+        for step in range(4):
+            for number in range(micro):
+                run.backward(2 * step + number)
+            run.scaler.unscale_(run.optimizer)
+            run.unscales = False
+            (0.1 * next(run.model.parameters()).square().sum()).backward()
+            run.update()
+    assert_same(*runs)
+    assert runs[0].updates == 4
+
+
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_and_master_weights(dtype: torch.dtype, unscales: bool) -> None:
@@ -353,6 +370,15 @@ def test_an_iteration_interrupted_at_any_action_of_the_update_phase(clip: dict[s
         found = run.state[0]
         done = [all(torch.equal(v, found[k]) for k, v in state.items()) for state in after]
         assert done == [stop <= gate, stop > gate]
+
+
+def test_on_an_accelerator_with_the_loss_on_the_host(sim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scale lies where the loss does."""
+    scale = torch.amp.GradScaler.scale
+    monkeypatch.setattr(torch.amp.GradScaler, "scale", lambda self, loss: scale(self, loss.cpu()))
+    for unscales in (False, True):
+        with without_allocator():
+            check(1 << 30, fused=True, unscales=unscales, device="sim", mixed=False, scale=2.0**127)
 
 
 @pytest.mark.parametrize("counts", [(1,) * 10, (3, 1, 3, 2, 3, 3, 1, 3, 2, 3)], ids=["one", "several"])
