@@ -117,5 +117,5 @@ def test_plans_of_other_turn_around_steps_are_valid_in_the_problems_own(seed: in
 
 def test_other_turn_around_steps_are_tried_behind_a_gate_for_one_micro_batch() -> None:
     for gate, micro_batches, tried in ((True, 1, True), (True, 2, False), (False, 1, False)):
-        problem = replace(problem_of(0), gate=gate, micro_batches=micro_batches)
+        problem = replace(problem_of(0), gate=gate, gate_s=0.0, micro_batches=micro_batches)
         assert OtherSteps().accepts(replace(search(9.0), problem=problem)) is tried
