@@ -131,12 +131,9 @@ class HostState:
     totals: set[str] = field(default_factory=set)
     gate_is_open: bool = True
     norm: torch.Tensor | None = None
-<<<<<<< HEAD
     casts: dict[str, torch.Tensor] = field(default_factory=dict)
     outdated: set[str] = field(default_factory=set)
-=======
     unscaling: Unscaling | None = None
->>>>>>> 11737d3 (fp16 with a GradScaler and planned updates: gradients are unscaled and checked where they become complete)
 
 
 Update = Callable[[str, torch.Tensor, torch.Tensor, dict[str, object]], None]
