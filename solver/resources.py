@@ -32,7 +32,7 @@ Resource.COMPUTE, Resource.IN, Resource.OUT, Resource.CPU = map(Resource, ("comp
 
 @dataclass(frozen=True)
 class Path:
-    """The links between the device and another tier, in bytes per second.
+    """The links between the device and another tier, in bytes per second and seconds per copy.
 
     Parameters
     ----------
@@ -40,12 +40,14 @@ class Path:
     in_bytes_per_s, out_bytes_per_s: rates of the link to the device and of the link from it while the other one is
         idle.
     both_bytes_per_s: total rate while both are busy.
+    per_copy_s: seconds that each copy takes on either link in addition to those of its bytes.
     """
 
     tier: str
     in_bytes_per_s: float
     out_bytes_per_s: float
     both_bytes_per_s: float
+    per_copy_s: float = 0.0
 
     @cached_property
     def into(self) -> Resource:
@@ -66,6 +68,15 @@ class Path:
         """Return the rate of a link while the other one is idle."""
         return self.in_bytes_per_s if link == self.into else self.out_bytes_per_s
 
+    def load_bytes(self, amount_bytes: float, link: Resource, copies: float = 1.0) -> float:
+        """Return the bytes that a link could move, alone and in one run, while it makes these copies.
+
+        Parameters
+        ----------
+        amount_bytes: what the copies move; nothing takes no time. copies: their number, also as a fraction.
+        """
+        return amount_bytes + copies * self.per_copy_s * self.bytes_per_s(link) if amount_bytes else 0.0
+
     def share(self, link: Resource) -> float:
         """Return the fraction of the path's total rate that a link takes while the other one is idle."""
         return self.bytes_per_s(link) / self.both_bytes_per_s
@@ -76,7 +87,7 @@ class Path:
         return self.both_bytes_per_s / (self.in_bytes_per_s + self.out_bytes_per_s)
 
     def faster(self, factor: float) -> Path:
-        """Return the path with links that carry `factor` times the bytes."""
+        """Return the path with links that carry `factor` times the bytes; a copy's own seconds stay."""
         return replace(self, **{name: factor * rate for name, rate in _rates_of(self).items()})
 
 
@@ -116,7 +127,7 @@ class Rates:
 
     Parameters
     ----------
-    in_bytes_per_s, out_bytes_per_s, both_bytes_per_s: rates of the path to the host; see `Path`.
+    in_bytes_per_s, out_bytes_per_s, both_bytes_per_s, per_copy_s: of the path to the host; see `Path`.
     manage_s: H, CPU seconds per step for managing everything else.
     shared_cores: whether compute, copies and CPU updates share the same cores (the emulated device); the sum of their
         seconds then bounds a step.
@@ -135,6 +146,7 @@ class Rates:
     workers: tuple[Worker, ...] = ()
     host_memory_bytes_per_s: float = 0.0
     worker_bytes_per_s: float = 0.0
+    per_copy_s: float = 0.0
 
     @cached_property
     def host_memory_shares(self) -> Mapping[Resource, float]:
@@ -158,7 +170,7 @@ class Rates:
     @cached_property
     def host(self) -> Path:
         """The path to the host."""
-        return Path(HOST, self.in_bytes_per_s, self.out_bytes_per_s, self.both_bytes_per_s)
+        return Path(HOST, self.in_bytes_per_s, self.out_bytes_per_s, self.both_bytes_per_s, self.per_copy_s)
 
     @cached_property
     def links(self) -> tuple[Resource, ...]:
@@ -178,9 +190,18 @@ class Rates:
         """Return the rate of a link while the other one of its path is idle; raises KeyError if it is no link."""
         return self._path_of[link].bytes_per_s(link)
 
-    def copy_s(self, amount_bytes: float, link: Resource) -> float:
-        """Return the seconds of a copy over a link while the other one of its path is idle."""
-        return amount_bytes / self.bytes_per_s(link)
+    def load_bytes(self, amount_bytes: float, link: Resource, copies: float = 1.0) -> float:
+        """Return the bytes that a link could move while it makes these copies; see `Path.load_bytes`."""
+        return self._path_of[link].load_bytes(amount_bytes, link, copies)
+
+    def copy_s(self, amount_bytes: float, link: Resource, copies: float = 1.0) -> float:
+        """Return the seconds of copies of so many bytes in total over a link while the other one of its path is idle.
+
+        Parameters
+        ----------
+        copies: their number, also as a fraction; a copy of no bytes takes no time.
+        """
+        return self.load_bytes(amount_bytes, link, copies) / self.bytes_per_s(link)
 
     def worker(self, kind: str) -> Resource:
         """Return the resource that carries out the host's actions of a kind, given by its word."""
@@ -203,19 +224,26 @@ class Rates:
 
     def to_dict(self) -> dict[str, Any]:
         """Convert the rates to JSON's own types, without further tiers, workers and limits that do not exist."""
-        absent: dict[str, Any] = {"tiers": (), "workers": (), "host_memory_bytes_per_s": 0, "worker_bytes_per_s": 0}
+        absent: dict[str, Any] = {"tiers": (), "workers": (), "host_memory_bytes_per_s": 0, "worker_bytes_per_s": 0,
+                                  "per_copy_s": 0}  # fmt: skip
         data = {name: value for name, value in asdict(self).items() if name not in absent or value != absent[name]}
-        more = {"tiers": [asdict(tier) for tier in self.tiers],
+        tiers = [asdict(tier) for tier in self.tiers]
+        for tier in tiers:
+            if not tier["path"]["per_copy_s"]:
+                del tier["path"]["per_copy_s"]
+        more = {"tiers": tiers,
                 "workers": [{"name": worker.name, "does": list(worker.does)} for worker in self.workers]}  # fmt: skip
         return data | {name: rows for name, rows in more.items() if rows}
 
     def faults(self) -> Iterator[tuple[str, str]]:
         """Yield what contradicts itself: the row, and what is wrong with it."""
         for path in (self.host, *(tier.path for tier in self.tiers)):
+            row = "rates" if path.tier == HOST else f"tier {path.tier}"
             for name, rate in _rates_of(path).items():
-                row = "rates" if path.tier == HOST else f"tier {path.tier}"
                 if not _is_number(rate) or not 0 < rate < inf:
                     yield row, f"{name} is {rate!r}, must be above 0 and finite"
+            if not _is_number(path.per_copy_s) or not 0 <= path.per_copy_s < inf:
+                yield row, f"per_copy_s is {path.per_copy_s!r}, must be finite and not negative"
         if not _is_number(self.manage_s) or not 0 <= self.manage_s < inf:
             yield "rates", f"manage_s is {self.manage_s!r}, must be finite and not negative"
         for name in ("host_memory_bytes_per_s", "worker_bytes_per_s"):

@@ -118,6 +118,21 @@ class Group:
     def state_bytes(self) -> int:
         return sum(t.state_bytes for t in self.tensors)
 
+    @cached_property
+    def param_copies(self) -> int:
+        """Number of copies in which its compute copies move."""
+        return sum(t.param_bytes > 0 for t in self.tensors)
+
+    @cached_property
+    def grad_copies(self) -> int:
+        """Number of copies in which its gradients move."""
+        return sum(t.grad_bytes > 0 for t in self.tensors)
+
+    @cached_property
+    def state_copies(self) -> int:
+        """Number of copies in which its states move: one per piece."""
+        return sum(len(t.pieces) for t in self.tensors if t.state_bytes)
+
     @property
     def update_bytes(self) -> int:
         """Bytes that an update reads and writes."""

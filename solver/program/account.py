@@ -19,8 +19,9 @@ class Account:
 
     rise: list[Terms]
     seconds: dict[Resource, list[Terms]]  # of resources other than links
-    moved: dict[Resource, list[Terms]]  # bytes over each link
+    moved: dict[Resource, list[Terms]]  # bytes over each link, and those that it could move in its seconds per copy
     serial: dict[Resource, list[Terms]]  # of these, the bytes that cannot move while the step computes
+    rates: Rates
     tiers: dict[str, Terms]  # bytes on each tier other than the device
     traffic: Terms = field(default_factory=dict)  # all bytes that move, for the objective
 
@@ -32,9 +33,8 @@ class Account:
             return {resource: [{} for _ in range(n_steps)] for resource in resources}
 
         rise: list[Terms] = [{} for _ in range(n_steps)]
-        return Account(
-            rise, each(rates.working), each(rates.links), each(rates.links), {tier: {} for tier in rates.paths}
-        )
+        links = (each(rates.links) for _ in range(2))
+        return Account(rise, each(rates.working), *links, rates, {tier: {} for tier in rates.paths})
 
     def hold(self, step: int, amount_bytes: float, terms: Terms) -> None:
         """Count amount * terms on the device in `step`."""
@@ -66,14 +66,18 @@ class Account:
         """Keep a resource other than a link busy for seconds * terms in `step`."""
         accumulate(self.seconds[resource][step], seconds, terms)
 
-    def move(self, link: Resource, step: int, amount_bytes: float, terms: Terms, *, serial: bool = False) -> None:
+    def move(
+        self, link: Resource, step: int, amount_bytes: float, terms: Terms, *, copies: int = 1, serial: bool = False
+    ) -> None:
         """Send amount * terms over a link in `step`.
 
         Parameters
         ----------
+        copies: number of copies that the whole amount takes; a fraction of it takes that fraction of their seconds.
         serial: whether the copy must precede (in) or follow (out) the step's compute, which reads or makes the bytes.
         """
-        accumulate(self.moved[link][step], amount_bytes, terms)
+        load_bytes = self.rates.load_bytes(amount_bytes, link, copies)
+        accumulate(self.moved[link][step], load_bytes, terms)
         accumulate(self.traffic, amount_bytes, terms)
         if serial:
-            accumulate(self.serial[link][step], amount_bytes, terms)
+            accumulate(self.serial[link][step], load_bytes, terms)

@@ -112,8 +112,8 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     account.spend(Resource.COMPUTE, span.end, group.norm_s, WHOLE)
     account.spend(Resource.COMPUTE, updated, group.device_update_s, rest)
     for gone in (out_drop, out_keep):
-        leave(group.param_bytes, updated, gone, account)
-    _come(group.param_bytes, back, account)
+        leave(group.param_bytes, updated, gone, account, copies=group.param_copies)
+    _come(group.param_bytes, back, account, copies=group.param_copies)
     account.hold_over(idle[1:], group.param_bytes, rest)
     account.hold_sums(after_update[1:], -group.param_bytes, out_drop.prior)
     account.hold_sums(after_update[1:], group.param_bytes, back.sums)
@@ -128,8 +128,8 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
 
 def _count_cpu_part(group: Group, span: Span, x: Terms, grad_out: Flow, cpu_back: Flow, account: Account) -> None:
     """Count the CPU part: its gradient until it is out, its new parameters once in, its copies and host bytes."""
-    leave(group.grad_bytes, span.end, grad_out, account)
-    _come(group.param_bytes, cpu_back, account)
+    leave(group.grad_bytes, span.end, grad_out, account, copies=group.grad_copies)
+    _come(group.param_bytes, cpu_back, account, copies=group.param_copies)
     account.hold_over(span.idle[1:], group.grad_bytes, x)
     account.hold_sums(span.idle[1:], -group.grad_bytes, grad_out.prior)
     account.hold_sums(span.idle[1:], group.param_bytes, cpu_back.sums)
@@ -147,7 +147,7 @@ def _sums(
     lead_out = flow(builder, f"LeadOut[{group.name}]", window, leaving_steps(problem, window), x)
     leaving = [(start + end, lead_out.later(start)) for start in problem.passes[:-1]]
     for made, gone in leaving:
-        leave(group.grad_bytes, made, gone, account)
+        leave(group.grad_bytes, made, gone, account, copies=group.grad_copies)
         account.hold_over(gone.span[1:], group.grad_bytes, x)
         account.hold_sums(gone.span[1:], -group.grad_bytes, gone.prior)
     adder = problem.rates.worker("accumulate-cpu")
@@ -173,8 +173,8 @@ def _wait(
     back = flow(builder, f"GradInD[{group.name}]", waiting, coming_steps(problem, returning), total)
     follows(builder, f"GradInD after GradOutD[{group.name}]", back, gone)
     account.keep(group.grad_bytes, total)
-    leave(group.grad_bytes, span.end, gone, account)
-    _come(group.grad_bytes, back, account)
+    leave(group.grad_bytes, span.end, gone, account, copies=group.grad_copies)
+    _come(group.grad_bytes, back, account, copies=group.grad_copies)
     account.hold_sums(waiting[1:], -group.grad_bytes, gone.prior)
     account.hold_sums(waiting[1:], group.grad_bytes, back.sums)
     return RoundTrip(HOST, gone, back)
@@ -198,8 +198,8 @@ def _states(
         back = flow(builder, f"InO[{name}]", cycle, coming_steps(problem, may, 2), total)
         follows(builder, f"InO after OutO[{name}]", back, gone)
         account.keep(group.state_bytes, total, tier.name)
-        leave(group.state_bytes, updated, gone, account, tier.path.out)
-        _come(group.state_bytes, back, account, tier.path.into)
+        leave(group.state_bytes, updated, gone, account, tier.path.out, copies=group.state_copies)
+        _come(group.state_bytes, back, account, tier.path.into, copies=group.state_copies)
         account.hold_sums(cycle[1:], -group.state_bytes, gone.prior)
         account.hold_sums(cycle[1:], group.state_bytes, back.sums)
         trips.append(RoundTrip(tier.name, gone, back))
@@ -230,22 +230,24 @@ def _others(
         back = flow(builder, f"Back[{label}]", between, coming_steps(problem, between, 1), part)
         for shift in stay.shifts:
             again = back.later(shift)
-            _come(group.param_bytes, again, account)
+            _come(group.param_bytes, again, account, copies=group.param_copies)
             account.hold_over(again.span, group.param_bytes, add((1.0, WHOLE), (-1.0, part)))
             account.hold_sums(again.span, group.param_bytes, again.sums)
         result.append(Away(stay, part, back))
     return tuple(result)
 
 
-def leave(amount_bytes: float, made: int, gone: Flow, account: Account, link: Resource = Resource.OUT) -> None:
+def leave(
+    amount_bytes: float, made: int, gone: Flow, account: Account, link: Resource = Resource.OUT, *, copies: int = 1
+) -> None:
     """Count the copies of a flow out of values that step `made` makes; in that step they follow its compute."""
     for step, part in gone.each():
-        account.move(link, step, amount_bytes, part, serial=step == made)
+        account.move(link, step, amount_bytes, part, copies=copies, serial=step == made)
 
 
-def _come(amount_bytes: float, back: Flow, account: Account, link: Resource = Resource.IN) -> None:
+def _come(amount_bytes: float, back: Flow, account: Account, link: Resource = Resource.IN, *, copies: int) -> None:
     for step, part in back.each():
-        account.move(link, step, amount_bytes, part)
+        account.move(link, step, amount_bytes, part, copies=copies)
 
 
 def mark(path: Path) -> str:

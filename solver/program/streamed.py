@@ -122,19 +122,21 @@ def _add_group(problem: Problem, group: Group, flow: GroupFlow, seconds: list[fl
     if group.trainable:
         seconds[problem.last_gradient(group)] += group.norm_s
     for step in (*flow.grad_out, *(again for out in flow.lead_out for again in problem.each(out)[:-1])):
-        seconds[step] += rates.copy_s(group.grad_bytes, Resource.OUT) + added_s
+        seconds[step] += rates.copy_s(group.grad_bytes, Resource.OUT, group.grad_copies) + added_s
     for step in flow.cpu_update:
         seconds[step] += group.cpu_update_s
     if group.trainable and not flow.cpu_part:
         seconds[problem.device_update(group)] += group.device_update_s
         for step in problem.each(group.grad_steps[-1])[1:]:
             seconds[step] += group.device_add_s
-    leaving = (flow.out, group.param_bytes), (flow.wait_out, group.grad_bytes), (flow.state_out, group.state_bytes)
-    returning = (flow.wait_in, group.grad_bytes), (flow.state_in, group.state_bytes)
+    params, grads = (group.param_bytes, group.param_copies), (group.grad_bytes, group.grad_copies)
+    states = group.state_bytes, group.state_copies
+    leaving = (flow.out, params), (flow.wait_out, grads), (flow.state_out, states)
+    returning = (flow.wait_in, grads), (flow.state_in, states)
     for flows, link in ((leaving, Resource.OUT), (returning, Resource.IN)):
-        for moved, size in flows:
+        for moved, (size, copies) in flows:
             for step in moved:
-                seconds[step] += rates.copy_s(size, link)
+                seconds[step] += rates.copy_s(size, link, copies)
     back = [step + shift for gap in flow.gaps for step in gap.back for shift in gap.shifts]
     for step in [*flow.cpu_back, *flow.back, *back]:
-        seconds[step] += rates.copy_s(group.param_bytes, Resource.IN)
+        seconds[step] += rates.copy_s(group.param_bytes, Resource.IN, group.param_copies)

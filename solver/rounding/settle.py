@@ -177,13 +177,12 @@ def _settle_large(problem: Problem, solver: Resolver, near: Solution) -> tuple[P
 
 def _weight(problem: Problem, group: Group, solution: Solution) -> float:
     """Return the fraction of an iteration that a group's states take on a link, or its update on the host."""
-    copy_s = _copy_s(problem, group.state_bytes)
+    copy_s = _copy_s(problem, group.state_bytes, group.state_copies)
     return max(copy_s, group.cpu_update_s) / max(solution.objective_s, NOISE)
 
 
-def _copy_s(problem: Problem, size_bytes: int) -> float:
-    path = problem.rates.host
-    return size_bytes / min(map(path.bytes_per_s, path.links))
+def _copy_s(problem: Problem, size_bytes: int, copies: int = 1) -> float:
+    return max(problem.rates.copy_s(size_bytes, link, copies) for link in problem.rates.host.links)
 
 
 def _around(problem: Problem, group: Group, near: Solution) -> Iterator[tuple[float, dict[str, float]]]:

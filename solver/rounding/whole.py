@@ -118,7 +118,7 @@ def _host_waits(problem: Problem, group: Group, host: Mapping[Alike, Terms]) -> 
             param, problem.rates.host.into
         )
         if not problem.gate:
-            seconds += grad / host_path.out_bytes_per_s
+            seconds += problem.rates.copy_s(grad, host_path.out)
         yield _Wait(f"host[{group.name}]", steps, seconds, count)
 
 

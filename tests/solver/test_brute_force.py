@@ -13,7 +13,7 @@ from offmate.solver.program.held import held_bytes
 from offmate.solver.solution import Status
 from offmate.solver.solve import least_budget, least_host, solve
 
-from .random_problems import gated, limited, random_problem
+from .random_problems import gated, in_rows, limited, random_problem
 
 
 @dataclass
@@ -23,15 +23,29 @@ class Count:
     memory: list[float]
     compute: list[float]
     cpu: list[float]
-    link: dict[str, list[float]]
+    link_s: dict[str, list[float]]
     serial_s: list[float]
     host: float = 0.0
 
-    def move(self, problem: Problem, way: str, step: int, amount: float, *, serial: bool = False) -> None:
-        self.link[way][step] += amount
+    def move(self, problem: Problem, way: str, step: int, *amounts: float, serial: bool = False) -> None:
+        """Count copies of so many bytes each."""
+        rate = problem.rates.in_bytes_per_s if way == "in" else problem.rates.out_bytes_per_s
+        seconds = sum(amount / rate + problem.rates.per_copy_s for amount in amounts if amount)
+        self.link_s[way][step] += seconds
         if serial:
-            rate = problem.rates.in_bytes_per_s if way == "in" else problem.rates.out_bytes_per_s
-            self.serial_s[step] += amount / rate
+            self.serial_s[step] += seconds
+
+
+def params(group: Group) -> list[int]:
+    return [tensor.param_bytes for tensor in group.tensors]
+
+
+def grads(group: Group) -> list[int]:
+    return [tensor.grad_bytes for tensor in group.tensors]
+
+
+def states(group: Group) -> list[int]:
+    return [tensor.piece_bytes(rows) for tensor in group.tensors for rows in tensor.pieces]
 
 
 def cycle(first: int, last: int, total: int) -> list[int]:
@@ -52,8 +66,8 @@ def count_idle_gap(problem: Problem, group: Group, rng: random.Random, count: Co
         update = barrier if external else rng.randint(first_update, last - 1)
         out = rng.randint(0, barrier if external else update - 1)
         back = rng.randint(update + 1, last)
-        count.move(problem, "out", idle[out], group.grad_bytes, serial=out == 0)
-        count.move(problem, "in", idle[back], group.param_bytes)
+        count.move(problem, "out", idle[out], *grads(group), serial=out == 0)
+        count.move(problem, "in", idle[back], *params(group))
         count.cpu[idle[update]] += group.cpu_update_s
         for k in range(1, last + 1):
             count.memory[idle[k]] += group.grad_bytes * (k <= out) + group.param_bytes * (k >= back)
@@ -75,13 +89,13 @@ def count_idle_gap(problem: Problem, group: Group, rng: random.Random, count: Co
             count.memory[step] += group.param_bytes
         return False
     out = rng.randint(idle.index(updated), last)
-    count.move(problem, "out", idle[out], group.param_bytes, serial=idle[out] == updated)
+    count.move(problem, "out", idle[out], *params(group), serial=idle[out] == updated)
     count.host += group.param_bytes
     back = rng.randint(out + 1, last) if out < last and rng.random() < 0.7 else None
     for k in range(1, last + 1):
         count.memory[idle[k]] += group.param_bytes * (back is None or k <= out or k >= back)
     if back is not None:
-        count.move(problem, "in", idle[back], group.param_bytes)
+        count.move(problem, "in", idle[back], *params(group))
     return True
 
 
@@ -92,8 +106,8 @@ def _count_wait(problem: Problem, group: Group, end: int, updated: int, rng: ran
         return range(0)
     back = rng.choice(returns)
     out = rng.randrange(end, back - 1)
-    count.move(problem, "out", out, group.grad_bytes, serial=out == end)
-    count.move(problem, "in", back, group.grad_bytes)
+    count.move(problem, "out", out, *grads(group), serial=out == end)
+    count.move(problem, "in", back, *grads(group))
     count.host += group.grad_bytes
     return range(out + 1, back)
 
@@ -103,7 +117,7 @@ def _count_gradients_out(problem: Problem, group: Group, end: int, rng: random.R
     again = problem.pass_steps + group.grad_steps[0]
     out = rng.randrange(end, again)
     for start in problem.passes[:-1]:
-        count.move(problem, "out", start + out, group.grad_bytes, serial=out == end)
+        count.move(problem, "out", start + out, *grads(group), serial=out == end)
         count.cpu[start + out + 1] += group.cpu_add_s
         for step in range(end + 1, out + 1):
             count.memory[start + step] += group.grad_bytes
@@ -120,8 +134,8 @@ def _count_states(problem: Problem, group: Group, updated: int, rng: random.Rand
     for k, step in enumerate(steps):
         count.memory[step] += group.state_bytes * (not leaves or k <= out or k >= back)
     if leaves:
-        count.move(problem, "out", steps[out], group.state_bytes, serial=out == 0)
-        count.move(problem, "in", steps[back], group.state_bytes)
+        count.move(problem, "out", steps[out], *states(group), serial=out == 0)
+        count.move(problem, "in", steps[back], *states(group))
         count.host += group.state_bytes
 
 
@@ -143,7 +157,7 @@ def count_group(problem: Problem, group: Group, rng: random.Random, count: Count
             for k, step in enumerate(between):
                 count.memory[start + step] += group.param_bytes * (back is None or k >= between.index(back))
             if back is not None:
-                count.move(problem, "in", start + back, group.param_bytes)
+                count.move(problem, "in", start + back, *params(group))
 
 
 def count_block(problem: Problem, i: int, option: Option, stay: tuple[int, int], start: int, count: Count) -> None:
@@ -180,8 +194,8 @@ def random_plan(problem: Problem, rng: random.Random) -> tuple[float, float, flo
     """A random whole-tensor plan: its seconds, its device bytes, its host bytes."""
     total, n = problem.n_steps, problem.n_blocks
     zeros = [0.0] * total
-    links: dict[str, list[float]] = defaultdict(lambda: list(zeros))
-    count = Count(list(zeros), list(zeros), list(zeros), links, list(zeros))
+    links_s: dict[str, list[float]] = defaultdict(lambda: list(zeros))
+    count = Count(list(zeros), list(zeros), list(zeros), links_s, list(zeros))
     for group in problem.groups:
         count_group(problem, group, rng, count)
     count_values(problem, rng, count)
@@ -213,8 +227,7 @@ def random_plan(problem: Problem, rng: random.Random) -> tuple[float, float, flo
 
 
 def _step_s(problem: Problem, count: Count, t: int) -> float:
-    rates, (came, went) = problem.rates, (count.link["in"][t], count.link["out"][t])
-    came_s, went_s = came / rates.in_bytes_per_s, went / rates.out_bytes_per_s
+    rates, (came_s, went_s) = problem.rates, (count.link_s["in"][t], count.link_s["out"][t])
     # Both at once as long as there is something for both, and never slower than one after the other.
     slowed_s = max(0.0, (rates.in_bytes_per_s + rates.out_bytes_per_s) / rates.both_bytes_per_s - 1)
     parts = [
@@ -223,7 +236,8 @@ def _step_s(problem: Problem, count: Count, t: int) -> float:
         rates.manage_s + count.cpu[t],
     ]
     if rates.shared_cores:
-        parts.append(count.compute[t] + count.cpu[t] + (came + went) / rates.both_bytes_per_s)
+        copies_s = came_s * rates.in_bytes_per_s + went_s * rates.out_bytes_per_s
+        parts.append(count.compute[t] + count.cpu[t] + copies_s / rates.both_bytes_per_s)
     if rates.host_memory_bytes_per_s:
         # Of the memory's rate: the part that each needs at full speed, and its seconds at full speed.
         needs = (rates.in_bytes_per_s, rates.out_bytes_per_s, rates.worker_bytes_per_s)
@@ -235,6 +249,11 @@ def _step_s(problem: Problem, count: Count, t: int) -> float:
             for i, (part, seconds) in enumerate(alone)
         ]
     return max(parts)
+
+
+def with_seconds_per_copy(problem: Problem, rng: random.Random) -> Problem:
+    """The problem on a machine where a copy of a tensor takes about as long as its bytes, in addition."""
+    return replace(problem, rates=replace(problem.rates, per_copy_s=rng.choice([2e-4, 1e-3, 4e-3])))
 
 
 def check_no_whole_plan_is_better(problem: Problem, rng: random.Random, backend: str = "highs") -> None:
@@ -282,6 +301,18 @@ def test_no_whole_plan_is_better_in_a_longer_chain(seed: int) -> None:
 def test_no_whole_plan_is_better_where_host_memory_is_slow(seed: int, m: int) -> None:
     rng = random.Random(seed)
     problem = limited(random_problem(rng, n_blocks=2, tensors=1, tied=seed % 2 == 0), rng)
+    check_no_whole_plan_is_better(gated(problem, rng, m) if m else problem, rng)
+
+
+@pytest.mark.parametrize("m", [0, 1, 3])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_whole_plan_is_better_where_each_copy_takes_seconds_of_its_own(seed: int, m: int) -> None:
+    rng = random.Random(seed)
+    update = "external" if seed == 5 and not m else "planned"
+    problem = random_problem(rng, n_blocks=2, tensors=2, update=update, tied=seed % 2 == 0)  # type: ignore[arg-type]
+    problem = with_seconds_per_copy(in_rows(problem) if seed % 3 else problem, rng)
+    if seed == 4:
+        problem = replace(problem, rates=replace(problem.rates, shared_cores=True))
     check_no_whole_plan_is_better(gated(problem, rng, m) if m else problem, rng)
 
 

@@ -21,6 +21,8 @@ FAULTS = {
     "out_bytes_per_s is inf, must be": {"out_bytes_per_s": inf},
     "manage_s is 'x', must be finite": {"manage_s": "x"},
     "host_memory_bytes_per_s is -1.0, must be finite and not negative": {"host_memory_bytes_per_s": -1.0},
+    "rates: per_copy_s is -1.0, must be finite and not negative": {"per_copy_s": -1.0},
+    "tier peer: per_copy_s is inf, must be": {"tiers": (Tier(replace(PEER, per_copy_s=inf), 1),)},
     "worker_bytes_per_s is nan, must be": {"worker_bytes_per_s": float("nan")},
     "tier peer: both_bytes_per_s is inf": {"tiers": (Tier(replace(PEER, both_bytes_per_s=inf), 1),)},
     "tier peer: capacity_bytes is -1": {"tiers": (Tier(PEER, -1),)},
