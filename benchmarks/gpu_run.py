@@ -174,7 +174,7 @@ def describe(device: str) -> dict[str, Any]:
     }
     runtime = devices.make_device(kind, _LINK_BUDGET_BYTES)
     try:
-        return found | {name: round(rate) for name, rate in vars(measure_link(runtime)).items() if rate}
+        return found | measure_link(runtime).figures()
     finally:
         runtime.close()
 

@@ -134,6 +134,7 @@ class Lowering:
                 rates.both_bytes_per_s,
                 rates.manage_s,
                 shared_cores=shared_cores,
+                per_copy_s=rates.per_copy_s,
                 **_host_memory(rates, groups, shared_cores),
             ),
             start_peak_bytes=self.prelude.peak_bytes,

@@ -13,16 +13,16 @@ import torch
 
 from ..progress import Progress
 from ..runtime.devices.device import Device
+from .curve import fitted
 from .devices import EMULATED, accelerator, make_device, words
 from .hardware import FORMAT
 from .host_memory import available_host_bytes
-from .links import LinkRates, measure_host_memory
+from .links import LinkRates, measure_copies, measure_host_memory
 from .stopwatch import clock_of
 
 _UNLIMITED_BYTES = 2**62
 _MIB = 1 << 20
 _REPEATS = 7
-_DIRECTIONS = ("in", "out", "both")
 _HOST_CLOCK = clock_of(torch.device("cpu"))
 
 
@@ -32,12 +32,12 @@ class Sizes:
 
     Parameters
     ----------
-    copies_bytes: sizes of the timed copies, ascending; the largest one's rates are the machine's.
+    copies_bytes: sizes of the timed copies, ascending; rates and seconds per copy are those of a line through them.
     matrix: rows and columns of the square matrices that are multiplied.
     elements: float32 parameters of the timed updates and of the timed elementwise operation.
     """
 
-    copies_bytes: tuple[int, ...] = (_MIB // 16, _MIB, 16 * _MIB, 128 * _MIB)
+    copies_bytes: tuple[int, ...] = (_MIB // 64, _MIB // 16, _MIB, 16 * _MIB, 128 * _MIB)
     matrix: int = 1024
     elements: int = 1 << 24
 
@@ -99,14 +99,17 @@ def _host_figures(
     """Measure copies and the host's updates: the copies by size, and figures with their sources."""
     threads = "one thread" if card is None else f"{torch.get_num_threads()} threads"
     say("copies", 0.0)
-    copies = _copies(device, sizes.copies_bytes)
-    rates = LinkRates(*(_rate_of_largest(copies, direction) for direction in _DIRECTIONS))
+    curve = measure_copies(device, sizes.copies_bytes, _REPEATS)
+    copies = [{**copy._asdict(), "bytes_per_s": round(copy.bytes_per_s)} for copy in curve]
+    rates = LinkRates(**fitted(curve)._asdict())
+    fit = "of a line through the copies below"
     say("updates", 0.5)
     on_worker = _update_on_worker(device, sizes.elements, torch.optim.AdamW, torch.float32)
     figures = {
-        "in_bytes_per_s": (rates.in_bytes_per_s, f"largest copy below, alone; {how}"),
-        "out_bytes_per_s": (rates.out_bytes_per_s, f"largest copy below, alone; {how}"),
-        "both_bytes_per_s": (rates.both_bytes_per_s, f"largest copy below, both directions at once, added up; {how}"),
+        "in_bytes_per_s": (rates.in_bytes_per_s, f"slope {fit}, alone; {how}"),
+        "out_bytes_per_s": (rates.out_bytes_per_s, f"slope {fit}, alone; {how}"),
+        "both_bytes_per_s": (rates.both_bytes_per_s, f"slope {fit}, both directions at once, added up; {how}"),
+        "per_copy_s": (rates.per_copy_s, f"height {fit}, mean of both directions alone; {how}"),
         "cpu_update_bytes_per_s": (on_worker, f"fused AdamW on the update worker's {threads}; {how}"),
     }
     # Where the CPU emulates the device, cores are what is short, and not memory.
@@ -165,35 +168,6 @@ def _dtypes() -> dict[str, torch.dtype]:
 
 def _seconds(work: Callable[[], object], clock: Callable[[Callable[[], object]], float] = _HOST_CLOCK) -> float:
     return min([clock(work) for _ in range(_REPEATS + 1)][1:])
-
-
-def _copies(device: Device, sizes_bytes: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Measure copy rates by size and direction; "both" adds up one copy each way at the same time."""
-    return [
-        {"direction": direction, "bytes": size, "bytes_per_s": round(_copy_rate(device, direction, size))}
-        for size in sizes_bytes
-        for direction in _DIRECTIONS
-    ]
-
-
-def _copy_rate(device: Device, direction: str, size_bytes: int) -> float:
-    # Filled with ones, so that every page has its own memory.
-    host = device.pinned(torch.ones(size_bytes, dtype=torch.uint8))
-    inside, back = device.empty_like(host).fill_(1), device.empty_host_like(host).fill_(1)
-    # Where the CPU emulates the device, the copy out must not read what the copy in writes at the same time.
-    leaves = host if direction == "both" and device.torch_device.type == "cpu" else inside
-
-    def copy() -> None:
-        events = [device.copy_in(inside, host, ())] if direction != "out" else []
-        events += [device.copy_out(back, leaves, ())] if direction != "in" else []
-        for event in events:
-            event.synchronize()
-
-    return (2 if direction == "both" else 1) * size_bytes / _seconds(copy)
-
-
-def _rate_of_largest(copies: list[dict[str, Any]], direction: str) -> float:
-    return float([row["bytes_per_s"] for row in copies if row["direction"] == direction][-1])
 
 
 def _stepper(elements: int, where: torch.device, kind: Any, dtype: torch.dtype) -> Any:

@@ -77,10 +77,10 @@ def _devices() -> list[dict[str, Any]]:
     return [{"name": EMULATED, **_link(EMULATED)}, *map(_card, cards)]
 
 
-def _link(kind: str) -> dict[str, int]:
+def _link(kind: str) -> dict[str, float]:
     device = make_device(kind, _UNLIMITED_BYTES)
     try:
-        return {name: round(rate) for name, rate in vars(measure_link(device)).items() if rate}
+        return measure_link(device).figures()
     finally:
         device.close()
 

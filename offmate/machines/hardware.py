@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OffmateError
+from .curve import DIRECTIONS, Copied, fitted
 
 FORMAT = 1
 _RATES = (
@@ -22,7 +23,7 @@ _RATES = (
     "device_update_bytes_per_s",
 )
 _LARGEST = 1e30  # of a figure, in any unit
-_OPTIONAL = ("host_memory_bytes", "host_memory_bytes_per_s", "cpu_master_update_bytes_per_s", "manage_s")
+_OPTIONAL = ("host_memory_bytes", "host_memory_bytes_per_s", "cpu_master_update_bytes_per_s", "manage_s", "per_copy_s")
 
 # Rates of updates with float32 copies, relative to float32. On a CPU casts take instructions: 0.62 was measured on two
 # cores of an AMD EPYC, 0.48 on two of an Intel Xeon at 2.8 GHz. On a device they take memory: 40 bytes instead of 28.
@@ -46,6 +47,8 @@ class Hardware:
     host_memory_bytes_per_s: bytes of host memory per second that copies and CPU updates together can read and write;
         0 if the file does not say, and then neither slows the other down.
     manage_s: H, seconds per step that the CPU needs for everything else.
+    per_copy_s: seconds that each copy takes in addition to those of its bytes. If the file does not say, they follow
+        from its copies of several sizes (`copies`), and are 0 without these.
     shared_cores: compute, copies and CPU updates share the same cores (the emulated device).
     """
 
@@ -63,6 +66,7 @@ class Hardware:
     host_memory_bytes_per_s: float = 0.0
     cpu_master_update_bytes_per_s: float = 0.0
     manage_s: float = 0.0
+    per_copy_s: float = 0.0
     shared_cores: bool = False
 
     @property
@@ -139,9 +143,34 @@ def _parse(data: Any, where: str) -> Hardware:
         host_memory_bytes_per_s=optional["host_memory_bytes_per_s"],
         cpu_master_update_bytes_per_s=optional["cpu_master_update_bytes_per_s"],
         manage_s=optional["manage_s"],
+        per_copy_s=optional["per_copy_s"] if "per_copy_s" in data else _per_copy_s(data, where),
         shared_cores=data.get("shared_cores") is True,
         **figures,
     )
+
+
+def _per_copy_s(data: dict[str, Any], where: str) -> float:
+    """Return the seconds per copy that follow from a file's copies; 0 if it has none."""
+    rows = data.get("copies", [])
+    if not isinstance(rows, list):
+        raise OffmateError(f"{where}: copies must be a list, found {str(rows)[:40]}")
+    curve = []
+    for number, row in enumerate(rows):
+        figures = [row.get(key) for key in Copied._fields] if isinstance(row, dict) else [None]
+        if figures[0] not in DIRECTIONS or not all(_is_positive(figure) for figure in figures[1:]):
+            raise OffmateError(
+                f"{where}: copies[{number}] must have a direction ({', '.join(DIRECTIONS)}), and bytes and bytes_per_s "
+                f"from 1 to {_LARGEST:g}, found {str(row)[:80]}"
+            )
+        curve.append(Copied(*figures))
+    try:
+        return fitted(curve).per_copy_s if curve else 0.0
+    except ValueError as error:
+        raise OffmateError(f"{where}: copies: {error}") from None
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 1 <= value <= _LARGEST
 
 
 def _figure(data: dict[str, Any], key: str, where: str, least: float = 0.0) -> float:

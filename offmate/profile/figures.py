@@ -79,7 +79,7 @@ def work_out(
         costs[""] = node_costs(prelude.graph.joint, machine)
     rates = LinkRates(
         machine.in_bytes_per_s, machine.out_bytes_per_s, machine.both_bytes_per_s, machine.host_memory_bytes_per_s,
-        machine.manage_s,
+        machine.manage_s, machine.per_copy_s,
     )  # fmt: skip
     updates = {}
     for name, param in model.named_parameters() if updater is not None else ():

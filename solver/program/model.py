@@ -26,7 +26,7 @@ Flow): `Flow.upto(t)` has moved by the end of step t, `Flow.before(t)` by its be
 | Z | leaving | interface value leaves between forwards and backwards | {0, 1} | |
 | Time | time | seconds of a step | s | >= each resource's seconds |
 | Level | level | everything on the device in a step | <= budget | Level[t] = Level[t - 1] + rise of step t |
-| In, Out | links | seconds of a step's copies over one link, if alone | s | |
+| In, Out | links | seconds of a step's copies over one link, if alone, those per copy included | s | |
 | M | least | the budget, if the program minimises it | bytes | |
 
 With several micro-batches the steps hold up to three passes (see problem.py). Decisions within a pass (Comp, Z, d, and

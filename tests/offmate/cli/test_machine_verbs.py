@@ -30,6 +30,7 @@ def test_what_is_measured_is_a_hardware_file(measured, tmp_path):
     assert machine.shared_cores and machine.name.startswith("emulated device on ")
     assert {name for name, _ in machine.matrix_flops_per_s} == {"float32", "bfloat16", "float16"}
     assert 0 < machine.default_budget_bytes < machine.device_memory_bytes
+    assert machine.per_copy_s == measured["per_copy_s"]["value"]
     copies = measured["copies"]
     assert {(row["direction"], row["bytes"]) for row in copies} == {
         (direction, size) for direction in ("in", "out", "both") for size in TINY.copies_bytes
@@ -40,8 +41,9 @@ def test_what_is_measured_is_a_hardware_file(measured, tmp_path):
 def test_every_figure_has_a_source(measured):
     figures = [value for value in measured.values() if isinstance(value, dict) and "value" in value]
     figures += measured["matrix_flops_per_s"].values()
-    assert len(figures) == 13
-    assert all(figure["source"] and figure["value"] > 0 for figure in figures)
+    assert len(figures) == 14
+    assert all(figure["source"] and figure["value"] >= 0 for figure in figures)
+    assert [figure for figure in figures if not figure["value"]] in ([], [measured["per_copy_s"]])
     assert "PyTorch" in measured["in_bytes_per_s"]["source"]
 
 

@@ -16,7 +16,7 @@ from offmate.cli.shapes import batch_for, build
 from offmate.errors import OffmateError
 from offmate.machines.devices import make_device
 from offmate.machines.hardware import load, names
-from offmate.machines.links import measure_host_memory, measure_link
+from offmate.machines.links import measure_copies, measure_host_memory, measure_link
 
 FOLDER = resources.files("offmate") / "machines"
 
@@ -115,6 +115,68 @@ def test_seconds_that_the_cpu_needs_for_everything_else_are_planned_with(tmp_pat
     slow, none = planned(1e-3), planned(0.0)
     assert slow.problem.rates.manage_s == slow.schedule.rates.manage_s == 1e-3
     assert slow.predicted_step_s > slow.problem.pass_steps * 1e-3 > none.predicted_step_s
+
+
+CURVE = [
+    {"direction": direction, "bytes": size, "bytes_per_s": ways * size / (2e-5 + ways * size / 1e10)}
+    for direction, ways in (("in", 1), ("out", 1), ("both", 2))
+    for size in (1 << 14, 1 << 16, 1 << 20, 1 << 24)
+]
+
+
+def test_seconds_per_copy_of_a_file_are_planned_with(tmp_path: Path) -> None:
+    """They are stated, or follow from the copies of several sizes that `offmate profile` writes."""
+    model = build("tiny-llama", "fp32")
+    data = json.loads((FOLDER / "rtx3090.json").read_text())
+    path = tmp_path / "mine.json"
+
+    def planned(**change: object) -> offmate.Plan:
+        path.write_text(json.dumps(data | change))
+        return offmate.plan(
+            model, "12MiB", example_inputs=batch_for(model, 2, 64), optimizer=torch.optim.AdamW(model.parameters()),
+            hardware=str(path), config=offmate.Config(cache_dir=None, updates="host"),
+        )  # fmt: skip
+
+    free, followed = planned(), planned(copies=CURVE)
+    stated = planned(copies=CURVE, per_copy_s={"value": 1e-3, "source": "measured"})
+    assert free.problem.rates.per_copy_s == 0.0
+    assert followed.problem.rates.per_copy_s == followed.schedule.rates.per_copy_s == pytest.approx(2e-5, rel=1e-6)
+    assert stated.problem.rates.per_copy_s == 1e-3
+    # Every parameter's gradient goes out and its new value comes in.
+    tensors = len(list(model.parameters()))
+    assert stated.predicted_step_s > 1e-3 * tensors > free.predicted_step_s
+
+
+@pytest.mark.parametrize(
+    "copies, message",
+    [
+        (3, "copies must be a list, found 3"),
+        ([{"direction": "up", "bytes": 1, "bytes_per_s": 1}], r"copies\[0\] must have a direction \(in, out, both\)"),
+        ([*CURVE, {"direction": "in", "bytes": 0, "bytes_per_s": 1}], r"copies\[12\] must have"),
+        (["in"], r"copies\[0\] must have"),
+        (CURVE[:4], "copies: no copy in direction out, both"),
+    ],
+)
+def test_copies_that_no_machine_makes(tmp_path: Path, copies: object, message: str) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(json.loads((FOLDER / "rtx3090.json").read_text()) | {"copies": copies}))
+    with pytest.raises(OffmateError, match=message):
+        load(str(path))
+
+
+def test_links_of_the_simulated_accelerator_are_measured_by_events(sim) -> None:
+    device = make_device("sim:0", 1 << 30)
+    try:
+        curve = measure_copies(device, (1 << 12, 1 << 16), repeats=2)
+        found = measure_link(device)
+        assert device.recorder is None
+    finally:
+        device.close()
+    assert [(one.direction, one.bytes) for one in curve] == [
+        (way, size) for size in (1 << 12, 1 << 16) for way in ("in", "out", "both")
+    ]
+    assert min(found.in_bytes_per_s, found.out_bytes_per_s, found.both_bytes_per_s) > 0 <= found.per_copy_s
+    assert set(found.figures()) <= {"in_bytes_per_s", "out_bytes_per_s", "both_bytes_per_s", "per_copy_s"}
 
 
 def test_host_memory_is_measured_beside_copies(sim) -> None:
