@@ -23,6 +23,8 @@ from ..runtime.replay.program import run
 
 _REPEATS = 3
 _UNLIMITED = 2**62
+_STAND_IN = 1e-3  # size of the numbers that stand in for gradients
+_DRAWN = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # dtypes of which random numbers can be drawn
 
 
 def profile_classes(
@@ -159,8 +161,16 @@ def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a stand-in for a gradient: small random numbers, since a card is faster on equal ones. Integers are 0.
+
+    Its whole storage is filled, since elements of the tensor may share memory.
+    """
     tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-    return tensor.fill_(1e-3) if value.dtype.is_floating_point else tensor.zero_()
+    if value.dtype not in _DRAWN:
+        return tensor.fill_(_STAND_IN) if value.dtype.is_floating_point else tensor.zero_()
+    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    tensor.as_strided((elements,), (1,)).normal_(std=_STAND_IN)
+    return tensor
 
 
 def _storage_bytes(node: fx.Node, real: Any) -> tuple[int, ...]:
