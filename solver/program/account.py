@@ -33,8 +33,8 @@ class Account:
             return {resource: [{} for _ in range(n_steps)] for resource in resources}
 
         rise: list[Terms] = [{} for _ in range(n_steps)]
-        links = (each(rates.links) for _ in range(2))
-        return Account(rise, each(rates.working), *links, rates, {tier: {} for tier in rates.paths})
+        moved, serial = each(rates.links), each(rates.links)
+        return Account(rise, each(rates.working), moved, serial, rates, {tier: {} for tier in rates.paths})
 
     def hold(self, step: int, amount_bytes: float, terms: Terms) -> None:
         """Count amount * terms on the device in `step`."""
