@@ -32,7 +32,7 @@ def test_rates_are_sensible(name: str) -> None:
 
 
 def test_the_machines_that_are_promised() -> None:
-    promised = {"emulated", "rtx3060", "rtx3090", "rtx4090", "a100-40", "h100", "h200"}
+    promised = {"emulated", "rtx3060", "rtx3090", "rtx4090", "a100-40", "h100", "h200", "gh200"}
     assert promised | {"offmate-rtx3060", "offmate-rtx3090"} <= set(names())
 
 
