@@ -8,10 +8,10 @@ Source: Deep Optimizer States (Maurya et al., 2024), section 4.2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
-from ..problem import Block, Group, Option, Problem, Rates, TensorSize, update_steps
+from ..problem import Block, Group, Option, Problem, Rates, Side, TensorSize, update_steps
 from ..solution import Solution
 
 PARAM_BYTES, STATE_BYTES = 2, 12  # a half-precision copy; parameter, momentum and variance in single precision
@@ -65,6 +65,21 @@ def ratio(solution: Solution) -> float:
     host = sum(flow.cpu_part for flow in solution.groups.values())
     moved = sum(sum(flow.state_out.values()) for flow in solution.groups.values())
     return host / moved if moved > 0 else inf
+
+
+def forced(problem: Problem, device_parts: tuple[int, int]) -> Problem:
+    """Return the problem with some subgroups updated on the device, evenly spread, and all others on the host.
+
+    Parameters
+    ----------
+    device_parts: (1, 4) for every fourth subgroup on the device, as the paper's stride of 4 has it.
+    """
+    part, whole = device_parts
+
+    def side(i: int) -> Side:
+        return "device" if (i + 1) * part // whole > i * part // whole else "host"
+
+    return replace(problem, groups=tuple(replace(group, side=side(i)) for i, group in enumerate(problem.groups)))
 
 
 def update_phase(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from offmate.solver.instances.update_phase import Throughputs, ratio, stride, stride_s, update_phase
+from offmate.solver.instances.update_phase import Throughputs, forced, ratio, stride, stride_s, update_phase
 from offmate.solver.problem import update_steps
 from offmate.solver.solve import solve
 
@@ -56,3 +56,21 @@ def test_computes_hide_updates_and_copies() -> None:
     alone, behind = (solve(update_phase(V100, subgroups=N, room=1.01, compute_s=s), gap=1e-4) for s in (0.0, 2.0))
     assert behind.objective_s < 2.0 + 0.7 * alone.objective_s
     assert ratio(behind) > ratio(alone)
+
+
+def test_a_forced_share_is_spread_evenly() -> None:
+    """Every fourth subgroup, as the paper's stride of 4; the ends are all and none."""
+    problem = update_phase(V100, subgroups=N)
+    sides = [group.side for group in forced(problem, (1, 4)).groups]
+    assert [i for i, side in enumerate(sides) if side == "device"] == [3, 7, 11]
+    assert {group.side for group in forced(problem, (0, 1)).groups} == {"host"}
+    assert {group.side for group in forced(problem, (1, 1)).groups} == {"device"}
+
+
+@pytest.mark.parametrize("machine", [V100, replace(V100, link=6.25e9)])
+def test_no_forced_share_is_faster_than_the_programs_own_choice(machine: Throughputs) -> None:
+    problem = update_phase(machine, subgroups=N, room=2.5)
+    own_s = solve(problem, gap=1e-4).objective_s
+    for share in ((0, 1), (1, 4), (1, 3), (1, 2), (1, 1)):
+        forced_s = solve(forced(problem, share), gap=1e-4).objective_s
+        assert own_s <= forced_s * 1.0002 < float("inf"), share
