@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -100,8 +100,8 @@ def _host_figures(
     threads = "one thread" if card is None else f"{torch.get_num_threads()} threads"
     say("copies", 0.0)
     curve = measure_copies(device, sizes.copies_bytes, _REPEATS)
-    copies = [{**copy._asdict(), "bytes_per_s": round(copy.bytes_per_s)} for copy in curve]
-    rates = LinkRates(**fitted(curve)._asdict())
+    copies = [{**asdict(copy), "bytes_per_s": round(copy.bytes_per_s)} for copy in curve]
+    rates = LinkRates(**asdict(fitted(curve)))
     fit = "of a line through the copies below"
     say("updates", 0.5)
     on_worker = _update_on_worker(device, sizes.elements, torch.optim.AdamW, torch.float32)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
 
 DIRECTIONS = ("in", "out", "both")
 
 
-class Copied(NamedTuple):
+@dataclass(frozen=True)
+class Copied:
     """A point of a curve.
 
     Parameters
@@ -31,7 +33,8 @@ class Line(NamedTuple):
     per_copy_s: float
 
 
-class Fitted(NamedTuple):
+@dataclass(frozen=True)
+class Fitted:
     """The figures of a link that a curve gives, in bytes per second and seconds; named as in `LinkRates`."""
 
     in_bytes_per_s: float
@@ -46,9 +49,9 @@ def fitted(curve: Iterable[Copied]) -> Fitted:
     Raises: ValueError naming the direction of which there is no copy.
     """
     points: dict[str, list[tuple[int, float]]] = {direction: [] for direction in DIRECTIONS}
-    for direction, size, bytes_per_s in curve:
-        moved_bytes = 2 * size if direction == "both" else size
-        points[direction].append((moved_bytes, moved_bytes / bytes_per_s))
+    for one in curve:
+        moved_bytes = 2 * one.bytes if one.direction == "both" else one.bytes
+        points[one.direction].append((moved_bytes, moved_bytes / one.bytes_per_s))
     missing = [direction for direction, found in points.items() if not found]
     if missing:
         raise ValueError(f"no copy in direction {', '.join(missing)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -156,7 +156,7 @@ def _per_copy_s(data: dict[str, Any], where: str) -> float:
         raise OffmateError(f"{where}: copies must be a list, found {str(rows)[:40]}")
     curve = []
     for number, row in enumerate(rows):
-        figures = [row.get(key) for key in Copied._fields] if isinstance(row, dict) else [None]
+        figures = [row.get(one.name) for one in fields(Copied)] if isinstance(row, dict) else [None]
         if figures[0] not in DIRECTIONS or not all(_is_positive(figure) for figure in figures[1:]):
             raise OffmateError(
                 f"{where}: copies[{number}] must have a direction ({', '.join(DIRECTIONS)}), and bytes and bytes_per_s "

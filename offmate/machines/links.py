@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ def measure_link(device: Device) -> LinkRates:
 
     Returns: rates in bytes per second, and seconds per copy.
     """
-    return LinkRates(**fitted(measure_copies(device, _sizes_bytes(device), _REPEATS))._asdict())
+    return LinkRates(**asdict(fitted(measure_copies(device, _sizes_bytes(device), _REPEATS))))
 
 
 def _sizes_bytes(device: Device) -> tuple[int, ...]:

@@ -36,6 +36,7 @@ ROOMS = (
     "offmate.solver.polish",
     "offmate.solver.solve",
     "offmate.solver.refine",
+    "offmate.solver.algorithm_1",
     "offmate.solver.refinements",
     "offmate.solver.plan",
     "offmate.solver.batch_size",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import pytest
 
 from offmate.machines.curve import Copied, fitted, line
@@ -40,6 +42,6 @@ def test_both_directions_at_once_add_up() -> None:
     curve = [Copied(way, size, size / seconds(size)) for way in ("in", "out") for size in SIZES]
     curve += [Copied("both", size, 2 * size / (PER_COPY_S + 2 * size / 45e9)) for size in SIZES]
     found = fitted(curve)
-    assert found == pytest.approx((RATE, RATE, 45e9, PER_COPY_S))
+    assert astuple(found) == pytest.approx((RATE, RATE, 45e9, PER_COPY_S))
     with pytest.raises(ValueError, match="no copy in direction both"):
         fitted(curve[: -len(SIZES)])

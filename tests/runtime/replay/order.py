@@ -23,6 +23,9 @@ from offmate.runtime.replay.executor import Executor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offmate.machines.links import LinkRates
+from offmate.profile import figures
+
 CELL_BYTES = 64  # what is watched as one piece of memory; allocations begin at multiples of it
 HOST, COMPUTE = "host", "compute"
 
@@ -403,6 +406,8 @@ def watched(sim: Any, workers_are_late: bool = False) -> Iterator[Order]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(streams, "torch", _Torch(order)))
+        # Copies that are only timed have events of their own.
+        stack.enter_context(mock.patch.object(figures, "measure_link", lambda device: LinkRates(1e9, 1e9, 1.6e9)))
         _watch_threads(order, stack)
         _watch_executor(order, stack)
         for module in (torch.accelerator, sim):
