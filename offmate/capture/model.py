@@ -22,7 +22,7 @@ from .export import Captured, capture, check_dense
 from .fake import memory_of
 from .leaves import check_elements, check_fast_path, check_leaves, check_outputs, check_shared_buffers
 from .left_out import LeftOut
-from .spec import Joint, storages_of
+from .spec import Joint, dense_stride, storages_of
 
 log = logging.getLogger("offmate")
 
@@ -76,7 +76,7 @@ def trace_model(
 
 
 def _may_be_cast(params: Mapping[str, torch.nn.Parameter], captured: Captured) -> frozenset[str]:
-    """Return the placeholders of frozen float32 parameters whose memory is their own."""
+    """Return the placeholders of frozen float32 parameters whose memory is their own, without gaps or repeats."""
     sharing = Counter(memory_of(param) for param in {id(param): param for param in params.values()}.values())
     return frozenset(
         node
@@ -84,6 +84,7 @@ def _may_be_cast(params: Mapping[str, torch.nn.Parameter], captured: Captured) -
         if not params[name].requires_grad
         and params[name].dtype == torch.float32
         and sharing[memory_of(params[name])] == 1
+        and dense_stride(params[name]) == params[name].stride()
     )
 
 

@@ -135,6 +135,19 @@ def test_parameters_on_one_memory_stay_whole() -> None:
     assert [sizes[f"base.{i}.weight"] for i in range(3)] == [64 * 64 * 4] * 2 + [64 * 64 * 2]
 
 
+@pytest.mark.parametrize("cut", ["repeats", "gaps"])
+def test_parameters_with_repeated_elements_or_gaps_stay_whole(cut: str) -> None:
+    own = model()
+    memory = torch.randn(64, 128)
+    values = memory[:1, :64].expand(64, 64) if cut == "repeats" else memory[:, ::2]
+    own.base[0].weight = torch.nn.Parameter(values, requires_grad=False)
+    twin, size = copy.deepcopy(own), param_bytes(planned(own).schedule)["base.0.weight"]
+    assert size == 64 * 64 * 4
+    optimizer, plain = adamw(own), adamw(twin)
+    offmate.compile(own, AMPLE, optimizer=optimizer, **SETTINGS)
+    assert all(map(torch.equal, train(own, optimizer, range(2)), train(twin, plain, range(2))))
+
+
 def test_edits_of_frozen_parameters_are_followed() -> None:
     own, twin = model(), model()
     optimizer, plain = adamw(own), adamw(twin)
