@@ -205,7 +205,7 @@ tiled_cross_entropy_backward_ = torch.ops.offmate.tiled_cross_entropy_backward_.
 """The same, written over the logits."""
 
 # All begin with a cast, which reads the logits and writes a tile, and a log-softmax, which reads and writes one.
-IN_TILES = {
+IN_TILES: dict[Any, InTiles] = {
     tiled_cross_entropy: InTiles(logits=0, tiles=2, full_passes=3, own_passes=1),
     tiled_entropy: InTiles(logits=0, tiles=3, full_passes=8, own_passes=1),
     tiled_cross_entropy_backward: InTiles(logits=1, tiles=3, full_passes=8, own_passes=2),
