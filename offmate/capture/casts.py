@@ -1,8 +1,7 @@
-"""Finds parameters that autocast casts: trained ones whose gradients add up rounded, frozen ones that come cast.
+"""Finds parameters that autocast's cache casts once for several uses, so that their gradients add up rounded.
 
-Under `torch.autocast`, eager mode casts a trained parameter at its first use and keeps the copy until the region ends.
-The gradients of all uses are added up in the lower precision, at the copy, before they are cast back. A frozen
-parameter that every use casts can be cast once on the host: casting and copying give the same bits in any order.
+Under `torch.autocast`, eager mode casts a parameter at its first use and keeps the copy until the region ends. The
+gradients of all uses are added up in the lower precision, at the copy, before they are cast back.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,31 +22,23 @@ from ..runtime.torch_names.tracing import TorchDispatchMode
 _EXPLICIT = (*CASTS, "offmate.")
 
 
-class _Cast(NamedTuple):
-    """A cast of a parameter: the key of its copy's lifetime, its precision, and whether autograd records it."""
-
-    region: object
-    dtype: torch.dtype
-    recorded: bool
-
-
 class Casts(TorchDispatchMode):
     """Watches which parameters autocast casts for which node, while a flat graph runs.
 
-    State: `_nodes`, placeholders of parameters by the identity of their values, from `knows`; `_seen`, per parameter
-    the region and precision of every cast.
+    State: `_nodes`, placeholders of trained parameters by the identity of their values, from `knows`; `_seen`, per
+    parameter the region and precision of every cast.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._nodes: dict[int, fx.Node] = {}
-        self._seen: dict[fx.Node, list[_Cast]] = defaultdict(list)
+        self._seen: dict[fx.Node, list[tuple[object, torch.dtype]]] = defaultdict(list)
         self._around = inside_autocast()
         self._shared = torch.is_autocast_cache_enabled()
         self._at: fx.Node | None = None
 
     def knows(self, node: fx.Node, value: torch.Tensor) -> None:
-        """Note that the placeholder of a parameter has this value."""
+        """Note that the placeholder of a trained parameter has this value."""
         self._nodes[id(value)] = node
 
     @contextlib.contextmanager
@@ -55,7 +46,7 @@ class Casts(TorchDispatchMode):
         """Watch the casts for a node, if it can have any; the cache is off, so that each one is seen."""
         region = node.meta["region"]
         explicit = str(node.target).startswith(_EXPLICIT)
-        if explicit or not (self._around or region.autocast is not None):
+        if explicit or not region.grad or not (self._around or region.autocast is not None):
             yield
             return
         self._at = node
@@ -70,9 +61,7 @@ class Casts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is cast and id(args[0]) in self._nodes and "dtype" in kwargs:
-            assert self._at is not None
-            recorded = self._at.meta["region"].grad
-            self._seen[self._nodes[id(args[0])]].append(_Cast(self._region(), kwargs["dtype"], recorded))
+            self._seen[self._nodes[id(args[0])]].append((self._region(), kwargs["dtype"]))
         return func(*args, **kwargs)
 
     def _region(self) -> object:
@@ -84,16 +73,17 @@ class Casts(TorchDispatchMode):
         cache = region.autocast[3]
         return region.instance if (self._shared if cache is None else cache) else object()
 
-    def rounded(self, graph: fx.Graph, trained: frozenset[str]) -> dict[fx.Node, torch.dtype]:
-        """Return the trained parameters of which one copy has several uses, with the copy's precision.
+    def rounded(self, graph: fx.Graph) -> dict[fx.Node, torch.dtype]:
+        """Return the parameters of which one copy has several uses, with the copy's precision.
 
         Raises: CaptureError for one that has other uses, too: then the order of the sum in eager mode is not known.
         """
-        uses = _uses(graph)
+        uses: Counter[fx.Node] = Counter()
+        for node in graph.nodes:
+            fx.map_arg((node.args, node.kwargs), lambda n: uses.update([n]))
         found = {}
-        for node, seen in self._seen.items():
-            casts = [one for one in seen if one.recorded]
-            if node.name not in trained or all(count < 2 for count in Counter(casts).values()):
+        for node, casts in self._seen.items():
+            if all(count < 2 for count in Counter(casts).values()):
                 continue
             if len(set(casts)) > 1 or len(casts) < uses[node]:
                 raise CaptureError(
@@ -101,25 +91,8 @@ class Casts(TorchDispatchMode):
                     "which its gradients add up in the lower precision cannot be followed. Use "
                     "torch.autocast(..., cache_enabled=False), or keep all its uses in one region"
                 )
-            found[node] = casts[0].dtype
+            found[node] = casts[0][1]
         return found
-
-    def always(self, graph: fx.Graph) -> dict[fx.Node, torch.dtype]:
-        """Return the parameters that every use casts to the same precision, with this precision."""
-        uses = _uses(graph)
-        precisions = {node: {one.dtype for one in casts} for node, casts in self._seen.items()}
-        return {
-            node: next(iter(precisions[node]))
-            for node, casts in self._seen.items()
-            if len(casts) == uses[node] and len(precisions[node]) == 1
-        }
-
-
-def _uses(graph: fx.Graph) -> Counter[fx.Node]:
-    uses: Counter[fx.Node] = Counter()
-    for node in graph.nodes:
-        fx.map_arg((node.args, node.kwargs), lambda n: uses.update([n]))
-    return uses
 
 
 def added(total: torch.Tensor, part: torch.Tensor, precision: torch.dtype | None) -> torch.Tensor:

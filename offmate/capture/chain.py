@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import networkx as nx
 import torch
@@ -11,15 +12,36 @@ from torch import fx
 
 from ..errors import CaptureError
 from ..runtime.torch_names import trees as pytree
+from ..runtime.torch_names.operators import schema_of
 from ..runtime.torch_names.tensors import storage_key
+from ..runtime.torch_names.tracing import FakeTensorMode
+from .casts import Casts
 from .effects import is_random, updates_stats, writes
 from .export import Captured
-from .facts import Facts, find
+from .functions import as_eager
 from .losses import overwritten
 
 _LONG_BLOCK_NODES = 48  # a longer stretch without a narrow point is cut at its narrowest point
 _WIDEST_INTERFACE = 8
 _SMALL_BLOCK_SHARE = 0.02  # of the mean block's bytes: smaller ones are merged into a neighbour
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts about a node's value, found by running the graph on fake tensors.
+
+    Parameters
+    ----------
+    value: fake tensor, or a tuple of them.
+    storages: identity of the storage behind each tensor of the value.
+    requires_grad: whether each tensor of the value requires a gradient.
+    written: storages that the node writes into.
+    """
+
+    value: Any
+    storages: tuple[int, ...]
+    requires_grad: tuple[bool, ...]
+    written: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -32,7 +54,7 @@ class Chain:
     blocks: the nodes of each block, in program order.
     facts: per node of the flat graph.
     made_in: block index of every chain node.
-    rounded, cast: as in `Findings`.
+    rounded: parameters whose gradients add up in a lower precision -> that precision (see `Casts`).
     """
 
     prelude: tuple[fx.Node, ...]
@@ -40,22 +62,20 @@ class Chain:
     facts: dict[fx.Node, Facts]
     made_in: dict[fx.Node, int]
     rounded: dict[fx.Node, torch.dtype]
-    cast: dict[fx.Node, torch.dtype]
 
 
-def partition(captured: Captured, trainable: frozenset[str], may_cast: frozenset[str] = frozenset()) -> Chain:
+def partition(captured: Captured, trainable: frozenset[str]) -> Chain:
     """Cut the flat graph into a chain of blocks.
 
     Parameters
     ----------
     captured: the flat graph.
     trainable: placeholder names of the parameters that require a gradient.
-    may_cast: placeholder names of frozen parameters that the host may cast, if every use does so.
 
     Returns: the chain. Raises: CaptureError if a node writes into a parameter or an input.
     """
-    found = find(captured, trainable, may_cast)
-    facts, graph = found.facts, captured.graph
+    facts, rounded = run_fake(captured, trainable)
+    graph = captured.graph
     sources = {n for n in graph.nodes if n.name in captured.params}
     dependence = nx.DiGraph((a, n) for n in graph.nodes for a in n.all_input_nodes)
     dependence.add_nodes_from(graph.nodes)
@@ -75,9 +95,61 @@ def partition(captured: Captured, trainable: frozenset[str], may_cast: frozenset
     blocks = [tuple(chain[a:b]) for a, b in zip([0, *cuts], [*cuts, len(chain)])]
     blocks = _merge_small(blocks, facts, captured)
     made_in = {n: i for i, block in enumerate(blocks) for n in block}
-    return Chain(
-        tuple(n for n in computing if n not in chained), tuple(blocks), facts, made_in, found.rounded, found.cast
-    )
+    return Chain(tuple(n for n in computing if n not in chained), tuple(blocks), facts, made_in, rounded)
+
+
+def run_fake(captured: Captured, trainable: frozenset[str]) -> tuple[dict[fx.Node, Facts], dict[fx.Node, torch.dtype]]:
+    """Run the flat graph on fake tensors with autograd on, and note storages and gradients of every node.
+
+    Returns: the facts, and the parameters whose gradients add up in a lower precision, with that precision.
+    """
+    mode, casts = FakeTensorMode(), Casts()
+    env: dict[fx.Node, Any] = {}
+    facts: dict[fx.Node, Facts] = {}
+    for node in captured.graph.nodes:
+        if node.op == "output":
+            continue
+        written: tuple[int, ...] = ()
+        if node.op == "placeholder":
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor):
+                with mode:
+                    value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+                if node.name in trainable:
+                    value.requires_grad_()
+                    casts.knows(node, value)
+        else:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+            # Autograd forbids writing into a leaf; where eager mode allows it, the region is under no_grad.
+            with mode, node.meta["region"].entered(), casts.of(node):
+                value = as_eager(node.target)(*args, **kwargs)
+            if writes(node):
+                written = _written(node, args, kwargs)
+        env[node] = value
+        tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+        facts[node] = Facts(
+            value,
+            tuple(storage_key(t.untyped_storage()) for t in tensors),
+            (),
+            written,
+        )
+    # Read at the end, since a write through a view makes its base require a gradient later.
+    facts = {n: replace(f, requires_grad=_require_grad(f.value)) for n, f in facts.items()}
+    return facts, casts.rounded(captured.graph)
+
+
+def _require_grad(value: Any) -> tuple[bool, ...]:
+    return tuple(t.requires_grad for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
+
+
+def _written(node: fx.Node, args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
+    written = []
+    for index, argument in enumerate(schema_of(node.target).arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        written += [storage_key(t.untyped_storage()) for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+    return tuple(written)
 
 
 def _reads_of_writes(captured: Captured, facts: dict[fx.Node, Facts]) -> list[tuple[fx.Node, fx.Node]]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,10 +17,9 @@ from ..progress import Progress
 from .blocks import TracedBlock, trace_blocks
 from .chain import Chain, partition
 from .export import Captured, capture, check_dense
-from .fake import memory_of
 from .leaves import check_elements, check_fast_path, check_leaves, check_outputs, check_shared_buffers
 from .left_out import LeftOut
-from .spec import Joint, dense_stride, storages_of
+from .spec import Joint, storages_of
 
 log = logging.getLogger("offmate")
 
@@ -46,7 +43,6 @@ def trace_model(
     say: Progress,
     real: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     device: torch.device | None = None,
-    casts: bool = True,
 ) -> Traced:
     """Capture a model and trace its block classes.
 
@@ -54,7 +50,6 @@ def trace_model(
     ----------
     gradients: whether a backward is wanted. say: reports progress.
     real, device: as in `capture`.
-    casts: whether frozen parameters that autocast casts at every use come to the device cast.
     """
     say("capture", 0.0)
     (check_dense if gradients else check_fast_path)(model)
@@ -68,24 +63,11 @@ def trace_model(
     params = dict(model.named_parameters(remove_duplicate=False))
     trainable = frozenset(n for n, name in captured.params.items() if gradients and params[name].requires_grad)
     say("blocks", 0.0)
-    chain = partition(captured, trainable, _may_be_cast(params, captured) if casts else frozenset())
+    chain = partition(captured, trainable)
     check_shared_buffers(dict(model.named_buffers(remove_duplicate=False)), captured, chain)
     differentiated = choose_differentiated(captured, chain, config) if trainable else frozenset()
     blocks = trace_blocks(captured, chain, trainable, differentiated, lambda done, total: say("blocks", done / total))
     return Traced(captured, chain, blocks, differentiated)
-
-
-def _may_be_cast(params: Mapping[str, torch.nn.Parameter], captured: Captured) -> frozenset[str]:
-    """Return the placeholders of frozen float32 parameters whose memory is their own, without gaps or repeats."""
-    sharing = Counter(memory_of(param) for param in {id(param): param for param in params.values()}.values())
-    return frozenset(
-        node
-        for node, name in captured.params.items()
-        if not params[name].requires_grad
-        and params[name].dtype == torch.float32
-        and sharing[memory_of(params[name])] == 1
-        and dense_stride(params[name]) == params[name].stride()
-    )
 
 
 def select_outputs(captured: Captured, config: Config) -> Captured:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ..capture.blocks import TracedBlock
 from ..capture.export import Captured
-from ..capture.model import Traced
 from ..capture.spec import External
 from ..programs.prelude import Prelude
 from ..programs.programs import ClassGraph
@@ -15,14 +14,13 @@ from .options import BlockClass, ClassOption
 from .problem import Lowered
 
 
-def bind(traced: Traced, lowered: Lowered, options: tuple[int, ...]) -> Binding:
+def bind(captured: Captured, lowered: Lowered, options: tuple[int, ...]) -> Binding:
     """Bind every block's programs for its chosen option.
 
     Parameters
     ----------
     options: option index per block.
     """
-    captured = traced.captured
     blocks = tuple(
         _block(captured, block, lowered.classes[block.key], lowered.classes[block.key].options[option])
         for block, option in zip(lowered.blocks, options)
@@ -35,7 +33,6 @@ def bind(traced: Traced, lowered: Lowered, options: tuple[int, ...]) -> Binding:
         shared_item={node.name: items.shared(item) for node, item in lowered.prelude.item.items()},
         constants=dict(captured.constants),
         outputs=returned,
-        casts={captured.params[node.name]: dtype for node, dtype in traced.chain.cast.items()},
     )
 
 

@@ -19,7 +19,6 @@ from ..programs.prelude import lower_prelude
 from ..programs.programs import ClassGraph
 from ..progress import Progress
 from ..solver.scheduling.forward_only import stream_schedule
-from .casting import left_bytes, with_casts_if_they_fit
 from .refusal import stream_refusal
 from .request import Prepared, Request
 from .subject import fixed_bytes
@@ -37,23 +36,9 @@ def make_stream(
     Raises: CaptureError; InfeasibleBudget if some block does not fit.
     """
     start = time.perf_counter()
-
-    def trace(casts: bool) -> Traced:
-        where = accelerator(request.device)
-        return trace_model(model, args, kwargs, request.config, gradients=False, say=say, device=where, casts=casts)
-
-    return with_casts_if_they_fit(lambda traced: _streamed(model, args, kwargs, traced, request, say, start), trace)
-
-
-def _streamed(
-    model: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    traced: Traced,
-    request: Request,
-    say: Progress,
-    start: float,
-) -> Prepared:
+    traced = trace_model(
+        model, args, kwargs, request.config, gradients=False, say=say, device=accelerator(request.device)
+    )
     lowered, fixed = _lowered(model, args, kwargs, traced, request, say)
     schedule, needed = stream_schedule(lowered.problem)
     if schedule is None:
@@ -75,7 +60,7 @@ def _streamed(
     )
     if request.config.backend == "inductor":
         lowered = compiled(lowered, schedule, request.device, say)
-    return Prepared(traced.captured, plan, bind(traced, lowered, schedule.options), {})
+    return Prepared(traced.captured, plan, bind(traced.captured, lowered, schedule.options), {})
 
 
 def _lowered(
@@ -100,7 +85,7 @@ def _lowered(
         rates,
         shared_cores=request.device == EMULATED,
         device_budget_bytes=max(1, request.budget_bytes - fixed),
-        host_budget_bytes=max(0, request.host_budget_bytes - left_bytes(traced)),
+        host_budget_bytes=request.host_budget_bytes,
         turn_around_steps=2,
     )
     return lowered, fixed

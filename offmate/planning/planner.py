@@ -33,7 +33,6 @@ from ..solver.plan import plan as solve_problem
 from ..solver.scheduling.follow import follow
 from ..solver.solve import least_budget
 from ..split import Split
-from .casting import with_casts_if_they_fit
 from .fingerprint import differences, fingerprint_of
 from .refusal import block_rows, refusal
 from .request import Prepared, Request
@@ -55,7 +54,7 @@ def make_plan(
     real: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     near: tuple[Prepared, ...] = (),
     kept: Mapping[str, Plan] | None = None,
-    trace: Callable[[bool], Traced] | None = None,
+    trace: Callable[[], Traced] | None = None,
 ) -> Prepared:
     """Plan one training iteration of a model for batches like this one.
 
@@ -75,26 +74,16 @@ def make_plan(
     """
     start = time.perf_counter()
     where = accelerator(request.device) if machine is None else None
-    if trace is None:
-        trace = _traces(model, args, kwargs, request, say, real, where)
-
-    def make(traced: Traced) -> Prepared:
-        own = replace(request, user_bytes=user_bytes_of(traced, request))
-        subject = Subject(model, args, kwargs, traced, own, updater, machine, say)
-        known_as = _known_as(subject)
-        if given is not None:
-            _check_given(given, known_as, subject)
-        return _prepared(subject, *_planned(subject, known_as, given, near, kept or {}, start))
-
-    return with_casts_if_they_fit(make, trace)
-
-
-def _prepared(subject: Subject, plan: Plan, lowered: Lowered) -> Prepared:
-    """Bind a plan to the model's tensors."""
-    traced, request = subject.traced, subject.request
+    traced = trace() if trace is not None else trace_model(model, args, kwargs, request.config, True, say, real, where)
+    request = replace(request, user_bytes=user_bytes_of(traced, request))
+    subject = Subject(model, args, kwargs, traced, request, updater, machine, say)
+    known_as = _known_as(subject)
+    if given is not None:
+        _check_given(given, known_as, subject)
+    plan, lowered = _planned(subject, known_as, given, near, kept or {}, start)
     if request.config.backend == "inductor":
-        lowered = compiled(lowered, plan.schedule, request.device, subject.say)
-    binding = bind(traced, lowered, plan.schedule.options)
+        lowered = compiled(lowered, plan.schedule, request.device, say)
+    binding = bind(traced.captured, lowered, plan.schedule.options)
     keys = tuple(b.key for b in traced.blocks)
     arrive = arrivals(traced.blocks, traced.captured.params)
     return Prepared(traced.captured, plan, binding, _gradient_like(traced), arrive, keys, structure(traced))
@@ -149,26 +138,10 @@ def _planned(
 
 def trace_once(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], request: Request, say: Progress
-) -> Callable[[bool], Traced]:
-    """Return a function that traces a model once, for all plans of one batch: no budget enters.
-
-    It takes whether frozen parameters are cast on the host, see `trace_model`.
-    """
-    return _traces(model, args, kwargs, request, say, None, accelerator(request.device))
-
-
-def _traces(
-    model: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    request: Request,
-    say: Progress,
-    real: tuple[tuple[Any, ...], dict[str, Any]] | None,
-    where: torch.device | None,
-) -> Callable[[bool], Traced]:
-    return functools.cache(
-        lambda casts: trace_model(model, args, kwargs, request.config, True, say, real, where, casts)
-    )
+) -> Callable[[], Traced]:
+    """Return a function that traces a model once, for all plans of one batch: no budget enters."""
+    where = accelerator(request.device)
+    return functools.cache(lambda: trace_model(model, args, kwargs, request.config, True, say, device=where))
 
 
 def _path(request: Request, fingerprint: str) -> Path | None:

@@ -26,7 +26,6 @@ from ..runtime.torch_names.tensors import storage_key
 from ..sizes import format_bytes
 from ..solver.problem import Problem
 from ..split import side_of
-from .casting import left_bytes
 from .fingerprint import fingerprint_of
 from .request import Request
 from .restore import restore_class
@@ -116,7 +115,7 @@ def lower(
         rates,
         shared_cores=request.device == "emulated",
         device_budget_bytes=request.budget_bytes - fixed,
-        host_budget_bytes=max(0, request.host_budget_bytes - left_bytes(traced)),
+        host_budget_bytes=request.host_budget_bytes,
         update="planned" if subject.updater is not None else "external",
         user_bytes=request.user_bytes or 0,
         turn_around_steps=request.config.turn_around_steps,

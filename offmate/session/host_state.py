@@ -89,11 +89,9 @@ class Truth:
         Raises: ProtocolError if the newest value of an edited parameter was on the device or under way.
         """
         edited = self.edited()
-        self.host.outdated.update(edited)
         moving = self.trained(edited)
         if moving and not self.current:
-            now = self._now()
-            self._versions |= {name: now[name] for name in moving}
+            self.accept()
             raise ProtocolError(
                 f"{moving[0]} was edited through an older reference to its memory while its newest value was on the "
                 "device or being computed, so the edit is lost or mixed with an update; set the parameter again, and "
@@ -140,7 +138,6 @@ class Truth:
             self.host.params = {n: _data(p) for n, p in named.items()}
             self._trains = {n: p.requires_grad for n, p in named.items()}
         self.host.updates.clear()
-        self.host.casts.clear()
         self.accept()
 
     def _rename(self, now: dict[torch.Tensor, str]) -> None:
@@ -175,7 +172,7 @@ class Truth:
                 f"{name} changed from {before} to {after} (dtype, shape, strides, device) after offmate.compile; the "
                 "plan counts its bytes. Convert the model first, then compile it"
             )
-        if self._updater is not None and param.requires_grad and param not in self._updater.names:
+        if self._updater is not None and param not in self._updater.names:
             raise ProtocolError(
                 f"{name} was replaced by another parameter, which the optimizer does not hold; copy into the old one, "
                 "or load with load_state_dict(assign=False)"

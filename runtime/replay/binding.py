@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -83,7 +83,6 @@ class Binding:
     shared_item: name of a shared value -> item that holds its storage (`x:...`).
     constants: by name, tensors that the graph itself holds.
     outputs: names of the values that the model returns.
-    casts: parameters that come to the device in a lower precision, with this precision.
     """
 
     start: StartBinding
@@ -92,7 +91,6 @@ class Binding:
     shared_item: dict[str, Item]
     constants: dict[str, torch.Tensor]
     outputs: tuple[str, ...]
-    casts: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     @cached_property
     def buffers(self) -> tuple[str, ...]:
@@ -113,7 +111,6 @@ class HostState:
     Parameters
     ----------
     params: host tensor of every parameter. buffers: host tensor of every buffer.
-    casts: copies of frozen parameters in a lower precision. outdated: parameters that have changed since.
     states: optimizer state of every trainable parameter, empty until its first update.
     updates: number of updates that each parameter has had.
     grads: host memory that gradients leave to, kept from one iteration to the next.
@@ -131,8 +128,6 @@ class HostState:
     totals: set[str] = field(default_factory=set)
     gate_is_open: bool = True
     norm: torch.Tensor | None = None
-    casts: dict[str, torch.Tensor] = field(default_factory=dict)
-    outdated: set[str] = field(default_factory=set)
     unscaling: Unscaling | None = None
 
 

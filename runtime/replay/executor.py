@@ -77,7 +77,6 @@ class Executor:
 
     def load(self, micro_batch: int = 0) -> None:
         """Bring to the device the items with which a micro-batch starts."""
-        self.world.renew_casts()
         self.device.ledger.add("b", self.fixed_bytes)
         for item in resident_at(self.schedule, micro_batch):
             if item.kind in _OF_THE_LAST:
@@ -210,7 +209,7 @@ class Executor:
         self.device.drain()
         host = self.host
         states = [v for state in host.states.values() for v in state.values() if isinstance(v, torch.Tensor)]
-        shared = [*host.params.values(), *host.casts.values(), *host.buffers.values(), *host.grads.values(), *states]
+        shared = [*host.params.values(), *host.buffers.values(), *host.grads.values(), *states]
         storages = park(self._contents, [*given, *shared, *self.binding.constants.values()])
         return Parked(storages, self.device.ledger.put_aside())
 

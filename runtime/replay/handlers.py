@@ -55,7 +55,7 @@ class Parameters:
         self._world, self._contents, self._unmoved = world, world.contents, unmoved
 
     def bring(self, item: Item) -> None:
-        home = self._world.home_of(item.name)
+        home = self._world.host.params[item.name]
         if item.name in self._unmoved:
             self._contents.params[item.name] = Buffer({"": home})
         else:

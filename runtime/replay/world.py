@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
-
 from ...solver.items import Item
 from ...solver.schedule import Schedule
 from ..devices.device import Device
@@ -43,22 +41,6 @@ class World:
     def tiers(self) -> dict[str, Ledger]:
         """The ledgers, by name, of tiers besides device and host, each with its capacity as the limit."""
         return {tier.name: Ledger(tier.capacity_bytes) for tier in self.schedule.rates.tiers}
-
-    def home_of(self, name: str) -> torch.Tensor:
-        """Return the host memory of a parameter as it comes to the device."""
-        return self.host.casts[name] if name in self.binding.casts else self.host.params[name]
-
-    def renew_casts(self) -> None:
-        """Cast the parameters that come to the device cast and have changed since; none may be on the device."""
-        host = self.host
-        for name, dtype in self.binding.casts.items():
-            known = host.casts.get(name)
-            if known is None or known.dtype != dtype or name in host.outdated:
-                param = host.params[name]
-                if known is None or (known.dtype, known.shape, known.stride()) != (dtype, param.shape, param.stride()):
-                    known = self.device.empty_host_like(torch.empty_like(param, dtype=dtype, device="meta"))
-                host.casts[name] = known.copy_(param)
-                host.outdated.discard(name)
 
     def tier_of(self, item: Item) -> str:
         """Return the tier that an item leaves to."""
