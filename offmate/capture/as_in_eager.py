@@ -1,4 +1,4 @@
-"""Corrections where a trace would differ from eager mode: writes, strides, and autocast in the backward."""
+"""Corrections where a trace would differ from eager mode: writes, strides, autocast, and vectors of matrices."""
 
 from __future__ import annotations
 
@@ -7,10 +7,24 @@ from typing import Any
 
 import torch
 
+from ..errors import CaptureError
 from ..runtime.operators.layouts import lay_out
 from ..runtime.torch_names.operators import schema_of
 from ..runtime.torch_names.tracing import FunctionalTensor, TorchDispatchMode, replace_value, value_of
 from .functions import as_eager
+
+_ATEN = torch.ops.aten
+_AUTOCAST_KINDS = ("cpu", "cuda")
+
+# Operators that decompose for the values alone if nothing needs a gradient; under a trace they ask for vectors as well,
+# and the values of that other algorithm differ in their last bits.
+_OF_VALUES = frozenset((
+    _ATEN.linalg_svdvals, _ATEN.linalg_eigvalsh, _ATEN.linalg_norm, _ATEN.linalg_matrix_norm, _ATEN.linalg_cond,
+    _ATEN.linalg_matrix_rank, _ATEN.norm, _ATEN.nuclear_norm,
+))  # fmt: skip
+
+# Operators whose kernels call others that autocast casts for, which a trace below autocast does not see.
+_CASTING_INSIDE = {_ATEN._trilinear: "bilinear", _ATEN.linalg_pinv: "pinv"}
 
 
 def copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -24,7 +38,12 @@ def copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
 def run_openly(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator so that the trace shows the writes of its kernel that the schema does not declare."""
     copies = {position: args[position].clone() for position in _silent_writes(target, args)}
-    result = as_eager(target)(*(copies.get(position, value) for position, value in enumerate(args)), **kwargs)
+    with contextlib.ExitStack() as stack:
+        if _wants_values_alone(target, args):
+            stack.enter_context(_ValuesAlone())
+        if any(map(torch.is_autocast_enabled, _AUTOCAST_KINDS)):
+            stack.enter_context(_CastsSeen())
+        result = as_eager(target)(*(copies.get(position, value) for position, value in enumerate(args)), **kwargs)
     for position, copy in copies.items():
         args[position].copy_(copy)
     return result
@@ -35,6 +54,37 @@ def _silent_writes(target: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
     if target is not torch.ops.aten.batch_norm.default or args[0].device.type != "cuda" or not args[5]:
         return ()
     return tuple(position for position in (3, 4) if args[position] is not None)
+
+
+def _wants_values_alone(target: Any, args: tuple[Any, ...]) -> bool:
+    if getattr(target, "overloadpacket", None) not in _OF_VALUES:
+        return False
+    return not (torch.is_grad_enabled() and any(a.requires_grad for a in args if isinstance(a, torch.Tensor)))
+
+
+class _ValuesAlone(TorchDispatchMode):
+    """Decomposes without vectors, as eager mode does where nothing needs a gradient."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _ATEN._linalg_svd.default:
+            args = (args[0], False, False)
+        elif func is _ATEN._linalg_eigh.default:
+            args = (args[0], args[1] if len(args) > 1 else "L", False)
+        return func(*args, **(kwargs or {}))
+
+
+class _CastsSeen(TorchDispatchMode):
+    """Refuses operators inside whose kernels autocast, which is on, would cast."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = _CASTING_INSIDE.get(getattr(func, "overloadpacket", None))
+        if name and any(isinstance(a, torch.Tensor) and a.dtype is torch.float32 for a in args):
+            raise CaptureError(
+                f"the forward calls {name} under torch.autocast, which casts for the products inside its kernel; a "
+                "graph does not see these casts. Call it in a region of its own: "
+                "with torch.autocast(device_type, enabled=False): ..."
+            )
+        return func(*args, **(kwargs or {}))
 
 
 class LayoutsKept(TorchDispatchMode):
@@ -61,7 +111,7 @@ class LayoutsKept(TorchDispatchMode):
 @contextlib.contextmanager
 def no_autocast() -> Any:
     with contextlib.ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
+        for kind in _AUTOCAST_KINDS:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield

@@ -89,5 +89,9 @@ def is_without_memory(model: torch.nn.Module) -> bool:
 def memory_of(tensor: torch.Tensor) -> int:
     """Return a number that tensors in the same memory share: their address, or, if they have none, their storage."""
     storage = tensor.untyped_storage()
-    without = tensor.device.type == "meta" or isinstance(tensor, FakeTensor)
-    return storage_key(storage) if without else storage.data_ptr()
+    return storage.data_ptr() if has_address(tensor) else storage_key(storage)
+
+
+def has_address(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has memory of its own; meta and fake tensors have none."""
+    return tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)

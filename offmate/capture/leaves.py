@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import torch
 
 from ..errors import CaptureError
@@ -11,7 +9,7 @@ from ..guards.python_objects import Found
 from .chain import Chain
 from .effects import updates_stats
 from .export import Captured
-from .fake import memory_of
+from .fake import has_address, memory_of
 from .observe import entry_of
 
 
@@ -55,29 +53,52 @@ def check_outputs(captured: Captured) -> None:
             )
 
 
-def check_shared_buffers(buffers: dict[str, torch.Tensor], captured: Captured, chain: Chain) -> None:
-    """Raise CaptureError if the forward writes a buffer whose memory another buffer or constant shares.
-
-    Parameters
-    ----------
-    buffers: the model's buffers under all their names.
-    """
+def check_shared_buffers(model: torch.nn.Module, captured: Captured, chain: Chain) -> None:
+    """Raise CaptureError if the forward writes a buffer whose memory another buffer, constant or parameter shares."""
     owner = {s: n for n in captured.graph.nodes if n.op == "placeholder" for s in chain.facts[n].storages}
     written = {owner[s].name for facts in chain.facts.values() for s in facts.written if s in owner}
     for node in captured.graph.nodes:
         if node.op == "call_function" and updates_stats(node):
             written |= {source.name for source in node.all_input_nodes}
-    tensors = {name: buffers[target] for name, target in captured.buffers.items()} | captured.constants
-    sharing: dict[int, list[str]] = defaultdict(list)
-    for name, tensor in tensors.items():
-        if tensor.numel():
-            sharing[memory_of(tensor)].append(name)
-    for names in sharing.values():
-        if len(names) > 1 and written & {*names}:
+    if not written:
+        return
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    tensors: dict[str, torch.Tensor] = {name: buffers[target] for name, target in captured.buffers.items()}
+    tensors |= captured.constants
+    # A parameter is in danger even where the forward does not read it.
+    tensors |= {f"parameter {name}": param for name, param in model.named_parameters()}
+    for names in _sharing(tensors):
+        own = sorted(written & {*names})
+        if own:
+            other = next(name for name in names if name != own[0])
+            called = {node: f"buffer {name}" for node, name in captured.buffers.items()}
             raise CaptureError(
-                f"the forward writes into {names[0]}, whose memory {names[1]} shares; a graph would not see the one "
-                "change with the other. Give each its own memory, or read both through one buffer"
+                f"the forward writes into {called.get(own[0], own[0])}, whose memory {called.get(other, other)} "
+                "shares; a graph would not see the one change with the other. Give each its own memory, or read both "
+                "through one buffer"
             )
+
+
+def _sharing(tensors: dict[str, torch.Tensor]) -> list[list[str]]:
+    """Return the names of tensors that share bytes, each group once."""
+    spans = sorted((*_span(tensor), name) for name, tensor in tensors.items() if tensor.numel())
+    groups: list[list[str]] = []
+    reach = -1
+    for start, end, name in spans:
+        if start >= reach:
+            groups.append([])
+        groups[-1].append(name)
+        reach = max(reach, end)
+    return [group for group in groups if len(group) > 1]
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return a tensor's first address and the one after its last, or a number of its storage if it has none."""
+    if not has_address(tensor):
+        return memory_of(tensor), memory_of(tensor) + 1
+    start = tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return start, start + (last + 1) * tensor.element_size()
 
 
 def check_fast_path(model: torch.nn.Module) -> None:

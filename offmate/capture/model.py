@@ -64,7 +64,7 @@ def trace_model(
     trainable = frozenset(n for n, name in captured.params.items() if gradients and params[name].requires_grad)
     say("blocks", 0.0)
     chain = partition(captured, trainable)
-    check_shared_buffers(dict(model.named_buffers(remove_duplicate=False)), captured, chain)
+    check_shared_buffers(model, captured, chain)
     differentiated = choose_differentiated(captured, chain, config) if trainable else frozenset()
     blocks = trace_blocks(captured, chain, trainable, differentiated, lambda done, total: say("blocks", done / total))
     return Traced(captured, chain, blocks, differentiated)

@@ -168,6 +168,54 @@ def test_buffers_that_share_memory_are_refused_if_one_is_written():
         train(Shared, True)
 
 
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_written_buffer_on_the_memory_of_a_parameter_is_refused(frozen: bool, read: bool):
+    class Lying(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(8), requires_grad=not frozen)
+            self.register_buffer("count", self.scale.detach()[2:3])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count.add_(1)
+            return super().forward(x * self.scale if read else x)
+
+    with pytest.raises(CaptureError, match="writes into buffer count, whose memory parameter scale shares"):
+        train(Lying, True)
+
+
+def test_buffers_side_by_side_in_one_memory_may_be_written():
+    class Neighbours(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            whole = torch.zeros(16)
+            self.register_buffer("p", whole[:8])
+            self.register_buffer("q", whole[8:])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.p.add_(x.detach().mean(0))
+            return super().forward(x + self.q) * (1 + self.p.sum())
+
+    alike(Neighbours)
+
+
+def test_memory_that_two_arrays_share_is_seen():
+    class Overlapping(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            whole = numpy.zeros(12, dtype=numpy.float32)
+            self.register_buffer("p", torch.from_numpy(whole[:8]))
+            self.register_buffer("q", torch.from_numpy(whole[4:]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.p.add_(x.detach().mean(0))
+            return super().forward(x + self.q)
+
+    with pytest.raises(CaptureError, match="writes into buffer p, whose memory buffer q shares"):
+        train(Overlapping, True)
+
+
 @pytest.mark.parametrize("planned", [True, False])
 def test_parameters_without_elements_are_refused_if_they_are_read(planned: bool):
     class Gappy(Net):
@@ -460,3 +508,45 @@ def test_what_a_backward_needs_and_the_forward_overwrites_is_named(forward):
         model(x)
     with torch.no_grad():
         assert torch.equal(model(x), made(Overwriting, False)[0](x))
+
+
+@pytest.mark.parametrize("name", ["bilinear", "pinv"])
+def test_casts_inside_a_kernel_are_refused_under_autocast(name: str):
+    class Casting(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixed = torch.nn.Bilinear(8, 8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if name == "bilinear":
+                return self.mixed(x, x).square().mean()
+            return torch.linalg.pinv(self.a.weight).square().mean() + super().forward(x)
+
+    alike(Casting)
+    with pytest.raises(CaptureError, match=f"{name} under torch.autocast"), torch.autocast("cpu", torch.bfloat16):
+        train(Casting, True)
+
+
+VALUES = {
+    "singular values": torch.linalg.svdvals,
+    "eigenvalues": lambda h: torch.linalg.eigvalsh(h @ h.T),
+    "nuclear norm": lambda h: torch.linalg.matrix_norm(h, "nuc"),
+    "spectral norm": lambda h: torch.linalg.matrix_norm(h, 2),
+    "condition": torch.linalg.cond,
+}
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("name", VALUES)
+def test_values_of_decompositions_are_eagers_with_and_without_gradients(name: str, gradients: bool):
+    class Decomposing(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            # An input without gradient is decomposed for its values alone, in training, too.
+            return VALUES[name](self.a(x)).sum() + VALUES[name](x @ x.T).sum() + super().forward(x)
+
+    def run(compiles: bool) -> torch.Tensor:
+        model, _ = made(Decomposing, compiles)
+        with torch.set_grad_enabled(gradients):
+            return model(torch.randn(37, 8)).detach()
+
+    assert torch.equal(run(True), run(False))
