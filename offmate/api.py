@@ -99,11 +99,7 @@ def compile(
     request = replace(
         request, micro_batches=accumulation_steps, clips=max_grad_norm is not None, scales=scaler is not None
     )
-    names = parameter_names(model, optimizer) if optimizer is not None else {}
-    _check_updates(config, names)
-    if optimizer is not None:
-        _check_coverage(model, names)
-        check_optimizer(optimizer)
+    names = _planned_names(model, optimizer, config)
     session = Session(model, request, optimizer, names, plan, planning_progress, max_grad_norm, scaler)
     take_over_model(model, session)
     if optimizer is not None:
@@ -154,11 +150,7 @@ def plan(
     request = replace(
         request, micro_batches=accumulation_steps, clips=max_grad_norm is not None, scales=scaler is not None
     )
-    names = parameter_names(model, optimizer) if optimizer is not None else {}
-    _check_updates(config, names)
-    if optimizer is not None:
-        _check_coverage(model, names)
-        check_optimizer(optimizer)
+    names = _planned_names(model, optimizer, config)
     args = example_inputs if isinstance(example_inputs, tuple) else ()
     kwargs = example_inputs if isinstance(example_inputs, dict) else {}
     machine = _machine(hardware, model)
@@ -287,13 +279,22 @@ def _enabled(scaler: torch.amp.GradScaler | None, planned: bool) -> torch.amp.Gr
     return scaler
 
 
-def _check_coverage(model: torch.nn.Module, names: dict[torch.Tensor, str]) -> None:
+def _planned_names(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, config: Config
+) -> dict[torch.Tensor, str]:
+    """Return the names of the parameters whose updates are planned. Raises: OffmateError if they cannot be."""
+    names = parameter_names(model, optimizer) if optimizer is not None else {}
+    _check_updates(config, names)
+    if optimizer is None:
+        return names
     missing = [n for n, p in model.named_parameters() if p.requires_grad and p not in names]
     if missing:
         raise OffmateError(
             f"{len(missing)} parameters require a gradient but the optimizer does not hold them ({missing[0]}, ...); "
             "freeze them with requires_grad_(False) or add them to the optimizer"
         )
+    check_optimizer(optimizer)
+    return names
 
 
 def _check_updates(config: Config, names: dict[torch.Tensor, str]) -> None:

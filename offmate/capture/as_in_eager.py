@@ -1,4 +1,4 @@
-"""Corrections where a trace would differ from eager mode: writes, strides, autocast, and vectors of matrices."""
+"""Corrections where a trace would differ from eager mode: writes, strides, autocast, and choices of algorithms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 from ..errors import CaptureError
 from ..runtime.operators.layouts import lay_out
-from ..runtime.torch_names.operators import schema_of
+from ..runtime.operators.products import product_backward
+from ..runtime.torch_names.operators import eigh, schema_of, svd, trilinear
 from ..runtime.torch_names.tracing import FunctionalTensor, TorchDispatchMode, replace_value, value_of
 from .functions import as_eager
 
@@ -24,7 +25,7 @@ _OF_VALUES = frozenset((
 ))  # fmt: skip
 
 # Operators whose kernels call others that autocast casts for, which a trace below autocast does not see.
-_CASTING_INSIDE = {_ATEN._trilinear: "bilinear", _ATEN.linalg_pinv: "pinv"}
+_CASTING_INSIDE: dict[Any, str] = {trilinear: "bilinear", _ATEN.linalg_pinv: "pinv"}
 
 
 def copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -43,7 +44,8 @@ def run_openly(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             stack.enter_context(_ValuesAlone())
         if any(map(torch.is_autocast_enabled, _AUTOCAST_KINDS)):
             stack.enter_context(_CastsSeen())
-        result = as_eager(target)(*(copies.get(position, value) for position, value in enumerate(args)), **kwargs)
+        run = _BY_HAND.get(target) or as_eager(target)
+        result = run(*(copies.get(position, value) for position, value in enumerate(args)), **kwargs)
     for position, copy in copies.items():
         args[position].copy_(copy)
     return result
@@ -56,6 +58,38 @@ def _silent_writes(target: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(position for position in (3, 4) if args[position] is not None)
 
 
+class _Product(torch.autograd.Function):
+    """`prod` with eager mode's backward, which looks at the values."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: torch.Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(value)
+        ctx.numbers = dim, keepdim, dtype
+        return value.prod(dtype=dtype) if dim is None else value.prod(dim, keepdim, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return product_backward(grad, *ctx.saved_tensors, *ctx.numbers), None, None, None
+
+
+def _product(
+    value: torch.Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    if value.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(value.device.type):
+        # Autocast's rule for products, which the function's own forward would hide from autograd.
+        if value.device.type == "cpu":
+            value = value.float()
+        else:
+            dtype = dtype or torch.float32
+    return _Product.apply(value, dim, keepdim, dtype)
+
+
+_BY_HAND: dict[Any, Any] = {_ATEN.prod.default: _product, _ATEN.prod.dim_int: _product}
+"""What to run for operators whose backward eager mode chooses by values."""
+
+
 def _wants_values_alone(target: Any, args: tuple[Any, ...]) -> bool:
     if getattr(target, "overloadpacket", None) not in _OF_VALUES:
         return False
@@ -66,9 +100,9 @@ class _ValuesAlone(TorchDispatchMode):
     """Decomposes without vectors, as eager mode does where nothing needs a gradient."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _ATEN._linalg_svd.default:
+        if func is svd:
             args = (args[0], False, False)
-        elif func is _ATEN._linalg_eigh.default:
+        elif func is eigh:
             args = (args[0], args[1] if len(args) > 1 else "L", False)
         return func(*args, **(kwargs or {}))
 

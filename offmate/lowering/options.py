@@ -85,7 +85,7 @@ def _block_graph(graph: ClassGraph) -> BlockGraph:
         seconds = graph.costs.get(node.name, NodeCost()).seconds
         ops.append(Op(node.name, seconds, reads, makes, node in graph.recomputable))
     own = {s for op in ops for s in op.makes}
-    storages = tuple(Storage(graph.bytes[s], s not in own) for s in range(len(graph.number)))
+    storages = tuple(Storage(graph.bytes[s], s not in own) for s in range(len(graph.bytes)))
     return BlockGraph(tuple(ops), storages, graph.wanted & own)
 
 

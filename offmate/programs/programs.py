@@ -93,7 +93,7 @@ class ClassGraph:
                 # The trace gave this view its own storage.
                 self.number[storage_key(storage)] = self.storages(node.all_input_nodes[0])[0]
             if storage_key(storage) not in self.number:
-                number = self.number[storage_key(storage)] = len(self.number)
+                number = self.number[storage_key(storage)] = len(self.bytes)
                 self.bytes[number] = nbytes
                 self.maker[number] = node
 

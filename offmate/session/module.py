@@ -167,10 +167,11 @@ class PlannedModule:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; with a planned optimizer none are left."""
-        session = self.__dict__["_offmate_session"]
-        session.zero_grad(set_to_none)
-        if session.updater is None:
+        updates = self.__dict__["_offmate_session"].updates
+        if updates is None:
             super().zero_grad(set_to_none)  # type: ignore[misc]
+        else:
+            updates.zero_grad(set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's current state."""

@@ -41,23 +41,23 @@ class PlannedOptimizer:
                 "backward() yourself, then optimizer.step()"
             )
         note_step(self)
-        if self._offmate.assigned.params:
-            self._offmate.step_assigned(self)
+        if self._offmate.updates.assigned.params:
+            self._offmate.updates.step_assigned(self)
             return
         before, after = step_hooks(self)
         for hook in before.values():
             hook(self, (), {})
         found_inf = getattr(self, "found_inf", None)  # a scaler sets it for the time of a step
         if found_inf is not None and bool(found_inf):
-            self._offmate.skip()
+            self._offmate.updates.skip()
         else:
-            self._offmate.step()
+            self._offmate.updates.step()
         for hook in after.values():
             hook(self, (), {})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients from outside the plan and those behind a gate; the plan has consumed the others."""
-        self._offmate.zero_grad(set_to_none)
+        self._offmate.updates.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's current state, as plain PyTorch does."""

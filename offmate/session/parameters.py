@@ -119,9 +119,9 @@ class PlannedParameter(_Copied, torch.nn.Parameter):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if value is not None:
-            self.__dict__["_offmate"].assign(self, value)
+            self.__dict__["_offmate"].updates.assign(self, value)
             return
-        self.__dict__["_offmate"].zero_grad()
+        self.__dict__["_offmate"].updates.zero_grad()
 
 
 def give_classes(session: Any) -> None:

@@ -129,6 +129,12 @@ class Residence:
             if self.turns.iteration is not None:
                 self.turns.iteration.reads()
 
+    def drop_forward(self) -> None:
+        """Give up the forward that waits for its backward; the sums of earlier micro-batches stay."""
+        self.turns.forward_dropped()
+        self.preparer.user_code.forget()
+        self.bring_home()
+
     def renew_states(self) -> None:
         """Send the optimizer's states to the device again if the user may have written them."""
         if self.truth.take_reads() and self.active is not None:

@@ -27,9 +27,9 @@ class PlannedScaler(UnscalesElsewhere):
     ) -> dict[torch.device, torch.Tensor] | None:
         """Unscale the gradients that a plan has made for this scaler, or only check them."""
         session = getattr(optimizer, "_offmate", None)
-        if session is None or session.scaling is None or session.scaling.scaler is not self:
+        if session is None or session.updates.scaling is None or session.updates.scaling.scaler is not self:
             return None
-        found: dict[torch.device, torch.Tensor] | None = session.unscale(None if only_checks else inverse)
+        found: dict[torch.device, torch.Tensor] | None = session.updates.unscale(None if only_checks else inverse)
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:

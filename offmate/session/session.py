@@ -24,21 +24,19 @@ from ..progress import Progress
 from ..runtime.layouts import on_storage
 from ..runtime.replay.unscaling import Unscaling
 from ..runtime.torch_names import trees as pytree
-from . import ending
 from .aside import aside
-from .assigned import Assigned
 from .autograd import Iteration, Replay, in_order
 from .contexts import alone, ordinary, outside_inference
-from .edits import check_groups, check_inputs, check_unchanged, late_edit
+from .edits import check_unchanged
 from .gradients import fed, take_in
 from .host_state import Truth
-from .outside import Outside
 from .pace import Pace
 from .parameters import give_classes
 from .preparer import Preparer
 from .residence import Residence
-from .scaling import Scaling, skip, unscale
+from .scaling import Scaling
 from .turns import Turn, Turns
+from .updates import Updates
 from .variants import Call, Variant
 
 log = logging.getLogger("offmate")
@@ -47,8 +45,9 @@ log = logging.getLogger("offmate")
 class Session:
     """Runs a compiled model.
 
-    State: `turns`, the position in the loop; `residence`, what is on the device; `truth`, what the host holds;
-    `preparer`, the variants; `pace`, how long steps take; `_said`, messages that were logged and are not repeated.
+    State: `turns`, the position in the loop; `residence`, what is on the device; `updates`, of the planned optimizer;
+    `truth`, what the host holds; `preparer`, the variants; `pace`, how long steps take; `_said`, messages that were
+    logged and are not repeated.
     Changed by one thread at a time.
 
     Parameters
@@ -78,12 +77,6 @@ class Session:
         self.device = make_device(request.device, request.budget_bytes)
         self.watch = Watch(model)
         self.truth = Truth(model, self.updater, self.watch)
-        self.scaling: Scaling | None = None
-        if scaler is not None and optimizer is not None:
-            self.scaling = Scaling(scaler, optimizer, request.clips)
-            self.truth.host.unscaling = Unscaling(self.device)
-        self.assigned = Assigned()
-        self.outside = Outside(names, request.gate)
         self.preparer = Preparer(
             request, self._plainness, self.watch, self.truth, self.device, self.updater, max_grad_norm, given, progress
         )
@@ -91,6 +84,11 @@ class Session:
         self.turns = Turns(request.micro_batches, request.gate)
         self.residence = Residence(self.device, self.updater, self.turns, self.truth, self.preparer, self.pace)
         self.process, self.lock = self.residence.process, self.residence.lock
+        scaling: Scaling | None = None
+        if scaler is not None and optimizer is not None:
+            scaling = Scaling(scaler, optimizer, request.clips)
+            self.truth.host.unscaling = Unscaling(self.device)
+        self.updates = Updates(self.residence, self.updater, names, scaling) if self.updater is not None else None
         self._said: set[str] = set()
 
     @property
@@ -126,14 +124,14 @@ class Session:
         if call.trains:
             self.truth.check_whole()
         self.turns.check_call(call)
-        if call.trains:
-            self.assigned.check_none()
+        if call.trains and self.updates is not None:
+            self.updates.assigned.check_none()
         check_hooks(self.watch.parameters, self.updater is not None)
         if self.turns.turn is Turn.BACKWARD:
             if not call.trains and not self.truth.edited() and not self.truth.has_other_parameters(False):
                 self.truth.adopt_buffers()
                 return self._handed_over(*self._aside(call))
-            self._drop_forward()
+            self.residence.drop_forward()
         self._follow_parameters(call.trains)
         self.preparer.account_for_user_code()
         edited = self.truth.check_edits()
@@ -212,13 +210,7 @@ class Session:
         iteration.reads({name: self.truth.host.buffers[name] for name in variant.prepared.binding.buffers})
         return outputs
 
-    def _drop_forward(self) -> None:
-        """Give up the forward that waits for its backward; the sums of earlier micro-batches stay."""
-        self.turns.forward_dropped()
-        self.preparer.user_code.forget()
-        self.residence.bring_home()
-
-    # -- backward and step --------------------------------------------------------------------------------------------
+    # -- backward --------------------------------------------------------------------------------------------
 
     def forward(self, variant: Variant, tensors: list[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
         """Run the forwards on behalf of autograd."""
@@ -249,14 +241,8 @@ class Session:
             self.residence.give_up()
             raise
         self.residence.renew_states()
-        if self.updater is not None:
-            check_groups(self.updater)
-            check_inputs(wanted, variant.updates)
-            self.turns.check_zeroed(variant.updates)
-            self.outside.backward_begins(self.turns.micro_batches)
-        if self.scaling is not None:
-            assert self.truth.host.unscaling is not None
-            self.truth.host.unscaling.begin(self.scaling.backward_begins(self.turns.micro_batches))
+        if self.updates is not None:
+            self.updates.backward_begins(variant, wanted)
         into = self.request.config.gradients_into
         gradients = take_in(variant.prepared, grads, self.device.torch_device, into)
         iteration.ends()
@@ -276,104 +262,10 @@ class Session:
             self.pace.step_done(variant.prepared.plan)
         return handed
 
-    @alone
-    @outside_inference
-    def step(self) -> None:
-        """Handle the user's optimizer.step()."""
-        self.process.check()
-        self.turns.check_step(self.outside.any)
-        if self.turns.turn is Turn.BACKWARD:
-            self._drop_forward()
-        assert self.updater is not None
-        check_groups(self.updater)
-        if self.scaling is not None:
-            self.scaling.check_step()
-            self.updater.grad_scales = self.scaling.left_to_the_kernel(self.device.torch_device)
-        if self.request.gate:
-            self.updater.snapshot()
-        else:
-            self.updater.check_unchanged()
-        edited = self.truth.trained(self.truth.check_edits()) + self.truth.take_states()
-        self.preparer.account_for_user_code()
-        outside = ending.take_outside(self.residence, self.outside)
-        if outside and self.truth.host.unscaling is not None:
-            self.truth.host.unscaling.norm = None  # gradients of unscaled terms, after unscale_(), count too
-        if self.request.gate and (edited or outside or not ending.plan_ends_it(self.residence)):
-            ending.finish_on_host(self.residence, outside)
-            return
-        if edited:
-            # End the iteration on the host, since the rest of the plan would undo the edit.
-            self.residence.bring_home()
-            self.turns.step_done()
-            raise late_edit(edited[0])
-        active = self.residence.active
-        assert active is not None
-        self.residence.renew_states()
-        with self.residence.whole():
-            self.truth.current = False
-            active.executor.turn_around()
-            self.turns.step_done()
-        self.pace.step_done(active.prepared.plan)
-
-    @alone
-    @outside_inference
-    def unscale(self, inverse: torch.Tensor | None) -> dict[torch.device, torch.Tensor] | None:
-        """Unscale the gradients of this update on behalf of the user's scaler; see `scaling.unscale`."""
-        self.process.check()
-        if not self.turns.micro_batches:
-            return None
-        if self.turns.turn is Turn.BACKWARD:
-            self._drop_forward()
-        assert self.scaling is not None
-        return unscale(self.residence, self.scaling, self.outside, inverse)
-
-    @alone
-    @outside_inference
-    def skip(self) -> None:
-        """Handle an optimizer.step() that makes no update, since the scaler has found a value that is not finite."""
-        self.process.check()
-        self.turns.check_step(self.outside.any)
-        self.preparer.account_for_user_code()
-        skip(self.residence)
-
     @property
     def grad_norm(self) -> torch.Tensor | None:
         """The global norm of the last iteration's gradients, before clipping."""
         return self.truth.host.norm
-
-    @alone
-    @outside_inference
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Handle the user's zero_grad(); the planned optimizer has consumed the plan's gradients already."""
-        if self.updater is None:
-            return
-        self.turns.zeroing(set_to_none)
-        self.process.check()
-        self.assigned.clear()
-        self.turns.check_clearing()
-        self.outside.clear()
-        early = self.turns.micro_batches if self.request.gate else 0
-        if early:
-            log.info("zero_grad() before optimizer.step(): the gradients of %d backward() are dropped", early)
-            self.residence.give_up()
-        self.turns.cleared(early > 0)
-
-    @alone
-    def assign(self, param: torch.nn.Parameter, value: torch.Tensor) -> None:
-        """Set a parameter's gradient. Raises: ProtocolError in the middle of an iteration."""
-        if self.turns.in_iteration:
-            raise ProtocolError(
-                "a gradient was assigned to a parameter whose updates are planned, in the middle of an iteration; the "
-                "plan would not see it. Compile without optimizer= to work on .grad"
-            )
-        self.residence.bring_home()
-        self.assigned.take(param, value)
-
-    def step_assigned(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update on the host as plain PyTorch does, with the optimizer's own step."""
-        assert self.updater is not None
-        self.updater.base.step(optimizer)
-        self.truth.adopt_states()
 
     # -- reading and loading ------------------------------------------------------------------------------------------
 
@@ -408,7 +300,7 @@ class Session:
         """Give up a forward under way, since a state is about to be loaded; gradients that wait behind a gate stay."""
         self.process.check()
         if self.turns.turn is Turn.BACKWARD:
-            self._drop_forward()
+            self.residence.drop_forward()
         self.residence.bring_home()
         if not self.request.gate:
             self.turns.given_up()

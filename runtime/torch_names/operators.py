@@ -37,6 +37,11 @@ log_softmax_backward = torch.ops.aten._log_softmax_backward_data.default
 # A view that autograd does not track, as products of matrices return it.
 unsafe_view = torch.ops.aten._unsafe_view.default
 
+# What the public functions of decompositions, and `bilinear`, are made of.
+svd = torch.ops.aten._linalg_svd.default
+eigh = torch.ops.aten._linalg_eigh.default
+trilinear = torch.ops.aten._trilinear
+
 # What `scaled_dot_product_attention` becomes on a CPU.
 attention_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 attention_on_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

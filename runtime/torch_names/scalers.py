@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from typing import Any
 
 import torch
@@ -28,9 +29,10 @@ def unscales_in_its_own_way(scaler: torch.amp.GradScaler) -> bool:
     return own not in (torch.amp.GradScaler._unscale_grads_, UnscalesElsewhere._unscale_grads_)
 
 
-class UnscalesElsewhere(torch.amp.GradScaler):
+class UnscalesElsewhere(torch.amp.GradScaler, abc.ABC):
     """Mixin for a scaler's class: gradients that lie elsewhere than in `.grad` are unscaled there."""
 
+    @abc.abstractmethod
     def unscaled(
         self, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, only_checks: bool
     ) -> dict[torch.device, torch.Tensor] | None:
@@ -42,7 +44,6 @@ class UnscalesElsewhere(torch.amp.GradScaler):
 
         Returns: by device, a number above 0 if a value was not finite; None if the gradients lie in `.grad`.
         """
-        raise NotImplementedError
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool

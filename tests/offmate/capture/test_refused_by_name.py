@@ -550,3 +550,45 @@ def test_values_of_decompositions_are_eagers_with_and_without_gradients(name: st
             return model(torch.randn(37, 8)).detach()
 
     assert torch.equal(run(True), run(False))
+
+
+PRODUCTS = {
+    "all": lambda h: h.prod(),
+    "rows": lambda h: h.prod(1).sum(),
+    "transposed": lambda h: h.T.prod(1, keepdim=True).sum(),
+    "in double": lambda h: h.prod(0, dtype=torch.float64).sum().float(),
+}
+
+
+@pytest.mark.parametrize("zeros", [0, 1, 3])
+@pytest.mark.parametrize("lower", [False, True])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_gradients_of_products_are_eagers_with_and_without_zeros(name: str, lower: bool, zeros: int):
+    class Multiplying(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            factors = 1 + 0.1 * self.b(self.a(x))
+            mask = torch.ones(3, 8)
+            mask.view(-1)[:zeros] = 0
+            return PRODUCTS[name](factors * mask)
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=lower):
+        model, optimizer = made(Multiplying, True)
+        plain, own = made(Multiplying, False)
+        losses = [m(torch.full((3, 8), 0.3)) for m in (model, plain)]
+    for loss, stepped in zip(losses, (optimizer, own)):
+        loss.backward()
+        stepped.step()
+    assert torch.equal(losses[0], losses[1])
+    assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
+
+
+@pytest.mark.parametrize("name", ["quantile", "rank"])
+def test_operators_that_the_trace_gives_their_own_storage(name: str):
+    class Viewing(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.a(x)
+            if name == "quantile":
+                return hidden.quantile(0.3, 1).sum() + super().forward(x)
+            return torch.linalg.matrix_rank(hidden) * super().forward(x)
+
+    alike(Viewing)

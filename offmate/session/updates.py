@@ -1,0 +1,146 @@
+"""The planned optimizer's turns of the training loop: its step, its zero_grad, and gradients that the user assigns."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from ..errors import ProtocolError
+from ..optim.updater import Updater
+from . import ending
+from .assigned import Assigned
+from .contexts import alone, outside_inference
+from .edits import check_groups, check_inputs, late_edit
+from .outside import Outside
+from .residence import Residence
+from .scaling import Scaling, skip, unscale
+from .turns import Turn
+from .variants import Variant
+
+log = logging.getLogger("offmate")
+
+
+class Updates:
+    """Ends iterations on behalf of the planned optimizer.
+
+    State: `outside`, gradients that the plan does not make; `assigned`, gradients that the user sets; `scaling`, what
+    the scaler has done; and what `residence` holds. Changed by one thread at a time.
+
+    Parameters
+    ----------
+    names: of the parameters that the optimizer holds. scaling: None if losses are not scaled.
+    """
+
+    def __init__(
+        self, residence: Residence, updater: Updater, names: dict[torch.Tensor, str], scaling: Scaling | None
+    ) -> None:
+        self.residence, self.updater, self.scaling = residence, updater, scaling
+        self.turns, self.truth, self.gate = residence.turns, residence.truth, residence.request.gate
+        self.assigned, self.outside = Assigned(), Outside(names, self.gate)
+        self.process, self.lock = residence.process, residence.lock
+
+    def backward_begins(self, variant: Variant, wanted: frozenset[str] | None) -> None:
+        """Check that the plan's backward may run, and note what it begins with.
+
+        Parameters
+        ----------
+        wanted: the parameters that backward(inputs=...) names; None stands for all.
+        """
+        check_groups(self.updater)
+        check_inputs(wanted, variant.updates)
+        self.turns.check_zeroed(variant.updates)
+        self.outside.backward_begins(self.turns.micro_batches)
+        if self.scaling is not None:
+            assert self.truth.host.unscaling is not None
+            self.truth.host.unscaling.begin(self.scaling.backward_begins(self.turns.micro_batches))
+
+    @alone
+    @outside_inference
+    def step(self) -> None:
+        """Handle the user's optimizer.step()."""
+        self.process.check()
+        self.turns.check_step(self.outside.any)
+        if self.turns.turn is Turn.BACKWARD:
+            self.residence.drop_forward()
+        check_groups(self.updater)
+        if self.scaling is not None:
+            self.scaling.check_step()
+            self.updater.grad_scales = self.scaling.left_to_the_kernel(self.residence.device.torch_device)
+        if self.gate:
+            self.updater.snapshot()
+        else:
+            self.updater.check_unchanged()
+        edited = self.truth.trained(self.truth.check_edits()) + self.truth.take_states()
+        self.residence.preparer.account_for_user_code()
+        outside = ending.take_outside(self.residence, self.outside)
+        if outside and self.truth.host.unscaling is not None:
+            self.truth.host.unscaling.norm = None  # gradients of unscaled terms, after unscale_(), count too
+        if self.gate and (edited or outside or not ending.plan_ends_it(self.residence)):
+            ending.finish_on_host(self.residence, outside)
+            return
+        if edited:
+            # End the iteration on the host, since the rest of the plan would undo the edit.
+            self.residence.bring_home()
+            self.turns.step_done()
+            raise late_edit(edited[0])
+        active = self.residence.active
+        assert active is not None
+        self.residence.renew_states()
+        with self.residence.whole():
+            self.truth.current = False
+            active.executor.turn_around()
+            self.turns.step_done()
+        self.residence.pace.step_done(active.prepared.plan)
+
+    @alone
+    @outside_inference
+    def unscale(self, inverse: torch.Tensor | None) -> dict[torch.device, torch.Tensor] | None:
+        """Unscale the gradients of this update on behalf of the user's scaler; see `scaling.unscale`."""
+        self.process.check()
+        if not self.turns.micro_batches:
+            return None
+        if self.turns.turn is Turn.BACKWARD:
+            self.residence.drop_forward()
+        assert self.scaling is not None
+        return unscale(self.residence, self.scaling, self.outside, inverse)
+
+    @alone
+    @outside_inference
+    def skip(self) -> None:
+        """Handle an optimizer.step() that makes no update, since the scaler has found a value that is not finite."""
+        self.process.check()
+        self.turns.check_step(self.outside.any)
+        self.residence.preparer.account_for_user_code()
+        skip(self.residence)
+
+    @alone
+    @outside_inference
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Handle the user's zero_grad(); the planned optimizer has consumed the plan's gradients already."""
+        self.turns.zeroing(set_to_none)
+        self.process.check()
+        self.assigned.clear()
+        self.turns.check_clearing()
+        self.outside.clear()
+        early = self.turns.micro_batches if self.gate else 0
+        if early:
+            log.info("zero_grad() before optimizer.step(): the gradients of %d backward() are dropped", early)
+            self.residence.give_up()
+        self.turns.cleared(early > 0)
+
+    @alone
+    def assign(self, param: torch.nn.Parameter, value: torch.Tensor) -> None:
+        """Set a parameter's gradient. Raises: ProtocolError in the middle of an iteration."""
+        if self.turns.in_iteration:
+            raise ProtocolError(
+                "a gradient was assigned to a parameter whose updates are planned, in the middle of an iteration; the "
+                "plan would not see it. Compile without optimizer= to work on .grad"
+            )
+        self.residence.bring_home()
+        self.assigned.take(param, value)
+
+    def step_assigned(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update on the host as plain PyTorch does, with the optimizer's own step."""
+        self.updater.base.step(optimizer)
+        self.truth.adopt_states()
