@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil, inf
+from typing import Any
 
 from .problem import Block, Option, Problem
 from .solve import solve
@@ -48,8 +49,7 @@ def scaled(problem: Problem, factor: float) -> Problem:
             own,
             saved_bytes=size(own.saved_bytes),
             offloaded_bytes=size(own.offloaded_bytes),
-            forward_s=own.forward_s * factor,
-            backward_s=own.backward_s * factor,
+            **_seconds(own, factor),
             forward_peak_bytes=size(own.forward_peak_bytes),
             backward_peak_bytes=size(own.backward_peak_bytes - made_bytes) + made_bytes,
         )
@@ -65,6 +65,18 @@ def scaled(problem: Problem, factor: float) -> Problem:
         start_s=problem.start_s * factor,
         start_peak_bytes=size(problem.start_peak_bytes),
     )
+
+
+def _seconds(own: Option, factor: float) -> dict[str, Any]:
+    """Return an option's seconds with a larger batch: the device computes more, and the host launches as much."""
+    if own.launched is None:
+        return {"forward_s": own.forward_s * factor, "backward_s": own.backward_s * factor}
+    forward_s, backward_s = own.launched.forward_device_s * factor, own.launched.backward_device_s * factor
+    return {
+        "forward_s": max(forward_s, own.launched.forward_launch_s),
+        "backward_s": max(backward_s, own.launched.backward_launch_s),
+        "launched": replace(own.launched, forward_device_s=forward_s, backward_device_s=backward_s),
+    }
 
 
 def try_batch_sizes(

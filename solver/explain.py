@@ -61,18 +61,47 @@ class Offer:
 
 
 @dataclass(frozen=True)
+class Launching:
+    """Computes whose operators the CPU launches more slowly than the device runs them.
+
+    Parameters
+    ----------
+    bound, computes: how many of an iteration's computes are such, and how many there are. seconds: by which they are
+        longer than on the device alone.
+    """
+
+    bound: int
+    computes: int
+    seconds: float
+
+    def words(self) -> str:
+        """Return what launching costs and what would help, as the end of a line or the beginning of a sentence."""
+        return (
+            f"for {self.bound} of {self.computes} computes the CPU launches operators more slowly than the device runs "
+            f"them, up to {self.seconds:.2g} s per step; a larger batch computes more with as many launches"
+        )
+
+
+@dataclass(frozen=True)
 class Explanation:
     """An explanation of what limits a plan and of what would help; offers in the order of their savings.
 
     Parameters
     ----------
     certain: fraction of a step that an offer must save to exceed what the search may have overlooked.
+    launching: the computes that take longer to launch than to run.
     """
 
     step_s: float
     phases: tuple[Phase, ...]
     offers: tuple[Offer, ...]
     certain: float
+    launching: Launching | None = None
+
+    @property
+    def launching_matters(self) -> bool:
+        """Whether a notable part of the step may be due to launching."""
+        return self.launching is not None and self.launching.seconds > _WORTH_SAYING * self.step_s
 
     def worth(self, offer: Offer) -> bool:
         """Return whether an offer certainly saves time."""
@@ -81,6 +110,9 @@ class Explanation:
     def text(self) -> str:
         """Return the explanation in sentences, one per line."""
         lines = [_sentence(phase) for phase in self.phases if phase.seconds > 0]
+        if self.launching_matters:
+            assert self.launching is not None
+            lines.append(f"F{self.launching.words()[1:]}.")
         for offer in self.offers:
             if self.worth(offer):
                 lines.append(f"With {offer.change} a step would take about {offer.saved_s:.2g} s less.")
@@ -113,17 +145,29 @@ def explain(
         raise ValueError(f"no plan to explain: {planned.solution.status.value}")
     now_s, proved = planned.solution.objective_s, planned.solution.gap
     found = offered(problem, now_s, time_limit_s=time_limit_s, gap=gap, backend=backend) if offers else ()
-    return explanation(planned.schedule, planned.simulation, proved, found)
+    return explanation(problem, planned.schedule, planned.simulation, proved, found)
 
 
-def explanation(schedule: Schedule, simulation: Simulation, gap: float, offers: tuple[Offer, ...] = ()) -> Explanation:
+def explanation(
+    problem: Problem, schedule: Schedule, simulation: Simulation, gap: float, offers: tuple[Offer, ...] = ()
+) -> Explanation:
     """Explain what limits a schedule.
 
     Parameters
     ----------
-    gap: what the search may have overlooked, as a fraction of a step.
+    problem: what the schedule solves. gap: what the search may have overlooked, as a fraction of a step.
     """
-    return Explanation(simulation.step_s, _phases(schedule, simulation), offers, max(_WORTH_SAYING, gap))
+    certain = max(_WORTH_SAYING, gap)
+    return Explanation(simulation.step_s, _phases(schedule, simulation), offers, certain, _launching(problem, schedule))
+
+
+def _launching(problem: Problem, schedule: Schedule) -> Launching | None:
+    chosen = [block.options[option] for block, option in zip(problem.blocks, schedule.options)]
+    pairs = [option.launched for option in chosen if option.launched is not None]
+    times = problem.micro_batches
+    bound = sum((x.forward_launch_s > x.forward_device_s) + (x.backward_launch_s > x.backward_device_s) for x in pairs)
+    seconds = times * sum(option.launch_bound_s for option in chosen)
+    return Launching(times * bound, times * 2 * len(chosen), seconds) if bound else None
 
 
 def offered(

@@ -26,6 +26,9 @@ def to_dict(record: Problem | Solution) -> dict[str, Any]:
     fields = asdict(record)
     if isinstance(record, Problem):
         fields["rates"] = record.rates.to_dict()
+        for option in (option for block in fields["blocks"] for option in block["options"]):
+            if option["launched"] is None:
+                del option["launched"]
     return {"format": name, "version": version} | _plain(fields)
 
 

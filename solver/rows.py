@@ -14,6 +14,16 @@ Side = Literal["any", "host", "device"]
 
 
 @dataclass(frozen=True)
+class Launched:
+    """A block's seconds with a device that runs on its own: on the device, and for the host to launch the operators."""
+
+    forward_device_s: float
+    backward_device_s: float
+    forward_launch_s: float
+    backward_launch_s: float
+
+
+@dataclass(frozen=True)
 class Option:
     """One way to run a block: keep, recompute or offload each value that its forward makes for its backward.
 
@@ -22,7 +32,8 @@ class Option:
     name: a word for tables, such as "keep" or "recompute".
     saved_bytes: bytes kept on the device between the block's forward and its backward.
     offloaded_bytes: bytes that leave after the forward and return before the backward.
-    forward_s, backward_s: compute seconds; recomputation is part of the backward.
+    forward_s, backward_s: compute seconds; recomputation is part of the backward. Where `launched` tells the device's
+        seconds and the host's apart, the larger ones.
     forward_peak_bytes: the most bytes that the forward holds at one time of tensors that it makes itself (saved,
         offloaded, interfaces, outputs, temporaries); parameters, its inputs and shared values are not counted.
     backward_peak_bytes: the most bytes that the backward holds at one time: saved, brought back, incoming gradients,
@@ -37,6 +48,14 @@ class Option:
     backward_s: float
     forward_peak_bytes: int
     backward_peak_bytes: int
+    launched: Launched | None = None
+
+    @property
+    def launch_bound_s(self) -> float:
+        """Seconds by which launching makes the block's computes longer than the device needs for them."""
+        if self.launched is None:
+            return 0.0
+        return self.forward_s - self.launched.forward_device_s + self.backward_s - self.launched.backward_device_s
 
 
 @dataclass(frozen=True)

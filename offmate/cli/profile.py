@@ -78,7 +78,9 @@ def _show(data: dict[str, Any], load: float) -> None:
     updates = f"CPU {rate('cpu_update_bytes_per_s')}, device {rate('device_update_bytes_per_s')}"
     masters = f"CPU {rate('cpu_master_update_bytes_per_s')} where bf16 has float32 copies, counted as float32"
     rows = [("updates", f"{updates} of float32 parameters"), ("", masters), ("matrices", products)]
-    rows += [("memory", rate("memory_bytes_per_s")), ("launch", format_seconds(data["launch_s"]["value"]))]
+    rows += [("memory", rate("memory_bytes_per_s")), ("least kernel", format_seconds(data["launch_s"]["value"]))]
+    if "instruction_s" in data:
+        rows.append(("launch", f"{format_seconds(data['instruction_s']['value'])} of the CPU per operator"))
     screen.print(pairs(rows))
     if load > _IDLE_LOAD:
         screen.print(f"\nOther processes were busy (load {load:.1f} in the minute before), so rates may be too low.")

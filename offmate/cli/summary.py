@@ -120,6 +120,9 @@ def _limit_rows(found: Explanation) -> Iterator[tuple[str, str]]:
         name = phase.name.replace("_", "-")
         yield word, f"{name} ({format_seconds(phase.seconds)}): {', '.join(named)}; memory {phase.memory:.0%} full"
         word = ""
+    if found.launching_matters:
+        assert found.launching is not None
+        yield "launching", found.launching.words()
     word = "would save"
     for offer in found.offers:
         less = f"less than {found.certain:.1%}"

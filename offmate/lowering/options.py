@@ -12,7 +12,7 @@ from ..progress import Progress
 from ..solver.backends.cpsat import CpSat
 from ..solver.block_graph import BlockGraph, Op, Storage
 from ..solver.options.choices import choices
-from ..solver.problem import Option
+from ..solver.rows import Launched, Option
 from .stored import StoredOption
 
 # Smaller tensors never leave, since no budget gains by it. And fused attention keeps the few bytes of its seed in the
@@ -99,14 +99,19 @@ def option_numbers(option: ClassOption, incoming_bytes: int) -> Option:
     programs = option.programs
     saved = sum(programs.saved_bytes[s] for s in option.kept)
     offloaded = sum(programs.saved_bytes[s] for s in option.offloaded)
+    forward, backward = programs.forward, programs.backward
+    launched = None
+    if forward.launch_s or backward.launch_s:
+        launched = Launched(forward.seconds, backward.seconds, forward.launch_s, backward.launch_s)
     return Option(
         name=option.name,
         saved_bytes=saved,
         offloaded_bytes=offloaded,
-        forward_s=programs.forward.seconds,
-        backward_s=programs.backward.seconds,
-        forward_peak_bytes=programs.forward.rise_bytes,
-        backward_peak_bytes=programs.backward.rise_bytes + saved + offloaded + incoming_bytes,
+        forward_s=max(forward.seconds, forward.launch_s),
+        backward_s=max(backward.seconds, backward.launch_s),
+        forward_peak_bytes=forward.rise_bytes,
+        backward_peak_bytes=backward.rise_bytes + saved + offloaded + incoming_bytes,
+        launched=launched,
     )
 
 

@@ -18,7 +18,8 @@ from .devices import EMULATED, accelerator, make_device, words
 from .hardware import FORMAT
 from .host_memory import available_host_bytes
 from .links import LinkRates, measure_copies, measure_host_memory
-from .stopwatch import clock_of
+from .replaying import replaying_s
+from .stopwatch import clock_of, launching_s
 
 _UNLIMITED_BYTES = 2**62
 _MIB = 1 << 20
@@ -77,6 +78,7 @@ def measure_machine(
         **_capacities(card),
         "memory_bytes_per_s": (memory, f"two float32 vectors added into a third, {by}; {how}"),
         "launch_s": (launch_s, f"an operation on one element; {how}"),
+        **_instruction(card, how),
         **on_host,
         "device_update_bytes_per_s": (in_place, f"fused AdamW on {by}; {how}"),
     }
@@ -201,7 +203,18 @@ def _memory(elements: int, where: torch.device) -> float:
     return 12 * elements / _seconds(lambda: torch.add(a, b, out=c), clock_of(where))
 
 
-def _launch_s(where: torch.device, times: int = 1000) -> float:
+def _instruction(card: torch.device | None, how: str) -> dict[str, tuple[float, str]]:
+    """Measure what the host does for each operator; {} where the device is the host, whose operators take all of it."""
+    if card is None:
+        return {}
+    one = torch.ones(1, device=card)
+    launch_s = _seconds(lambda: torch.add(one, one, out=one), lambda work: launching_s(work, card))
+    return {
+        "instruction_s": (replaying_s() + launch_s, f"the replay of a view, and an operation on one element; {how}")
+    }
+
+
+def _launch_s(where: torch.device, times: int = 50) -> float:
     one = torch.ones(1, device=where)
 
     def many() -> None:

@@ -23,7 +23,14 @@ _RATES = (
     "device_update_bytes_per_s",
 )
 _LARGEST = 1e30  # of a figure, in any unit
-_OPTIONAL = ("host_memory_bytes", "host_memory_bytes_per_s", "cpu_master_update_bytes_per_s", "manage_s", "per_copy_s")
+_OPTIONAL = (
+    "host_memory_bytes",
+    "host_memory_bytes_per_s",
+    "cpu_master_update_bytes_per_s",
+    "manage_s",
+    "per_copy_s",
+    "instruction_s",
+)
 
 # Rates of updates with float32 copies, relative to float32. On a CPU casts take instructions: 0.62 was measured on two
 # cores of an AMD EPYC, 0.48 on two of an Intel Xeon at 2.8 GHz. On a device they take memory: 40 bytes instead of 28.
@@ -39,7 +46,7 @@ class Hardware:
     ----------
     device_memory_bytes, host_memory_bytes: its memory; 0 for the host if the file does not say.
     matrix_flops_per_s: of large matrix products, by dtype name.
-    memory_bytes_per_s: device memory traffic. launch_s: the least seconds that a kernel takes.
+    memory_bytes_per_s: device memory traffic. launch_s: the least seconds that a kernel takes on the device.
     in_bytes_per_s, out_bytes_per_s, both_bytes_per_s: of the link to the host, each way alone and both together.
     cpu_update_bytes_per_s, device_update_bytes_per_s: bytes of float32 parameters that Adam updates per second.
     cpu_master_update_bytes_per_s: the same on the CPU for bfloat16 parameters with float32 copies, counted as float32;
@@ -49,6 +56,8 @@ class Hardware:
     manage_s: H, seconds per step that the CPU needs for everything else.
     per_copy_s: seconds that each copy takes in addition to those of its bytes. If the file does not say, they follow
         from its copies of several sizes (`copies`), and are 0 without these.
+    instruction_s: seconds of the CPU to replay and launch one operator; 0 if the file does not say, and where the
+        device is the CPU.
     shared_cores: compute, copies and CPU updates share the same cores (the emulated device).
     """
 
@@ -67,6 +76,7 @@ class Hardware:
     cpu_master_update_bytes_per_s: float = 0.0
     manage_s: float = 0.0
     per_copy_s: float = 0.0
+    instruction_s: float = 0.0
     shared_cores: bool = False
 
     @property
@@ -143,6 +153,7 @@ def _parse(data: Any, where: str) -> Hardware:
         host_memory_bytes_per_s=optional["host_memory_bytes_per_s"],
         cpu_master_update_bytes_per_s=optional["cpu_master_update_bytes_per_s"],
         manage_s=optional["manage_s"],
+        instruction_s=optional["instruction_s"],
         per_copy_s=optional["per_copy_s"] if "per_copy_s" in data else _per_copy_s(data, where),
         shared_cores=data.get("shared_cores") is True,
         **figures,

@@ -12,7 +12,7 @@ import torch
 
 from ..errors import OffmateError, ProtocolError
 from ..machines.devices import EMULATED
-from ..machines.stopwatch import clock_of
+from ..machines.stopwatch import clock_of, launching_s
 from ..runtime.replay.contents import is_bulk
 from ..runtime.torch_names.modules import state_at_construction
 from ..runtime.torch_names.scalers import check_and_unscale
@@ -241,9 +241,10 @@ class _Times(NamedTuple):
 
 
 def _seconds(work: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Return the median time in seconds, after a first run that does not count."""
+    """Return the median time in seconds after a first run: of the device or of launching, whichever is longer."""
     clock = clock_of(device)
-    return statistics.median([clock(work) for _ in range(repeats)][1:])
+    device_s = statistics.median([clock(work) for _ in range(repeats)][1:])
+    return max(device_s, statistics.median([launching_s(work, device) for _ in range(repeats)][1:]))
 
 
 def _place_scalars(state: dict[str, Any], device: torch.device) -> None:

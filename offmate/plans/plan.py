@@ -183,7 +183,7 @@ class Plan:
         """Explain what limits each phase and, with `offers`, what changes would gain; not for forward-only plans."""
         assert self.problem is not None
         found = offered(self.problem, self.objective_s) if offers else ()
-        return explanation(self.schedule, self.simulation, self.gap, found)
+        return explanation(self.problem, self.schedule, self.simulation, self.gap, found)
 
     def table(self) -> Table:
         """Return a table of what happens to the blocks' values and parameters: equal blocks in one row, and totals."""

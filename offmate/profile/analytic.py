@@ -19,9 +19,12 @@ from ..runtime.torch_names import trees as pytree
 def node_costs(joint: Joint, machine: Hardware) -> dict[str, NodeCost]:
     """Estimate the cost of every operator of a class, without running it.
 
-    Returns: by node name; views cost nothing. Workspaces are assumed to be zero, but for a loss in tiles.
+    Returns: by node name; views cost the device nothing. Workspaces are assumed to be zero, but for a loss in tiles.
     """
-    return {n.name: NodeCost(_seconds(n, machine), _workspace(n)) for n in (*joint.forward, *joint.backward)}
+    return {
+        n.name: NodeCost(_seconds(n, machine), _workspace(n), launch_s=_launch_s(n, machine))
+        for n in (*joint.forward, *joint.backward)
+    }
 
 
 def _seconds(node: fx.Node, machine: Hardware) -> float:
@@ -35,6 +38,11 @@ def _seconds(node: fx.Node, machine: Hardware) -> float:
         traffic = in_tiles.moved_bytes(*_logits(node, in_tiles))
     dtype = str(made[0].dtype).removeprefix("torch.") if made else "float32"
     return max(flops(node) / machine.flops_per_s(dtype), traffic / machine.memory_bytes_per_s, machine.launch_s)
+
+
+def _launch_s(node: fx.Node, machine: Hardware) -> float:
+    # Views are instructions, too; parts of a result belong to the operator that makes it.
+    return 0.0 if node.target is operator.getitem else machine.instruction_s
 
 
 def _workspace(node: fx.Node) -> int:

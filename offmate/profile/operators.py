@@ -14,7 +14,8 @@ from ..capture.blocks import TracedBlock
 from ..capture.spec import Joint
 from ..errors import CaptureError
 from ..machines.allocations import allocation_log
-from ..machines.stopwatch import clock_of
+from ..machines.replaying import replaying_s
+from ..machines.stopwatch import clock_of, launching_s
 from ..programs.prelude import Prelude
 from ..programs.programs import ClassGraph, NodeCost
 from ..runtime.layouts import as_layout
@@ -101,10 +102,13 @@ def _run_forward(joint: Joint, inputs: list[torch.Tensor]) -> tuple[list[torch.T
 def _measure(joint: Joint, inputs: list[torch.Tensor], device: torch.device) -> dict[str, NodeCost]:
     """Time every node of a joint graph, and read the workspace of its kernel from the allocator.
 
-    The graph runs twice, since watching the allocator takes time; values are freed after their last reader.
+    The graph runs twice, since watching the allocator takes time; values are freed after their last reader. Seconds of
+    the device and of the host, which launches, are measured apart.
     """
     clock = clock_of(device)
+    replay_s = replaying_s() if device.type != "cpu" else 0.0
     seconds: dict[fx.Node, float] = {}
+    launch_s: dict[fx.Node, float] = {}
     storages: dict[fx.Node, tuple[int, ...]] = {}
     with allocation_log(device) as log:
         for node, work in _run_through(joint, inputs, device):
@@ -116,8 +120,12 @@ def _measure(joint: Joint, inputs: list[torch.Tensor], device: torch.device) -> 
         work.result = work()
         if node.target is not operator.getitem:
             seconds[node] = statistics.median(clock(work) for _ in range(_REPEATS))
+            launch_s[node] = replay_s + statistics.median(launching_s(work, device) for _ in range(_REPEATS))
     workspace = log.workspace_bytes()
-    return {n.name: NodeCost(seconds.get(n, 0.0), workspace.get(n.name, 0), storages[n]) for n in storages}
+    return {
+        n.name: NodeCost(seconds.get(n, 0.0), workspace.get(n.name, 0), storages[n], launch_s.get(n, 0.0))
+        for n in storages
+    }
 
 
 class _Work:

@@ -16,7 +16,7 @@ from ..programs.programs import NodeCost
 
 log = logging.getLogger("offmate")
 
-FORMAT = 5
+FORMAT = 6
 
 _kept: dict[str, Measured] = {}
 
@@ -67,7 +67,7 @@ def _to_json(measured: Measured) -> dict[str, Any]:
     return {
         "rates": asdict(measured.rates),
         "costs": {
-            key: {name: [c.seconds, c.workspace_bytes, c.storage_bytes] for name, c in nodes.items()}
+            key: {name: [c.seconds, c.workspace_bytes, c.storage_bytes, c.launch_s] for name, c in nodes.items()}
             for key, nodes in measured.costs.items()
         },
         "updates": {name: asdict(cost) for name, cost in measured.updates.items()},
@@ -81,7 +81,8 @@ def _from_json(data: dict[str, Any]) -> Measured:
     return Measured(
         rates=LinkRates(**data["rates"]),
         costs={
-            key: {n: NodeCost(s, w, tuple(b)) for n, (s, w, b) in nodes.items()} for key, nodes in data["costs"].items()
+            key: {n: NodeCost(s, w, tuple(b), h) for n, (s, w, b, h) in nodes.items()}
+            for key, nodes in data["costs"].items()
         },
         updates={name: UpdateCost(**cost) for name, cost in data["updates"].items()},
         options={

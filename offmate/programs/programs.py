@@ -24,14 +24,17 @@ class NodeCost:
 
     Parameters
     ----------
+    seconds: on the device.
     workspace_bytes: bytes that its kernel holds beyond its results while it runs.
     storage_bytes: bytes of the storage behind each tensor of its result, if the kernel reserves others than the result
         needs (such as a loss that is reduced in place); otherwise empty.
+    launch_s: seconds of the host until the operator is launched, with those of the replay; 0 if the device is the host.
     """
 
     seconds: float = 0.0
     workspace_bytes: int = 0
     storage_bytes: tuple[int, ...] = ()
+    launch_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -239,8 +242,16 @@ class ClassGraph:
             self._instruction(n, picked.get(n), clears.get(i, []), ends.get(i, [])) for i, n in enumerate(running)
         )
         rise, net = _rise(instructions, self.bytes)
-        seconds = sum(self.costs.get(n.name, NodeCost()).seconds for n in running)
-        return BlockProgram(len(self.register), instructions, {s: self.bytes[s] for s in given}, rise, net, seconds)
+        costs = [self.costs.get(n.name, NodeCost()) for n in running]
+        return BlockProgram(
+            n_registers=len(self.register),
+            instructions=instructions,
+            given={s: self.bytes[s] for s in given},
+            rise_bytes=rise,
+            net_bytes=net,
+            seconds=sum(cost.seconds for cost in costs),
+            launch_s=sum(cost.launch_s for cost in costs),
+        )
 
     def start_program(self, let_go: frozenset[int]) -> BlockProgram:
         """Build the program of a graph without backward; storages in `let_go` end after their last reader."""

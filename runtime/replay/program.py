@@ -109,8 +109,9 @@ class BlockProgram:
     given: storage number -> bytes as profiled, of the storages that exist before the run and that it may free.
     rise_bytes: the most by which the bytes held exceed their level at the start.
     net_bytes: the level at the end minus that at the start.
-    seconds: the operators' measured seconds, added up.
+    seconds: the operators' measured seconds on the device, added up.
     fused: the function that runs instead of the instructions, if there is one.
+    launch_s: seconds that the host needs to launch the instructions; 0 if the device is the host.
     """
 
     n_registers: int
@@ -120,6 +121,7 @@ class BlockProgram:
     net_bytes: int
     seconds: float
     fused: Fused | None = None
+    launch_s: float = 0.0
 
 
 def run(

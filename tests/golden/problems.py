@@ -9,9 +9,10 @@ import hashlib
 import json
 import random
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
+from offmate.solver import files
 from offmate.solver.linear import LinearModel
 from offmate.solver.plan import plan
 from offmate.solver.problem import Problem
@@ -59,7 +60,8 @@ def hashes_of(seed: int) -> dict[str, str]:
 
 def _plain(problem: Problem) -> dict[str, Any]:
     """A problem's fields; nothing is said of fields without rows, nor of further tiers and workers without any."""
-    return {name: value for name, value in asdict(problem).items() if value != ()} | {"rates": problem.rates.to_dict()}
+    found = files.to_dict(problem)
+    return {name: value for name, value in found.items() if value != [] and name not in ("format", "version")}
 
 
 def schedule_hash(schedule: Schedule) -> str:
