@@ -149,8 +149,7 @@ def tensor_bytes(problem: Problem, group: Group, tensor: TensorSize, plan: Tenso
     states = [0 if plan.cpu else tensor.state_bytes] * n_steps
     pending: set[int] = set()
     if group.trainable:
-        last = problem.last_gradient(group)
-        left = last if plan.cpu else plan.drop
+        left = problem.last_read(group) if plan.cpu else plan.drop
         if left is not None and plan.back is not None:
             away.update(cycle((left + 1) % n_steps, (plan.back - 1) % n_steps, n_steps))
         for stay in plan.states:

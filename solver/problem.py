@@ -172,6 +172,15 @@ class Problem:
         """Return g_w, the step in which the last pass completes the gradient of a trainable group."""
         return self.passes[-1] + group.grad_steps[-1]
 
+    def last_read(self, group: Group) -> int:
+        """Return the step after which the part of a trainable group that the host updates may be away.
+
+        The step that completes a gradient need not read the parameter: that of an embedding does not. With several
+        micro-batches what happens within a pass is decided for all of them, and the part stays until the last gradient.
+        """
+        last = self.last_gradient(group)
+        return last if self.n_passes > 1 else min(last, group.uses[-1])
+
     @property
     def arrival_bytes(self) -> int:
         """Host bytes of the two buffers, each as large as the largest gradient, in which gradients arrive."""

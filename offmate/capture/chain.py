@@ -19,6 +19,7 @@ from .casts import Casts
 from .effects import is_random, updates_stats, writes
 from .export import Captured
 from .functions import as_eager
+from .late_heads import linear_before, weight_later
 from .losses import overwritten
 
 _LONG_BLOCK_NODES = 48  # a longer stretch without a narrow point is cut at its narrowest point
@@ -251,7 +252,15 @@ def _widths(chain: list[fx.Node], facts: dict[fx.Node, Facts], captured: Capture
         resting | outputs,
         lambda n: any(facts[n].requires_grad),
     )
+    # A gradient that a block is given would be copied before it is handed on to the weight's.
+    logits |= {s for n in chain if n.target is linear_before for s in facts[n].storages}
     for k, node in enumerate(chain):
+        if node.target is weight_later:
+            # Its place is the block that makes what it reads; what it hands on has no memory.
+            (given,) = facts[node.all_input_nodes[0]].storages
+            for between in range(made.get(given, k) + 1, k + 1):
+                barred[between] = True
+            continue
         tensors = [t for t in pytree.tree_leaves(facts[node].value) if isinstance(t, torch.Tensor)]
         for storage, tensor in zip(facts[node].storages, tensors):
             made.setdefault(storage, k)

@@ -28,7 +28,7 @@ from ..runtime.torch_names.autograd import FunctionBase, without_torch_function_
 from ..runtime.torch_names.operators import schema_of
 from ..runtime.torch_names.tensors import version_of
 from ..runtime.torch_names.tracing import FakeTensorMode, TorchDispatchMode, outside_of_modes
-from . import draws
+from . import draws, late_heads
 
 log = logging.getLogger("offmate")
 
@@ -117,7 +117,7 @@ def as_eager(target: Any) -> Callable[..., Any]:
     """Return what to run for a node of the flat graph so that autograd sees the same as in eager mode."""
     if target in _NODES:
         return _open
-    run: Callable[..., Any] = draws.BY_HAND.get(target, target)
+    run: Callable[..., Any] = draws.BY_HAND.get(target) or late_heads.BY_HAND.get(target, target)
     return run
 
 

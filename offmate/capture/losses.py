@@ -138,7 +138,7 @@ def _fits(node: fx.Node) -> bool:
     plain = weight is None and smoothing == 0 and value.dim() == 2 and classes.dim() == 1 and value.is_contiguous()
     large = plain and value.shape[0] >= _WORTH * rows_of_tile(value.shape[1])
     # Autocast would cast lower precision for the loss by itself.
-    return large and (value.dtype == torch.float32 or not _autocasts(node)) and classes.dtype == torch.int64
+    return large and (value.dtype == torch.float32 or not autocasts(node)) and classes.dtype == torch.int64
 
 
 def _arguments(node: fx.Node) -> tuple[Any, ...]:
@@ -147,7 +147,8 @@ def _arguments(node: fx.Node) -> tuple[Any, ...]:
     return given["self"], given["target"], *({**defaults, **given}[name] for name in defaults)
 
 
-def _autocasts(node: fx.Node) -> bool:
+def autocasts(node: fx.Node) -> bool:
+    """Return whether a node of a flat graph runs under autocast."""
     region = node.meta["region"].autocast
     return inside_autocast() if region is None else bool(region[2])
 

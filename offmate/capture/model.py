@@ -17,6 +17,7 @@ from ..progress import Progress
 from .blocks import TracedBlock, trace_blocks
 from .chain import Chain, partition
 from .export import Captured, capture, check_dense
+from .late_heads import part_heads
 from .leaves import check_elements, check_fast_path, check_leaves, check_outputs, check_shared_buffers
 from .left_out import LeftOut
 from .spec import Joint, storages_of
@@ -62,6 +63,7 @@ def trace_model(
         check_leaves(model, captured)
     params = dict(model.named_parameters(remove_duplicate=False))
     trainable = frozenset(n for n, name in captured.params.items() if gradients and params[name].requires_grad)
+    part_heads(captured.graph, trainable)
     say("blocks", 0.0)
     chain = partition(captured, trainable)
     check_shared_buffers(model, captured, chain)

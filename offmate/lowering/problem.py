@@ -219,8 +219,6 @@ class Lowering:
                 continue
             name, fake = self.captured.params[node.name], node.meta["fake"]
             training = self.trainable.get(name, nothing) if grads else nothing
-            # An update needs the parameter where the last part of its gradient is made.
-            uses = tuple(sorted({*uses, *grads[-1:]}))
             grid = grid_of(fake) if training.by_rows else None
             grids |= {name: grid} if grid else {}
             nbytes = _dense_bytes(fake)

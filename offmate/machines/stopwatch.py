@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import cache
 
 import torch
 
 _FILLER_S = 3e-4  # longer than the host needs to launch any one operator
 _SIDE = 512  # rows and columns of the matrices whose product fills the device
+_TRIED = 10
+
+_fills: dict[torch.device, int] = {}
+"""How many products keep a device busy for long enough."""
 
 
 def clock_of(device: torch.device) -> Callable[[Callable[[], object]], float]:
@@ -36,31 +39,23 @@ def _host_s(work: Callable[[], object]) -> float:
 
 
 class _Stopwatch:
+    """Times work on a device; the matrices that keep it busy before are freed with the stopwatch."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._fill, self._times = _filler(device)
+        self._matrix, self._product = (torch.ones(_SIDE, _SIDE, device=device) for _ in range(2))
+        if device not in _fills:
+            self._fill(_TRIED)  # the first product loads its kernel
+            once_s = _between_events_s(lambda: self._fill(_TRIED), device) / _TRIED
+            _fills[device] = max(1, round(_FILLER_S / max(once_s, 1e-7)))
 
     def __call__(self, work: Callable[[], object]) -> float:
-        for _ in range(self._times):
-            self._fill()
+        self._fill(_fills[self._device])
         return _between_events_s(work, self._device)
 
-
-@cache
-def _filler(device: torch.device) -> tuple[Callable[[], object], int]:
-    """Return work for a device, and how often it must run to keep the device busy for long enough."""
-    a, out = (torch.ones(_SIDE, _SIDE, device=device) for _ in range(2))
-
-    def fill() -> object:
-        return torch.mm(a, a, out=out)
-
-    def several() -> None:
-        for _ in range(10):
-            fill()
-
-    several()  # the first product loads its kernel
-    once_s = _between_events_s(several, device) / 10
-    return fill, max(1, round(_FILLER_S / max(once_s, 1e-7)))
+    def _fill(self, times: int) -> None:
+        for _ in range(times):
+            torch.mm(self._matrix, self._matrix, out=self._product)
 
 
 def _between_events_s(work: Callable[[], object], device: torch.device) -> float:

@@ -76,9 +76,9 @@ def _external(problem: Problem, group: Group, span: Span, builder: Builder, acco
     comes = coming_steps(problem, span.idle[span.idle.index(barrier) + 1 :])
     grad_out = flow(builder, f"GradOut[{name}]", span.idle, leaves, WHOLE)
     back = flow(builder, f"ParInC[{name}]", span.idle, comes, WHOLE)
-    _count_cpu_part(group, span, WHOLE, grad_out, back, account)
+    _count_cpu_part(problem, group, span, WHOLE, grad_out, back, account)
     account.keep(group.param_bytes, WHOLE)
-    away = _others(problem, group, span.between, WHOLE, builder, account)
+    away = _others(problem, group, span.between, WHOLE, builder, account, NONE)
     return GroupColumns(WHOLE, grad_out=grad_out, cpu_back=back, away=away)
 
 
@@ -96,7 +96,7 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     updater = problem.rates.worker("update-cpu")
     for step, part in update.each():
         account.spend(updater, step, group.cpu_update_s, part)
-    _count_cpu_part(group, span, x, grad_out, cpu_back, account)
+    _count_cpu_part(problem, group, span, x, grad_out, cpu_back, account)
     lead_out = _sums(problem, group, span, x, grad_out, builder, account)
 
     after_update = around(updated, span.first - 1, problem.n_steps)
@@ -122,11 +122,14 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
 
     wait = _wait(problem, group, span, rest, builder, account)
     states = _states(problem, group, updated, x, builder, account)
-    away = _others(problem, group, span.between, hosted, builder, account)
+    of_device = add((1.0, dropped), (1.0, kept))
+    away = _others(problem, group, span.between, hosted, builder, account, of_device)
     return GroupColumns(x, grad_out, lead_out, update, cpu_back, out_drop, out_keep, back, wait, states, away)
 
 
-def _count_cpu_part(group: Group, span: Span, x: Terms, grad_out: Flow, cpu_back: Flow, account: Account) -> None:
+def _count_cpu_part(
+    problem: Problem, group: Group, span: Span, x: Terms, grad_out: Flow, cpu_back: Flow, account: Account
+) -> None:
     """Count the CPU part: its gradient until it is out, its new parameters once in, its copies and host bytes."""
     leave(group.grad_bytes, span.end, grad_out, account, copies=group.grad_copies)
     _come(group.param_bytes, cpu_back, account, copies=group.param_copies)
@@ -134,6 +137,9 @@ def _count_cpu_part(group: Group, span: Span, x: Terms, grad_out: Flow, cpu_back
     account.hold_sums(span.idle[1:], -group.grad_bytes, grad_out.prior)
     account.hold_sums(span.idle[1:], group.param_bytes, cpu_back.sums)
     account.keep(group.grad_bytes + group.state_bytes, x)
+    # What the host updates is away from its last use on; elsewhere all steps up to the last gradient count the whole.
+    unread = range(problem.last_read(group) + 1, problem.last_gradient(group) + 1)
+    account.hold_over(unread, group.param_bytes, add((-1.0, x)))
 
 
 def _sums(
@@ -215,10 +221,19 @@ def _others(
     hosted: Terms,
     builder: Builder,
     account: Account,
+    of_device: Terms | None = None,
 ) -> tuple[Away, ...]:
-    """Add every gap but a trainable group's idle one: the part with a host copy may be dropped and returns in time."""
+    """Add every gap but a trainable group's idle one: the part with a host copy may be dropped and returns in time.
+
+    Parameters
+    ----------
+    of_device: of a trainable group, as much of the device part; no other returns after the last read.
+    """
     result = []
     for stay in gaps:
+        may_leave = hosted
+        if of_device is not None and stay.after == problem.last_read(group):
+            may_leave = of_device
         between = around(stay.after, stay.before - 1, problem.n_steps)[1:]
         if len(between) < 2:  # a dropped part would return in the same step
             for shift in stay.shifts:
@@ -226,7 +241,7 @@ def _others(
             continue
         label = f"{group.name},{stay.after}"
         part = builder.column(f"d[{label}]")
-        builder.at_most_zero(f"d[{label}]", add((1.0, part), (-1.0, hosted)))
+        builder.at_most_zero(f"d[{label}]", add((1.0, part), (-1.0, may_leave)))
         back = flow(builder, f"Back[{label}]", between, coming_steps(problem, between, 1), part)
         for shift in stay.shifts:
             again = back.later(shift)

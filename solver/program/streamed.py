@@ -61,11 +61,14 @@ def _streamed(problem: Problem, group: Group) -> GroupFlow:
     span, total = span_of(problem, group), problem.n_steps
     if not group.trainable:
         return GroupFlow(gaps=tuple(_gap(stay, total) for stay in [*span.between, Stay(span.end, span.first)]))
-    gaps = tuple(_gap(stay, total) for stay in span.between)
+    on_device = problem.update == "planned" and group.side == "device"
+    # What the host updates is away from its last use on, and does not return for its last gradient.
+    unread = None if on_device else problem.last_read(group)
+    gaps = tuple(_gap(stay, total, away=stay.after != unread) for stay in span.between)
     last = span.idle[-1]
     if problem.update == "external":
         return GroupFlow(cpu_part=1.0, grad_out={span.end: 1.0}, cpu_back={last: 1.0}, gaps=gaps)
-    if group.side == "device":
+    if on_device:
         return replace(_on_device(problem, group, span), gaps=gaps)
     update = {problem.first_update(group): 1.0}
     led = {span.points[-1]: 1.0} if problem.adds_up else {}
@@ -85,9 +88,9 @@ def _on_device(problem: Problem, group: Group, span: Span) -> GroupFlow:
     return GroupFlow(out={updated: 1.0}, **away, **wait, **states)
 
 
-def _gap(stay: Stay, total: int) -> Gap:
+def _gap(stay: Stay, total: int, away: bool = True) -> Gap:
     between = around(stay.after, (stay.before - 1) % total, total)[1:]
-    if len(between) < 2:
+    if len(between) < 2 or not away:
         return Gap(stay.after, stay.before, 0.0, shifts=stay.shifts)
     return Gap(stay.after, stay.before, 1.0, {between[-1]: 1.0}, stay.shifts)
 

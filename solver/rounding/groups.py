@@ -71,7 +71,10 @@ def _round_group(
         sizes = {tensor.name: tensor.param_bytes for tensor in group.tensors}
         may_leave = {name: sizes[name] for name in select(sizes, min(most, group.param_bytes))}
     for gap, need in zip(flow.gaps, needs):
-        plans = _gap(problem, plans, need, may_leave, gap)
+        unread = group.trainable and gap.after == problem.last_read(group)
+        by_host = {t.name: t.param_bytes for t, p in zip(group.tensors, plans) if p.cpu} if unread else {}
+        others = {name: size for name, size in may_leave.items() if name not in by_host}
+        plans = _gap(problem, plans, [max(0, n - sum(by_host.values())) for n in need], others, gap)
     # A tensor that never leaves needs no copy on the host.
     plans = [replace(p, out=None) if p.drop is None and not _leaves(p) else p for p in plans]
     allowance.use_params(plans)

@@ -63,6 +63,8 @@ class Allowance:
                 for shift in gap.shifts:
                     self._params[(gap.after + shift + k) % n] *= 1 - gap.dropped + back.up_to(k)
         if group.trainable:
+            for step in range(problem.last_read(group) + 1, self._last + 1):
+                self._params[step] -= flow.cpu_part * group.param_bytes
             self._add_idle_gap(problem, group, flow)
             self._add_totals(problem, group, flow)
 

@@ -7,7 +7,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from .. import items
-from ..decisions import Decisions, TensorGap, TensorPlan, state_parts
+from ..decisions import Decisions, TensorPlan, state_parts
 from ..effects import with_actions
 from ..items import Item
 from ..problem import Group, Problem, TensorSize
@@ -159,8 +159,7 @@ def _emit_tensor(emitter: _Emitter, group: Group, tensor: TensorSize, plan: Tens
     for gap in plan.gaps:
         if gap.back is not None:
             emitter.free(gap.after, param)
-            if not _ends_away(emitter.problem, group, plan, gap):
-                emitter.prefetch(gap.back, param, gap.before)
+            emitter.prefetch(gap.back, param, gap.before)
     if not group.trainable:
         return
     if plan.back is not None:
@@ -171,16 +170,10 @@ def _emit_tensor(emitter: _Emitter, group: Group, tensor: TensorSize, plan: Tens
         _emit_device_update(emitter, group, tensor, plan)
 
 
-def _ends_away(problem: Problem, group: Group, plan: TensorPlan, gap: TensorGap) -> bool:
-    """Return whether a gap ends with the last gradient, which does not read the tensor that the host updates next."""
-    return plan.cpu and problem.n_passes == 1 and gap.before not in group.uses
-
-
 def _emit_host_update(emitter: _Emitter, group: Group, plan: TensorPlan) -> None:
     problem = emitter.problem
     last = problem.last_gradient(group)
-    if not any(gap.back is not None and _ends_away(problem, group, plan, gap) for gap in plan.gaps):
-        emitter.free(last, items.parameter(plan.name))
+    emitter.free(problem.last_read(group), items.parameter(plan.name))
     if plan.lead_out is not None:
         for start in problem.passes[:-1]:
             _emit_gradient(emitter, plan, start + plan.lead_out, start + group.grad_steps[-1])

@@ -52,8 +52,11 @@ def cycle(first: int, last: int, total: int) -> list[int]:
     return [(first + k) % total for k in range((last - first) % total + 1)]
 
 
-def count_idle_gap(problem: Problem, group: Group, rng: random.Random, count: Count) -> bool:
-    """Count a random plan for the idle gap; True if the host then has a valid copy."""
+BY_HOST = "updated by the host"
+
+
+def count_idle_gap(problem: Problem, group: Group, rng: random.Random, count: Count) -> bool | str:
+    """Count a random plan for the idle gap; True, or BY_HOST, if the host then has a valid copy."""
     first_end = max(group.uses[-1], group.grad_steps[-1])
     end = first_end + problem.passes[-1]
     idle = cycle(end, group.uses[0] - 1, problem.n_steps)
@@ -75,7 +78,7 @@ def count_idle_gap(problem: Problem, group: Group, rng: random.Random, count: Co
         if problem.micro_batches > 1:
             count.cpu[idle[out + 1]] += group.cpu_add_s
             _count_gradients_out(problem, group, first_end, rng, count)
-        return True
+        return BY_HOST
     updated = problem.device_update(group)
     count.compute[updated] += group.device_update_s
     away = _count_wait(problem, group, end, updated, rng, count)
@@ -147,12 +150,18 @@ def count_group(problem: Problem, group: Group, rng: random.Random, count: Count
     gaps = [(after, before, problem.passes) for after, before in pairwise(points)]
     gaps.append((points[-1], problem.pass_steps + points[0], problem.passes[:-1]))
     on_host = count_idle_gap(problem, group, rng, count) if group.trainable else rng.random() < 0.7
+    unread = range(0)
+    if on_host == BY_HOST and problem.n_passes == 1:  # it need not be there for a gradient that does not read it
+        unread = range(group.uses[-1] + 1, points[-1] + 1)
+        for step in unread:
+            count.memory[step] -= group.param_bytes
     if not group.trainable:
         gaps.append((points[-1] + problem.passes[-1], points[0], (0,)))
-        count.host += group.param_bytes * on_host
+        count.host += group.param_bytes * bool(on_host)
     for after, before, starts in gaps:
         between = cycle(after, before - 1, problem.n_steps)[1:] if starts else []
-        back = rng.choice(between) if between and on_host and rng.random() < 0.6 else None
+        returns = between and on_host and after + 1 not in unread
+        back = rng.choice(between) if returns and rng.random() < 0.6 else None
         for start in starts:
             for k, step in enumerate(between):
                 count.memory[start + step] += group.param_bytes * (back is None or k >= between.index(back))
