@@ -6,23 +6,18 @@ import contextlib
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
 from ..runtime.operators.layouts import lay_out
 from ..runtime.operators.products import product_backward
 from ..runtime.torch_names.operators import eigh, schema_of, svd, trilinear
 from ..runtime.torch_names.tracing import FunctionalTensor, TorchDispatchMode, replace_value, value_of
-from .functions import as_eager
+from .decompositions import asks_for_values
+from .functions import as_eager, is_function
 
 _ATEN = torch.ops.aten
 _AUTOCAST_KINDS = ("cpu", "cuda")
-
-# Operators that decompose for the values alone if nothing needs a gradient; under a trace they ask for vectors as well,
-# and the values of that other algorithm differ in their last bits.
-_OF_VALUES = frozenset((
-    _ATEN.linalg_svdvals, _ATEN.linalg_eigvalsh, _ATEN.linalg_norm, _ATEN.linalg_matrix_norm, _ATEN.linalg_cond,
-    _ATEN.linalg_matrix_rank, _ATEN.norm, _ATEN.nuclear_norm,
-))  # fmt: skip
 
 # Operators whose kernels call others that autocast casts for, which a trace below autocast does not see.
 _CASTING_INSIDE: dict[Any, str] = {trilinear: "bilinear", _ATEN.linalg_pinv: "pinv"}
@@ -40,15 +35,35 @@ def run_openly(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """Run an operator so that the trace shows the writes of its kernel that the schema does not declare."""
     copies = {position: args[position].clone() for position in _silent_writes(target, args)}
     with contextlib.ExitStack() as stack:
-        if _wants_values_alone(target, args):
+        if _wants_values_alone(target, args, kwargs):
             stack.enter_context(_ValuesAlone())
         if any(map(torch.is_autocast_enabled, _AUTOCAST_KINDS)):
             stack.enter_context(_CastsSeen())
+        if is_function(target):
+            stack.enter_context(_FunctionsAsInEager())
         run = _BY_HAND.get(target) or as_eager(target)
         result = run(*(copies.get(position, value) for position, value in enumerate(args)), **kwargs)
     for position, copy in copies.items():
         args[position].copy_(copy)
+    if is_function(target):
+        _backward_as_in_eager(result)
     return result
+
+
+def _backward_as_in_eager(results: list[torch.Tensor]) -> None:
+    """Correct what the backward of a custom function calls; the engine runs it outside of all function modes."""
+    mode = _FunctionsAsInEager()
+
+    def begin(grads: Any) -> None:
+        mode.__enter__()
+
+    def end(made: Any, given: Any) -> None:
+        mode.__exit__(None, None, None)
+
+    for node in {result.grad_fn for result in results}:
+        if node is not None:
+            node.register_prehook(begin)
+            node.register_hook(end)
 
 
 def _silent_writes(target: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
@@ -75,8 +90,9 @@ class _Product(torch.autograd.Function):
 
 
 def _product(
-    value: torch.Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    input: torch.Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
+    value = input
     if value.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(value.device.type):
         # Autocast's rule for products, which the function's own forward would hide from autograd.
         if value.device.type == "cpu":
@@ -90,10 +106,20 @@ _BY_HAND: dict[Any, Any] = {_ATEN.prod.default: _product, _ATEN.prod.dim_int: _p
 """What to run for operators whose backward eager mode chooses by values."""
 
 
-def _wants_values_alone(target: Any, args: tuple[Any, ...]) -> bool:
-    if getattr(target, "overloadpacket", None) not in _OF_VALUES:
-        return False
-    return not (torch.is_grad_enabled() and any(a.requires_grad for a in args if isinstance(a, torch.Tensor)))
+class _FunctionsAsInEager(TorchFunctionMode):
+    """Applies the same corrections to what the code of custom autograd functions calls, forward and backward."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.prod, torch.Tensor.prod):
+            return _product(*args, **kwargs)
+        with _ValuesAlone() if _wants_values_alone(func, args, kwargs) else contextlib.nullcontext():
+            return func(*args, **kwargs)
+
+
+def _wants_values_alone(called: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    needed = torch.is_grad_enabled() and any(a.requires_grad for a in args if isinstance(a, torch.Tensor))
+    return not needed and asks_for_values(called, args, kwargs)
 
 
 class _ValuesAlone(TorchDispatchMode):

@@ -81,7 +81,7 @@ def partition(captured: Captured, trainable: frozenset[str]) -> Chain:
     dependence = nx.DiGraph((a, n) for n in graph.nodes for a in n.all_input_nodes)
     dependence.add_nodes_from(graph.nodes)
     dependence.add_edges_from(_reads_of_writes(captured, facts))
-    sources |= {n for n in graph.nodes if is_random(n) or _touches_state(n, captured)}
+    sources |= {n for n in graph.nodes if is_random(n)} | _touching_state(captured, facts)
     chained: set[fx.Node] = set(sources)
     for source in sources:
         if source not in chained or dependence.out_degree(source):
@@ -91,7 +91,7 @@ def partition(captured: Captured, trainable: frozenset[str]) -> Chain:
     chain = [n for n in computing if n in chained]
     if not chain:
         raise CaptureError("no operation of the model depends on a parameter; there is nothing to train")
-    _check_writes(captured, facts, chain)
+    _check_writes(captured, facts, computing)
     cuts = _cuts(chain, facts, captured)
     blocks = [tuple(chain[a:b]) for a, b in zip([0, *cuts], [*cuts, len(chain)])]
     blocks = _merge_small(blocks, facts, captured)
@@ -172,10 +172,11 @@ def written_storages(node: fx.Node, captured: Captured, facts: dict[fx.Node, Fac
     return frozenset({*facts[node].written, *(s for a in stats for s in facts[a].storages)})
 
 
-def _touches_state(node: fx.Node, captured: Captured) -> bool:
-    """Return whether a node writes into buffers: it then belongs to the chain, to run once and in program order."""
-    reads_buffer = any(a.name in captured.buffers for a in node.all_input_nodes)
-    return reads_buffer and (writes(node) or updates_stats(node))
+def _touching_state(captured: Captured, facts: dict[fx.Node, Facts]) -> set[fx.Node]:
+    """Find nodes that write into buffers, also through views: in the chain they run once and in program order."""
+    buffers = {s for n in captured.graph.nodes if n.name in captured.buffers for s in facts[n].storages}
+    computing = (n for n in captured.graph.nodes if n.op == "call_function")
+    return {n for n in computing if buffers & written_storages(n, captured, facts)}
 
 
 def _written_late(graph: fx.Graph, facts: dict[fx.Node, Facts], chained: set[fx.Node]) -> set[fx.Node]:
@@ -190,9 +191,9 @@ def _written_late(graph: fx.Graph, facts: dict[fx.Node, Facts], chained: set[fx.
     return late
 
 
-def _check_writes(captured: Captured, facts: dict[fx.Node, Facts], chain: list[fx.Node]) -> None:
+def _check_writes(captured: Captured, facts: dict[fx.Node, Facts], computing: list[fx.Node]) -> None:
     owners = {s: n for n in captured.graph.nodes if n.op == "placeholder" for s in facts[n].storages}
-    for node in chain:
+    for node in computing:
         for storage in facts[node].written:
             owner = owners.get(storage)
             if owner is not None and owner.name not in captured.buffers:

@@ -29,6 +29,7 @@ from ..runtime.torch_names.operators import schema_of
 from ..runtime.torch_names.tensors import version_of
 from ..runtime.torch_names.tracing import FakeTensorMode, TorchDispatchMode, outside_of_modes
 from . import draws, late_heads
+from .decompositions import ValuesRefused
 
 log = logging.getLogger("offmate")
 
@@ -121,6 +122,11 @@ def as_eager(target: Any) -> Callable[..., Any]:
     return run
 
 
+def is_function(target: Any) -> bool:
+    """Return whether a node of the flat graph stands for a custom function."""
+    return target in _NODES
+
+
 def _open(tensors: list[torch.Tensor], name: str) -> list[torch.Tensor]:
     """Apply the function behind a node, and return the tensors that it returns."""
     result = _calls[name](tensors)
@@ -158,7 +164,7 @@ def functions_kept() -> Iterator[None]:
 def _unchecked(body: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
     """Compute what reentrant checkpointing computes: nothing has a gradient unless one of its arguments has."""
     differentiates = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-    with contextlib.nullcontext() if differentiates else torch.no_grad():
+    with ValuesRefused() if differentiates else torch.no_grad():
         return body(*args)
 
 

@@ -53,25 +53,35 @@ def check_outputs(captured: Captured) -> None:
             )
 
 
-def check_shared_buffers(model: torch.nn.Module, captured: Captured, chain: Chain) -> None:
-    """Raise CaptureError if the forward writes a buffer whose memory another buffer, constant or parameter shares."""
+def check_shared_buffers(model: torch.nn.Module, captured: Captured, chain: Chain, trains: bool) -> None:
+    """Raise CaptureError if memory that changes is read under two names.
+
+    Such memory is that of a buffer that the forward writes, shared with another buffer, a constant or a parameter; or
+    that of a parameter that is trained, shared with a buffer or constant: a backward may read it after the update.
+    """
+    called = {node: f"buffer {name}" for node, name in captured.buffers.items()}
+    called |= {node: f"constant {node.removeprefix('c_')}" for node in captured.constants}
     owner = {s: n for n in captured.graph.nodes if n.op == "placeholder" for s in chain.facts[n].storages}
     written = {owner[s].name for facts in chain.facts.values() for s in facts.written if s in owner}
     for node in captured.graph.nodes:
         if node.op == "call_function" and updates_stats(node):
             written |= {source.name for source in node.all_input_nodes}
-    if not written:
-        return
     buffers = dict(model.named_buffers(remove_duplicate=False))
     tensors: dict[str, torch.Tensor] = {name: buffers[target] for name, target in captured.buffers.items()}
     tensors |= captured.constants
     # A parameter is in danger even where the forward does not read it.
-    tensors |= {f"parameter {name}": param for name, param in model.named_parameters()}
-    for names in _sharing(tensors):
+    params = {f"parameter {name}": param for name, param in model.named_parameters()}
+    trained = {name for name, param in params.items() if trains and param.requires_grad}
+    for names in _sharing(tensors | params):
         own = sorted(written & {*names})
+        if not own and trained & {*names} and tensors.keys() & {*names}:
+            read, param = min(tensors.keys() & {*names}), min(trained & {*names})
+            raise CaptureError(
+                f"the forward reads {called.get(read, read)}, whose memory {param} shares, which is trained; updates "
+                "would change the one with the other. Read the parameter itself, or give each its own memory"
+            )
         if own:
             other = next(name for name in names if name != own[0])
-            called = {node: f"buffer {name}" for node, name in captured.buffers.items()}
             raise CaptureError(
                 f"the forward writes into {called.get(own[0], own[0])}, whose memory {called.get(other, other)} "
                 "shares; a graph would not see the one change with the other. Give each its own memory, or read both "

@@ -66,7 +66,7 @@ def trace_model(
     part_heads(captured.graph, trainable)
     say("blocks", 0.0)
     chain = partition(captured, trainable)
-    check_shared_buffers(model, captured, chain)
+    check_shared_buffers(model, captured, chain, gradients)
     differentiated = choose_differentiated(captured, chain, config) if trainable else frozenset()
     blocks = trace_blocks(captured, chain, trainable, differentiated, lambda done, total: say("blocks", done / total))
     return Traced(captured, chain, blocks, differentiated)

@@ -20,9 +20,12 @@ def _product_backward(
     with torch.enable_grad():
         leaf = input.detach().requires_grad_()
         result = leaf.prod(dtype=dtype) if dim is None else leaf.prod(dim, keepdim, dtype=dtype)
-    made = torch.autograd.grad(result, leaf, grad)[0]
-    like = torch.empty_like(input, device="meta")
-    return as_layout(made, list(like.shape), list(like.stride()))
+    return as_layout(torch.autograd.grad(result, leaf, grad)[0], input.shape, _strides(input))
+
+
+def _strides(input: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of the gradient, with and without data: the input's if it is dense, else similar ones."""
+    return torch.empty_like(torch.empty_strided(input.shape, input.stride(), device="meta")).stride()
 
 
 _LIBRARY.impl("product_backward", _product_backward, "CompositeExplicitAutograd")
@@ -30,7 +33,7 @@ _LIBRARY.impl("product_backward", _product_backward, "CompositeExplicitAutograd"
 
 @torch.library.register_fake("offmate::product_backward", lib=_LIBRARY)
 def _(grad, input, dim, keepdim, dtype):
-    return torch.empty_like(input)
+    return torch.empty_strided(input.shape, _strides(input), dtype=input.dtype, device=input.device)
 
 
 product_backward = torch.ops.offmate.product_backward.default

@@ -200,6 +200,26 @@ def test_buffers_side_by_side_in_one_memory_may_be_written():
     alike(Neighbours)
 
 
+@pytest.mark.parametrize("constant", [False, True])
+def test_a_tensor_on_the_memory_of_a_trained_parameter_is_refused(constant: bool):
+    class Reading(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            values = torch.ones(8)
+            self.scale = torch.nn.Parameter(values)
+            if constant:
+                self.other = values
+            else:
+                self.register_buffer("other", values)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * self.other) + self.scale.sum()
+
+    kind = "constant" if constant else "buffer"
+    with pytest.raises(CaptureError, match=f"reads {kind} other, whose memory parameter scale shares"):
+        train(Reading, True)
+
+
 def test_memory_that_two_arrays_share_is_seen():
     class Overlapping(Net):
         def __init__(self) -> None:
@@ -508,87 +528,3 @@ def test_what_a_backward_needs_and_the_forward_overwrites_is_named(forward):
         model(x)
     with torch.no_grad():
         assert torch.equal(model(x), made(Overwriting, False)[0](x))
-
-
-@pytest.mark.parametrize("name", ["bilinear", "pinv"])
-def test_casts_inside_a_kernel_are_refused_under_autocast(name: str):
-    class Casting(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mixed = torch.nn.Bilinear(8, 8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if name == "bilinear":
-                return self.mixed(x, x).square().mean()
-            return torch.linalg.pinv(self.a.weight).square().mean() + super().forward(x)
-
-    alike(Casting)
-    with pytest.raises(CaptureError, match=f"{name} under torch.autocast"), torch.autocast("cpu", torch.bfloat16):
-        train(Casting, True)
-
-
-VALUES = {
-    "singular values": torch.linalg.svdvals,
-    "eigenvalues": lambda h: torch.linalg.eigvalsh(h @ h.T),
-    "nuclear norm": lambda h: torch.linalg.matrix_norm(h, "nuc"),
-    "spectral norm": lambda h: torch.linalg.matrix_norm(h, 2),
-    "condition": torch.linalg.cond,
-}
-
-
-@pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("name", VALUES)
-def test_values_of_decompositions_are_eagers_with_and_without_gradients(name: str, gradients: bool):
-    class Decomposing(Net):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            # An input without gradient is decomposed for its values alone, in training, too.
-            return VALUES[name](self.a(x)).sum() + VALUES[name](x @ x.T).sum() + super().forward(x)
-
-    def run(compiles: bool) -> torch.Tensor:
-        model, _ = made(Decomposing, compiles)
-        with torch.set_grad_enabled(gradients):
-            return model(torch.randn(37, 8)).detach()
-
-    assert torch.equal(run(True), run(False))
-
-
-PRODUCTS = {
-    "all": lambda h: h.prod(),
-    "rows": lambda h: h.prod(1).sum(),
-    "transposed": lambda h: h.T.prod(1, keepdim=True).sum(),
-    "in double": lambda h: h.prod(0, dtype=torch.float64).sum().float(),
-}
-
-
-@pytest.mark.parametrize("zeros", [0, 1, 3])
-@pytest.mark.parametrize("lower", [False, True])
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_gradients_of_products_are_eagers_with_and_without_zeros(name: str, lower: bool, zeros: int):
-    class Multiplying(Net):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            factors = 1 + 0.1 * self.b(self.a(x))
-            mask = torch.ones(3, 8)
-            mask.view(-1)[:zeros] = 0
-            return PRODUCTS[name](factors * mask)
-
-    with torch.autocast("cpu", torch.bfloat16, enabled=lower):
-        model, optimizer = made(Multiplying, True)
-        plain, own = made(Multiplying, False)
-        losses = [m(torch.full((3, 8), 0.3)) for m in (model, plain)]
-    for loss, stepped in zip(losses, (optimizer, own)):
-        loss.backward()
-        stepped.step()
-    assert torch.equal(losses[0], losses[1])
-    assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
-
-
-@pytest.mark.parametrize("name", ["quantile", "rank"])
-def test_operators_that_the_trace_gives_their_own_storage(name: str):
-    class Viewing(Net):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = self.a(x)
-            if name == "quantile":
-                return hidden.quantile(0.3, 1).sum() + super().forward(x)
-            return torch.linalg.matrix_rank(hidden) * super().forward(x)
-
-    alike(Viewing)
