@@ -9,9 +9,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
+from ..runtime.operators.checks import check_matrix
 from ..runtime.operators.layouts import lay_out
 from ..runtime.operators.products import product_backward
-from ..runtime.torch_names.operators import eigh, schema_of, svd, trilinear
+from ..runtime.torch_names.operators import eigh, linalg_check, schema_of, svd, trilinear
 from ..runtime.torch_names.tracing import FunctionalTensor, TorchDispatchMode, replace_value, value_of
 from .decompositions import asks_for_values
 from .functions import as_eager, is_function
@@ -155,6 +156,8 @@ class LayoutsKept(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is linalg_check:
+            return check_matrix(*args, **(kwargs or {}))
         written = args[0] if schema_of(func).is_mutable and args else None
         # `transpose_` and similar operators write no value: they change strides.
         if not isinstance(written, FunctionalTensor) or torch.Tag.inplace_view in func.tags:

@@ -18,6 +18,7 @@ from torch import fx
 from ..errors import CaptureError
 from ..guards.surroundings import surroundings
 from ..runtime.layouts import as_layout
+from ..runtime.operators.checks import check_matrix
 from ..runtime.operators.recurrent import recorded_rnn_layer, rnn_layer_backward
 from ..runtime.torch_names.operators import OpOverload
 from ..runtime.torch_names.tracing import (
@@ -84,6 +85,7 @@ def _trace(spec: BlockSpec, own_results: bool) -> Joint:
     for node in module.graph.nodes:
         if node.op == "get_attr":
             node.meta["constant"] = getattr(module, node.target)
+        node.meta.setdefault("val", None)
     _drop_aliases(module.graph)
     return _split(module.graph, run, own_results)
 
@@ -211,7 +213,8 @@ def _drop_aliases(graph: fx.Graph) -> None:
         if node.op == "call_function" and node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-    graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or is_random(n))
+    kept = ("placeholder", "output")
+    graph.eliminate_dead_code(is_impure_node=lambda n: n.op in kept or is_random(n) or n.target is check_matrix)
 
 
 def _split(graph: fx.Graph, run: _Run, own_results: bool) -> Joint:
@@ -247,6 +250,7 @@ def _split(graph: fx.Graph, run: _Run, own_results: bool) -> Joint:
             needed |= set(node.all_input_nodes)
     computing = [n for n in graph.nodes if n.op == "call_function"]
     needed |= {n for n in computing if n.target is operator.getitem and n.args[0] in needed}
+    needed |= {n for n in computing if n.target is check_matrix and needed.issuperset(n.all_input_nodes)}
     return Joint(
         graph=graph,
         leaves=tuple(leaves),

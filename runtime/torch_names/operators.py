@@ -42,6 +42,11 @@ svd = torch.ops.aten._linalg_svd.default
 eigh = torch.ops.aten._linalg_eigh.default
 trilinear = torch.ops.aten._trilinear
 
+linalg_check = torch.ops.aten._linalg_check_errors.default
+"""Raises an error if the numbers that a decomposition returns besides its result say that it failed."""
+keep_in_graphs = torch.fx.node.has_side_effect
+"""Has dead code elimination keep an operator that returns nothing."""
+
 # What `scaled_dot_product_attention` becomes on a CPU.
 attention_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 attention_on_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

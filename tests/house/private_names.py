@@ -81,6 +81,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torch.ops.aten._unsafe_view.default": "losses in tiles of logits that are views",
         "torch.ops.aten._linalg_svd.default": "singular values of what needs no gradient, bit for bit",
         "torch.ops.aten._linalg_eigh.default": "eigenvalues of what needs no gradient, bit for bit",
+        "torch.ops.aten._linalg_check_errors.default": "errors of matrices that are singular",
         "torch.ops.aten._trilinear": "refusing autocast around bilinear",
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default": "knowing attention in a graph",
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default": "knowing attention in a graph",

@@ -193,3 +193,42 @@ def test_a_write_into_a_view_of_the_batch_is_refused():
 
     with pytest.raises(CaptureError, match="writes into x"):
         train(Writing, True)
+
+
+def regular(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden @ hidden.T + torch.eye(len(hidden))
+
+
+CHECKED = {
+    "inverse": lambda h: torch.linalg.inv(regular(h)),
+    "cholesky": lambda h: torch.linalg.cholesky(regular(h)),
+    "solve": lambda h: torch.linalg.solve(regular(h), h),
+    "factors": lambda h: torch.linalg.lu_factor(regular(h))[0],
+    "power": lambda h: torch.linalg.matrix_power(regular(h), -2),
+    "eigenvalues": lambda h: torch.linalg.eigvals(regular(h)).real,
+    "without gradient": lambda h: torch.linalg.inv(regular(h).detach()) @ h,
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_decompositions_that_check_their_matrix(name: str):
+    class Decomposing(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return CHECKED[name](self.a(x)).square().mean() + super().forward(x)
+
+    alike(Decomposing)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_singular_matrix_raises_what_it_raises_in_eager_mode(gradients: bool):
+    class Singular(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.inv(regular(self.a(x)) * 0).sum() + super().forward(x)
+
+    said = []
+    for compiles in (True, False):
+        model, _ = made(Singular, compiles)
+        with pytest.raises(torch.linalg.LinAlgError) as raised, torch.set_grad_enabled(gradients):
+            model(torch.randn(3, 8))
+        said.append(str(raised.value).partition("\n")[0])
+    assert said[0] == said[1] and "linalg.inv: The diagonal element 1 is zero" in said[0]
