@@ -35,8 +35,7 @@ CARDS = (("rtx3060", 11 * GB), ("rtx3090", 22 * GB), ("rtx4090", 22 * GB))
 BATCHES = ((4, 512), (8, 1024))
 _HOST_BYTES = 512 * GB
 _MANAGE_S = 1e-3
-_FP32_BYTES = 4  # the rates of hardware files count fp32 parameters
-_UPDATE_BYTES = 28  # of memory that an update of an fp32 parameter moves
+_UPDATE_BYTES = 30  # of host memory that an update of a bf16 parameter with a fp32 master moves
 _NORM_SHARE = 1 / 7  # of an update's bytes, those that taking a gradient's norm reads
 _VERDICT_S = 1e-4
 
@@ -67,20 +66,20 @@ def _rows() -> Iterator[dict[str, Any]]:
 
 def problem_of(hardware: Hardware, batch: int, sequence: int, budget_bytes: int) -> Problem:
     """Return the problem of a machine, as the program sees it without a gate."""
-    scale = MASTERS.param_bytes / _FP32_BYTES
+    cpu_s, device_s = hardware.update_s(1, masters=True)
     rates = Rates(
         hardware.in_bytes_per_s,
         hardware.out_bytes_per_s,
         hardware.both_bytes_per_s,
         max(hardware.manage_s, _MANAGE_S),
         host_memory_bytes_per_s=hardware.host_memory_bytes_per_s,
-        worker_bytes_per_s=_UPDATE_BYTES / _FP32_BYTES * hardware.cpu_update_bytes_per_s,
+        worker_bytes_per_s=_UPDATE_BYTES / cpu_s,
     )
     speeds = Speeds(
         hardware.flops_per_s("bfloat16"),
         hardware.memory_bytes_per_s,
-        scale * hardware.cpu_update_bytes_per_s,
-        scale * hardware.device_update_bytes_per_s,
+        MASTERS.param_bytes / cpu_s,
+        MASTERS.param_bytes / device_s,
         rates,
     )
     shape = Shape(layers=32, hidden=4096, intermediate=11008, vocab=32000, batch=batch, sequence=sequence)

@@ -28,7 +28,9 @@ def launching_s(work: Callable[[], object], device: torch.device) -> float:
     """Return how many seconds the host needs to launch work on a device that is idle; 0 if the device is the host."""
     if device.type == "cpu":
         return 0.0
-    torch.accelerator.synchronize(device)
+    idle = torch.Event(device=device)
+    idle.record()
+    idle.synchronize()
     return _host_s(work)
 
 
