@@ -88,8 +88,9 @@ def _can_be_parted(head: fx.Node, trainable: Collection[str]) -> bool:
     plain = weight.name in trainable and given.op == "call_function" and given.meta["val"].is_contiguous()
     if not plain or autocasts(head) or given.meta["val"].dtype != weight.meta["val"].dtype:
         return False
-    order = {one: position for position, one in enumerate(head.graph.nodes)}
-    return not any(order[given] < order[user] < order[head] for user in weight.users)
+    nodes = list(head.graph.nodes)
+    between = nodes[nodes.index(given) + 1 : nodes.index(head)]
+    return not any(base_of(read) is weight for node in between for read in node.all_input_nodes)
 
 
 def _part(graph: fx.Graph, head: fx.Node) -> None:

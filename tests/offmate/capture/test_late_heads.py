@@ -114,6 +114,75 @@ def test_bits_are_plain_pytorchs_with_much_memory_and_with_the_least(name: str, 
     assert tight.offmate.peak_bytes <= least
 
 
+class Other(Net):
+    """Returns the loss, and logits for a loss of the user's."""
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.norms[0](self.embed(ids))
+
+    def loss(self, hidden: torch.Tensor, ids: torch.Tensor) -> Any:
+        logits = self.head(hidden)
+        return nn.functional.cross_entropy(logits.view(-1, CLASSES), ids.view(-1)), logits
+
+
+class UsersLoss(Other):
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.loss(self.hidden(ids), ids)
+
+
+class TwoHeads(Other):
+    def forward(self, ids: torch.Tensor) -> Any:
+        first = self.hidden(ids)
+        loss, _ = self.loss(first, ids)
+        return loss + self.loss(torch.tanh(self.norms[1](first)), ids)[0], None
+
+
+class SeveralUses(Other):
+    def forward(self, ids: torch.Tensor) -> Any:
+        hidden, weight = self.hidden(ids), self.head.weight
+        others = (hidden @ weight.t()[:, :HIDDEN]).square().mean() + weight.square().mean() + weight.detach().mean()
+        return self.loss(hidden, ids)[0] + others, None
+
+
+class FrozenBelow(Other):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.requires_grad_(False)
+        self.norms.requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.loss(self.hidden(ids), ids)[0], None
+
+
+@pytest.mark.parametrize("kind, heads", [(UsersLoss, 1), (TwoHeads, 2), (SeveralUses, 0), (FrozenBelow, 1)])
+def test_heads_in_other_places(kind: type[Other], heads: int) -> None:
+    def run(budget: int) -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(0)
+        net = kind()
+        optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
+        least, into = 0, ("0", "1") if kind is UsersLoss else "auto"
+        if budget:
+            config = offmate.Config(cache_dir=None, options_per_block=3, gradients_into=into)
+            settings = {"optimizer": optimizer, "device": "emulated", "cpu_budget": CPU_BUDGET, "config": config}
+            offmate.compile(net, budget, **settings)
+        drawn = torch.Generator().manual_seed(1)
+        for _ in range(2):
+            loss, logits = net(torch.randint(0, CLASSES, (2, ROWS // 2), generator=drawn))
+            (loss if logits is None else loss + logits.square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if budget:
+            least = net.offmate.plan.least_budget_bytes
+        return [loss.detach(), *(value.clone() for value in net.state_dict().values())], least
+
+    plain, _ = run(0)
+    ample, least = run(1 << 30)
+    tight, _ = run(least)
+    assert all(map(torch.equal, ample, plain)) and all(map(torch.equal, tight, plain))
+    if kind is not UsersLoss:
+        assert parts(kind()) == heads
+
+
 def test_weight_and_gradient_are_not_there_at_once_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     def least_bytes() -> int:
         with torch.device("meta"):
