@@ -9,6 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
+from ..guards.surroundings import AUTOCAST_KINDS
 from ..runtime.operators.checks import check_matrix
 from ..runtime.operators.layouts import lay_out
 from ..runtime.operators.products import product_backward
@@ -18,7 +19,6 @@ from .decompositions import asks_for_values
 from .functions import as_eager, is_function
 
 _ATEN = torch.ops.aten
-_AUTOCAST_KINDS = ("cpu", "cuda")
 
 # Operators whose kernels call others that autocast casts for, which a trace below autocast does not see.
 _CASTING_INSIDE: dict[Any, str] = {trilinear: "bilinear", _ATEN.linalg_pinv: "pinv"}
@@ -33,12 +33,12 @@ def copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
 
 
 def run_openly(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator so that the trace shows the writes of its kernel that the schema does not declare."""
+    """Run an operator so that the trace sees what eager mode does: undeclared writes, and its choice of algorithms."""
     copies = {position: args[position].clone() for position in _silent_writes(target, args)}
     with contextlib.ExitStack() as stack:
         if _wants_values_alone(target, args, kwargs):
             stack.enter_context(_ValuesAlone())
-        if any(map(torch.is_autocast_enabled, _AUTOCAST_KINDS)):
+        if any(map(torch.is_autocast_enabled, AUTOCAST_KINDS)):
             stack.enter_context(_CastsSeen())
         if is_function(target):
             stack.enter_context(_FunctionsAsInEager())
@@ -174,7 +174,7 @@ class LayoutsKept(TorchDispatchMode):
 @contextlib.contextmanager
 def no_autocast() -> Any:
     with contextlib.ExitStack() as stack:
-        for kind in _AUTOCAST_KINDS:
+        for kind in AUTOCAST_KINDS:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield

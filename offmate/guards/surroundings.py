@@ -11,7 +11,7 @@ import torch
 from ..runtime.torch_names.autograd import autocast_depth
 from ..runtime.torch_names.operators import attention_order
 
-_AUTOCAST_KINDS = ("cpu", "cuda")
+AUTOCAST_KINDS = ("cpu", "cuda")
 _PRECISIONS = (
     torch.backends.cuda.matmul, torch.backends.cudnn, getattr(torch.backends.cudnn, "conv", None),
     getattr(torch.backends.cudnn, "rnn", None), getattr(torch.backends.mkldnn, "matmul", None),
@@ -26,7 +26,7 @@ def surroundings() -> tuple[Any, ...]:
     """
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     deterministic: Any = torch.utils.deterministic
-    autocast = tuple((k, torch.get_autocast_dtype(k)) for k in _AUTOCAST_KINDS if torch.is_autocast_enabled(k))
+    autocast = tuple((k, torch.get_autocast_dtype(k)) for k in AUTOCAST_KINDS if torch.is_autocast_enabled(k))
     return (
         autocast,
         inside_autocast() and torch.is_autocast_cache_enabled(),
@@ -43,7 +43,7 @@ def surroundings() -> tuple[Any, ...]:
 @contextlib.contextmanager
 def autocast_on_cpu() -> Iterator[None]:
     """Inside, a region of autocast for another kind of device holds for the CPU, too, where fake tensors are."""
-    open_for = [kind for kind in _AUTOCAST_KINDS if torch.is_autocast_enabled(kind)]
+    open_for = [kind for kind in AUTOCAST_KINDS if torch.is_autocast_enabled(kind)]
     if not open_for or "cpu" in open_for:
         yield
         return

@@ -99,7 +99,8 @@ class OffmateTrainerMixin(PlannedSteps):
     ----------
     gpu_budget, cpu_budget, device, config: as in `offmate.compile`. All others: as in the trainer.
 
-    Raises: OffmateError when training starts with what a plan cannot do: torch.compile, FSDP, several processes.
+    Raises: OffmateError when training starts with what a plan cannot do: torch.compile, FSDP, several processes; or
+        with a model that was compiled before.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class OffmateTrainerMixin(PlannedSteps):
         self._offmate_settings: dict[str, Any] = {
             "gpu_budget": gpu_budget, "cpu_budget": cpu_budget, "device": device, "config": config,
         }  # fmt: skip
+        self._compiled: Any = None  # the model, once this trainer has compiled it
         given = kwargs.get("args", args[1] if len(args) > 1 else None)
         if given is not None:
             _check_arguments(given)
@@ -124,9 +126,16 @@ class OffmateTrainerMixin(PlannedSteps):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Create the optimizer, and compile the model with it."""
         optimizer = super().create_optimizer(model)
-        if isinstance(self.model, PlannedModule):
-            return optimizer
         assert self.model is not None
+        if isinstance(self.model, PlannedModule):
+            if self._compiled is not self.model:
+                raise OffmateError(
+                    f"the model of this {type(self).__name__} was compiled by offmate before, so that the trainer's "
+                    "max_grad_norm, gradient_accumulation_steps, optimizer and gpu_budget would not count. Give the "
+                    "trainer the model itself, or a copy (copy.deepcopy(model)); it compiles its model when training "
+                    "starts. A compiled model trains with an unmodified Trainer"
+                )
+            return optimizer
         settings = dict(self._offmate_settings)
         if make_plannable(self.model):
             settings["config"] = replace(settings["config"] or Config(), gradients_into=(DIFFERENTIATED,))
@@ -141,6 +150,7 @@ class OffmateTrainerMixin(PlannedSteps):
             accumulation_steps=self.args.gradient_accumulation_steps,
             **settings,
         )
+        self._compiled = self.model
         return optimizer
 
     @property

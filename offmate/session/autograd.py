@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import ProtocolError
+from ..guards.surroundings import AUTOCAST_KINDS
 from ..runtime.torch_names.autograd import will_run
 from ..runtime.torch_names.tensors import gradient_hooks, version_of
 from .gradients import alone_first
@@ -146,7 +147,7 @@ class Replay(torch.autograd.Function):
         Gradients that a planned optimizer takes go where the plan says, and autograd gets none. Without a planned
         optimizer, autograd gets them all, adds them to gradients from elsewhere, and calls the parameters' hooks.
         """
-        if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        if any(map(torch.is_autocast_enabled, AUTOCAST_KINDS)):
             raise ProtocolError(
                 "backward() inside torch.autocast would run in lower precision, too; the plan's backward was captured "
                 "as it runs outside. Leave the autocast region before backward(), as PyTorch recommends"

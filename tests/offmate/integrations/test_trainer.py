@@ -84,6 +84,23 @@ def test_an_unmodified_trainer(tmp_path, cache_dir):
     assert len(compiled.offmate.plans) == 1, "a count of items that changes makes no new plan"
 
 
+def test_a_compiled_model_is_refused_by_a_trainer_that_compiles(tmp_path, cache_dir):
+    compiled = offmate.compile(model(), "4MiB", **settings(cache_dir))
+    trainer = OffmateTrainer(compiled, arguments(tmp_path), train_dataset=rows(), gpu_budget="4MiB", device="emulated")
+    with pytest.raises(OffmateError, match=r"was compiled by offmate before.*max_grad_norm"):
+        trainer.train()
+
+
+def test_a_trainer_trains_its_own_model_twice(tmp_path, cache_dir):
+    found = []
+    for kind, more in ((Trainer, {}), (OffmateTrainer, {"gpu_budget": "4MiB", **settings(cache_dir)})):
+        trainer = kind(model(), arguments(tmp_path / kind.__name__), train_dataset=rows(), **more)
+        trainer.train()
+        trainer.train()
+        found.append(trainer)
+    assert same(found[0].model, found[1].model)
+
+
 class Listener(TrainerCallback):
     """A reporter that comes before what users add."""
 
