@@ -9,6 +9,7 @@ from .version import VERSION
 
 if TYPE_CHECKING:
     from .api import compile, plan
+    from .casting import cast_frozen
     from .config import Config
     from .errors import (
         BudgetExceeded,
@@ -32,6 +33,7 @@ __version__ = VERSION
 _HOME = {
     "compile": "api",
     "plan": "api",
+    "cast_frozen": "casting",
     "Config": "config",
     "Plan": "plans.plan",
     "load_plan": "plans.plan",
@@ -72,6 +74,7 @@ __all__ = [
     "SweepPoint",
     "Trace",
     "__version__",
+    "cast_frozen",
     "compile",
     "load_plan",
     "plan",

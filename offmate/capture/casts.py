@@ -1,7 +1,8 @@
-"""Finds parameters that autocast's cache casts once for several uses, so that their gradients add up rounded.
+"""Watches which parameters autocast casts.
 
-Under `torch.autocast`, eager mode casts a parameter at its first use and keeps the copy until the region ends. The
-gradients of all uses are added up in the lower precision, at the copy, before they are cast back.
+Under `torch.autocast`, eager mode casts a trained parameter at its first use and keeps the copy until the region ends.
+The gradients of all uses are added up in the lower precision, at the copy, before they are cast back. A frozen
+parameter that is only ever cast could as well be kept in the lower precision.
 """
 
 from __future__ import annotations
@@ -9,21 +10,55 @@ from __future__ import annotations
 import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import fx
 
 from ..errors import CaptureError
 from ..guards.surroundings import inside_autocast
+from ..runtime.torch_names import trees as pytree
 from ..runtime.torch_names.operators import CASTS, cast
 from ..runtime.torch_names.tracing import TorchDispatchMode
 
 _EXPLICIT = (*CASTS, "offmate.")
 
 
+class Watch(Protocol):
+    """Watches parameters while a flat graph runs."""
+
+    def knows(self, node: fx.Node, value: torch.Tensor) -> None:
+        """Note that the placeholder of a parameter has this value."""
+        ...
+
+    def of(self, node: fx.Node) -> AbstractContextManager[None]:
+        """Watch what a node does."""
+        ...
+
+
+class Together:
+    """Several watches at once."""
+
+    def __init__(self, *watches: Watch) -> None:
+        self._watches = watches
+
+    def knows(self, node: fx.Node, value: torch.Tensor) -> None:
+        """Tell all of them."""
+        for watch in self._watches:
+            watch.knows(node, value)
+
+    @contextlib.contextmanager
+    def of(self, node: fx.Node) -> Iterator[None]:
+        """Have all of them watch."""
+        with contextlib.ExitStack() as stack:
+            for watch in self._watches:
+                stack.enter_context(watch.of(node))
+            yield
+
+
 class Casts(TorchDispatchMode):
-    """Watches which parameters autocast casts for which node, while a flat graph runs.
+    """Finds trained parameters that autocast casts once for several uses, so that their gradients add up rounded.
 
     State: `_nodes`, placeholders of trained parameters by the identity of their values, from `knows`; `_seen`, per
     parameter the region and precision of every cast.
@@ -38,8 +73,9 @@ class Casts(TorchDispatchMode):
         self._at: fx.Node | None = None
 
     def knows(self, node: fx.Node, value: torch.Tensor) -> None:
-        """Note that the placeholder of a trained parameter has this value."""
-        self._nodes[id(value)] = node
+        """Note that the placeholder of a parameter has this value."""
+        if value.requires_grad:
+            self._nodes[id(value)] = node
 
     @contextlib.contextmanager
     def of(self, node: fx.Node) -> Iterator[None]:
@@ -93,6 +129,48 @@ class Casts(TorchDispatchMode):
                 )
             found[node] = casts[0][1]
         return found
+
+
+class Reads(TorchDispatchMode):
+    """Finds frozen parameters that autocast casts to one precision wherever they are read.
+
+    State: `_nodes`, placeholders of frozen parameters by the identity of their values, from `knows`; `_precisions`, per
+    parameter those that it is cast to; `_whole`, those that an operator reads as they are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._nodes: dict[int, fx.Node] = {}
+        self._precisions: dict[fx.Node, set[torch.dtype]] = defaultdict(set)
+        self._whole: set[fx.Node] = set()
+
+    def knows(self, node: fx.Node, value: torch.Tensor) -> None:
+        """Note that the placeholder of a parameter has this value."""
+        if not value.requires_grad:
+            self._nodes[id(value)] = node
+
+    @contextlib.contextmanager
+    def of(self, node: fx.Node) -> Iterator[None]:
+        """Watch how a node reads parameters. One that casts explicitly may give a parameter itself, which is a read."""
+        if str(node.target).startswith(_EXPLICIT):
+            self._whole.update(node.all_input_nodes)
+        with self:
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known = [self._nodes[id(x)] for x in pytree.tree_leaves((args, kwargs)) if id(x) in self._nodes]
+        if func is cast and "dtype" in kwargs:
+            for node in known:
+                self._precisions[node].add(kwargs["dtype"])
+        elif func.namespace != "prim":  # which asks where a tensor is, not for its values
+            self._whole.update(known)
+        return func(*args, **kwargs)
+
+    def only_cast(self) -> dict[fx.Node, torch.dtype]:
+        """Return the frozen parameters that are only ever cast to one lower precision, with this precision."""
+        found = {node: precisions for node, precisions in self._precisions.items() if node not in self._whole}
+        return {node: next(iter(precisions)) for node, precisions in found.items() if len(precisions) == 1}
 
 
 def added(total: torch.Tensor, part: torch.Tensor, precision: torch.dtype | None) -> torch.Tensor:

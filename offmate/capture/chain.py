@@ -11,11 +11,12 @@ import torch
 from torch import fx
 
 from ..errors import CaptureError
+from ..guards.surroundings import inside_autocast
 from ..runtime.torch_names import trees as pytree
 from ..runtime.torch_names.operators import schema_of
 from ..runtime.torch_names.tensors import storage_key
 from ..runtime.torch_names.tracing import FakeTensorMode
-from .casts import Casts
+from .casts import Casts, Reads, Together, Watch
 from .effects import is_random, updates_stats, writes
 from .export import Captured
 from .functions import as_eager
@@ -56,6 +57,7 @@ class Chain:
     facts: per node of the flat graph.
     made_in: block index of every chain node.
     rounded: parameters whose gradients add up in a lower precision -> that precision (see `Casts`).
+    only_cast: frozen parameters that are read in one lower precision only -> that precision (see `Reads`).
     """
 
     prelude: tuple[fx.Node, ...]
@@ -63,6 +65,7 @@ class Chain:
     facts: dict[fx.Node, Facts]
     made_in: dict[fx.Node, int]
     rounded: dict[fx.Node, torch.dtype]
+    only_cast: dict[fx.Node, torch.dtype]
 
 
 def partition(captured: Captured, trainable: frozenset[str]) -> Chain:
@@ -75,7 +78,11 @@ def partition(captured: Captured, trainable: frozenset[str]) -> Chain:
 
     Returns: the chain. Raises: CaptureError if a node writes into a parameter or an input.
     """
-    facts, rounded = run_fake(captured, trainable)
+    casts, reads = Casts(), Reads()
+    nodes = captured.graph.nodes
+    casting = inside_autocast() or any(node.meta["region"].autocast for node in nodes if node.op == "call_function")
+    facts = run_fake(captured, trainable, Together(casts, reads) if casting else casts)
+    rounded = casts.rounded(captured.graph)
     graph = captured.graph
     sources = {n for n in graph.nodes if n.name in captured.params}
     dependence = nx.DiGraph((a, n) for n in graph.nodes for a in n.all_input_nodes)
@@ -96,15 +103,18 @@ def partition(captured: Captured, trainable: frozenset[str]) -> Chain:
     blocks = [tuple(chain[a:b]) for a, b in zip([0, *cuts], [*cuts, len(chain)])]
     blocks = _merge_small(blocks, facts, captured)
     made_in = {n: i for i, block in enumerate(blocks) for n in block}
-    return Chain(tuple(n for n in computing if n not in chained), tuple(blocks), facts, made_in, rounded)
+    prelude = tuple(n for n in computing if n not in chained)
+    return Chain(prelude, tuple(blocks), facts, made_in, rounded, reads.only_cast())
 
 
-def run_fake(captured: Captured, trainable: frozenset[str]) -> tuple[dict[fx.Node, Facts], dict[fx.Node, torch.dtype]]:
+def run_fake(captured: Captured, trainable: frozenset[str], watch: Watch) -> dict[fx.Node, Facts]:
     """Run the flat graph on fake tensors with autograd on, and note storages and gradients of every node.
 
-    Returns: the facts, and the parameters whose gradients add up in a lower precision, with that precision.
+    Parameters
+    ----------
+    trainable: placeholder names of the parameters that require a gradient. watch: sees the parameters and all nodes.
     """
-    mode, casts = FakeTensorMode(), Casts()
+    mode = FakeTensorMode()
     env: dict[fx.Node, Any] = {}
     facts: dict[fx.Node, Facts] = {}
     for node in captured.graph.nodes:
@@ -118,11 +128,12 @@ def run_fake(captured: Captured, trainable: frozenset[str]) -> tuple[dict[fx.Nod
                     value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
                 if node.name in trainable:
                     value.requires_grad_()
-                    casts.knows(node, value)
+                if node.name in captured.params:
+                    watch.knows(node, value)
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
             # Autograd forbids writing into a leaf; where eager mode allows it, the region is under no_grad.
-            with mode, node.meta["region"].entered(), casts.of(node):
+            with mode, node.meta["region"].entered(), watch.of(node):
                 value = as_eager(node.target)(*args, **kwargs)
             if writes(node):
                 written = _written(node, args, kwargs)
@@ -135,8 +146,7 @@ def run_fake(captured: Captured, trainable: frozenset[str]) -> tuple[dict[fx.Nod
             written,
         )
     # Read at the end, since a write through a view makes its base require a gradient later.
-    facts = {n: replace(f, requires_grad=_require_grad(f.value)) for n, f in facts.items()}
-    return facts, casts.rounded(captured.graph)
+    return {n: replace(f, requires_grad=_require_grad(f.value)) for n, f in facts.items()}
 
 
 def _require_grad(value: Any) -> tuple[bool, ...]:

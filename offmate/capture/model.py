@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,15 +16,20 @@ from torch import fx
 from ..config import Config
 from ..errors import CaptureError
 from ..progress import Progress
+from ..sizes import format_bytes
 from .blocks import TracedBlock, trace_blocks
-from .chain import Chain, partition
+from .casts import Reads
+from .chain import Chain, partition, run_fake
 from .export import Captured, capture, check_dense
+from .fake import memory_of
 from .late_heads import part_heads
 from .leaves import check_elements, check_fast_path, check_leaves, check_outputs, check_shared_buffers
 from .left_out import LeftOut
 from .spec import Joint, storages_of
 
 log = logging.getLogger("offmate")
+
+_MANY = 0.1  # of a model's bytes
 
 
 @dataclass(frozen=True)
@@ -67,9 +74,54 @@ def trace_model(
     say("blocks", 0.0)
     chain = partition(captured, trainable)
     check_shared_buffers(model, captured, chain, gradients)
+    if gradients:
+        _advise(model, captured, chain)
     differentiated = choose_differentiated(captured, chain, config) if trainable else frozenset()
     blocks = trace_blocks(captured, chain, trainable, differentiated, lambda done, total: say("blocks", done / total))
     return Traced(captured, chain, blocks, differentiated)
+
+
+def only_cast_of(model: torch.nn.Module, captured: Captured) -> dict[str, torch.dtype]:
+    """Return the frozen float32 parameters that could be kept in a lower precision, with this precision, by name.
+
+    Autocast casts them to it wherever they are read. Left out are those that the model returns or that share memory,
+    and those with a gradient from before.
+    """
+    params = dict(model.named_parameters(remove_duplicate=False))
+    trainable = frozenset(node for node, name in captured.params.items() if params[name].requires_grad)
+    reads = Reads()
+    run_fake(captured, trainable, reads)
+    return _convertible(model, captured, reads.only_cast())
+
+
+def _convertible(
+    model: torch.nn.Module, captured: Captured, only_cast: Mapping[fx.Node, torch.dtype]
+) -> dict[str, torch.dtype]:
+    params = dict(model.named_parameters(remove_duplicate=False))
+    distinct = {id(tensor): tensor for tensor in (*params.values(), *model.buffers())}.values()
+    sharing = Counter(memory_of(tensor) for tensor in distinct)
+    found = {captured.params[n.name]: dtype for n, dtype in only_cast.items() if n.name not in captured.outputs}
+    return {
+        name: dtype
+        for name, dtype in found.items()
+        if (params[name].dtype, params[name].grad) == (torch.float32, None) and sharing[memory_of(params[name])] == 1
+    }
+
+
+def _advise(model: torch.nn.Module, captured: Captured, chain: Chain) -> None:
+    """Say how to halve the bytes of frozen parameters, if they are many."""
+    params = dict(model.named_parameters())
+    found = _convertible(model, captured, chain.only_cast)
+    size = sum(params[name].nbytes for name in found)
+    if size > _MANY * sum(param.nbytes for param in params.values()):
+        to = ", ".join(sorted({str(dtype) for dtype in found.values()}))
+        log.warning(
+            "%s of frozen parameters are float32, but torch.autocast casts them to %s wherever they are read. "
+            "offmate.cast_frozen(model, example_inputs=...), called inside the same torch.autocast before "
+            "offmate.compile, keeps them in that precision: half the bytes in RAM, on the link and on the device, and "
+            "the same numbers",
+            format_bytes(size), to,
+        )  # fmt: skip
 
 
 def select_outputs(captured: Captured, config: Config) -> Captured:

@@ -79,6 +79,7 @@ ROOMS = (
     "offmate.planning",
     "offmate.session",
     "offmate.api",
+    "offmate.casting",
     "offmate",
     "offmate.integrations",
     "offmate.finetune",
