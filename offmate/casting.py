@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -29,9 +29,9 @@ def cast_frozen(
     """Convert frozen float32 parameters, in place, to the precision to which autocast casts them at every use.
 
     Casting them once gives the same numbers as casting them at every use, bit for bit. It halves their bytes in RAM, on
-    the link and on the device. Parameters that are trained, or read in float32 anywhere, stay as they are. Call it
-    inside the same `torch.autocast` as training, before `offmate.compile`. What is saved of the converted parameters
-    afterwards has the lower precision, and so has a result that adapters are merged into.
+    the link and on the device. Parameters that are trained, or that training or evaluation reads in float32, stay as
+    they are. Call it inside the same `torch.autocast` as training, before `offmate.compile`; evaluate inside it, too.
+    What is saved of the converted parameters has the lower precision, and so have weights with merged adapters.
 
     Parameters
     ----------
@@ -45,35 +45,48 @@ def cast_frozen(
     Source: SuperOffload, section 4.5 (where to cast).
     """
     check_model(model)
-    args = example_inputs if isinstance(example_inputs, tuple) else ()
-    kwargs = without_cache(model, example_inputs if isinstance(example_inputs, dict) else {})
     where = accelerator(device_kind(device))
     around = autocast_on_cpu() if where is None else contextlib.nullcontext()
-    with around, _training(model), rng_untouched(where), torch.enable_grad():
-        before = _captured(model, args, kwargs, where)
-        found = only_cast_of(model, before)
-        params = dict(model.named_parameters())
-        kept = {name: params[name].data for name in found}
-        try:
-            for name, dtype in found.items():
-                params[name].data = params[name].data.to(dtype)
-            _check_same(before, _captured(model, args, kwargs, where) if found else before)
-        except BaseException:
-            for name, data in kept.items():
-                params[name].data = data
-            raise
+    params = dict(model.named_parameters())
+    with around, _modes_kept(model), rng_untouched(where), torch.enable_grad():
+        before = {training: _captured(model, training, example_inputs, where) for training in (True, False)}
+        ways = [only_cast_of(model, captured) for captured in before.values()]
+        whole = {name for found, captured in zip(ways, before.values()) for name in captured.reads - found.keys()}
+        found = {name: dtype for one in ways for name, dtype in one.items() if name not in whole}
+        with _as_if_cast(params, found):
+            for training, captured in before.items() if found else ():
+                _check_same(captured, _captured(model, training, example_inputs, where))
+    for name, dtype in found.items():  # one by one: only one copy is held besides what there is
+        params[name].data = params[name].data.to(dtype)
     return found
 
 
 def _captured(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], where: torch.device | None
+    model: torch.nn.Module, training: bool, inputs: dict[str, Any] | tuple[Any, ...], where: torch.device | None
 ) -> Captured:
+    """Capture a model in training or in evaluation."""
+    model.train(training)
+    args = inputs if isinstance(inputs, tuple) else ()
+    kwargs = without_cache(model, inputs if isinstance(inputs, dict) else {})
     if not is_without_memory(model):
         return capture(model, args, kwargs, device=where)
     real = stand_in((args, kwargs))
     with faked(model) as mode:
         args, kwargs = fake_batch(mode, (args, kwargs))
         return capture(model, args, kwargs, real)
+
+
+@contextlib.contextmanager
+def _as_if_cast(params: Mapping[str, torch.nn.Parameter], precisions: Mapping[str, torch.dtype]) -> Iterator[None]:
+    """Inside, parameters have these precisions and no values; the system gives no memory to what nothing touches."""
+    kept = {name: params[name].data for name in precisions}
+    try:
+        for name, dtype in precisions.items():
+            params[name].data = torch.empty_like(params[name].data, dtype=dtype)
+        yield
+    finally:
+        for name, data in kept.items():
+            params[name].data = data
 
 
 def _check_same(before: Captured, after: Captured) -> None:
@@ -92,10 +105,9 @@ def _line(node: fx.Node) -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
-def _training(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, all modules are in training mode."""
+def _modes_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Restore the modes of all modules after the body."""
     modes = {module: module.training for module in model.modules()}
-    model.train()
     try:
         yield
     finally:

@@ -104,6 +104,11 @@ class Captured:
         """The number of leaves of the outputs that belong to the model's result."""
         return len(self.outputs) - sum(by_product.n_tensors for by_product in self.by_products)
 
+    @property
+    def reads(self) -> frozenset[str]:
+        """The names of the parameters that the forward reads."""
+        return frozenset(self.params[node.name] for node in self.graph.nodes if node.name in self.params and node.users)
+
     def trains(self, output: str) -> frozenset[str]:
         """Return the names of the parameters that get a gradient through an output."""
         found, waiting = set(), [next(node for node in self.graph.nodes if node.name == output)]

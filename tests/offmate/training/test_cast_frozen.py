@@ -61,6 +61,14 @@ class Powers(Adapted):
         return {"loss": found + self.base[0].weight.amax()}
 
 
+class OtherInEvaluation(Adapted):
+    """Evaluation reads a weight whole."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = super().forward(x)["loss"]
+        return {"loss": found if self.training else found + self.base[0].weight.amax()}
+
+
 class AsksForPrecision(Adapted):
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return super().forward(x.to(self.base[0].weight.dtype))
@@ -142,6 +150,7 @@ def test_what_is_trained_or_read_whole_stays() -> None:
     assert set(found) == {"base.0.bias", "base.1.bias", "base.2.bias"}
     assert "base.0.weight" not in cast(model(Powers))
     assert "base.0.weight" not in cast(model(Returned))
+    assert "base.0.weight" not in cast(model(OtherInEvaluation))
 
 
 def test_what_shares_memory_or_has_a_gradient_stays() -> None:
