@@ -95,9 +95,7 @@ def _ours(kind: Any, elements: int, dtype: torch.dtype, *, clipped: bool = False
     updater = Updater(kind([param], lr=1e-3, fused=True), {param: "weight"})
 
     def update() -> None:
-        if clipped:
-            grad.mul_(scale)
-        updater("weight", param.data, grad, state)
+        updater("weight", param.data, grad, state, scale if clipped else None)
 
     return update
 

@@ -23,13 +23,16 @@ def may_be_cut(param: torch.Tensor, master: torch.Tensor, state: dict[str, Any])
 
 
 @torch.no_grad()
-def step_in_chunks(kind: Any, inner: Any, leaf: torch.nn.Parameter, param: torch.Tensor) -> None:
+def step_in_chunks(
+    kind: Any, inner: Any, leaf: torch.nn.Parameter, param: torch.Tensor, factor: torch.Tensor | None = None
+) -> None:
     """Update a float32 copy by an element-wise optimizer, with the bits of one whole update; the parameter follows it.
 
     Parameters
     ----------
     kind: class of the optimizer. inner: an instance of it that holds only `leaf`, the copy, with its state, which the
-        first update makes. param: of lower precision, with its gradient.
+        first update makes. param: of lower precision, with its gradient. factor: multiplies the gradient first, in
+        place; None for 1.
     """
     master, state = leaf.data, inner.state[leaf]
     grad, low, whole = param.grad.view(-1), param.view(-1), master.view(-1)  # type: ignore[union-attr]
@@ -39,6 +42,8 @@ def step_in_chunks(kind: Any, inner: Any, leaf: torch.nn.Parameter, param: torch
     for start in starts:
         chunk = slice(start, start + CHUNK_ELEMENTS)
         leaf.data = whole[chunk]
+        if factor is not None:  # here, while the chunk is in the processor's cache
+            grad[chunk].mul_(factor)
         leaf.grad = _scratch(leaf.numel()).copy_(grad[chunk])
         # Scalars, such as the number of updates, advance once: with the last chunk.
         advances = start == starts[-1]

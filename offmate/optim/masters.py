@@ -36,11 +36,15 @@ def has_master(kind: type, param: torch.Tensor) -> bool:
 
 
 class WithMasters:
-    """Mixin for an optimizer class, `_kind`; see `with_master_weights`."""
+    """Mixin for an optimizer class, `_kind`; see `with_master_weights`.
+
+    State: `factor`, by which the next step multiplies all gradients, None for 1.
+    """
 
     _kind: Any
     param_groups: list[dict[str, Any]]
     state: dict[torch.Tensor, dict[str, Any]]
+    factor: torch.Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -64,8 +68,10 @@ class WithMasters:
         own = {leaf: {k: v for k, v in state.items() if k != MASTER}}
         inner = lone(self._kind, self.__dict__, [{**group, "params": [leaf]}], own)
         if low and works_by_element(self._kind) and may_be_cut(param, leaf, own[leaf]):
-            step_in_chunks(self._kind, inner, leaf, param)
+            step_in_chunks(self._kind, inner, leaf, param, self.factor)
         else:
+            if self.factor is not None:
+                param.grad.mul_(self.factor)  # type: ignore[union-attr]
             leaf.grad = param.grad.float() if low else param.grad  # type: ignore[union-attr]
             self._kind.step(inner)
             if low:

@@ -17,6 +17,7 @@ from ..runtime.replay.contents import is_bulk
 from ..runtime.torch_names.modules import state_at_construction
 from ..runtime.torch_names.scalers import check_and_unscale
 from .lone import lone
+from .masters import WithMasters
 from .rows import depends_on_threads, works_by_element
 
 log = logging.getLogger("offmate")
@@ -149,13 +150,20 @@ class Updater:
                         "as schedulers do"
                     )
 
-    def __call__(self, name: str, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
-        """Update `param` in place."""
+    def __call__(
+        self,
+        name: str,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        state: dict[str, Any],
+        factor: torch.Tensor | None = None,
+    ) -> None:
+        """Update `param` in place; see `Update`."""
         # A worker has one thread; for these updates it needs as many as plain PyTorch takes. The default for new
         # threads does not change.
         if torch.get_num_threads() != self.threads and depends_on_threads(self.base, self.groups[name], param.dtype):
             torch.set_num_threads(self.threads)
-        self.step_one(self.groups[name], param, grad, state)
+        self.step_one(self.groups[name], param, grad, state, factor=factor)
 
     def begin_state(self, name: str, param: torch.Tensor, state: dict[str, Any]) -> None:
         """Fill the empty state of a parameter as a fused optimizer does whose first update a scaler has it skip."""
@@ -170,12 +178,13 @@ class Updater:
         grad: torch.Tensor,
         state: dict[str, Any],
         skips: bool = False,
+        factor: torch.Tensor | None = None,
     ) -> None:
         """Update one tensor in place with given hyperparameters; `state` is filled at the first update.
 
         Parameters
         ----------
-        skips: a fused kernel then changes nothing.
+        skips: a fused kernel then changes nothing. factor: by which the gradient is multiplied first, None for 1.
         """
         leaf = torch.nn.Parameter(param.data)
         leaf.grad = grad
@@ -183,6 +192,11 @@ class Updater:
             state.update(state_at_construction(self.base, hyper, leaf))
         _place_scalars(state, leaf.device if hyper.get("fused") or hyper.get("capturable") else _CPU)
         single = lone(self.base, self.optimizer.__dict__, [{**hyper, "params": [leaf]}], {leaf: state})
+        if factor is not None:
+            if issubclass(self.base, WithMasters):
+                single.factor = factor
+            else:
+                grad.mul_(factor)
         if self.grad_scales is not None:
             # The optimizer itself has them only during the scaler's step, and a worker may come later.
             single.grad_scale = self.grad_scales.get(leaf.device.type)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 import torch
 
@@ -131,5 +131,21 @@ class HostState:
     unscaling: Unscaling | None = None
 
 
-Update = Callable[[str, torch.Tensor, torch.Tensor, dict[str, object]], None]
-"""Updates a parameter in place: name, parameter, gradient, its state (filled at the first update)."""
+class Update(Protocol):
+    """Updates a parameter in place."""
+
+    def __call__(
+        self,
+        name: str,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        state: dict[str, object],
+        factor: torch.Tensor | None = None,
+    ) -> None:
+        """Update `param`.
+
+        Parameters
+        ----------
+        state: filled at the first update. factor: by which the gradient is multiplied first, in place, None for 1.
+        """
+        ...

@@ -48,13 +48,13 @@ class Updates:
         known = frozenset(contents.states[self._states.items(name)[-1]].tensors if done else ())
 
         def work() -> None:
-            if scale is not None:
-                grad.mul_(scale)
             param, state = host.params[name], host.states.setdefault(name, {})
             if done:
+                if scale is not None:
+                    grad.mul_(scale)
                 _update_rest(update, name, param, grad, state, done, known)
             else:
-                update(name, param, grad, state)
+                update(name, param, grad, state, scale)
             host.updates[name] = host.updates.get(name, 0) + 1
 
         arrived = (contents.grad_leaving.pop(name, None), contents.grad_adding.pop(name, None))

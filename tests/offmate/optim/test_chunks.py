@@ -10,6 +10,7 @@ import torch
 import offmate
 from offmate.optim import chunks
 from offmate.optim.rows import depends_on_threads, works_by_element
+from offmate.optim.updater import Updater
 
 CHUNK = 2**12
 SHAPE = (3, CHUNK - 100)
@@ -109,3 +110,26 @@ def test_a_subclass_may_do_something_else():
     assert works_by_element(offmate.with_master_weights(torch.optim.AdamW))
     assert not works_by_element(Centred)
     assert depends_on_threads(Centred, {}, torch.bfloat16)
+
+
+@pytest.mark.parametrize("low", [True, False])
+@pytest.mark.parametrize("elements", [CHUNK - 1, 3 * CHUNK + 7])
+def test_clipping_inside_the_update_has_the_bits_of_clipping_before_it(low, elements, monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", CHUNK)
+    monkeypatch.setattr(chunks, "_memory", threading.local())
+    generator = torch.Generator().manual_seed(3)
+    dtype = torch.bfloat16 if low else torch.float32
+    start, *grads = (torch.randn(elements, generator=generator).to(dtype) for _ in range(3))
+    factor, found = torch.tensor(0.37), []
+    for inside in (True, False):
+        param = torch.nn.Parameter(start.clone())
+        kind = offmate.with_master_weights(torch.optim.AdamW)
+        updater, state = Updater(kind([param], lr=0.01, fused=True), {param: "weight"}), {}
+        for given in grads:
+            grad = given.clone()
+            if not inside:
+                grad.mul_(factor)
+            updater("weight", param.data, grad, state, factor if inside else None)
+            assert torch.equal(grad, given * factor)  # scaled once, also for who reads it afterwards
+        found.append((param.detach(), *(torch.as_tensor(value) for value in state.values())))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
