@@ -9,7 +9,7 @@ from .version import VERSION
 
 if TYPE_CHECKING:
     from .api import compile, plan
-    from .casting import cast_frozen
+    from .casting import cast_weights
     from .config import Config
     from .errors import (
         BudgetExceeded,
@@ -33,7 +33,7 @@ __version__ = VERSION
 _HOME = {
     "compile": "api",
     "plan": "api",
-    "cast_frozen": "casting",
+    "cast_weights": "casting",
     "Config": "config",
     "Plan": "plans.plan",
     "load_plan": "plans.plan",
@@ -74,7 +74,7 @@ __all__ = [
     "SweepPoint",
     "Trace",
     "__version__",
-    "cast_frozen",
+    "cast_weights",
     "compile",
     "load_plan",
     "plan",

@@ -1,4 +1,4 @@
-"""`offmate.cast_frozen`: frozen parameters that autocast casts wherever they are read, kept in the lower precision."""
+"""`offmate.cast_weights`: parameters that autocast casts wherever they are read, kept in the lower precision."""
 
 from __future__ import annotations
 
@@ -15,36 +15,48 @@ from .capture.export import Captured, capture
 from .capture.fake import fake_batch, faked, is_without_memory, stand_in
 from .capture.kv_caches import without_cache
 from .capture.model import only_cast_of
-from .errors import CaptureError
+from .errors import CaptureError, OffmateError
 from .guards.surroundings import autocast_on_cpu
 from .machines.devices import accelerator, device_kind, rng_untouched
+from .optim.masters import MASTER, WithMasters
 
 
-def cast_frozen(
+def cast_weights(
     model: torch.nn.Module,
     *,
     example_inputs: dict[str, Any] | tuple[Any, ...],
+    optimizer: torch.optim.Optimizer | None = None,
     device: str | torch.device | None = None,
 ) -> dict[str, torch.dtype]:
-    """Convert frozen float32 parameters, in place, to the precision to which autocast casts them at every use.
+    """Convert float32 parameters, in place, to the precision to which autocast casts them at every use.
 
-    Casting them once gives the same numbers as casting them at every use, bit for bit. It halves their bytes in RAM, on
-    the link and on the device. Parameters that are trained, or that training or evaluation reads in float32, stay as
-    they are. Call it inside the same `torch.autocast` as training, before `offmate.compile`; evaluate inside it, too.
-    What is saved of the converted parameters has the lower precision, and so have weights with merged adapters.
+    Casting them once gives the same numbers as casting them at every use, bit for bit. It halves their bytes on the
+    link and on the device. Parameters that training or evaluation reads in float32 anywhere stay as they are. Call it
+    inside the same `torch.autocast` as training, before `offmate.compile`; evaluate inside it, too. What is saved of
+    the converted parameters has the lower precision, and so have weights with merged adapters.
+
+    Frozen parameters are converted, which halves their RAM, too. Trained ones are converted if `optimizer` is given:
+    their float32 values go into its state, under "master", where it updates them, and their gradients are as autocast
+    makes them, in bfloat16. So a norm for clipping, and a sum over micro-batches, are rounded to bfloat16.
 
     Parameters
     ----------
     model: not compiled yet. example_inputs: one batch, as in `offmate.plan`.
+    optimizer: of a class from `offmate.with_master_weights`. None leaves trained parameters as they are.
     device: as in `offmate.compile`; what autocast casts depends on it. Without a card, autocast for one counts as
         autocast on the CPU, as it does in plans for other machines.
 
     Returns: the new precision of every converted parameter, by name; empty if there are none. Raises: OffmateError if
-    the model cannot be captured; CaptureError if its forward asks for the precision of a parameter, so that it would
-    compute otherwise after the conversion. Nothing is converted then.
+    the model cannot be captured or the optimizer has no float32 copies; CaptureError if the forward asks for the
+    precision of a parameter, so that it would compute otherwise after the conversion. Nothing is converted then.
     Source: SuperOffload, section 4.5 (where to cast).
     """
     check_model(model)
+    if optimizer is not None and not isinstance(optimizer, WithMasters):
+        raise OffmateError(
+            f"optimizer= is a {type(optimizer).__name__}, which would update the converted parameters in the lower "
+            f"precision; build it with offmate.with_master_weights(torch.optim.AdamW)(model.parameters(), ...)"
+        )
     where = accelerator(device_kind(device))
     around = autocast_on_cpu() if where is None else contextlib.nullcontext()
     params = dict(model.named_parameters())
@@ -52,13 +64,27 @@ def cast_frozen(
         before = {training: _captured(model, training, example_inputs, where) for training in (True, False)}
         ways = [only_cast_of(model, captured) for captured in before.values()]
         whole = {name for found, captured in zip(ways, before.values()) for name in captured.reads - found.keys()}
-        found = {name: dtype for one in ways for name, dtype in one.items() if name not in whole}
+        either = {name: {one[name] for one in ways if name in one} for one in ways for name in one}
+        trains = _trained_by(optimizer)
+        found = {
+            name: next(iter(dtypes))
+            for name, dtypes in either.items()
+            if name not in whole and len(dtypes) == 1
+            and (not params[name].requires_grad or (params[name] in trains and dtypes == {torch.bfloat16}))
+        }  # fmt: skip
         with _as_if_cast(params, found):
             for training, captured in before.items() if found else ():
                 _check_same(captured, _captured(model, training, example_inputs, where))
     for name, dtype in found.items():  # one by one: only one copy is held besides what there is
-        params[name].data = params[name].data.to(dtype)
+        whole_values = params[name].data
+        params[name].data = whole_values.to(dtype)
+        if optimizer is not None and params[name].requires_grad:
+            optimizer.state[params[name]][MASTER] = whole_values
     return found
+
+
+def _trained_by(optimizer: torch.optim.Optimizer | None) -> set[torch.Tensor]:
+    return {param for group in optimizer.param_groups for param in group["params"]} if optimizer is not None else set()
 
 
 def _captured(

@@ -86,13 +86,8 @@ class Casts(TorchDispatchMode):
             yield
             return
         self._at = node
-        kept = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)
-        try:
-            with self:
-                yield
-        finally:
-            torch.set_autocast_cache_enabled(kept)
+        with _without_cache(), self:
+            yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -132,29 +127,32 @@ class Casts(TorchDispatchMode):
 
 
 class Reads(TorchDispatchMode):
-    """Finds frozen parameters that autocast casts to one precision wherever they are read.
+    """Finds parameters that autocast casts to one precision wherever they are read.
 
-    State: `_nodes`, placeholders of frozen parameters by the identity of their values, from `knows`; `_precisions`, per
-    parameter those that it is cast to; `_whole`, those that an operator reads as they are.
+    State: `_nodes`, placeholders of parameters by the identity of their values, from `knows`; `_trained`, those of
+    trained ones; `_precisions`, per parameter that of each of its casts; `_whole`, those that an operator reads as they
+    are.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._nodes: dict[int, fx.Node] = {}
-        self._precisions: dict[fx.Node, set[torch.dtype]] = defaultdict(set)
+        self._precisions: dict[fx.Node, list[torch.dtype]] = defaultdict(list)
         self._whole: set[fx.Node] = set()
+        self._trained: set[fx.Node] = set()
 
     def knows(self, node: fx.Node, value: torch.Tensor) -> None:
         """Note that the placeholder of a parameter has this value."""
-        if not value.requires_grad:
-            self._nodes[id(value)] = node
+        self._nodes[id(value)] = node
+        if value.requires_grad:
+            self._trained.add(node)
 
     @contextlib.contextmanager
     def of(self, node: fx.Node) -> Iterator[None]:
         """Watch how a node reads parameters. One that casts explicitly may give a parameter itself, which is a read."""
         if str(node.target).startswith(_EXPLICIT):
             self._whole.update(node.all_input_nodes)
-        with self:
+        with _without_cache(), self:
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -162,15 +160,33 @@ class Reads(TorchDispatchMode):
         known = [self._nodes[id(x)] for x in pytree.tree_leaves((args, kwargs)) if id(x) in self._nodes]
         if func is cast and "dtype" in kwargs:
             for node in known:
-                self._precisions[node].add(kwargs["dtype"])
+                self._precisions[node].append(kwargs["dtype"])
         elif func.namespace != "prim":  # which asks where a tensor is, not for its values
             self._whole.update(known)
         return func(*args, **kwargs)
 
     def only_cast(self) -> dict[fx.Node, torch.dtype]:
-        """Return the frozen parameters that are only ever cast to one lower precision, with this precision."""
-        found = {node: precisions for node, precisions in self._precisions.items() if node not in self._whole}
-        return {node: next(iter(precisions)) for node, precisions in found.items() if len(precisions) == 1}
+        """Return the parameters that are only ever cast to one precision, with it; trained ones if cast just once.
+
+        The gradients of several casts of a trained parameter add up before or after rounding, depending on the program.
+        """
+        found = {node: seen for node, seen in self._precisions.items() if node not in self._whole}
+        return {
+            node: seen[0]
+            for node, seen in found.items()
+            if len(set(seen)) == 1 and (len(seen) == 1 or node not in self._trained)
+        }
+
+
+@contextlib.contextmanager
+def _without_cache() -> Iterator[None]:
+    """Inside, autocast casts anew at every use, so that each cast is seen."""
+    kept = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(kept)
 
 
 def added(total: torch.Tensor, part: torch.Tensor, precision: torch.dtype | None) -> torch.Tensor:

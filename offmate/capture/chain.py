@@ -57,7 +57,7 @@ class Chain:
     facts: per node of the flat graph.
     made_in: block index of every chain node.
     rounded: parameters whose gradients add up in a lower precision -> that precision (see `Casts`).
-    only_cast: frozen parameters that are read in one lower precision only -> that precision (see `Reads`).
+    only_cast: parameters that are read in one lower precision only -> that precision (see `Reads`).
     """
 
     prelude: tuple[fx.Node, ...]

@@ -82,10 +82,10 @@ def trace_model(
 
 
 def only_cast_of(model: torch.nn.Module, captured: Captured) -> dict[str, torch.dtype]:
-    """Return the frozen float32 parameters that could be kept in a lower precision, with this precision, by name.
+    """Return the float32 parameters that could be kept in a lower precision, with this precision, by name.
 
     Autocast casts them to it wherever they are read. Left out are those that the model returns or that share memory,
-    and those with a gradient from before.
+    those with a gradient from before, and trained ones with several casts.
     """
     params = dict(model.named_parameters(remove_duplicate=False))
     trainable = frozenset(node for node, name in captured.params.items() if params[name].requires_grad)
@@ -111,13 +111,14 @@ def _convertible(
 def _advise(model: torch.nn.Module, captured: Captured, chain: Chain) -> None:
     """Say how to halve the bytes of frozen parameters, if they are many."""
     params = dict(model.named_parameters())
-    found = _convertible(model, captured, chain.only_cast)
+    convertible = _convertible(model, captured, chain.only_cast)
+    found = {name: dtype for name, dtype in convertible.items() if not params[name].requires_grad}
     size = sum(params[name].nbytes for name in found)
     if size > _MANY * sum(param.nbytes for param in params.values()):
         to = ", ".join(sorted({str(dtype) for dtype in found.values()}))
         log.warning(
             "%s of frozen parameters are float32, but torch.autocast casts them to %s wherever they are read. "
-            "offmate.cast_frozen(model, example_inputs=...), called inside the same torch.autocast before "
+            "offmate.cast_weights(model, example_inputs=...), called inside the same torch.autocast before "
             "offmate.compile, keeps them in that precision: half the bytes in RAM, on the link and on the device, and "
             "the same numbers",
             format_bytes(size), to,

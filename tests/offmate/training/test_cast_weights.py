@@ -1,4 +1,4 @@
-"""`offmate.cast_frozen`: frozen parameters kept in the precision that every use casts them to, with the same bits."""
+"""`offmate.cast_weights`: parameters kept in the precision that every use casts them to, with the same bits."""
 
 from __future__ import annotations
 
@@ -98,7 +98,11 @@ def around(own: Adapted) -> contextlib.AbstractContextManager[Any]:
 
 def cast(own: Adapted) -> dict[str, torch.dtype]:
     with around(own):
-        return offmate.cast_frozen(own, example_inputs=batch(0), device="emulated")
+        return offmate.cast_weights(own, example_inputs=batch(0), device="emulated")
+
+
+def with_copies(own: torch.nn.Module) -> torch.optim.Optimizer:
+    return offmate.with_master_weights(torch.optim.AdamW)(own.parameters(), lr=1e-2, fused=True)
 
 
 def planned(own: Adapted) -> offmate.Plan:
@@ -131,6 +135,56 @@ def test_numbers_are_those_of_the_model_in_float32(kind: type[Adapted], budget: 
     trained = dict(twin.named_parameters())
     for name, param in own.named_parameters():
         assert torch.equal(param, trained[name].to(param.dtype)), name
+
+
+@pytest.mark.parametrize("kind", [Adapted, WithOwnRegion, ReadWhole])
+@pytest.mark.parametrize("budget", ["plain", "ample", "least"])
+@pytest.mark.parametrize("gate", [False, True])
+def test_trained_weights_keep_their_float32_values_in_the_optimizer(
+    kind: type[Adapted], budget: str, gate: bool
+) -> None:
+    own, twin = model(kind).requires_grad_(), model(kind).requires_grad_()
+    optimizer, plain = with_copies(own), torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)
+    with around(own):
+        found = offmate.cast_weights(own, example_inputs=batch(0), optimizer=optimizer, device="emulated")
+    assert {"down.0.weight", "up.3.weight", "base.0.bias"} <= set(found) and "norm.weight" not in found
+    if budget != "plain":
+        settings = SETTINGS | ({"max_grad_norm": float("inf")} if gate else {})
+        size: int | str = "1GiB"
+        if budget == "least":
+            again = copy.deepcopy(own)
+            with around(own):
+                plan = offmate.plan(again, size, example_inputs=batch(0), optimizer=with_copies(again), **settings)
+            size = plan.least_budget_bytes
+        offmate.compile(own, size, optimizer=optimizer, **settings)
+    for one, other in zip(train(own, optimizer), train(twin, plain), strict=True):
+        assert torch.equal(one, other)
+    expected = dict(twin.named_parameters())
+    for name, param in own.named_parameters():
+        whole = optimizer.state[param]["master"] if name in found else param
+        assert torch.equal(whole, expected[name]) and torch.equal(param, whole.to(param.dtype)), name
+
+
+class Twice(Adapted):
+    """Every layer is used twice, so that gradients of two casts add up."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return super().forward(super().forward(x)["loss"] + x)
+
+
+def test_a_trained_weight_that_is_cast_twice_stays() -> None:
+    own = model(Twice).requires_grad_()
+    own.base.requires_grad_(False)
+    with around(own):
+        found = offmate.cast_weights(own, example_inputs=batch(0), optimizer=with_copies(own), device="emulated")
+    assert set(found) == {f"base.{i}.{name}" for i in range(4) for name in ("weight", "bias")}
+
+
+def test_an_optimizer_without_float32_copies_is_refused() -> None:
+    own = model()
+    with around(own), pytest.raises(offmate.OffmateError, match="optimizer= is a AdamW"):
+        offmate.cast_weights(own, example_inputs=batch(0), optimizer=adamw(own), device="emulated")
+    assert {p.dtype for p in own.parameters()} == {torch.float32}
 
 
 def test_half_the_bytes_move_and_take_memory() -> None:
@@ -170,7 +224,7 @@ def test_one_parameter_under_two_names_is_converted_once() -> None:
 
 def test_without_autocast_nothing_is_converted() -> None:
     own = model()
-    assert offmate.cast_frozen(own, example_inputs=batch(0), device="emulated") == {}
+    assert offmate.cast_weights(own, example_inputs=batch(0), device="emulated") == {}
     assert {p.dtype for p in own.parameters()} == {torch.float32}
 
 
@@ -201,7 +255,7 @@ def test_on_the_meta_device_for_a_plan_of_another_machine() -> None:
     with torch.autocast("cpu", dtype=LOWER):
         settings: dict[str, Any] = {"example_inputs": example, "hardware": "rtx4090"}
         whole = offmate.plan(own, optimizer=adamw(own), **settings)
-        assert len(offmate.cast_frozen(own, example_inputs=example)) == 8
+        assert len(offmate.cast_weights(own, example_inputs=example)) == 8
         half = offmate.plan(own, optimizer=adamw(own), **settings)
     assert half.least_budget_bytes < whole.least_budget_bytes
 
@@ -210,8 +264,8 @@ def test_a_plan_says_what_could_be_converted(caplog: pytest.LogCaptureFixture) -
     own = model()
     with caplog.at_level(logging.WARNING, "offmate"):
         planned(own)
-        assert "65 KiB of frozen parameters are float32" in caplog.text and "offmate.cast_frozen" in caplog.text
+        assert "65 KiB of frozen parameters are float32" in caplog.text and "offmate.cast_weights" in caplog.text
         caplog.clear()
         cast(own)
         planned(own)
-        assert "cast_frozen" not in caplog.text
+        assert "cast_weights" not in caplog.text
