@@ -29,7 +29,7 @@ help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 demo: $(VENV)/installed
-	@$(VENV)/bin/python -m offmate.cli demo $(ARGS)
+	@$(VENV)/bin/python -m offmate demo $(ARGS)
 
 test: $(VENV)/installed
 	@$(VENV)/bin/python -m pytest $(or $(ARGS),-n 2)

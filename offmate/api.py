@@ -89,7 +89,7 @@ def compile(
     Returns: the same object. Raises: OffmateError naming what cannot work, the values, and what to try.
     Source: OffMate, section 1 (the one-line interface).
     """
-    config = config or Config()
+    config = _checked(config)
     _check_gate(max_grad_norm, accumulation_steps, optimizer is not None)
     scaler = _enabled(grad_scaler, optimizer is not None)
     check_model(model)
@@ -137,7 +137,7 @@ def plan(
 
     Returns: the plan, to look at, save, or hand to `compile`. Raises: as `compile`, and InfeasibleBudget.
     """
-    config = config or Config()
+    config = _checked(config)
     _check_gate(max_grad_norm, accumulation_steps, optimizer is not None)
     scaler = _enabled(grad_scaler, optimizer is not None)
     check_batch_size(batch_size)
@@ -231,6 +231,12 @@ def _sized(
         if fastest != plan.batch_size:
             plan = planned_within(planned, fastest)
     return plan
+
+
+def _checked(config: Config | None) -> Config:
+    if config is not None and not isinstance(config, Config):
+        raise OffmateError(f"config= is a {type(config).__name__}; it must be an offmate.Config(...), or None")
+    return config or Config()
 
 
 def _check_gate(max_grad_norm: float | None, accumulation_steps: int, planned: bool) -> None:

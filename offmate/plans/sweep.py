@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from ..sizes import parse_bytes
 from ..solver.plan import plan as solve_problem
 from ..solver.problem import Problem
 from .plan import Plan
@@ -33,12 +34,12 @@ class SweepPoint:
         return self.predicted_step_s is not None
 
 
-def sweep(plan: Plan, budgets: Iterable[int], time_limit_s: float = 20.0) -> Iterator[SweepPoint]:
+def sweep(plan: Plan, budgets: Iterable[int | str], time_limit_s: float = 20.0) -> Iterator[SweepPoint]:
     """Solve a plan's problem again for other device budgets, without capturing or measuring anything again.
 
     Parameters
     ----------
-    plan: a plan of the model for any budget. budgets: in bytes. time_limit_s: for each search.
+    plan: a plan of the model for any budget. budgets: in bytes, or text such as "12GiB". time_limit_s: for each search.
 
     The plan's own budget is not solved again. A plan for a smaller budget fits a larger one too, so no point is slower
     than an earlier one with less memory.
@@ -49,7 +50,7 @@ def sweep(plan: Plan, budgets: Iterable[int], time_limit_s: float = 20.0) -> Ite
     if plan.problem is None:
         raise ValueError("this plan is forward-only; it has no training step to sweep over")
     best: SweepPoint | None = None
-    for budget_bytes in budgets:
+    for budget_bytes in map(parse_bytes, budgets):
         point = SweepPoint(budget_bytes, plan.least_budget_bytes)
         if budget_bytes < plan.least_budget_bytes:
             yield point

@@ -84,6 +84,7 @@ ROOMS = (
     "offmate.integrations",
     "offmate.finetune",
     "offmate.cli",
+    "offmate.__main__",
 )
 _FLOOR = {room: floor for floor, room in enumerate(ROOMS)}
 

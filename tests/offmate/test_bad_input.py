@@ -119,6 +119,18 @@ def test_model_that_does_not_export():
         planned(Asks())
 
 
+def test_a_configuration_of_another_kind():
+    refuses("config= is a dict; it must be an offmate.Config", tiny(), config={"outputs": ("loss",)})
+
+
+def test_budgets_of_a_sweep_are_written_as_elsewhere():
+    known = plan("ample")
+    (of_text,), (of_bytes,) = (list(offmate.sweep(known, [budget])) for budget in ("64KiB", 64 * 1024))
+    assert of_text == of_bytes
+    with pytest.raises(ValueError, match="is not a size"):
+        list(offmate.sweep(known, ["plenty"]))
+
+
 def test_not_a_module():
     with pytest.raises(OffmateError, match=r"takes a torch.nn.Module, not int"):
         offmate.compile(3)

@@ -103,3 +103,8 @@ def test_a_run_that_fails_leaves_no_empty_file(tmp_path):
     assert (output_file(str(new)), output_file(str(old))) == (new, old)
     assert not new.exists()
     assert old.read_text() == "kept"
+
+
+def test_the_package_can_be_run_where_the_command_is_not_on_the_path():
+    found = subprocess.run([sys.executable, "-m", "offmate", "--version"], capture_output=True, text=True)
+    assert (found.returncode, found.stdout.split()) == (0, ["offmate", __version__])
