@@ -212,9 +212,9 @@ def test_interrupt_during_an_update_waits_for_its_end(monkeypatch):
     updater = type(loop.session.updater)
     update = updater.step_one
 
-    def pressed(self, *given):
+    def pressed(self, *given, **more):
         signal.raise_signal(signal.SIGINT)
-        update(self, *given)
+        update(self, *given, **more)
 
     monkeypatch.setattr(updater, "step_one", pressed)
     error, _ = fails(loop)
