@@ -93,19 +93,25 @@ class Lane:
         torch.get_num_threads()
         self._ready.set()
         while (job := self._next()) is not None:
-            failed = None
-            try:
-                for earlier in () if self._launches else job.after:
-                    earlier.synchronize()
-                with torch.no_grad():
-                    job.work()
-            except BaseException as error:
-                failed = error
+            event, failed = job.event, self._do(job)
+            # Who waits for the event may count on the memory of the job's tensors, so it must not be held any more.
+            del job
             with self._changed:
                 self._busy = False
-                job.event.settle(failed)
+                event.settle(failed)
                 self._changed.notify_all()
-            del job, failed
+            del event, failed
+
+    def _do(self, job: _Queued) -> BaseException | None:
+        """Do a job after those that it waits for; return the error if it fails."""
+        try:
+            for earlier in () if self._launches else job.after:
+                earlier.synchronize()
+            with torch.no_grad():
+                job.work()
+        except BaseException as error:
+            return error
+        return None
 
     def _next(self) -> _Queued | None:
         """Return the first job that can begin, once there is one; None once the lane is closed and its jobs done."""
