@@ -6,7 +6,6 @@ import threading
 import weakref
 
 import pytest
-
 from offmate.runtime.devices.lanes import Lane, LaneEvent
 
 
