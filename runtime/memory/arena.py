@@ -12,7 +12,7 @@ import torch
 
 from ..events import Event
 from ..torch_names.tensors import StorageWeakRef, has_expired, storage_behind
-from .compaction import LEAST_CUT_BYTES, Extent, Stretch, cheapest_run, first_without_place, gaps_between
+from .compaction import LEAST_CUT_BYTES, Extent, Stretch, cheapest_run, first_without_place, gaps_between, run_to_pack
 from .pools import SMALL_SEGMENT_BYTES, large_sizes, rounded
 
 _ROUNDS = 30  # most rounds of moves for one allocation
@@ -103,23 +103,29 @@ class Arena:
     def room(self, sizes: Iterable[int]) -> None:
         """Make room for tensors of these bytes, which are allocated next and together."""
         wanted = large_sizes(sizes)
-        total = sum(wanted)
         if not wanted or self._anchor is None:
             return
         for _ in range(_ROUNDS):
-            if total <= self._sure_bytes:
-                break
-            lengths = self._gap_lengths()
-            short = first_without_place(lengths, wanted)
-            if short is None:
-                self._sure_bytes = max(lengths[-1], total)
-                break
+            short = self._short(wanted)
             # To wait for a copy under way would delay the computing stream.
-            run = self._run(short, waits=False) or self._run(short, waits=True)
-            if run is None:
-                break  # the allocator reports what it has
+            run = short and (self._run(short, waits=False) or self._run(short, waits=True))
+            if not run:
+                break
             self._clear(run)
-        self._sure_bytes = max(0, self._sure_bytes - total)
+        if self._short(wanted) is not None:
+            self._pack(sum(wanted))  # if that does not help either, the allocator reports what it has
+        self._sure_bytes = max(0, self._sure_bytes - sum(wanted))
+
+    def _short(self, wanted: list[int]) -> int | None:
+        """Return the first of some sizes that has no place; None if all have."""
+        total = sum(wanted)
+        if total <= self._sure_bytes:
+            return None
+        lengths = self._gap_lengths()
+        short = first_without_place(lengths, wanted)
+        if short is None:
+            self._sure_bytes = max(lengths[-1], total)
+        return short
 
     def note(self, tensor: torch.Tensor, *, alone: bool = False) -> None:
         """Register a tensor that has been allocated; one that is known already stays as it is.
@@ -201,12 +207,12 @@ class Arena:
         assert self._anchor is not None
         self._forget_dead()
         anchor = self._anchor.data_ptr()
-        found = [*self._foreign, Extent(anchor, anchor + SMALL_SEGMENT_BYTES, False)]
+        found = [*self._foreign, Extent(anchor, anchor + SMALL_SEGMENT_BYTES, False, SMALL_SEGMENT_BYTES)]
         for start, end in zip(self._starts, self._ends):
             one = self._tensors[start]
             one.copies = [copy for copy in one.copies if not (copy.ready() and copy.done())]
             movable = all(copy.ready() for copy in one.copies) if waits else not one.copies
-            found.append(Extent(start, min(end, self._end), movable and not one.fixed))
+            found.append(Extent(start, min(end, self._end), movable and not one.fixed, rounded(one.bytes)))
         found.sort()
         edges = [*(one.start for one in found[1:]), self._end]
         return [one._replace(end=min(one.end, edge)) for one, edge in zip(found, edges)]
@@ -215,19 +221,49 @@ class Arena:
 
     def _clear(self, run: Stretch) -> None:
         """Move everything out of a run, holding its free pieces meanwhile, so that nothing moves into them."""
-        self._sure_bytes = 0
-        pieces = [(low, high - low) for low, high in gaps_between(sorted(run.extents), run.start, run.end)]
-        held = []
-        for start, size in pieces:
-            held.append(self._hold(start, size))
-            if held[-1] is None:
-                return
+        held = self._held_gaps(run)
+        if held is None:
+            return
         for extent in run.extents:
             one = self._forget(bisect_left(self._starts, extent.start))
             self._move(one)
             held.append(self._hold(one.start, rounded(one.bytes)))
             if held[-1] is None:
                 return
+
+    def _pack(self, size: int) -> None:
+        """Lay the tensors of a run side by side, by way of host memory, so that `size` bytes are free behind them.
+
+        Moves within the segment cannot do this where the only gaps are smaller than what lies between them.
+        """
+        run = self._run_to_pack(size)
+        if run is None:
+            for copy in [copy for one in self._tensors.values() for copy in one.copies]:
+                copy.wait()  # now all copies are launched
+            run = self._run_to_pack(size)
+        held = run and self._held_gaps(run)
+        if not run or held is None:
+            return
+        away = []
+        for extent in run.extents:
+            one = self._forget(bisect_left(self._starts, extent.start))
+            for copy in one.copies:
+                copy.wait()
+            storage = storage_behind(one.storage.cdata)
+            if storage is not None:
+                away.append((one, storage, self._bytes_of(storage).cpu()))
+                storage.resize_(0)
+        held.clear()
+        for one, storage, values in away:
+            storage.resize_(one.bytes)
+            self._bytes_of(storage).copy_(values)
+            self._has_moved(one, storage)
+
+    def _run_to_pack(self, size: int) -> Stretch | None:
+        return run_to_pack(self._extents(waits=True), self.start, self._end, size)
+
+    def _bytes_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
 
     def _move(self, one: _Tensor) -> None:
         for copy in one.copies:
@@ -237,9 +273,22 @@ class Arena:
         if storage is None:
             return  # a worker has just freed it
         storage.resize_(one.bytes)
+        self._has_moved(one, storage)
+
+    def _has_moved(self, one: _Tensor, storage: torch.UntypedStorage) -> None:
         self.moved_bytes += rounded(one.bytes)
         if self.start <= storage.data_ptr() < self._end:
             self._lies(storage.data_ptr(), one.bytes, one.storage, alone=True)
+
+    def _held_gaps(self, run: Stretch) -> list[torch.Tensor | None] | None:
+        """Allocate the gaps in a run; None if unknown memory lies in one of them."""
+        self._sure_bytes = 0
+        held = []
+        for low, high in gaps_between(sorted(run.extents), run.start, run.end):
+            held.append(self._hold(low, high - low))
+            if held[-1] is None:
+                return None
+        return held
 
     def _hold(self, start: int, size: int) -> torch.Tensor | None:
         """Allocate a free piece of the segment; None, noted as foreign, if unknown memory lies there.
@@ -256,7 +305,7 @@ class Arena:
             if start - size < piece.data_ptr() < start + size:
                 return piece
             strays.append(piece)
-        self._foreign.append(Extent(start, start + size, False))
+        self._foreign.append(Extent(start, start + size, False, size))
         return None
 
     def _empty(self, size: int) -> torch.Tensor:

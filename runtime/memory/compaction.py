@@ -7,7 +7,7 @@ moves would cost such transfers in every iteration.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 LEAST_CUT_BYTES = 1 << 20  # a larger remainder of a large piece is cut off; a smaller one belongs to the piece
@@ -16,11 +16,15 @@ _CANDIDATES = 400  # most runs whose tensors are tested for room elsewhere, the 
 
 
 class Extent(NamedTuple):
-    """The place of a tensor, and whether the tensor may move."""
+    """The piece of a tensor, whether the tensor may move, and the bytes that it takes elsewhere.
+
+    A piece can be longer than its tensor, by a remainder too small to be cut off.
+    """
 
     start: int
     end: int
     movable: bool
+    bytes: int
 
 
 class Stretch(NamedTuple):
@@ -78,10 +82,48 @@ def cheapest_run(extents: Sequence[Extent], start: int, end: int, size: int) -> 
         for candidate in sorted(_candidates(extents, start, end, target))[:_CANDIDATES]:
             _, low, high, first, after = candidate
             lengths = sorted(b - a for a, b in gaps if b <= low or a >= high)
-            inside = sorted(extents[first:after], key=lambda one: (one.start - one.end, one.start))
-            if first_without_place(lengths, [one.end - one.start for one in inside]) is None:
+            inside = _largest_first(extents[first:after])
+            if first_without_place(lengths, [one.bytes for one in inside]) is None:
                 return Stretch(low, high, tuple(inside))
     return None
+
+
+def run_to_pack(extents: Sequence[Extent], start: int, end: int, size: int) -> Stretch | None:
+    """Return the run with the least bytes in which `size` bytes are free once its tensors lie side by side.
+
+    Gaps, and what pieces hold beyond their tensors, count together. Such a run can need memory elsewhere for its
+    tensors while they are laid out anew.
+    """
+    found = []
+    first, low = 0, start
+    for i, extent in enumerate([*extents, Extent(end, end, False, 0)]):
+        if not extent.movable:
+            found += _packable(extents, first, i, low, extent.start, size)
+            first, low = i + 1, extent.end
+    if not found:
+        return None
+    _, low, high, first, after = min(found)
+    return Stretch(low, high, tuple(_largest_first(extents[first:after])))
+
+
+def _packable(extents: Sequence[Extent], first: int, last: int, start: int, end: int, size: int) -> list[_Candidate]:
+    """List the shortest such runs among the extents from `first` to before `last`, all of which can move."""
+    found, after, taken = [], first, 0
+    for i in range(first, last):
+        low = extents[i - 1].end if i > first else start
+        while after < last and (after <= i or extents[after].start - low - taken < size):
+            taken += extents[after].bytes
+            after += 1
+        high = extents[after].start if after < last else end
+        if high - low - taken < size:
+            break
+        found.append(_Candidate(taken, low, high, i, after))
+        taken -= extents[i].bytes
+    return found
+
+
+def _largest_first(extents: Iterable[Extent]) -> list[Extent]:
+    return sorted(extents, key=lambda one: (-one.bytes, one.start))
 
 
 class _Candidate(NamedTuple):
@@ -97,7 +139,7 @@ class _Candidate(NamedTuple):
 def _candidates(extents: Sequence[Extent], start: int, end: int, size: int) -> Iterator[_Candidate]:
     """Yield every shortest run of at least `size` bytes between extents that cannot move."""
     first, low = 0, start
-    for i, extent in enumerate([*extents, Extent(end, end, False)]):
+    for i, extent in enumerate([*extents, Extent(end, end, False, 0)]):
         if not extent.movable:
             if extent.start - low >= size:
                 yield from _between(extents, first, i, low, extent.start, size)
@@ -110,10 +152,10 @@ def _between(extents: Sequence[Extent], first: int, last: int, start: int, end: 
     for i in range(first, last):
         low = extents[i - 1].end if i > first else start
         while after < last and (after <= i or extents[after].start - low < size):
-            moved += extents[after].end - extents[after].start
+            moved += extents[after].bytes
             after += 1
         high = extents[after].start if after < last else end
         if high - low < size:
             return
         yield _Candidate(moved, low, high, i, after)
-        moved -= extents[i].end - extents[i].start
+        moved -= extents[i].bytes

@@ -88,7 +88,8 @@ class Pools:
                 return
             numbers = {start: n for n, (start, _, small) in self._live.items() if not small and start < self._arena_end}
             extents = [
-                Extent(start, start + self._live[n][1], n not in self._fixed) for start, n in sorted(numbers.items())
+                Extent(start, start + self._live[n][1], n not in self._fixed, self._asked[n])
+                for start, n in sorted(numbers.items())
             ]
             run = cheapest_run(extents, 0, self._arena_end, short)
             if run is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import ModuleType
 
 import pytest
@@ -66,6 +67,52 @@ def test_gaps_elsewhere_do_not_keep_it_from_moving_anything(sim: ModuleType) -> 
     assert holds(put(arena, 12, 99), 99)
     assert arena.moved_bytes > 0
     assert sim.memory_reserved() == reserved, (len(tensors), len(workspaces))
+
+
+def crowded(arena: Arena) -> list[torch.Tensor]:
+    """Three tensors of 5 MiB with gaps of 2 MiB before each: no gap takes a tensor."""
+    tensors = [put(arena, mib, mib + i) for i in range(3) for mib in (2, 5)]
+    return tensors[1::2]
+
+
+def test_where_nothing_can_move_tensors_are_laid_side_by_side(sim: ModuleType) -> None:
+    arena = arena_of(21)
+    tensors = crowded(arena)
+    view, reserved = tensors[1][MIB : 2 * MIB], sim.memory_reserved()
+    large = put(arena, 6, 99)
+    assert sim.memory_reserved() == reserved
+    assert arena.moved_bytes == 10 * MIB
+    assert holds(large, 99)
+    assert all(holds(tensor, 5 + i) for i, tensor in enumerate(tensors))
+    view.fill_(50)
+    assert holds(tensors[1][MIB : 2 * MIB], 50)
+
+
+def test_copies_end_before_tensors_are_laid_side_by_side(sim: ModuleType) -> None:
+    """Also those that a worker has yet to launch."""
+    device = StreamDevice(torch.device(DEVICE), 1 << 30)
+    arena = device.arena
+    arena.take(21 * MIB + SMALL_SEGMENT_BYTES)
+    tensors = crowded(arena)
+    hosts = [device.empty_host_like(tensor) for tensor in tensors]
+    begin = threading.Event()
+
+    def waits() -> None:
+        begin.wait(10)
+
+    late = device.update_on_host(waits, ())
+    sim.set_delays(3, 4000)
+    for tensor, host in zip(tensors, hosts):
+        device.copy_out(host, tensor, (late,))
+    threading.Timer(0.2, begin.set).start()
+    large = put(arena, 6, 99)
+    sim.set_delays(0, 0)
+    device.drain()
+    assert arena.moved_bytes == 10 * MIB
+    assert holds(large, 99)
+    assert all(holds(host, 5 + i) for i, host in enumerate(hosts))
+    assert all(holds(tensor, 5 + i) for i, tensor in enumerate(tensors))
+    device.close()
 
 
 def test_nothing_moves_where_there_is_room(sim: ModuleType) -> None:

@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 from offmate.runtime.memory.changes import Change
-from offmate.runtime.memory.compaction import Extent, cheapest_run, first_without_place, gaps_between
+from offmate.runtime.memory.compaction import Extent, cheapest_run, first_without_place, gaps_between, run_to_pack
 from offmate.runtime.memory.pools import Pools, played, pool_peaks
 
 MIB = 2**20
@@ -21,7 +21,7 @@ def laid_out(text: str) -> list[Extent]:
         while end < len(text) and text[end] == text[at]:
             end += 1
         if text[at] != ".":
-            found.append(Extent(2 * MIB * at, 2 * MIB * end, text[at].islower()))
+            found.append(Extent(2 * MIB * at, 2 * MIB * end, text[at].islower(), 2 * MIB * (end - at)))
         at = end
     return found
 
@@ -51,6 +51,29 @@ def test_where_one_move_is_not_enough_a_gap_grows():
     assert run_of("..aa..bb..cc", 6) == (0, 6, [2])
 
 
+def test_a_tensor_needs_less_elsewhere_than_its_piece():
+    """Two MiB lie in a piece of three; they fit in a gap of two and a half, and leave more than that."""
+    extents = [Extent(0, 3 * MIB, True, 2 * MIB), Extent(3 * MIB, 8 * MIB, True, 5 * MIB)]
+    end = 10 * MIB + MIB // 2
+    assert cheapest_run(extents, 0, end, 3 * MIB) == (0, 3 * MIB, (extents[0],))
+
+
+def test_packing_takes_the_run_with_the_least_bytes():
+    run = run_to_pack(laid_out(".aaa.bbb.C.dd.ee."), 0, 34 * MIB, 4 * MIB)
+    assert run is not None
+    assert (run.start, run.end) == (20 * MIB, 28 * MIB)
+    run = run_to_pack(laid_out(".aaa.bbb.C.dd.ee."), 0, 34 * MIB, 6 * MIB)
+    assert run is not None
+    assert (run.start, run.end) == (20 * MIB, 34 * MIB)
+    assert run_to_pack(laid_out(".aaa.bbb.C.dd.ee."), 0, 34 * MIB, 8 * MIB) is None
+
+
+def test_packing_counts_what_pieces_hold_beyond_their_tensors():
+    extents = [Extent(at * MIB, (at + 4) * MIB, True, 3 * MIB) for at in range(0, 12, 4)]
+    assert run_to_pack(extents, 0, 12 * MIB, 2 * MIB) == (0, 8 * MIB, tuple(extents[:2]))
+    assert run_to_pack(extents, 0, 12 * MIB, 4 * MIB) is None
+
+
 def test_each_takes_the_smallest_gap():
     assert first_without_place([4 * MIB, 9 * MIB], [8 * MIB, 4 * MIB]) is None
     assert first_without_place([4 * MIB, 9 * MIB], [8 * MIB, 5 * MIB]) == 5 * MIB
@@ -58,7 +81,7 @@ def test_each_takes_the_smallest_gap():
 
 
 def test_gaps_are_what_an_allocator_would_cut_off():
-    extents = [Extent(0, 3 * MIB, True), Extent(4 * MIB, 5 * MIB, True)]
+    extents = [Extent(0, 3 * MIB, True, 3 * MIB), Extent(4 * MIB, 5 * MIB, True, MIB)]
     assert gaps_between(extents, 0, 8 * MIB) == [(5 * MIB, 8 * MIB)]
 
 
