@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -21,10 +22,20 @@ from offmate.solver.items import ItemKind
 from offmate.solver.schedule import Action, Kind, Schedule
 
 from ...accelerator.loops import on_sim
+from ...fuzz.figures import from_hardware_file
 from ...offmate.loops import Loop, batch, tiny
 from .order import Order, watched
 
 pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rates() -> Iterator[None]:
+    """Which kinds of actions a plan has is not left to how busy the machine was."""
+    with from_hardware_file(workspaces=True):
+        yield
+
+
 MOVES = {Kind.COMPUTE, Kind.PREFETCH, Kind.OFFLOAD, Kind.FREE}
 
 
