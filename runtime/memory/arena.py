@@ -112,7 +112,7 @@ class Arena:
             if not run:
                 break
             self._clear(run)
-        if self._short(wanted) is not None:
+        if self._short(wanted) is not None and not self._have_place_elsewhere(wanted):
             self._pack(sum(wanted))  # if that does not help either, the allocator reports what it has
         self._sure_bytes = max(0, self._sure_bytes - sum(wanted))
 
@@ -126,6 +126,13 @@ class Arena:
         if short is None:
             self._sure_bytes = max(lengths[-1], total)
         return short
+
+    def _have_place_elsewhere(self, wanted: list[int]) -> bool:
+        """Return whether the allocator has place for these sizes outside the segment, or may reserve it."""
+        try:
+            return bool([self._empty(size) for size in wanted])
+        except torch.OutOfMemoryError:
+            return False
 
     def note(self, tensor: torch.Tensor, *, alone: bool = False) -> None:
         """Register a tensor that has been allocated; one that is known already stays as it is.
@@ -244,20 +251,36 @@ class Arena:
         held = run and self._held_gaps(run)
         if not run or held is None:
             return
-        away = []
+        away = self._copied_to_host(run)
+        if away is None:
+            return
         for extent in run.extents:
-            one = self._forget(bisect_left(self._starts, extent.start))
+            self._forget(bisect_left(self._starts, extent.start))
+        # Nothing between these two loops, so that no other thread takes the memory meanwhile.
+        held.clear()
+        for _, storage, _ in away:
+            storage.resize_(0)
+        for one, storage, _ in away:
+            storage.resize_(one.bytes)
+            self._has_moved(one, storage)
+        for _, storage, values in away:
+            self._bytes_of(storage).copy_(values)
+
+    def _copied_to_host(self, run: Stretch) -> list[tuple[_Tensor, torch.UntypedStorage, torch.Tensor]] | None:
+        """Return the tensors of a run that are still in use, with their values; None if the host lacks the memory."""
+        found = []
+        for one in [self._tensors[extent.start] for extent in run.extents]:
             for copy in one.copies:
                 copy.wait()
             storage = storage_behind(one.storage.cdata)
-            if storage is not None:
-                away.append((one, storage, self._bytes_of(storage).cpu()))
-                storage.resize_(0)
-        held.clear()
-        for one, storage, values in away:
-            storage.resize_(one.bytes)
-            self._bytes_of(storage).copy_(values)
-            self._has_moved(one, storage)
+            if storage is None:
+                continue  # a worker has just freed it
+            try:
+                values = torch.empty(one.bytes, dtype=torch.uint8)
+            except RuntimeError:
+                return None
+            found.append((one, storage, values.copy_(self._bytes_of(storage))))
+        return found
 
     def _run_to_pack(self, size: int) -> Stretch | None:
         return run_to_pack(self._extents(waits=True), self.start, self._end, size)

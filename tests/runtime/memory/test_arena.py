@@ -69,15 +69,16 @@ def test_gaps_elsewhere_do_not_keep_it_from_moving_anything(sim: ModuleType) -> 
     assert sim.memory_reserved() == reserved, (len(tensors), len(workspaces))
 
 
-def crowded(arena: Arena) -> list[torch.Tensor]:
-    """Three tensors of 5 MiB with gaps of 2 MiB before each: no gap takes a tensor."""
+def crowded(sim: ModuleType, arena: Arena) -> list[torch.Tensor]:
+    """Three tensors of 5 MiB with gaps of 2 MiB before each: no gap takes a tensor, and no more can be reserved."""
     tensors = [put(arena, mib, mib + i) for i in range(3) for mib in (2, 5)]
+    sim.set_total_bytes(sim.memory_reserved())
     return tensors[1::2]
 
 
 def test_where_nothing_can_move_tensors_are_laid_side_by_side(sim: ModuleType) -> None:
     arena = arena_of(21)
-    tensors = crowded(arena)
+    tensors = crowded(sim, arena)
     view, reserved = tensors[1][MIB : 2 * MIB], sim.memory_reserved()
     large = put(arena, 6, 99)
     assert sim.memory_reserved() == reserved
@@ -88,12 +89,42 @@ def test_where_nothing_can_move_tensors_are_laid_side_by_side(sim: ModuleType) -
     assert holds(tensors[1][MIB : 2 * MIB], 50)
 
 
+def test_tensors_stay_where_the_host_has_no_memory_for_them(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator then says that there is no room, and nothing is lost."""
+    arena = arena_of(21)
+    tensors = crowded(sim, arena)
+    empty = torch.empty
+
+    def refused(*size: int, **settings: object) -> torch.Tensor:
+        if "device" not in settings:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return empty(*size, **settings)  # type: ignore[call-overload]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", refused)
+        arena.room((6 * MIB,))
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(6 * MIB, dtype=torch.uint8, device=DEVICE)
+    assert all(holds(tensor, 5 + i) for i, tensor in enumerate(tensors))
+    assert holds(put(arena, 6, 99), 99)
+    assert all(holds(tensor, 5 + i) for i, tensor in enumerate(tensors))
+
+
+def test_tensors_stay_where_the_allocator_has_memory_elsewhere(sim: ModuleType) -> None:
+    arena = arena_of(21)
+    tensors = crowded(sim, arena)
+    sim.set_total_bytes(sim.memory_reserved() + 20 * MIB)
+    assert holds(put(arena, 6, 99), 99)
+    assert arena.moved_bytes == 0
+    assert all(holds(tensor, 5 + i) for i, tensor in enumerate(tensors))
+
+
 def test_copies_end_before_tensors_are_laid_side_by_side(sim: ModuleType) -> None:
     """Also those that a worker has yet to launch."""
     device = StreamDevice(torch.device(DEVICE), 1 << 30)
     arena = device.arena
     arena.take(21 * MIB + SMALL_SEGMENT_BYTES)
-    tensors = crowded(arena)
+    tensors = crowded(sim, arena)
     hosts = [device.empty_host_like(tensor) for tensor in tensors]
     begin = threading.Event()
 
