@@ -38,7 +38,9 @@ def measured_timeline(recording: Recording, budget_bytes: int, name: str = "meas
         if effect(one.action, recording.schedule).resource == Resource.COMPUTE
     ]
     for job in _joined((*recording.tails, *recording.jobs)):
-        bars.append(_bar(job.action, job.resource, max(job.start_s, 0.0), job.end_s, job.bytes, blocks))
+        # A copy may be done before the computing stream, behind with earlier work, comes to the iteration.
+        start_s, end_s = max(job.start_s, 0.0), max(job.end_s, 0.0)
+        bars.append(_bar(job.action, job.resource, start_s, end_s, job.bytes, blocks))
     for before, after in pairwise(filter(None, recording.walks)):
         user = Action(after[0].action.step, Kind.COMPUTE, "user")
         bars.append(_bar(user, Resource.COMPUTE, before[-1].end_s, after[0].start_s, 0, blocks))

@@ -6,6 +6,7 @@ import contextlib
 import json
 import threading
 import time
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -129,6 +130,19 @@ def test_predicted_and_measured_are_drawn_on_one_axis(loop, tmp_path):
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["predicted", "measured"]
     assert all(e["ts"] >= 0 and e.get("dur", 0) >= 0 for e in events if "ts" in e)
+    assert "<h3>measured</h3>" in trace._repr_html_()
+
+
+def test_a_copy_that_is_done_before_the_computing_stream_begins_is_drawn_at_the_start(loop):
+    with loop.model.offmate.record():
+        loop.steps(1, 2)
+    trace = loop.model.offmate.trace
+    first, *others = trace.recording.jobs
+    early = replace(first, start_s=-2e-3, end_s=-1e-3)
+    trace = replace(trace, recording=replace(trace.recording, jobs=(early, *others)))
+    bars = [bar for bar in trace.measured.bars if (bar.row, bar.name) == (early.resource, early.action.name)]
+    assert (0.0, 0.0) in [(bar.start_s, bar.end_s) for bar in bars]
+    assert all(bar.start_s <= bar.end_s for bar in trace.measured.bars)
     assert "<h3>measured</h3>" in trace._repr_html_()
 
 
