@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import OffmateError
-from . import doctor, plan, profile, show
+from . import check, doctor, plan, profile, show
 from .arguments import Help, count, device, output_file, size
 from .finetune import add_parser as add_finetune
 from .screen import console
@@ -75,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
     plan.add_parser(verbs)
     show.add_parser(verbs)
+    check.add_parser(verbs)
     profile.add_parser(verbs)
     doctor.add_parser(verbs)
     add_finetune(verbs)

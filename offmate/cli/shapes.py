@@ -39,7 +39,7 @@ def build(model: str, dtype: str) -> Any:
 
     Raises: OffmateError with the nearest names, or with what is wrong with the configuration.
     """
-    config = _config(model)
+    config = configuration(model)
     config.use_cache = False
     try:
         with torch.device("meta"):
@@ -81,7 +81,11 @@ def autocast(dtype: str | None) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", DTYPES[dtype])
 
 
-def _config(model: str) -> Any:
+def configuration(model: str) -> Any:
+    """Read the configuration of a built-in name, a folder, a file or a Hub id.
+
+    Raises: OffmateError with the nearest names, or with what is wrong with it.
+    """
     from transformers import AutoConfig
 
     shapes, path = _shapes(), Path(model).expanduser()

@@ -82,6 +82,7 @@ ROOMS = (
     "offmate.casting",
     "offmate",
     "offmate.integrations",
+    "offmate.check",
     "offmate.finetune",
     "offmate.cli",
     "offmate.__main__",

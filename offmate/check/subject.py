@@ -1,0 +1,77 @@
+"""What is checked: a model, its batches, its loss and its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..runtime.torch_names import trees
+
+SEED = 0
+_LEARNING_RATE = 1e-3
+
+Batch = dict[str, Any] | tuple[Any, ...]
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Make AdamW over all parameters that require a gradient."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=_LEARNING_RATE)
+
+
+def own_loss(output: Any, batch: Batch) -> torch.Tensor:
+    """Return the loss of a model's output: its `loss`, or the sum of the mean squares of all that has a gradient."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    made = [leaf for leaf in trees.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if len(made) == 1 and made[0].numel() == 1:
+        return made[0].squeeze()
+    return torch.stack([leaf.abs().float().square().mean() for leaf in made]).sum()
+
+
+class WithLoss(torch.nn.Module):
+    """A model that returns a loss of all its outputs, for those that return none."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        """Return {"loss": the sum of the mean squares of the model's outputs}."""
+        return {"loss": own_loss(self.model(*args, **kwargs), ())}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to check.
+
+    Parameters
+    ----------
+    name: what reports call it.
+    build: makes the model; it is called with torch's generator seeded, and has to make the same model every time.
+    batch: makes the batch of a step, as keyword arguments (dict) or positional ones (tuple), after seeding likewise.
+    loss: takes the model's output and the batch, and returns a scalar.
+    optimizer: makes the optimizer of a model, or returns None: then gradients are compared.
+    """
+
+    name: str
+    build: Callable[[], torch.nn.Module]
+    batch: Callable[[int], Batch]
+    loss: Callable[[Any, Batch], torch.Tensor] = own_loss
+    optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer | None] = adamw
+
+    def built(self) -> torch.nn.Module:
+        """Build the model, in training mode; the same one every time."""
+        torch.manual_seed(SEED)
+        return self.build().train()
+
+    def batches(self, steps: int) -> list[Batch]:
+        """Make the batches of all steps, the same ones every time."""
+        made = []
+        for step in range(steps):
+            torch.manual_seed(SEED + 1 + step)
+            made.append(self.batch(step))
+        return made
