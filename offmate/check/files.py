@@ -32,9 +32,9 @@ def subject_in(path: Path) -> Subject:
     missing = [name for name in ("model", "batch") if name not in found]
     if missing:
         raise OffmateError(
-            f"{path} defines no function {' and no function '.join(f'{name}()' for name in missing)}. It needs model(), "
-            "which returns the model, and batch(), which returns a dict of keyword arguments or a tuple of positional "
-            "ones; loss(output, batch) and optimizer(model) are optional"
+            f"{path} defines no function {' and no function '.join(f'{name}()' for name in missing)}. It needs "
+            "model(), which returns the model, and batch(), which returns a dict of keyword arguments or a tuple of "
+            "positional ones; loss(output, batch) and optimizer(model) are optional"
         )
     model, batch = found["model"], found["batch"]
     if not isinstance(model(), torch.nn.Module):

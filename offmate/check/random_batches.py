@@ -17,7 +17,7 @@ _TOKENS = 16
 _FRAMES = 64
 _SAMPLES = 4000
 _GRID = 4  # patches per side of an image that comes as patches
-_MOST_TRIES = 24
+_MOST_TRIES = 60
 
 Maker = Callable[[Any], Iterator[torch.Tensor]]
 
@@ -41,8 +41,8 @@ def batch_maker(model: Any) -> Callable[[int], Batch]:
             # The first batch is the likeliest, so what the model says of it helps most.
             said = said or (str(error).strip().splitlines() or [""])[0] or type(error).__name__
     raise OffmateError(
-        f"no random batch was found for {type(model).__name__}: {said or 'its arguments are not known'}. Write a Python file with model() and batch(), "
-        "and check that"
+        f"no random batch was found for {type(model).__name__}: {said or 'its arguments are not known'}. Write a "
+        "Python file with model() and batch(), and check that"
     )
 
 
@@ -67,18 +67,19 @@ def _candidates(model: Any) -> Iterator[dict[str, torch.Tensor]]:
     main = model.main_input_name if model.main_input_name in arguments else next(iter(arguments), "")
     wanted = dict.fromkeys([main, *needed])
     extras: list[tuple[str, ...]] = [()]
-    for extra in ("pixel_values", "input_features", "input_values"):
+    for extra in ("pixel_values", "input_features", "input_values", "bbox", "decoder_input_ids"):
         if extra in arguments and extra not in wanted:
-            extras.append((extra,))
-    if "decoder_input_ids" in arguments and "decoder_input_ids" not in wanted:
-        extras.append(("decoder_input_ids",))
-        extras += [("decoder_input_ids", *extra) for extra in extras if extra and extra[0] != "decoder_input_ids"]
+            extras += [(*others, extra) for others in list(extras)]
     labelled = [("labels",), ()] if "labels" in arguments else [()]
+    found = []
     for label, extra in itertools.product(labelled, extras):
         names = [*wanted, *extra, *label]
         if all(name in _MAKERS for name in names):
-            for values in itertools.product(*(list(_MAKERS[name](model)) for name in names)):
-                yield dict(zip(names, values))
+            makers = [list(enumerate(_MAKERS[name](model))) for name in names]
+            for values in itertools.product(*makers):
+                found.append((sum(place for place, _ in values), dict(zip(names, [value for _, value in values]))))
+    # Those of which every part is the likeliest one come first.
+    yield from (batch for _, batch in sorted(found, key=lambda pair: pair[0]))
 
 
 def _ids(model: Any) -> Iterator[torch.Tensor]:

@@ -25,7 +25,7 @@ def own_loss(output: Any, batch: Batch) -> torch.Tensor:
     """Return the loss of a model's output: its `loss`, or the sum of the mean squares of all that has a gradient."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
-        return loss
+        return loss if loss.dim() == 0 else loss.mean()
     made = [leaf for leaf in trees.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if len(made) == 1 and made[0].numel() == 1:
         return made[0].squeeze()

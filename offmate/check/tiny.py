@@ -11,6 +11,18 @@ _WORDS = 96  # of a tiny vocabulary; every token that a configuration names lies
 _POSITIONS = 512
 _HEADS = 2  # in each stage, where a list gives the heads of several stages
 
+# Of architectures whose layers differ: how both kinds come to be among the first two. And sizes that have no default.
+_OWN: dict[str, dict[str, Any]] = {
+    "autoformer": {"prediction_length": 4, "context_length": 8},
+    "bamba": {"attn_layer_indices": [1]},
+    "esm": {"vocab_size": 33, "pad_token_id": 1},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "informer": {"prediction_length": 4, "context_length": 8},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "time_series_transformer": {"prediction_length": 4, "context_length": 8},
+}
+
 # What a whole number in a configuration means is known by its name only. The first pattern that a name matches gives
 # the most that it may be in a tiny model; None leaves it as it is.
 _LIMITS: tuple[tuple[str, int | None], ...] = (
@@ -19,7 +31,7 @@ _LIMITS: tuple[tuple[str, int | None], ...] = (
         None,
     ),
     (r".*codebook_size", 64),
-    (r".*(vocab_size|vocabulary_size|num_embeddings|num_embeds|vocab_sizes?)", _WORDS),
+    (r".*(vocab|vocab_size|vocabulary_size|num_embeddings|num_embeds|vocab_sizes?)(_per_layer_input)?", _WORDS),
     (r".*(position_embeddings|n_positions|source_positions|target_positions|max_seq_len|seq_length|n_ctx)", _POSITIONS),
     (r".*(kv_heads|key_value_heads|num_key_heads|num_value_heads|index_n_heads|head_count_kv)", 2),
     (r".*(attention_heads|num_heads|n_heads?|attn_heads|num_head|heads)", 4),
@@ -41,6 +53,7 @@ _LIMITS: tuple[tuple[str, int | None], ...] = (
     (r".*(num_queries|num_query_tokens|num_latents|num_frames|num_denoising)", 8),
 )
 _PATTERNS = tuple((re.compile(pattern), limit) for pattern, limit in _LIMITS)
+_SCALES = {"width_coefficient": 0.5, "depth_coefficient": 0.25, "channel_shrink_ratio": 4}
 _TOKEN = re.compile(r".*(token|_id|_ids|_index|_idx)s?")
 _DEPTHS = re.compile(r"(.*_)?(depths?|layers|num_blocks|blocks_per_stage)")
 
@@ -75,6 +88,8 @@ def _shrink(config: Any, widths: bool) -> None:
             limited = _limited(name, value, widths)
             if limited != value:
                 setattr(config, name, limited)
+    for name, value in _OWN.get(getattr(config, "model_type", ""), {}).items():
+        setattr(config, name, value)
     if widths:
         _fit_heads(config, values)
 
@@ -98,18 +113,43 @@ def _fit_heads(config: Any, before: dict[str, Any]) -> None:
     """
 
     def number(name: str) -> int:
-        value = getattr(config, name, None)
+        value = vars(config).get(name)
         return value if _whole(value) else 0
 
     if before.get("num_key_value_heads") and before["num_key_value_heads"] == before.get("num_attention_heads"):
-        config.num_key_value_heads = config.num_attention_heads
+        config.num_key_value_heads = number("num_attention_heads")
     if number("qk_head_dim"):
         config.qk_head_dim = number("qk_nope_head_dim") + number("qk_rope_head_dim")
     if number("mamba_n_heads") and number("mamba_d_head") and number("mamba_expand"):
         config.mamba_d_head = number("mamba_expand") * number("hidden_size") // number("mamba_n_heads")
+    if number("expand") and number("num_heads") and number("head_dim"):
+        config.head_dim = number("expand") * number("hidden_size") // number("num_heads")
+    if "head_dim" in before and before["head_dim"] is None and number("num_attention_heads"):
+        config.head_dim = number("hidden_size") // number("num_attention_heads")
+    width = number("head_dim") or number("hidden_size") // max(number("num_attention_heads"), 1)
+    _fit_sections(before.get("rope_parameters"), width, vars(config).get("partial_rotary_factor") or 1.0)
+
+
+def _fit_sections(rope: Any, width: int, part: float) -> None:
+    """Make the sections of rotary embeddings in several dimensions fill a head, half of which turns.
+
+    Parameters
+    ----------
+    rope: the parameters of the embeddings, or one dictionary of them for each kind of layer; changed in place.
+    width: of a head. part: of a head that turns, unless the parameters say it.
+    """
+    if not isinstance(rope, dict):
+        return
+    for inner in rope.values():
+        _fit_sections(inner, width, part)
+    if isinstance(rope.get("mrope_section"), list):
+        half, count = int(width * rope.get("partial_rotary_factor", part)) // 2, len(rope["mrope_section"])
+        rope["mrope_section"] = [(half + count - 1 - place) // count for place in range(count)]
 
 
 def _limited(name: str, value: Any, widths: bool) -> Any:
+    if name in _SCALES and isinstance(value, float | int):
+        return min(value, _SCALES[name])
     if isinstance(value, list | tuple) and value and all(map(_whole, value)):
         if _DEPTHS.fullmatch(name):
             return type(value)(min(entry, 1) for entry in value)

@@ -32,10 +32,10 @@ def add_parser(verbs: Any) -> None:
     parser = verbs.add_parser(
         "check",
         help="train a model some steps beside plain PyTorch, and compare all numbers",
-        description="Train a model a few steps on random data with plain PyTorch, and within an ample and the least "
-        "GPU memory budget with offmate. Say whether losses, parameters, buffers and optimizer states are equal bit for "
-        "bit, or why offmate refuses the model. An architecture of transformers is built in a tiny size, with random "
-        "weights.",
+        description="Train a model a few steps on random data with plain PyTorch, and with offmate within an ample and "
+        "within the least GPU memory budget. Say whether losses, parameters, buffers and optimizer states are equal "
+        "bit for bit, or why offmate refuses the model. An architecture of transformers is built in a tiny size, with "
+        "random weights.",
         epilog=_EXAMPLES,
         formatter_class=Help,
     )
