@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,9 @@ class List:
 
 
 def _model_types() -> list[str]:
+    if importlib.util.find_spec("torchvision") is not None:
+        # Many of transformers' modules import it.
+        vision.import_torchvision()
     from transformers.models.auto import modeling_auto
 
     return sorted(modeling_auto.MODEL_MAPPING_NAMES)

@@ -17,9 +17,10 @@ states and the random state are compared bit for bit (`offmate check` does this 
 | refused | offmate says by name what it cannot train, before it trains |
 | different, failed, crashed | a fault of offmate: other numbers, an error not its own, or a process that ended |
 | too long | the model took longer than the census allows |
-| not compared | nothing is said of offmate: no tiny model or no data for it could be made, a package was not there, it fails in \
-plain PyTorch, or it differs from itself when it is run twice |
+| not compared | nothing is said of offmate; below |
 
+Nothing can be said of a model for which no tiny size or no data could be made, which needs a package that was not
+there, which fails in plain PyTorch, or which differs from itself when it is run twice.
 The share is that of equal models among those that were compared.
 """
 _SILENT = ("unstable", "plain_fails", "not built")

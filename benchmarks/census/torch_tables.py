@@ -15,20 +15,19 @@ _MOST_INPUTS = 3  # of one module
 
 
 def module_names() -> list[str]:
-    """List the names of all modules in torch's table."""
-    return sorted({entry.name for entry in _module_table()})
+    """List the modules in torch's table with the number of an input, one name for each of the first inputs."""
+    found = []
+    for entry in _module_table():
+        found += [f"{entry.name} ({index + 1})" for index in range(min(len(list(_module_inputs(entry))), _MOST_INPUTS))]
+    return sorted(set(found))
 
 
 def module_subjects(name: str) -> Iterator[Subject]:
-    """Yield a subject for each of the first inputs that torch tests a module with."""
-    entry = next(entry for entry in _module_table() if entry.name == name)
-    inputs = list(_module_inputs(entry))
-    for index in range(min(len(inputs), _MOST_INPUTS)):
-        yield Subject(
-            f"{name} {inputs[index].desc}".strip(),
-            functools.partial(_build_module, entry, index),
-            functools.partial(_module_batch, entry, index),
-        )
+    """Yield the subject of a module with one of the inputs that torch tests it with."""
+    module, _, number = name.removesuffix(")").partition(" (")
+    entry = next(entry for entry in _module_table() if entry.name == module)
+    index = int(number) - 1
+    yield Subject(name, functools.partial(_build_module, entry, index), functools.partial(_module_batch, entry, index))
 
 
 def optimizer_names() -> list[str]:
@@ -37,10 +36,14 @@ def optimizer_names() -> list[str]:
 
 
 def optimizer_subjects(name: str) -> Iterator[Subject]:
-    """Yield the subject of an optimizer with its settings: a small network."""
+    """Yield the subject of an optimizer with its settings: a small network, sparse where the optimizer needs it."""
     for known, made_by, settings in _optimizers():
         if known == name:
-            yield Subject(name, _network, _network_batch, optimizer=functools.partial(_optimizer, made_by, settings))
+            make = functools.partial(_optimizer, made_by, settings)
+            if made_by is torch.optim.SparseAdam:
+                yield Subject(name, _sparse_network, _tokens, optimizer=make)
+            else:
+                yield Subject(name, _network, _vectors, optimizer=make)
 
 
 class _Around(torch.nn.Module):
@@ -74,7 +77,12 @@ def _module_inputs(entry: Any) -> Iterator[Any]:
 def _build_module(entry: Any, index: int) -> torch.nn.Module:
     given = list(_module_inputs(entry))[index].constructor_input
     torch.manual_seed(0)
-    return _Around(entry.module_cls(*given.args, **given.kwargs))
+    made = entry.module_cls(*given.args, **given.kwargs)
+    if isinstance(made, LazyModuleMixin):
+        # Its parameters get their sizes from the first input.
+        batch = _module_batch(entry, index, 0)
+        made(*batch) if isinstance(batch, tuple) else made(**batch)
+    return _Around(made)
 
 
 def _module_batch(entry: Any, index: int, step: int) -> Batch:
@@ -109,10 +117,23 @@ def _optimizer(made_by: Any, settings: dict[str, Any], model: torch.nn.Module) -
 
 
 def _network() -> torch.nn.Module:
-    layers = [torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 32), torch.nn.GELU()]
     # Muon takes matrices only.
-    return torch.nn.Sequential(*layers, torch.nn.Linear(32, 4, bias=False)).requires_grad_(True)
+    layers = [
+        torch.nn.Linear(16, 32, bias=False),
+        torch.nn.GELU(),
+        torch.nn.Linear(32, 32, bias=False),
+        torch.nn.GELU(),
+    ]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(32, 4, bias=False))
 
 
-def _network_batch(step: int) -> Batch:
+def _sparse_network() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Embedding(16, 8, sparse=True))
+
+
+def _vectors(step: int) -> Batch:
     return (torch.randn(8, 16),)
+
+
+def _tokens(step: int) -> Batch:
+    return (torch.randint(0, 16, (8,)),)

@@ -133,11 +133,17 @@ def _trained(subject: Subject, model: torch.nn.Module, optimizer: torch.optim.Op
     batches = subject.batches(steps)
     torch.manual_seed(SEED)
     for batch in batches:
-        loss = subject.loss(_called(model, batch), batch)
-        loss.backward()
+
+        def compute(batch: Batch = batch) -> torch.Tensor:
+            loss = subject.loss(_called(model, batch), batch)
+            loss.backward()
+            return loss
+
+        loss = compute()
         losses.append(loss.detach().clone())
         if optimizer is not None:
-            optimizer.step()
+            # This one computes losses again as it searches along a line.
+            optimizer.step(compute) if isinstance(optimizer, torch.optim.LBFGS) else optimizer.step()
             optimizer.zero_grad()
     random_state = torch.get_rng_state()
     tensors = {name: value.detach().clone() for name, value in model.state_dict().items()}

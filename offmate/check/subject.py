@@ -22,14 +22,16 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def own_loss(output: Any, batch: Batch) -> torch.Tensor:
-    """Return the loss of a model's output: its `loss`, or the sum of the mean squares of all that has a gradient."""
+    """Return the loss of a model's output: its `loss`, or the sum of the mean squares of all its numbers."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss if loss.dim() == 0 else loss.mean()
-    made = [leaf for leaf in trees.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    if len(made) == 1 and made[0].numel() == 1:
-        return made[0].squeeze()
-    return torch.stack([leaf.abs().float().square().mean() for leaf in made]).sum()
+    leaves = [leaf for leaf in trees.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    numbers = [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
+    if len(numbers) == 1 and numbers[0].numel() == 1:
+        return numbers[0].squeeze()
+    # Not only those that need a gradient: a forward without gradients has to give the same loss.
+    return torch.stack([number.abs().float().square().mean() for number in numbers]).sum()
 
 
 class WithLoss(torch.nn.Module):
