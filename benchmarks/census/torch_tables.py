@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from offmate.runtime.torch_names import trees
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from offmate.check.subject import Batch, Subject, own_loss
 
