@@ -32,8 +32,9 @@ from .functions import functions_kept
 from .hooks import only_packages_hooks
 from .kv_caches import caches_dropped
 from .losses import tile_losses
-from .observe import Observer, check_kept, check_settled
+from .observe import Observer
 from .outputs import as_kept, output_names, outputs_of
+from .settled import check_kept, check_settled
 from .tidy import tidy
 
 log = logging.getLogger("offmate")

@@ -19,7 +19,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import fx
 
 from ..errors import CaptureError
 from ..guards.python_objects import Found, attribute_path
@@ -27,11 +26,11 @@ from ..guards.python_state import random_states, same_state
 from ..guards.settings import is_simple
 from ..runtime.torch_names import trees as pytree
 from ..runtime.torch_names.modules import buffers_of
-from ..runtime.torch_names.operators import OpOverload
 from ..runtime.torch_names.tensors import version_of
 from .byproducts import GONE, ByProduct, Look, Setting, Tree, put
 from .hooks import gradient_hooks_refused, hook_name, hooks_replaced, of_a_package
 from .plain import forward_replaced
+from .settled import check_modules
 
 
 @dataclass
@@ -102,6 +101,7 @@ class Observer:
     def _watched(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the forward, and return the tensors of its by-products together with its result."""
         before, drawn = Found(self.model), random_states()
+        modules = dict(self.model.named_modules(remove_duplicate=False))
         sources = _sources(before)
         values = {path: entry_of(holder, name) for path, (holder, name) in before.places.items()}
         with self._attributes_recorded():
@@ -118,6 +118,7 @@ class Observer:
                     f"the forward draws from {path[1:]}, so one graph cannot stand for several calls; draw with torch, "
                     "or outside of the forward, and pass what was drawn"
                 )
+        check_modules(modules, dict(self.model.named_modules(remove_duplicate=False)))
         after = Found(self.model)
         self.read, self._read_first = self._paths(self._read, after), self._paths(self._first, after)
         self._note_changes(before, values, after)
@@ -267,57 +268,6 @@ def _sources(found: Found) -> dict[str, str]:
         elif isinstance(value, Iterator):
             states[path] = f"{value!r} {operator.length_hint(value, -1)}"
     return states
-
-
-def check_settled(observed: Observer, again: Observer) -> None:
-    """Raise CaptureError if a second forward, which starts from the state that the first left, leaves another one."""
-    for path in again.unsettled:
-        was = observed.changed[path][2] if path in observed.changed else "what it was"
-        raise CaptureError(
-            f"the forward changes {path[1:]} at every call and reads it (it left {was!r}, then "
-            f"{again.changed[path][2]!r}), so one graph cannot stand for several calls. Make it a buffer "
-            "(register_buffer) and change it by tensor operations, or change it in the loop, outside of the forward: "
-            "then every value is planned by itself"
-        )
-
-
-def check_kept(observed: Observer, graph: fx.Graph, outputs: tuple[Any, ...], fixed: frozenset[str]) -> None:
-    """Raise CaptureError if a tensor attribute that the forward reads and then sets carries values between calls.
-
-    A cache of values that depend only on constants does not: recomputing it gives the same values.
-
-    Parameters
-    ----------
-    outputs: outputs of the graph, by-products last. fixed: placeholders of constants and of buffers that no forward
-        writes.
-    """
-    counts = [by_product.n_tensors for by_product, _ in observed.by_products]
-    node_of = {node.name: node for node in graph.nodes}
-    for path, index in observed.kept.items():
-        first = len(outputs) - sum(counts[index:])
-        made = [o for o in outputs[first : first + counts[index]] if isinstance(o, str)]
-        if any(_depends(node_of[name], fixed) for name in made):
-            raise CaptureError(
-                f"the forward reads {path[1:]} and sets it to a new tensor, so that every call continues from the one "
-                "before, which a graph cannot follow. Register it as a buffer (register_buffer) from the start, or let "
-                "the forward set the attribute before it reads it"
-            )
-
-
-def _depends(node: fx.Node, fixed: frozenset[str]) -> bool:
-    """Return whether a node's value may differ from call to call."""
-    waiting, seen = [node], set()
-    while waiting:
-        now = waiting.pop()
-        if now in seen:
-            continue
-        seen.add(now)
-        if now.op == "placeholder" and now.name not in fixed:
-            return True
-        if isinstance(now.target, OpOverload) and torch.Tag.nondeterministic_seeded in now.target.tags:
-            return True
-        waiting += now.all_input_nodes
-    return False
 
 
 def entry_of(holder: Any, name: Any) -> Any:

@@ -41,7 +41,7 @@ _LIMITS: tuple[tuple[str, int | None], ...] = (
     (r"(.*_)?(layers|depth|n_layer|num_layers|num_hidden_layers|hidden_layers|encoder_blocks)", 2),
     (r".*(experts_per_tok(en)?|moe_k|moe_topk|top_k|topk|experts_top_k|num_selected_experts)", 2),
     (r".*(num_experts|local_experts|routed_experts|n_experts|moe_num_experts)", 4),
-    (r"(n_group|topk_group|num_expert_group)", 1),
+    (r"(n_groups?|mamba_n_groups|topk_group|num_expert_group)", 1),
     (
         r".*(intermediate_size|intermediate_dim|ffn_dim|d_ff|ffn_hidden_size|mlp_dim|ffn_size|linear_units|inner_dim)",
         64,
@@ -142,8 +142,9 @@ def _fit_sections(rope: Any, width: int, part: float) -> None:
         return
     for inner in rope.values():
         _fit_sections(inner, width, part)
-    if isinstance(rope.get("mrope_section"), list):
-        half, count = int(width * rope.get("partial_rotary_factor", part)) // 2, len(rope["mrope_section"])
+    if "rope_type" in rope:
+        # Models with such sections have a default for them, in which three sections fill a wide head.
+        half, count = int(width * rope.get("partial_rotary_factor", part)) // 2, len(rope.get("mrope_section", "thw"))
         rope["mrope_section"] = [(half + count - 1 - place) // count for place in range(count)]
 
 

@@ -528,3 +528,52 @@ def test_what_a_backward_needs_and_the_forward_overwrites_is_named(forward):
         model(x)
     with torch.no_grad():
         assert torch.equal(model(x), made(Overwriting, False)[0](x))
+
+
+class Other(torch.nn.Linear):
+    """Of another class than the one that it takes the place of."""
+
+
+class Replacing(Net):
+    """As BigBird does with short sequences: its first forward puts other modules in."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if not isinstance(self.a, Other):
+            self.a = Other(8, 8)
+        return super().forward(x)
+
+
+class Growing(Net):
+    def forward(self, x: torch.Tensor) -> Any:
+        if not hasattr(self, "c"):
+            self.c = torch.nn.Dropout(0.5)
+        return super().forward(self.c(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Replacing, "sets the submodule a, of class Linear, to a new Other"),
+        (Growing, "sets the submodule c, which was not there before, to a new Dropout"),
+    ],
+)
+def test_a_forward_that_puts_other_submodules_in(kind: type[torch.nn.Module], words: str) -> None:
+    with pytest.raises(CaptureError, match=words):
+        train(kind, True, steps=1)
+
+
+def test_a_forward_that_has_put_its_submodules_in_before() -> None:
+    def run(compiles: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Growing()
+        model(torch.randn(3, 8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if compiles:
+            offmate.compile(model, 1 << 30, optimizer=optimizer, device="emulated", cpu_budget=CPU_BUDGET)
+        torch.manual_seed(1)
+        loss = model(torch.randn(3, 8))
+        loss.backward()
+        optimizer.step()
+        return [loss.detach(), *(value.clone() for value in model.state_dict().values())]
+
+    assert all(map(torch.equal, run(True), run(False)))
