@@ -26,6 +26,9 @@ PACKED = "find_packed_sequence_indices"
 DECIDERS = (PACKED, "_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 """The functions that look at the batch and pick attention kernels for it; models call them by themselves."""
 
+ATTENTION = "_attn_implementation"
+"""The attribute of a configuration that says which kernels compute attention; "eager" is the plain formula."""
+
 COLLECTING = "transformers.utils.output_capturing"
 """The module of the hooks that only collect outputs; the first forward installs them, and they carry no mark."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..transformers_names import ATTENTION
 from .plain import forward_replaced
 
 _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "dropout_rate")
@@ -25,11 +26,13 @@ def has_cache(model: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
 def without_cache(model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return arguments with which the model makes no cache, unless the cache affects its numbers.
 
-    A cache copies keys and values. Attention with dropout runs by its plain formula, in which the rounding of products
-    depends on the layout of their inputs. There the cache stays on in training, and only the output is dropped. Layers
-    that keep a state compute by another formula if they have a cache. There it stays on in evaluation, too.
+    A cache copies keys and values. Attention with dropout, and attn_implementation="eager", run by the plain formula, in
+    which the rounding of products depends on the layout of their inputs. There the cache stays on, with dropout in
+    training only, and only the output is dropped. Layers that keep a state compute by another formula if they have a
+    cache. There it stays on, too.
     """
-    if not has_cache(model, kwargs) or (model.training and _drops_attention(model)) or _keeps_states(model):
+    plainly = _attends_plainly(model) or (model.training and _drops_attention(model))
+    if not has_cache(model, kwargs) or plainly or _keeps_states(model):
         return kwargs
     return {**kwargs, "use_cache": False}
 
@@ -37,6 +40,12 @@ def without_cache(model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, A
 def _drops_attention(model: torch.nn.Module) -> bool:
     config = getattr(model, "config", None)
     return any((getattr(config, name, 0) or 0) > 0 for name in _ATTENTION_DROPOUT)
+
+
+def _attends_plainly(model: torch.nn.Module) -> bool:
+    """Return whether attention runs by its plain formula in some part of a model."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    return any(getattr(config, ATTENTION, None) == "eager" for config in configs)
 
 
 def _keeps_states(model: torch.nn.Module) -> bool:

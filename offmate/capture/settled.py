@@ -53,8 +53,8 @@ def check_kept(observed: Any, graph: fx.Graph, outputs: tuple[Any, ...], fixed: 
 
     Parameters
     ----------
-    observed: the forward's observer. outputs: outputs of the graph, by-products last. fixed: placeholders of constants and of buffers that no forward
-        writes.
+    observed: the forward's observer. outputs: outputs of the graph, by-products last.
+    fixed: placeholders of constants and of buffers that no forward writes.
     """
     counts = [by_product.n_tensors for by_product, _ in observed.by_products]
     node_of = {node.name: node for node in graph.nodes}

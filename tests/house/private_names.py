@@ -136,6 +136,7 @@ NAMES: dict[str, dict[str, str]] = {
         "transformers.masking_utils._ignore_bidirectional_mask_sdpa": "batches without padding as in eager",
         "transformers.masking_utils.is_torchdynamo_exporting": "batches without padding as in eager",
         "transformers.integrations.moe.is_torchdynamo_compiling": "experts in float32",
+        "transformers.PreTrainedConfig._attn_implementation": "attention by its plain formula, with a cache",
         "transformers.utils.output_capturing": "models that collect attentions or hidden states",
         "transformers.PreTrainedModel._output_capturing_hooks_installed": "models that collect attentions",
         "transformers.PreTrainedModel._keep_in_fp32_modules": "loading weights without losing digits",
