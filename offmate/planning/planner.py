@@ -16,6 +16,7 @@ from ..capture.arrivals import arrivals
 from ..capture.fake import fake_batch, faked, stand_in
 from ..capture.model import Traced, structure, trace_model
 from ..capture.spec import dense_stride
+from ..capture.true_strides import fake_kernels_believed
 from ..errors import PlanFileError
 from ..guards.surroundings import autocast_on_cpu
 from ..lowering.bind import bind
@@ -181,7 +182,7 @@ def plan_elsewhere(
     Returns: the plan. Raises: CaptureError, InfeasibleBudget.
     """
     real = stand_in((args, kwargs))
-    with autocast_on_cpu(), faked(model) as mode:
+    with autocast_on_cpu(), fake_kernels_believed(), faked(model) as mode:
         args, kwargs = fake_batch(mode, (args, kwargs))
         return make_plan(model, args, kwargs, request, updater, say, machine=machine, real=real).plan
 

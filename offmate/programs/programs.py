@@ -272,7 +272,7 @@ class ClassGraph:
         found = self._called.get(node)
         if found is None:
             found = self._called[node] = self._call(node)
-        args, kwargs, tupled, makes = found
+        args, kwargs, tupled, makes, promised = found
         reads: list[tuple[Any, int]] = [(n.args[1], self.register[n]) for n in picked or ()]
         return Instruction(
             target=node.target,  # type: ignore[arg-type]
@@ -281,6 +281,7 @@ class ClassGraph:
             outs=tuple(reads) if tupled else ((0, self.register[node]),),
             tupled=tupled,
             makes=makes,
+            promised=promised,
             workspace_bytes=self.costs.get(node.name, NodeCost()).workspace_bytes,
             clears=tuple(clears),
             ends=tuple(ends),
@@ -299,13 +300,15 @@ class ClassGraph:
         value: Any = node.meta.get("val")
         tupled = isinstance(value, (tuple, list))
         own = set(self.made_by(node))
-        makes = tuple(
-            (position, number, self.bytes[number])
-            for position, e in enumerate(list(value) if tupled else [value])
-            if isinstance(e, torch.Tensor) and (number := self.number[storage_key(e.untyped_storage())]) in own
-        )
+        makes, promised = [], []
+        for position, element in enumerate(list(value) if tupled else [value]):
+            if isinstance(element, torch.Tensor):
+                number = self.number[storage_key(element.untyped_storage())]
+                if number in own:
+                    makes.append((position, number, self.bytes[number]))
+                    promised.append(element.stride())
         kwargs = {k: convert(v) for k, v in node.kwargs.items()}
-        return tuple(convert(a) for a in node.args), kwargs, tupled, makes
+        return tuple(convert(a) for a in node.args), kwargs, tupled, tuple(makes), tuple(promised)
 
 
 def _rise(instructions: tuple[Instruction, ...], sizes: dict[int, int]) -> tuple[int, int]:
