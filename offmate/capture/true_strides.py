@@ -66,15 +66,22 @@ class TrueStridesMode(FakeTensorMode):
 
 
 def _in_doubt(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether an operator makes new tensors from tensors that are not contiguous."""
-    if not isinstance(func, OpOverload) or func in _TRUSTED:
+    """Return whether an operator of torch's own makes new tensors from tensors that are not contiguous.
+
+    Operators that read integers are left out: indices, pivots and workspaces of zeros can crash a kernel.
+    """
+    if not isinstance(func, OpOverload) or func.namespace != "aten" or func in _TRUSTED:
         return False
     schema = schema_of(func)
     if any(value.alias_info is not None for value in (*schema.arguments, *schema.returns)):
         return False
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    strided = all(isinstance(t, FakeTensor) and t.layout is torch.strided and t.device.type != "meta" for t in tensors)
-    return bool(strided and tensors) and any(not t.is_contiguous() for t in tensors)
+    return any(not t.is_contiguous() for t in tensors) and all(map(_may_be_zeros, tensors))
+
+
+def _may_be_zeros(tensor: torch.Tensor) -> bool:
+    strided = isinstance(tensor, FakeTensor) and tensor.layout is torch.strided and tensor.device.type != "meta"
+    return strided and (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
 
 
 def _strides(func: Any, args: Any, kwargs: Any) -> tuple[tuple[int, ...] | None, ...]:

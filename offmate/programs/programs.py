@@ -92,13 +92,20 @@ class ClassGraph:
         storages = [v.untyped_storage() for v in values if isinstance(v, torch.Tensor)]
         reserved = self.costs.get(node.name, NodeCost()).storage_bytes or tuple(s.nbytes() for s in storages)
         for storage, nbytes in zip(storages, reserved, strict=True):
-            if storage_key(storage) not in self.number and getattr(node.target, "is_view", False):
-                # The trace gave this view its own storage.
-                self.number[storage_key(storage)] = self.storages(node.all_input_nodes[0])[0]
+            if storage_key(storage) not in self.number and (viewed := self._viewed(node)) is not None:
+                self.number[storage_key(storage)] = viewed
             if storage_key(storage) not in self.number:
                 number = self.number[storage_key(storage)] = len(self.bytes)
                 self.bytes[number] = nbytes
                 self.maker[number] = node
+
+    def _viewed(self, node: fx.Node) -> int | None:
+        """Return the storage that a node views, of which the trace may have given it another one; None for no view."""
+        if node.target is operator.getitem:
+            source: Any = node.args[0]
+            values, index = source.meta["val"], int(node.args[1])  # type: ignore[arg-type]
+            return self.storages(source)[sum(isinstance(value, torch.Tensor) for value in values[:index])]
+        return self.storages(node.all_input_nodes[0])[0] if getattr(node.target, "is_view", False) else None
 
     def _storages(self, nodes: Iterable[fx.Node]) -> set[int]:
         return {s for n in nodes for s in self.storages(n)}
