@@ -71,7 +71,7 @@ class CpSat:
         except (ValueError, TypeError, KeyError):
             words = self._last_words(line)
             advice = (
-                "pip install ortools" if "ortools" in words else "the same again, and report it if it ends so again"
+                "pip install ortools" if "ortools" in words else "again, and report it if it ends so again"
             )
             raise BackendError(f"{words}; try: {advice}") from None
 

@@ -1,4 +1,4 @@
-"""Layers and idioms of well-known models that once crashed: they train bit for bit, at an ample and at the least budget."""
+"""Layers and idioms of well-known models train bit for bit, at an ample budget and at the least one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,21 @@ def _pairs(net: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"loss": (h @ h.transpose(1, 2))[:, rows, columns].square().mean()}
 
 
+class Pathless(dict):  # type: ignore[type-arg]
+    """An output that torch is told of without paths to its leaves, as diffusers does it."""
+
+
+torch.utils._pytree.register_pytree_node(
+    Pathless, lambda one: (list(one.values()), list(one)), lambda values, names: Pathless(zip(names, values))
+)
+
 CASES = [
+    _case(
+        "pathless",
+        lambda: Net(lambda net, x: Pathless(sample=net.a(x), more=[x, net.a(x)]), a=nn.Linear(16, 16)),
+        loss=lambda output, batch: output["sample"].square().mean(),
+        config={"gradients_into": ("sample",)},
+    ),
     _case("pairs", lambda: Net(_pairs, a=nn.Linear(16, 16))),
     _case(
         "lstm",
