@@ -152,7 +152,7 @@ def _write_aside(target: Path, write: Callable[[Path], None], what: str) -> None
         _sync_folder(target.parent)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, OffmateError):
+        if isinstance(error, OffmateError) and not isinstance(error.__cause__, OSError):
             raise
         raise OffmateError(
             f"{what} could not be written below {target.parent}: {error}. Earlier checkpoints are untouched; free disk "

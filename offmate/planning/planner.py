@@ -17,6 +17,7 @@ from ..capture.fake import fake_batch, faked, stand_in
 from ..capture.model import Traced, structure, trace_model
 from ..capture.spec import dense_stride
 from ..errors import PlanFileError
+from ..files import keep
 from ..guards.surroundings import autocast_on_cpu
 from ..lowering.bind import bind
 from ..lowering.inductor import compiled
@@ -27,6 +28,7 @@ from ..machines.hardware import Hardware
 from ..machines.links import LinkRates
 from ..optim.updater import Updater
 from ..plans.plan import Plan
+from ..plans.saved import to_text
 from ..profile.figures import measure
 from ..progress import Progress
 from ..solver.plan import plan as solve_problem
@@ -121,18 +123,22 @@ def _planned(
 ) -> tuple[Plan, Lowered]:
     """Take the given plan, an earlier one, or a larger batch's decisions, the first that serves; else search."""
     request, fingerprint = subject.request, known_as[0]
-    stored = given or _earlier(request, known_as, kept)
+    if given is not None:
+        return given, relower(subject, given)
+    stored = _earlier(request, known_as, kept)
     if stored is not None:
-        lowered = relower(subject, stored)
-        elapsed = time.perf_counter() - start
-        return (stored if given is not None else replace(stored, plan_s=elapsed, from_cache=True)), lowered
+        try:
+            lowered = relower(subject, stored)
+            return replace(stored, plan_s=time.perf_counter() - start, from_cache=True), lowered
+        except PlanFileError as error:
+            log.warning("an earlier plan is ignored: %s", error)
     if followed := _follow(subject, near):
         plan, lowered = followed
         return replace(plan, fingerprint=fingerprint, plan_s=time.perf_counter() - start), lowered
     plan, lowered = _search(subject, fingerprint, start)
     path = _path(request, fingerprint)
     if path is not None:
-        plan.save(path)
+        keep(path, to_text(plan))
     return plan, lowered
 
 
@@ -152,7 +158,7 @@ def _path(request: Request, fingerprint: str) -> Path | None:
 def _earlier(request: Request, known_as: list[str], kept: Mapping[str, Plan]) -> Plan | None:
     """Find an earlier plan, made for this request or with the split left open but agreeing with the pinned one."""
     for fingerprint in known_as:
-        plan = fitting(kept.get(fingerprint), request) or cached(_path(request, fingerprint), request)
+        plan = fitting(kept.get(fingerprint), request) or cached(_path(request, fingerprint), fingerprint, request)
         if plan is not None and _as_pinned(plan, request):
             return plan
     return None
