@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from .solver.problem import MOST_TURN_AROUND_STEPS
 from .split import Split, Updates
 
 # An option frontier always contains keep-all, recompute-all and offload-with-cheap-recompute.
@@ -89,6 +90,10 @@ class Config:
         _check_count("options_per_block", self.options_per_block, _LEAST_OPTIONS)
         if self.turn_around_steps is not None:
             _check_count("turn_around_steps", self.turn_around_steps, _LEAST_TURN_AROUND_STEPS)
+            most = f"at most {MOST_TURN_AROUND_STEPS:,}"
+            _require(
+                self.turn_around_steps <= MOST_TURN_AROUND_STEPS, "turn_around_steps", self.turn_around_steps, most
+            )
         _check_count("max_plans", self.max_plans, 1)
         _check_buckets(self.shape_buckets)
         _require(self.solver in _SOLVERS, "solver", self.solver, "'highs', 'cbc' or None")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
+import reprlib
 import sys
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from enum import Enum
@@ -10,10 +13,15 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from .items import Item
 from .problem import Problem
+from .schedule import Action
 from .solution import Solution, Status
 
 _FORMATS: dict[type, tuple[str, int]] = {Problem: ("offmate-problem", 1), Solution: ("offmate-solution", 2)}
+
+
+_PRINTED = (Item, Action)  # stand in files as they print
 
 
 class FileError(ValueError):
@@ -70,7 +78,7 @@ def load_solution(path: str | Path) -> Solution:
 def _file(path: str | Path) -> dict[str, Any]:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FileError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise FileError(f"{path} holds {type(data).__name__}, not an object")
@@ -103,11 +111,11 @@ def _read(data: dict[str, Any], kind: type) -> Any:
 def read_record(data: Any, kind: type, place: str) -> Any:
     """Read a dataclass from JSON's own types; raises FileError naming the place of what is wrong."""
     if not isinstance(data, dict):
-        raise FileError(f"{place}: expected an object, found {data!r}")
-    hints = get_type_hints(kind)
+        raise FileError(f"{place}: expected an object, found {_short(data)}")
+    hints = _hints(kind)
     names = {f.name for f in fields(kind)}
     for name in data.keys() - names:
-        raise FileError(f"{place}: has a field {name!r} that is not known")
+        raise FileError(f"{place}: has a field {_short(name)} that is not known")
     # Fields that an older file lacks take their defaults.
     needed = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
     for name in needed - data.keys():
@@ -121,35 +129,48 @@ def read_record(data: Any, kind: type, place: str) -> Any:
 
 def _value(data: Any, hint: Any, place: str) -> Any:
     """Convert `data` to the type that `hint` describes."""
+    if hint in _PRINTED:
+        return _printed(data, hint, place)
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (tuple, frozenset):
         if not isinstance(data, list):
-            raise FileError(f"{place}: expected a list, found {data!r}")
+            raise FileError(f"{place}: expected a list, found {_short(data)}")
         return origin(_value(entry, inner[0], f"{place}[{i}]") for i, entry in enumerate(data))
     if origin is dict:
         if not isinstance(data, dict):
-            raise FileError(f"{place}: expected an object, found {data!r}")
+            raise FileError(f"{place}: expected an object, found {_short(data)}")
         return {_key(key, inner[0], place): _value(v, inner[1], f"{place}[{key!r}]") for key, v in data.items()}
     if origin is UnionType:
         return None if data is None else _value(data, inner[0], place)
     if origin is Literal:
         if data not in inner:
-            raise FileError(f"{place}: is {data!r}, must be one of {', '.join(map(repr, inner))}")
+            raise FileError(f"{place}: is {_short(data)}, must be one of {', '.join(map(repr, inner))}")
         return data
     if is_dataclass(hint) and isinstance(hint, type):
         return read_record(data, hint, place)
     if isinstance(hint, type) and issubclass(hint, Enum):
-        if data not in hint.__members__:
-            raise FileError(f"{place}: is {data!r}, must be one of {', '.join(hint.__members__)}")
+        if not isinstance(data, str) or data not in hint.__members__:
+            raise FileError(f"{place}: is {_short(data)}, must be one of {', '.join(hint.__members__)}")
         return hint[data]
     return _scalar(data, hint, place)
 
 
 def _key(key: str, kind: type, place: str) -> Any:
+    if kind in _PRINTED:
+        return _printed(key, kind, place)
     try:
         return kind(key)
     except ValueError as error:
         raise FileError(f"{place}: {key!r} is no {kind.__name__}") from error
+
+
+def _printed(data: Any, kind: Any, place: str) -> Any:
+    if not isinstance(data, str):
+        raise FileError(f"{place}: expected text, found {_short(data)}")
+    try:
+        return kind.parse(data)
+    except ValueError as error:
+        raise FileError(f"{place}: {error}") from None
 
 
 def _scalar(data: Any, kind: type, place: str) -> Any:
@@ -158,5 +179,17 @@ def _scalar(data: Any, kind: type, place: str) -> Any:
             raise FileError(f"{place}: {str(data)[:20]}... is too large a number")
         return float(data)
     if not isinstance(data, kind) or (isinstance(data, bool) and kind is not bool):
-        raise FileError(f"{place}: expected {kind.__name__}, found {data!r}")
+        raise FileError(f"{place}: expected {kind.__name__}, found {_short(data)}")
+    if kind is float and math.isnan(data):
+        raise FileError(f"{place}: is not a number (NaN)")
     return data
+
+
+def _short(data: Any) -> str:
+    """Return what a file holds, cut to a few words: it may be long, or deep."""
+    return reprlib.repr(data)
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)

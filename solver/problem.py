@@ -30,6 +30,7 @@ from .rows import TensorSize as TensorSize
 from .rows import Value as Value
 from .steps import Step, passes_of, steps_of
 
+MOST_TURN_AROUND_STEPS = 10_000
 _SHARES = 6  # parts of the device budget, one for the states of a turn-around step; see `update_steps`
 
 
@@ -232,6 +233,8 @@ def check(problem: Problem) -> None:
     n = len(problem.blocks)
     _require(n > 0, "a problem needs at least one block")
     _require(problem.turn_around_steps >= 2, f"turn_around_steps is {problem.turn_around_steps}; at least 2 are needed")
+    many = f"turn_around_steps is {problem.turn_around_steps}; at most {MOST_TURN_AROUND_STEPS:,} can be planned"
+    _require(problem.turn_around_steps <= MOST_TURN_AROUND_STEPS, many)
     if problem.gate:
         _require(problem.update == "planned", "a gate needs planned updates; the user's own code updates here")
         steps = problem.turn_around_steps

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from .files import read_record
-from .items import Item
+from .files import FileError, read_record
 from .old_text import upgraded
-from .resources import Rates
-from .schedule import ABOUT_ITEMS, Action, ComputeSpec, Direction, Pass, Schedule
+from .schedule import ABOUT_ITEMS, Action, Direction, Schedule
 from .scheduling.validate import ScheduleError, validate
 from .simulate import memory_highs
 
@@ -48,48 +47,26 @@ def from_dict(data: dict[str, Any]) -> Schedule:
     valid.
     """
     if not isinstance(data, dict):
-        raise ScheduleError(f"not a schedule: expected an object, found {str(data)[:40]!r}")
-    if data.get("format") != _FORMAT or data.get("version") not in range(1, _VERSION + 1):
-        found = f"{data.get('format')!r}, version {data.get('version')!r}"
+        raise ScheduleError(f"not a schedule: expected an object, found {reprlib.repr(data)}")
+    version = data.get("version")
+    if data.get("format") != _FORMAT or type(version) is not int or not 1 <= version <= _VERSION:
+        found = f"{reprlib.repr(data.get('format'))}, version {reprlib.repr(version)}"
         raise ScheduleError(f"not a schedule of format {_FORMAT!r}, version 1 to {_VERSION}: found {found}")
     try:
-        data = upgraded(data)
-        fields: dict[str, Any] = {name: data[name] for name in _PLAIN}
-        fields["item_bytes"] = {Item.parse(item): size for item, size in data["item_bytes"].items()}
-        fields |= {part: _actions(data[part]) for part in _PARTS}
-        fields |= {name: dict(data[name]) for name in _SUMS if name in data}
-        schedule = Schedule(
-            options=tuple(data["options"]),
-            resident=tuple(map(Item.parse, data["resident"])),
-            computes={name: _spec(spec) for name, spec in data["computes"].items()},
-            rates=read_record(data["rates"], Rates, "rates"),
-            homes={Item.parse(item): str(tier) for item, tier in data.get("homes", {}).items()},
-            gate=bool(data.get("gate", False)),
-            micro_batches=int(data.get("micro_batches", 1)),
-            lead=tuple(Pass(_actions(led["forward"]), _actions(led["backward"])) for led in data.get("lead", ())),
-            **fields,
-        )
+        body = {key: value for key, value in upgraded(data).items() if key not in ("format", "version")}
+        schedule: Schedule = read_record(body, Schedule, "schedule")
         validate(schedule)
     except ScheduleError:
         raise
-    except KeyError as error:
-        raise ScheduleError(f"the schedule lacks {error}") from None
+    except FileError as error:
+        raise ScheduleError(f"the schedule cannot be read: {error}") from None
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
-        raise ScheduleError(f"the schedule cannot be read: {error}") from error
+        raise ScheduleError(f"the schedule contradicts itself: {type(error).__name__}: {error}") from error
     return schedule
 
 
 def _lines(actions: Iterable[Action]) -> list[str]:
     return [str(action) for action in actions]
-
-
-def _actions(lines: Iterable[str]) -> tuple[Action, ...]:
-    return tuple(Action.parse(line) for line in lines)
-
-
-def _spec(data: dict[str, Any]) -> ComputeSpec:
-    fields: dict[str, Any] = {k: tuple(map(Item.parse, v)) if isinstance(v, list) else v for k, v in data.items()}
-    return ComputeSpec(**fields)
 
 
 def to_text(schedule: Schedule) -> str:

@@ -26,8 +26,8 @@ def has_cache(model: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
 def without_cache(model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return arguments with which the model makes no cache, unless the cache affects its numbers.
 
-    A cache copies keys and values. Attention with dropout, and attn_implementation="eager", run by the plain formula, in
-    which the rounding of products depends on the layout of their inputs. There the cache stays on, with dropout in
+    A cache copies keys and values. Attention with dropout, and attn_implementation="eager", run by the plain formula,
+    in which the rounding of products depends on the layout of their inputs. There the cache stays on, with dropout in
     training only, and only the output is dropped. Layers that keep a state compute by another formula if they have a
     cache. There it stays on, too.
     """

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import OffmateError
+from ..files import reason
 from . import check, doctor, plan, profile, show
 from .arguments import Help, count, device, output_file, size
 from .finetune import add_parser as add_finetune
@@ -35,6 +37,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return arguments.run(arguments)
     except OffmateError as error:
         print(f"offmate: {error}", file=sys.stderr)
+        return _FAILED
+    except BrokenPipeError:
+        # The reader of the output has gone, as with `| head`; Python must not complain about it at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _FAILED
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(
+            f"offmate: {where}{reason(error)}; check the path, that you may read and write there, and that the disk "
+            "has room",
+            file=sys.stderr,
+        )
         return _FAILED
     except KeyboardInterrupt:
         print("offmate: interrupted", file=sys.stderr)

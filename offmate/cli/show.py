@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import OffmateError
 from ..files import write_whole
 from .arguments import Help
 
@@ -62,10 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = load_plan(arguments.plan)
     files = _files(arguments, plan)
     for path, write in files.items():
-        try:
-            write(path)
-        except OSError as error:
-            raise OffmateError(f"{path} cannot be written: {error.strerror}") from error
+        write(path)
     if arguments.quiet:
         return 0
     if arguments.text:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from .updates import UpdateRule
 log = logging.getLogger("offmate")
 
 _MANIFEST, _UPDATES, _RANDOM, _MOMENT, PLAN = "manifest.json", "optimizer.pt", "random.pt", "moment.json", "plan.json"
+_NEEDED_FILES = (_UPDATES, _RANDOM, _MOMENT)
+_MOST = 10**12  # of steps and threads
 _ENTRY_FILES = ("config.json", "adapter_config.json")
 
 
@@ -44,6 +47,14 @@ class Moment:
     threads: int
     torch: str
     split: Split = field(default_factory=Split)
+
+    def __post_init__(self) -> None:
+        for name, least in (("step", 0), ("threads", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= _MOST:
+                raise ValueError(f"{name} is {str(value)[:40]}, not a whole number from {least} to {_MOST:,}")
+        if not isinstance(self.tokens, str) or not isinstance(self.torch, str):
+            raise TypeError("tokens and torch must be text")
 
 
 def save_checkpoint(folder: Path, moment: Moment, model: Any, updates: UpdateRule, plan: Any, keep: int) -> Path:
@@ -99,20 +110,37 @@ def load_moment(path: Path) -> Moment:
 
 def restore_updates(path: Path, updates: UpdateRule) -> None:
     """Restore the optimizer states of a checkpoint."""
-    updates.load_state_dict(torch.load(path / _UPDATES, weights_only=True, mmap=True))
+    with _readable(path / _UPDATES):
+        updates.load_state_dict(torch.load(path / _UPDATES, weights_only=True, mmap=True))
 
 
 def restore_random(path: Path) -> None:
     """Restore the states of all random generators at a checkpoint."""
-    state = torch.load(path / _RANDOM, weights_only=True)
-    torch.set_rng_state(state["torch"])
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
-    device = _accelerator()
-    if state["device"] and hasattr(device, "set_rng_state_all"):
-        device.set_rng_state_all(state["device"])
+    with _readable(path / _RANDOM):
+        state = torch.load(path / _RANDOM, weights_only=True)
+        torch.set_rng_state(state["torch"])
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+        name, keys, position, has_gauss, cached = state["numpy"]
+        np.random.set_state((name, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
+        device = _accelerator()
+        if state["device"] and hasattr(device, "set_rng_state_all"):
+            device.set_rng_state_all(state["device"])
+
+
+@contextlib.contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """Turn any error of the body, which reads a file that is as long as it was written, into a sentence."""
+    try:
+        yield
+    except OffmateError:
+        raise
+    except Exception as error:
+        words = (str(error).splitlines() or [""])[0][:200]
+        raise OffmateError(
+            f"{file} holds something else than a run writes there ({type(error).__name__}: {words}); remove "
+            f"{file.parent} to resume from an older checkpoint, or start a new run"
+        ) from error
 
 
 def save_result(output: Path, model: Any, tokenizer: Any) -> None:
@@ -152,7 +180,7 @@ def _write_aside(target: Path, write: Callable[[Path], None], what: str) -> None
         _sync_folder(target.parent)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, OffmateError):
+        if isinstance(error, OffmateError) and not isinstance(error.__cause__, OSError):
             raise
         raise OffmateError(
             f"{what} could not be written below {target.parent}: {error}. Earlier checkpoints are untouched; free disk "
@@ -177,11 +205,15 @@ def _fault(path: Path) -> str | None:
     """Describe what is wrong with a checkpoint; None if it is intact."""
     try:
         files = json.loads((path / _MANIFEST).read_text())
+        lacking = [name for name in _NEEDED_FILES if name not in files]
+        if lacking:
+            return f"its manifest does not name {lacking[0]}"
         for name, (size, digest) in files.items():
             if (path / name).stat().st_size != size or _digest(path / name) != digest:
                 return f"{name} has changed"
-    except (OSError, ValueError) as error:
-        return str(error)
+        load_moment(path)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        return f"{type(error).__name__}: {error}"
     return None
 
 

@@ -130,11 +130,26 @@ def _document(row: Any, place: str) -> Piece | None:
     if not isinstance(row, dict):
         raise OffmateError(f"{place}: a {type(row).__name__} instead of an object with 'text' or 'messages'")
     if isinstance(row.get("text"), str):
+        _check_characters(row["text"], place)
         return Piece(row["text"], place) if row["text"] else None
     messages = row.get("messages")
     if isinstance(messages, list) and messages:
         for message in messages:
             if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
                 raise OffmateError(f"{place}: a message without 'role' and 'content': {str(message)[:80]}")
+        _check_characters(json.dumps(messages, ensure_ascii=False, default=str), place)
         return Piece(messages, place)
     raise OffmateError(f"{place}: no usable 'text' or 'messages' (keys: {', '.join(map(str, row))})")
+
+
+def _check_characters(text: str, place: str) -> None:
+    """Raise OffmateError for half of a character that UTF-16 writes as two, which is no text in UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        near = ascii(text[max(0, error.start - 20) : error.start])
+        raise OffmateError(
+            f"{place}: {half} is half of a character, such as an emoji that was cut in two (after {near}); mend or "
+            "remove the line"
+        ) from None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import shutil
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -35,7 +33,7 @@ from .checkpoint import (
     save_result,
 )
 from .data import check_source, pieces
-from .lock import locked
+from .lock import is_free, place_for
 from .loop import TrainingRun, train
 from .packing import Batch, Batches, Packed, read_tokens, tokenized, verify_tokens, write_tokens
 from .preview import Preview, check_disk
@@ -94,7 +92,7 @@ def finetune(given: Mapping[str, Any], *, resume: bool, dry_run: bool, yes: bool
     if not (resume and (output / TOKENS).is_dir()):
         check_source(settings.data)
         list(tokenized(islice(pieces(settings.data), _GLIMPSE_PIECES), tokenizer, settings.assistant_only))
-    with _place(output, keep=resume, dry_run=dry_run) as (place, begun):
+    with place_for(output, keep=resume, dry_run=dry_run) as (place, begun):
         if not resume and not dry_run:
             _save_settings(settings, place)
         loaded = _load(settings, folder, tokenizer, output if resume else place)
@@ -125,7 +123,7 @@ def _settings(given: Mapping[str, Any], resume: bool) -> Settings:
     if not resume:
         settings = make_settings(given)
         output = Path(settings.output)
-        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        if not is_free(output):
             hint = "continue it with --resume, or " if (output / SETTINGS).is_file() else ""
             raise OffmateError(f"output {settings.output!r} exists already; {hint}name another folder")
         return settings
@@ -156,9 +154,7 @@ def _resolved(settings: Settings, folder: Path) -> Settings:
 
 
 def _save_settings(settings: Settings, place: Path) -> None:
-    aside = place / f".{SETTINGS}.tmp"
-    settings.save(aside)
-    os.replace(aside, place / SETTINGS)
+    settings.save(place / SETTINGS)
 
 
 def _check_vocabulary(tokenizer: Any, folder: Path) -> None:
@@ -170,28 +166,6 @@ def _check_vocabulary(tokenizer: Any, folder: Path) -> None:
 
 
 # -- phases -----------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _place(output: Path, keep: bool, dry_run: bool) -> Iterator[tuple[Path, list[bool]]]:
-    """Yield a folder to work in and a list to fill when training begins; an earlier failure leaves no files behind."""
-    if dry_run:
-        near = next(parent for parent in output.absolute().parents if parent.is_dir())
-        with tempfile.TemporaryDirectory(prefix=".offmate-", dir=near) as folder:
-            yield Path(folder), []
-        return
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OffmateError(f"output {str(output)!r} cannot be made: {error.strerror}") from None
-    begun: list[bool] = []
-    with locked(output):
-        try:
-            yield output, begun
-        except BaseException:
-            if not keep and not begun:
-                shutil.rmtree(output, ignore_errors=True)
-            raise
 
 
 def _load(settings: Settings, folder: Path, tokenizer: Any, place: Path) -> _Loaded:

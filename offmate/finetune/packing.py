@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ..errors import OffmateError
+from ..files import reason
 from .data import Piece, pieces
 
 Batch = dict[str, torch.Tensor]
@@ -60,12 +61,26 @@ def write_tokens(
     """
     aside = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    pieces_of = tokenized(pieces(data), tokenizer, assistant_only)
+    try:
+        aside.mkdir(parents=True)
+        _write(pieces_of, Fraction(str(eval_fraction)), aside, say)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(aside, folder)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise OffmateError(
+            f"the run's tokens cannot be written to {folder}: {reason(error)}; free disk space, or name another output"
+        ) from error
+    return read_tokens(folder)
+
+
+def _write(pieces_of: Iterator[list[int]], share: Fraction, folder: Path, say: Callable[[int], None]) -> None:
+    """Write the tokens of all pieces, and what is known of them, into a folder."""
     counts = [0, 0]
     hashes = [hashlib.sha256(), hashlib.sha256()]
-    share = Fraction(str(eval_fraction))
-    with (aside / _TRAIN).open("wb") as train, (aside / _EVAL).open("wb") as held_out:
-        for number, ids in enumerate(tokenized(pieces(data), tokenizer, assistant_only)):
+    with (folder / _TRAIN).open("wb") as train, (folder / _EVAL).open("wb") as held_out:
+        for number, ids in enumerate(pieces_of):
             split = int((number + 1) * share) - int(number * share)
             encoded = np.asarray(ids, dtype="<i4").tobytes()
             (train, held_out)[split].write(encoded)
@@ -74,10 +89,7 @@ def write_tokens(
             if number % _BATCH_PIECES == 0:
                 say(sum(counts))
     digest = hashlib.sha256("".join(h.hexdigest() for h in hashes).encode()).hexdigest()
-    (aside / _META).write_text(json.dumps({"train": counts[0], "eval": counts[1], "digest": digest}))
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(aside, folder)
-    return read_tokens(folder)
+    (folder / _META).write_text(json.dumps({"train": counts[0], "eval": counts[1], "digest": digest}))
 
 
 def read_tokens(folder: Path) -> Packed:
@@ -88,9 +100,13 @@ def read_tokens(folder: Path) -> Packed:
     try:
         meta = json.loads((folder / _META).read_text())
         splits = [_mapped(folder / name, meta[key]) for name, key in ((_TRAIN, "train"), (_EVAL, "eval"))]
-    except (OSError, ValueError, KeyError) as error:
-        raise OffmateError(f"{folder}: the run's tokens are damaged: {error}") from None
-    return Packed(splits[0], splits[1], meta["digest"])
+        digest = meta["digest"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise OffmateError(
+            f"{folder}: the run's tokens are damaged ({_META}: {type(error).__name__}: {error}); remove that folder "
+            "and resume, and they are made again from the data"
+        ) from None
+    return Packed(splits[0], splits[1], digest)
 
 
 def verify_tokens(packed: Packed) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import yaml
 
 from ..errors import OffmateError
+from ..files import write_whole
 from ..sizes import parse_bytes
 
 SCHEDULES = ("cosine", "linear", "constant")
@@ -19,6 +21,10 @@ OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")
 PRECISIONS = ("fp32", "bf16", "bf16-master")
 TRAINED_ON = ("all", "assistant")
 REPORTERS = ("tensorboard", "wandb")
+
+# Beyond these, a number is a slip: torch could not hold the tensors, or the seed of an epoch's order.
+_MOST = 10**12
+_MOST_MICRO_BATCHES, _MOST_SEQUENCES, _MOST_TOKENS, _MOST_RANK = 10**6, 2**16, 2**24, 2**16
 
 # Settings that do not change the numbers, so a run may be resumed with other values. Budgets are among them, since
 # checkpoints store who updates what and a resumed run keeps that split.
@@ -35,7 +41,7 @@ class Lora:
     targets: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _whole("lora r", self.r, 1)
+        _whole("lora r", self.r, 1, _MOST_RANK)
         _whole("lora alpha", self.alpha, 1)
         _number("lora dropout", self.dropout, 0.0, below=1.0)
         if not all(isinstance(target, str) and target for target in self.targets):
@@ -97,13 +103,15 @@ class Settings:
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
                 raise OffmateError(f"{name} is {value!r}; give it as --{name} or in the configuration file")
-        for name in ("batch_size", "accumulation", "epochs", "checkpoint_every", "keep_checkpoints"):
+        for name in ("epochs", "checkpoint_every", "keep_checkpoints"):
             _whole(name, getattr(self, name), 1)
+        _whole("batch_size", self.batch_size, 1, _MOST_SEQUENCES)
+        _whole("accumulation", self.accumulation, 1, _MOST_MICRO_BATCHES)
         for name in ("steps", "eval_every"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 1)
         if self.sequence_length is not None:
-            _whole("sequence_length", self.sequence_length, 2)
+            _whole("sequence_length", self.sequence_length, 2, _MOST_TOKENS)
         _whole("warmup_steps", self.warmup_steps, 0)
         _whole("seed", self.seed, 0)
         for name in ("learning_rate", "max_grad_norm"):
@@ -142,7 +150,7 @@ class Settings:
 
     def save(self, path: Path) -> None:
         """Write the settings as YAML."""
-        path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
+        write_whole(path, yaml.safe_dump(self.to_dict(), sort_keys=False))
 
 
 def make_settings(values: Mapping[str, Any]) -> Settings:
@@ -170,6 +178,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise OffmateError(f"{path}: no such configuration file") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise OffmateError(f"{path}: cannot be read as YAML: {error}") from None
+    except RecursionError:
+        raise OffmateError(f"{path}: cannot be read as YAML: its lists are nested too deeply") from None
     if data is None:
         return {}
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
@@ -192,19 +202,22 @@ def parse_lora(value: Any) -> Lora | None:
     if value is None or isinstance(value, Lora):
         return value
     if isinstance(value, str):
+        if value.strip().isdecimal():
+            raise OffmateError(f"lora is {_short(value)}; write r={value.strip()[:12]} for a rank")
         parts = [part.partition("=") for part in value.split(",")]
         value = {name.strip(): text.strip() for name, _, text in parts}
         if isinstance(value.get("targets"), str):
             value["targets"] = value["targets"].split("+")
     example = "write r=16, or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
     if not isinstance(value, Mapping) or "r" not in value or not value.keys() <= {"r", "alpha", "dropout", "targets"}:
-        raise OffmateError(f"lora is {value!r}; {example}")
+        raise OffmateError(f"lora is {_short(value)}; {example}")
     try:
         r, alpha = int(value["r"]), int(value.get("alpha", Lora.alpha))
         dropout = float(value.get("dropout", Lora.dropout))
-    except (TypeError, ValueError):
-        raise OffmateError(f"lora is {dict(value)!r}; {example}") from None
-    return Lora(r, alpha, dropout, tuple(value.get("targets") or ()))
+        targets = tuple(value.get("targets") or ())
+    except (TypeError, ValueError, OverflowError):
+        raise OffmateError(f"lora is {_short(dict(value))}; {example}") from None
+    return Lora(r, alpha, dropout, targets)
 
 
 def _same(value: Any) -> Any:
@@ -220,6 +233,8 @@ def _float(value: Any) -> Any:
 
 
 def _names(value: Any) -> tuple[Any, ...]:
+    if value is not None and not isinstance(value, str | list | tuple):
+        raise OffmateError(f"report is {_short(value)}; it must be one of {', '.join(REPORTERS)}, or a list of them")
     return (value,) if isinstance(value, str) else tuple(value or ())
 
 
@@ -232,21 +247,29 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _whole(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise OffmateError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+def _whole(name: str, value: Any, least: int, most: int = _MOST) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        upper = f" and at most {most:,}" if isinstance(value, int) and value > most else ""
+        raise OffmateError(f"{name} is {_short(value)}; it must be a whole number of at least {least}{upper}")
 
 
 def _number(name: str, value: Any, least: float, *, above: bool = False, below: float = math.inf) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST
     if not good or value < least or (above and value <= least) or value >= below:
-        upper = f" and less than {below:g}" if math.isfinite(below) else ""
-        raise OffmateError(f"{name} is {value!r}; it must be {'more than' if above else 'at least'} {least:g}{upper}")
+        upper = f" and less than {below:g}" if math.isfinite(below) else ", and finite"
+        raise OffmateError(
+            f"{name} is {_short(value)}; it must be {'more than' if above else 'at least'} {least:g}{upper}"
+        )
+
+
+def _short(value: Any) -> str:
+    """Return a value as it is written, cut to a few words."""
+    return reprlib.repr(value)
 
 
 def _choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise OffmateError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+        raise OffmateError(f"{name} is {_short(value)}; it must be one of {', '.join(choices)}")
 
 
 def _size(name: str, value: str) -> None:

@@ -18,6 +18,7 @@ from ..capture.model import Traced, structure, trace_model
 from ..capture.spec import dense_stride
 from ..capture.true_strides import fake_kernels_believed
 from ..errors import PlanFileError, SolverError
+from ..files import keep
 from ..guards.surroundings import autocast_on_cpu
 from ..lowering.bind import bind
 from ..lowering.inductor import compiled
@@ -28,6 +29,7 @@ from ..machines.hardware import Hardware
 from ..machines.links import LinkRates
 from ..optim.updater import Updater
 from ..plans.plan import Plan
+from ..plans.saved import to_text
 from ..profile.figures import measure
 from ..progress import Progress
 from ..solver.backends import BackendError
@@ -123,11 +125,15 @@ def _planned(
 ) -> tuple[Plan, Lowered]:
     """Take the given plan, an earlier one, or a larger batch's decisions, the first that serves; else search."""
     request, fingerprint = subject.request, known_as[0]
-    stored = given or _earlier(request, known_as, kept)
+    if given is not None:
+        return given, relower(subject, given)
+    stored = _earlier(request, known_as, kept)
     if stored is not None:
-        lowered = relower(subject, stored)
-        elapsed = time.perf_counter() - start
-        return (stored if given is not None else replace(stored, plan_s=elapsed, from_cache=True)), lowered
+        try:
+            lowered = relower(subject, stored)
+            return replace(stored, plan_s=time.perf_counter() - start, from_cache=True), lowered
+        except PlanFileError as error:
+            log.warning("an earlier plan is ignored: %s", error)
     if followed := _follow(subject, near):
         plan, lowered = followed
         return replace(plan, fingerprint=fingerprint, plan_s=time.perf_counter() - start), lowered
@@ -137,7 +143,7 @@ def _planned(
         raise SolverError(f"no plan can be made: {error}") from error
     path = _path(request, fingerprint)
     if path is not None:
-        plan.save(path)
+        keep(path, to_text(plan))
     return plan, lowered
 
 
@@ -157,7 +163,7 @@ def _path(request: Request, fingerprint: str) -> Path | None:
 def _earlier(request: Request, known_as: list[str], kept: Mapping[str, Plan]) -> Plan | None:
     """Find an earlier plan, made for this request or with the split left open but agreeing with the pinned one."""
     for fingerprint in known_as:
-        plan = fitting(kept.get(fingerprint), request) or cached(_path(request, fingerprint), request)
+        plan = fitting(kept.get(fingerprint), request) or cached(_path(request, fingerprint), fingerprint, request)
         if plan is not None and _as_pinned(plan, request):
             return plan
     return None

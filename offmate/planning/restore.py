@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 from ..capture.blocks import TracedBlock
@@ -17,14 +18,19 @@ from .request import Request
 log = logging.getLogger("offmate")
 
 
-def cached(path: Path | None, request: Request) -> Plan | None:
-    """Return the plan in a file, if there is one that can be read and fits."""
-    if path is None or not path.exists():
+def cached(path: Path | None, fingerprint: str, request: Request) -> Plan | None:
+    """Return the plan in a file, if there is one that can be read, that was made for this request, and that fits."""
+    if path is None or not os.path.exists(path):  # unlike Path.exists, it never raises
         return None
     try:
         plan = load_plan(path)
     except PlanFileError as error:
         log.warning("a cached plan is ignored: %s", error)
+        return None
+    if plan.fingerprint != fingerprint:
+        log.warning(
+            "a cached plan is ignored: %s holds one for something else (fingerprint %s)", path, plan.fingerprint[:40]
+        )
         return None
     return fitting(plan, request)
 

@@ -10,7 +10,7 @@ import torch
 
 from ..capture.export import Captured
 from ..capture.model import Traced
-from ..errors import InfeasibleBudget
+from ..errors import InfeasibleBudget, PlanFileError
 from ..lowering.options import BlockClass, stored_options
 from ..lowering.problem import Lowered, Lowering, Trainable
 from ..machines.hardware import Hardware
@@ -149,11 +149,20 @@ def with_steps(subject: Subject, problem: Problem) -> Subject:
 
 
 def relower(subject: Subject, plan: Plan) -> Lowered:
-    """Rebuild the programs of a stored plan; no times are needed, only what the ledger counts."""
+    """Rebuild the programs of a stored plan; no times are needed, only what the ledger counts.
+
+    Raises: PlanFileError if what is stored of a block's class does not belong to the model.
+    """
     stored = {
         key: (c.options, {n: NodeCost(0.0, work, tuple(held)) for n, (work, *held) in c.kernel_bytes.items()})
         for key, c in plan.classes.items()
     }
+    unknown_keys = {"", *(b.key for b in subject.traced.blocks)} - stored.keys()
+    if unknown_keys:
+        raise PlanFileError(
+            f"the plan lacks {len(unknown_keys)} of the model's classes of blocks ({min(unknown_keys)!r}, ...), so it "
+            "has been changed since it was made; plan again"
+        )
     classes = {b.key: restore_class(b, *stored[b.key]) for b in subject.traced.blocks}
     unknown = LinkRates(1.0, 1.0, 1.0)
     subject = replace(subject, request=replace(subject.request, budget_bytes=plan.budget_bytes))

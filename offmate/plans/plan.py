@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from ..errors import PlanFileError
 from ..files import write_whole
-from ..lowering.stored import StoredClass, StoredOption
+from ..lowering.stored import StoredClass
 from ..reports.chrome_trace import save_trace
 from ..reports.frame import schedule_frame
 from ..reports.html import document, figure
@@ -21,21 +19,18 @@ from ..reports.plots import draw_memory, draw_tensors, draw_timeline
 from ..reports.timeline import Timeline, build_timeline
 from ..sizes import format_bytes, format_least_bytes
 from ..solver.explain import Explanation, explanation, offered
-from ..solver.files import problem_from_dict
-from ..solver.files import to_dict as problem_to_dict
 from ..solver.problem import Problem
 from ..solver.schedule import Action, Kind, Schedule
 from ..solver.simulate import Simulation, simulate
-from ..solver.text import from_dict, to_dict
 from ..split import Split
 from .diff import Compared, PlanDiff, diff
+from .saved import read, to_text
 from .table import BlockRow, plan_table
 
 if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
 
-FORMAT = 3
 _WORTH_SAYING_BYTES = 1024
 _WORTH_SAYING_PART = 0.01  # of a step
 
@@ -198,7 +193,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, whole or not at all."""
-        write_whole(Path(path), json.dumps(_to_json(self)))
+        write_whole(Path(path), to_text(self))
 
     def timeline(self, name: str = "predicted") -> Timeline:
         """Return the predicted iteration as plain data, including fixed bytes; its peak is `predicted_peak_bytes`."""
@@ -245,19 +240,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
     Raises: PlanFileError if the file is not a plan, is damaged, or is of another version.
     """
-    try:
-        data = json.loads(Path(path).read_text())
-    except FileNotFoundError:
-        raise PlanFileError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:
-        raise PlanFileError(f"{path}: not a plan file: {error}") from None
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise PlanFileError(f"{path}: plan format {found}; this version reads format {FORMAT}. Plan again")
-    try:
-        return _from_json(data)
-    except (KeyError, TypeError, ValueError) as error:
-        raise PlanFileError(f"{path}: a damaged plan file: {error!r}. Plan again") from error
+    return Plan(**read(Path(path)))
 
 
 def _compared(plan: Plan) -> Compared:
@@ -279,35 +262,3 @@ def _compared(plan: Plan) -> Compared:
         ("parameters that never leave", "B"): sum(row.params_resident_bytes for row in blocks),
     }
     return Compared(figures, schedule, blocks)
-
-
-def _to_json(plan: Plan) -> dict[str, Any]:
-    plain = ("fingerprint", "budget_bytes", "fixed_bytes", "least_budget_bytes", "lower_bound_s", "gap", "status")
-    return {
-        "format": FORMAT,
-        **{name: getattr(plan, name) for name in (*plain, "user_bytes", "plan_s", "allocator_bytes")},
-        "schedule": to_dict(plan.schedule),
-        "problem": None if plan.problem is None else problem_to_dict(plan.problem),
-        "blocks": [vars(row) for row in plan.blocks],
-        "classes": {
-            key: {
-                "options": [[o.name, list(o.kept), list(o.offloaded)] for o in stored.options],
-                "kernel_bytes": stored.kernel_bytes,
-            }
-            for key, stored in plan.classes.items()
-        },
-    }
-
-
-def _from_json(data: dict[str, Any]) -> Plan:
-    classes = {
-        key: StoredClass(
-            tuple(StoredOption(n, tuple(k), tuple(o)) for n, k, o in stored["options"]),
-            {name: tuple(sizes) for name, sizes in stored["kernel_bytes"].items()},
-        )
-        for key, stored in data["classes"].items()
-    }
-    rest = {k: v for k, v in data.items() if k not in ("format", "schedule", "problem", "blocks", "classes")}
-    blocks = tuple(BlockRow(**row) for row in data["blocks"])
-    problem = None if data["problem"] is None else problem_from_dict(data["problem"])
-    return Plan(schedule=from_dict(data["schedule"]), problem=problem, classes=classes, blocks=blocks, **rest)

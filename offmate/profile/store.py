@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import write_whole
+from ..files import keep, kept
 from ..lowering.stored import StoredOption
 from ..machines.links import LinkRates
 from ..optim.updater import UpdateCost
@@ -16,7 +17,7 @@ from ..programs.programs import NodeCost
 
 log = logging.getLogger("offmate")
 
-FORMAT = 6
+FORMAT = 7
 
 _kept: dict[str, Measured] = {}
 
@@ -42,11 +43,12 @@ def recall(fingerprint: str, cache_dir: str | None) -> Measured | None:
     if fingerprint in _kept or cache_dir is None:
         return _kept.get(fingerprint)
     path = _path(fingerprint, cache_dir)
-    if not path.exists():
+    text = kept(path)
+    if text is None:
         return None
     try:
-        measured = _kept[fingerprint] = _from_json(json.loads(path.read_text()))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        measured = _kept[fingerprint] = _from_json(_opened(text))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         log.warning("a cached profile is ignored (%s: %s)", path.name, error)
         return None
     return measured
@@ -56,11 +58,34 @@ def remember(fingerprint: str, cache_dir: str | None, measured: Measured) -> Non
     """Keep a measurement, on disk as well if there is a cache folder."""
     _kept[fingerprint] = measured
     if cache_dir is not None:
-        write_whole(_path(fingerprint, cache_dir), json.dumps({"format": FORMAT, **_to_json(measured)}))
+        keep(_path(fingerprint, cache_dir), _closed(_to_json(measured)))
 
 
 def _path(fingerprint: str, cache_dir: str) -> Path:
     return Path(cache_dir, f"profile-{fingerprint}.json")
+
+
+def _closed(data: dict[str, Any]) -> str:
+    """Write data with a digest, so that damage of any kind is noticed before a figure is believed."""
+    body = json.dumps(data)
+    return json.dumps({"format": FORMAT, "sha256": _digest(body), "body": body})
+
+
+def _opened(text: str) -> dict[str, Any]:
+    """Read what `_closed` wrote; raises ValueError if it is of another format or has changed."""
+    outer = json.loads(text)
+    if not isinstance(outer, dict) or outer.get("format") != FORMAT:
+        found = outer.get("format") if isinstance(outer, dict) else type(outer).__name__
+        raise ValueError(f"format {str(found)[:40]}, this version reads {FORMAT}")
+    body = outer.get("body")
+    if not isinstance(body, str) or _digest(body) != outer.get("sha256"):
+        raise ValueError("it has changed since it was written")
+    data: dict[str, Any] = json.loads(body)
+    return data
+
+
+def _digest(body: str) -> str:
+    return hashlib.sha256(body.encode()).hexdigest()
 
 
 def _to_json(measured: Measured) -> dict[str, Any]:
@@ -76,8 +101,6 @@ def _to_json(measured: Measured) -> dict[str, Any]:
 
 
 def _from_json(data: dict[str, Any]) -> Measured:
-    if data.get("format") != FORMAT:
-        raise ValueError(f"format {data.get('format')}, this version reads {FORMAT}")
     return Measured(
         rates=LinkRates(**data["rates"]),
         costs={

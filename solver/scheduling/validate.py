@@ -82,6 +82,7 @@ def _check_names(schedule: Schedule) -> None:
     for name, seconds in _seconds(schedule):
         finite = isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 0 <= seconds < inf
         require(finite, name, f"takes {seconds!r} seconds; that must be finite and not negative")
+    require(schedule.host_bytes >= 0, "host_bytes", f"is {schedule.host_bytes}, must not be negative")
     for item, tier in schedule.homes.items():
         require(item in schedule.item_bytes, f"home of {item}", "no such item")
         require(tier in schedule.rates.paths, f"home of {item}", f"there is no tier {tier!r}")

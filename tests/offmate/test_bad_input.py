@@ -240,7 +240,7 @@ def test_plan_files(tmp_path):
     text = path.read_text()
     for damaged, match in (
         (text[:100], r"not a plan file"),
-        ("[]", r"format list"),
+        ("[]", r"not a plan file: it holds a list"),
         (json.dumps({**json.loads(text), "format": 99}), r"plan format 99; this version reads"),
         (json.dumps({k: v for k, v in json.loads(text).items() if k != "schedule"}), r"damaged.*schedule"),
         (text.replace("compute F0", "compute G0"), r"damaged"),

@@ -51,7 +51,7 @@ def test_heads_fit_again() -> None:
 def test_an_architecture_that_cannot_be_built_says_why() -> None:
     config = transformers.LlamaConfig(hidden_act="no such function")
     with pytest.raises(
-        OffmateError, match="model 'llama' cannot be built and run in plain PyTorch: .*no such function"
+        OffmateError, match=r"model 'llama' cannot be built and run in plain PyTorch: .*no such function"
     ):
         subject_of("llama", config)
 

@@ -17,8 +17,15 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from offmate.errors import OffmateError
-from offmate.finetune import preview
-from offmate.finetune.checkpoint import Moment, load_moment, newest_checkpoint, save_checkpoint
+from offmate.finetune import checkpoint, lock, packing, preview
+from offmate.finetune.checkpoint import (
+    Moment,
+    load_moment,
+    newest_checkpoint,
+    restore_random,
+    restore_updates,
+    save_checkpoint,
+)
 from offmate.finetune.data import check_source, pieces
 from offmate.finetune.lock import locked
 from offmate.finetune.packing import IGNORED, Batches, eval_batches, read_tokens, verify_tokens, write_tokens
@@ -74,6 +81,12 @@ def test_settings_survive_yaml(tmp_path):
         ({"lora": "r=no"}, "write r=16"),
         ({"lora": {"r": 0}}, "lora r is 0"),
         ({"report": ["fax"]}, "report is 'fax'"),
+        ({"report": 3}, "report is 3; it must be one of tensorboard, wandb, or a list"),
+        ({"seed": 10**30}, "it must be a whole number of at least 0 and at most 1,000,000,000,000"),
+        ({"batch_size": 10**9}, "batch_size is 1000000000; it must be a whole number of at least 1 and at most 65,536"),
+        ({"learning_rate": 10**400}, "it must be more than 0, and finite"),
+        ({"lora": {"r": 1, "targets": 3}}, "lora is {'r': 1, 'targets': 3}; write r=16"),
+        ({"lora": {"r": float("inf")}}, "lora is {'r': inf}; write r=16"),
     ],
 )
 def test_bad_settings_are_named(given_values, said):
@@ -88,7 +101,14 @@ def test_only_what_changes_the_numbers_is_a_difference():
     assert differences(saved, {"seed": 3}) == ["seed: 0 in the run, 3 now"]
 
 
-@pytest.mark.parametrize(("text", "said"), [("- a", "must map names to values"), ("a: [", "cannot be read as YAML")])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("- a", "must map names to values"),
+        ("a: [", "cannot be read as YAML"),
+        ("a: " + "[" * 5000, "nested too deeply"),
+    ],
+)
 def test_a_bad_configuration_file(tmp_path, text, said):
     path = tmp_path / "c.yaml"
     path.write_text(text)
@@ -132,6 +152,8 @@ def test_text_pieces_are_the_text(tmp_path_factory, text):
         ("a.jsonl", '{"body": "x"}\n', "line 1: no usable 'text' or 'messages' (keys: body)"),
         ("a.jsonl", '{"messages": [{"role": "user"}]}\n', "line 1: a message without 'role' and 'content'"),
         ("a.txt", b"abc\xff", "not UTF-8 text"),
+        ("a.jsonl", '{"text": "so"}\n{"text": "oh \\ud83d no"}\n', "line 2: '\\ud83d' is half of a character"),
+        ("a.jsonl", '{"messages": [{"role": "user", "content": "\\ude00"}]}\n', "line 1: '\\ude00' is half of a"),
     ],
 )
 def test_bad_data_are_named_with_their_line(tmp_path, name, content, said):
@@ -217,6 +239,45 @@ def test_one_run_at_a_time(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_lock_is_not_opened_through_a_link(tmp_path):
+    victim, folder = tmp_path / "victim", tmp_path / "out"
+    victim.write_text("mine")
+    folder.mkdir()
+    (folder / ".lock").symlink_to(victim)
+    with pytest.raises(OffmateError, match=r"\.lock cannot be opened.*may write to"), locked(folder):
+        pytest.fail("a link was followed")
+    assert victim.read_text() == "mine"
+
+
+def test_what_a_run_left_that_was_killed_before_it_began_is_no_run(tmp_path):
+    for name in (".lock", ".finetune.yaml.0123.tmp"):
+        (tmp_path / name).touch()
+    assert lock.is_free(tmp_path) and lock.is_free(tmp_path / "new")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert not lock.is_free(tmp_path / "link")
+    (tmp_path / "finetune.yaml").touch()
+    assert not lock.is_free(tmp_path)
+
+
+def test_files_that_fail_are_named(tmp_path, tokenizer, monkeypatch):
+    def fails(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(packing, "_write", fails)
+    with pytest.raises(OffmateError, match=r"tokens cannot be written to .*No space left on device; free disk space"):
+        write_tokens(written(tmp_path, "a.txt", TEXT[:100]), tokenizer, 0.0, tmp_path / "tokens")
+    assert not list(tmp_path.glob(".*.tmp"))
+    monkeypatch.setattr(lock.tempfile, "TemporaryDirectory", fails)
+    with (
+        pytest.raises(OffmateError, match=r"cannot be made in .*: No space left"),
+        lock.place_for(tmp_path / "out", keep=False, dry_run=True),
+    ):
+        pytest.fail("a folder was made")
+    monkeypatch.setattr(lock.os, "open", fails)
+    with pytest.raises(OffmateError, match="lock cannot be opened: No space left"), locked(tmp_path):
+        pytest.fail("the folder was locked")
+
+
 def test_reporters_write_what_they_are_told(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     pytest.importorskip("wandb")
@@ -257,8 +318,11 @@ def test_changed_tokens_are_noticed(tmp_path, tokenizer):
     file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
     assert not verify_tokens(read_tokens(tmp_path / "tokens"))
     file.write_bytes(b"")
-    with pytest.raises(OffmateError, match="damaged"):
-        read_tokens(tmp_path / "tokens")
+    for text in (None, "[]", "3", "{}", '{"train": [], "eval": 0, "digest": ""}', "[" * 100_000):
+        if text is not None:
+            (tmp_path / "tokens" / "tokens.json").write_text(text)
+        with pytest.raises(OffmateError, match=r"damaged.*remove that folder and resume"):
+            read_tokens(tmp_path / "tokens")
 
 
 def test_an_epoch_reads_every_sequence_once_and_any_step_can_begin():
@@ -358,6 +422,36 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path, trained, caplog):
     assert "model.safetensors has changed" in caplog.text
     (tmp_path / "step-00000002" / "optimizer.pt").unlink()
     with pytest.raises(OffmateError, match="all 2 checkpoints are damaged"):
+        newest_checkpoint(tmp_path)
+
+
+def test_a_manifest_that_is_none_leaves_the_older_checkpoint(tmp_path, trained, caplog):
+    for step in (1, 2):
+        saved(tmp_path, step, trained)
+    newest = tmp_path / "step-00000002"
+    whole = (newest / "manifest.json").read_text()
+    damaged = ["[]", "3", "null", "{}", '{"optimizer.pt": 3}', "[" * 100_000, whole.replace("[", '["x", ')]
+    for text in damaged:
+        (newest / "manifest.json").write_text(text)
+        assert newest_checkpoint(tmp_path).name == "step-00000001"
+    assert caplog.text.count("is damaged") == len(damaged)
+
+
+@pytest.mark.parametrize("moment", ["[]", "{}", '{"step": -1, "tokens": "d", "threads": 0, "torch": "2"}'])
+def test_a_checkpoint_made_by_hand(tmp_path, trained, moment):
+    """Its manifest fits; what it holds is a sentence, and is never run."""
+    updates = trained[1]
+    made = saved(tmp_path, 1, trained)
+    torch.save({"optimizer": print}, made / "optimizer.pt")
+    with pytest.raises(OffmateError, match=r"optimizer\.pt holds something else .*remove .*step-00000001"):
+        restore_updates(made, updates)
+    torch.save([1], made / "random.pt")
+    with pytest.raises(OffmateError, match=r"random\.pt holds something else than a run writes there"):
+        restore_random(made)
+    (made / "moment.json").write_text(moment)
+    (made / "manifest.json").unlink()
+    checkpoint._write_manifest(made)
+    with pytest.raises(OffmateError, match="all 1 checkpoints are damaged"):
         newest_checkpoint(tmp_path)
 
 
