@@ -26,6 +26,7 @@ from .planning.planner import make_plan, plan_elsewhere, trace_once
 from .planning.request import Prepared, Request
 from .plans.plan import Plan
 from .progress import Progress, planning_progress
+from .runtime.current import entered
 from .runtime.torch_names.scalers import unscales_in_its_own_way
 from .session.module import take_over as take_over_model
 from .session.optimizer import take_over as take_over_optimizer
@@ -163,7 +164,7 @@ def plan(
     kwargs = without_cache(model, kwargs)
     try:
         where = accelerator(request.device) if machine is None else None
-        with planning_progress() as say, torch.enable_grad(), rng_untouched(where):
+        with planning_progress() as say, torch.enable_grad(), rng_untouched(where), entered(where):
             return _sized(model, (args, kwargs), batch_size, request, updater, machine, say)
     finally:
         for module, mode in modes.items():

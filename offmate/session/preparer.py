@@ -25,6 +25,7 @@ from ..planning.planner import make_plan, trace_once
 from ..planning.request import Prepared, Request
 from ..plans.plan import Plan
 from ..progress import Progress
+from ..runtime.current import entered
 from ..runtime.devices.device import Device
 from ..runtime.memory.reserve import MemoryLayout
 from ..runtime.replay.executor import Executor
@@ -178,6 +179,7 @@ class Preparer:
             self._plainness.of(model),
             self._progress() as say,
             rng_untouched(accelerator(self.request.device)),
+            entered(accelerator(self.request.device)),
             torch.autograd.set_detect_anomaly(False),
         ):
             make = (self._iteration_maker if call.trains else self._forward_maker)(model, call, say)

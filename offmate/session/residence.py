@@ -12,6 +12,7 @@ import torch
 from ..errors import OffmateError
 from ..optim.updater import Updater
 from ..runtime import interrupts
+from ..runtime.current import entered
 from ..runtime.devices.device import Device
 from .contexts import Process, alone, outside_inference
 from .failures import described
@@ -57,7 +58,8 @@ class Residence:
         if stale or self.active is not variant or self._is_worn(variant):
             self.bring_home()
             if variant.place is not None and self.device.arena is not None:
-                self.device.arena.take(variant.place.segment_bytes)
+                with entered(self.device.torch_device):
+                    self.device.arena.take(variant.place.segment_bytes)
             self.active, self._replays = variant, 0
         if give_buffer_classes(model, self, variant.prepared.binding.written_buffers):
             self.truth.adopt_buffers()
@@ -74,10 +76,10 @@ class Residence:
     def whole(self) -> Iterator[None]:
         """Run a part of the schedule; if it fails, bring everything to a state that can be read, and describe it."""
         try:
-            with interrupts.held(), self.pace.working():
+            with interrupts.held(), self.pace.working(), entered(self.device.torch_device):
                 yield
         except BaseException as error:
-            with interrupts.held():
+            with interrupts.held(), entered(self.device.torch_device):
                 self.give_up()
             if isinstance(error, OffmateError) or not isinstance(error, Exception):
                 if self.truth.torn:

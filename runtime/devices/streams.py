@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ...solver.resources import HOST, Resource
+from ..current import stream_on
 from ..events import Event
 from ..layouts import without_repeats
 from ..ledger import Ledger
@@ -22,13 +23,13 @@ _POLL_S = 2e-4  # interval at which the update worker polls for gradients under 
 
 
 class StreamEvent:
-    """A point in a stream."""
+    """A point in a stream of a device, after everything that has been put on it until now."""
 
-    def __init__(self, event: torch.Event) -> None:
-        self._event = event
+    def __init__(self, stream: torch.Stream) -> None:
+        self._event, self._device = stream.record_event(), stream.device
 
     def wait(self, stream: torch.Stream | None = None) -> None:
-        self._event.wait(stream)
+        self._event.wait(stream_on(self._device, stream))
 
     def ready(self) -> bool:
         return True
@@ -132,7 +133,7 @@ class _Direction:
     def _end(self, job: RecordedJob | None) -> StreamEvent:
         if job is not None:
             job.ends(self.stream)
-        return StreamEvent(self.stream.record_event())
+        return StreamEvent(self.stream)
 
     def _has_stage(self) -> bool:
         while len(self._stage) < 2:
@@ -240,7 +241,7 @@ class StreamDevice:
         self, way: _Direction, target: torch.Tensor, source: torch.Tensor, host: torch.Tensor, after: tuple[Event, ...]
     ) -> Event:
         # Work launched until now may still use the target's memory, or make the source.
-        now = StreamEvent(torch.accelerator.current_stream(self.torch_device).record_event())
+        now = StreamEvent(stream_on(self.torch_device))
         before: tuple[Event, ...] = (now, *after)
         job = None if self.recorder is None else self.recorder.job(way.resource, source.nbytes)
         pinned = host.is_pinned()
@@ -265,7 +266,7 @@ class StreamDevice:
         for lane in (*(way.lane for way in self._ways.values()), *self._workers.values()):
             lane.drain()
         streams = (way.stream for way in self._ways.values())
-        for stream in (*streams, torch.accelerator.current_stream(self.torch_device)):
+        for stream in (*streams, stream_on(self.torch_device)):
             stream.synchronize()
 
     def close(self) -> None:
