@@ -14,6 +14,7 @@ from .capture.kv_caches import without_cache
 from .config import Config
 from .errors import OffmateError
 from .lowering.inductor import check_inductor
+from .machines.allocator import check_allocator
 from .machines.devices import accelerator, check_budget, default_budget_bytes, device_kind, rng_untouched
 from .machines.hardware import Hardware, load
 from .machines.hardware import names as names_of_hardware
@@ -325,6 +326,7 @@ def _request(
     gpu_budget: int | str, cpu_budget: int | str | None, device: Any, config: Config, plan: Plan | None
 ) -> Request:
     kind = device_kind(device)
+    check_allocator(accelerator(kind))
     automatic = cpu_budget in (None, "auto")
     host = default_host_budget_bytes() if automatic else parse_bytes(cpu_budget)  # type: ignore[arg-type]
     if plan is not None and gpu_budget == "auto":

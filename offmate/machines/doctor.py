@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..config import default_cache_dir
+from .allocator import allocator_words
 from .benchmark import processor
 from .devices import EMULATED, make_device, words
 from .host_memory import available_host_bytes, default_host_budget_bytes
@@ -90,6 +91,7 @@ def _card(card: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"name": words(card), "memory_bytes": total, "free_bytes": free}
     if card.type == "cuda":
         found["capability"] = ".".join(map(str, torch.cuda.get_device_capability(card)))
+        found["allocator"] = allocator_words(card)
     try:
         return found | _link(str(card))
     except RuntimeError as error:  # the report may be about a card that is full or lost
