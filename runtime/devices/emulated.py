@@ -36,6 +36,7 @@ class EmulatedDevice:
         self.torch_device = torch.device("cpu")
         self.recorder: Recorder | None = None
         self.arena = None
+        self.update_threads = 1
         self._link_bytes_per_s = link_bytes_per_s
         self._changed = threading.Condition()
         self._lanes: dict[Resource, Lane] = {}

@@ -15,11 +15,13 @@ from ..layouts import without_repeats
 from ..ledger import Ledger
 from ..memory.arena import Arena
 from ..trace import RecordedJob, Recorder
+from .cores import worker_threads
 from .lanes import Lane, LaneEvent, close_all
 from .pinned import PinnedMemory, flat_bytes
 
 _STAGE_BYTES = 1 << 25  # of each of the two staging buffers for memory that cannot be pinned
 _POLL_S = 2e-4  # interval at which the update worker polls for gradients under way
+_NICENESS = 5  # of workers: the thread that launches on the device comes first
 
 
 class StreamEvent:
@@ -158,10 +160,10 @@ class StreamDevice:
     Parameters
     ----------
     device: an accelerator with its index. limit_bytes: the budget that its ledger enforces, and beyond which the
-        allocator reserves nothing. update_threads: number of threads of the update worker.
+        allocator reserves nothing.
     """
 
-    def __init__(self, device: torch.device, limit_bytes: int, update_threads: int | None = None) -> None:
+    def __init__(self, device: torch.device, limit_bytes: int) -> None:
         self.torch_device = device
         self.ledger = Ledger(limit_bytes)
         self.recorder: Recorder | None = None
@@ -176,7 +178,7 @@ class StreamDevice:
         names = {Resource.IN: "copy-in", Resource.OUT: "copy-out"}
         self._ways = {link: _Direction(device, link, name, self._changed) for link, name in names.items()}
         self._workers: dict[Resource, Lane] = {}
-        self._update_threads = update_threads or torch.get_num_threads()
+        self.update_threads = worker_threads()
         self._worker(Resource.CPU)
         lanes = tuple(way.lane for way in self._ways.values())
         self._close = weakref.finalize(self, _close, lanes, self._workers, device if capped else None)
@@ -185,7 +187,7 @@ class StreamDevice:
         """Return the thread of a worker, made on first use."""
         if resource not in self._workers:
             name = "update" if resource == Resource.CPU else resource
-            self._workers[resource] = Lane(name, self._update_threads, self._changed, poll_s=_POLL_S)
+            self._workers[resource] = Lane(name, self.update_threads, self._changed, poll_s=_POLL_S, niceness=_NICENESS)
         return self._workers[resource]
 
     # -- memory -------------------------------------------------------------------------------------------------------
