@@ -15,7 +15,7 @@ from ..capture.checks import check_module_hooks
 from ..capture.plain import Plainness
 from ..config import Config
 from ..errors import BudgetExceeded, CaptureError, InfeasibleBudget, OffmateError
-from ..guards.surroundings import surroundings
+from ..guards.surroundings import chosen_by_time, surroundings
 from ..guards.watch import Watch
 from ..machines.devices import accelerator, check_budget, rng_untouched
 from ..optim.updater import Updater
@@ -48,7 +48,8 @@ class Preparer:
     State: the variants that are kept; whether counts of items are passed as tensors; `training`, the variant that
     trained last; `user_code`, the measured memory of the user's code; earlier plans; `_split`, the split of updates in
     the plans so far, and `_kept`, the part of it and of an earlier run's that later plans keep; the tensors that keep
-    the pockets apart, see `pockets`. Changed on the training thread only.
+    the pockets apart, see `pockets`; `_warned`, whether kernels chosen by time were warned of. Changed on the training
+    thread only.
 
     Parameters
     ----------
@@ -77,6 +78,7 @@ class Preparer:
         self._earlier: dict[str, Plan] = {}
         self._pockets: tuple[torch.Tensor, ...] = ()
         self._split = self._kept = Split()
+        self._warned = False
         self.user_code = UserCode(device.torch_device)
         self.training: Variant | None = None
 
@@ -175,6 +177,10 @@ class Preparer:
     # -- a plan -------------------------------------------------------------------------------------------------------
 
     def _prepare(self, model: torch.nn.Module, call: Call) -> Variant:
+        unsteady = "" if accelerator(self.request.device) is None else chosen_by_time()
+        if unsteady and not self._warned:
+            self._warned = True
+            log.warning("%s", unsteady)
         with (
             self._plainness.of(model),
             self._progress() as say,
