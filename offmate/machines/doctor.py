@@ -15,7 +15,7 @@ from ..config import default_cache_dir
 from .allocator import allocator_words
 from .benchmark import processor
 from .devices import EMULATED, make_device, words
-from .host_memory import available_host_bytes, default_host_budget_bytes
+from .host_memory import available_host_bytes, default_host_budget_bytes, is_wsl
 from .links import measure_link
 
 _NEEDED = ("torch", "pulp", "highspy", "ortools", "networkx", "rich")
@@ -59,7 +59,7 @@ def _system() -> dict[str, Any]:
         "python": platform.python_version(),
         "os": platform.freedesktop_os_release().get("PRETTY_NAME", "Linux") if _has_release() else platform.system(),
         "kernel": release,
-        "wsl": "microsoft" in release.lower(),
+        "wsl": is_wsl(),
         "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "torch_threads": torch.get_num_threads(),

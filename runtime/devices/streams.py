@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -15,11 +15,12 @@ from ..layouts import without_repeats
 from ..ledger import Ledger
 from ..memory.arena import Arena
 from ..trace import RecordedJob, Recorder
+from . import staging
 from .cores import worker_threads
 from .lanes import Lane, LaneEvent, close_all
 from .pinned import PinnedMemory, flat_bytes
+from .staging import Staging
 
-_STAGE_BYTES = 1 << 25  # of each of the two staging buffers for memory that cannot be pinned
 _POLL_S = 2e-4  # interval at which the update worker polls for gradients under way
 _NICENESS = 5  # of workers: the thread that launches on the device comes first
 
@@ -81,12 +82,13 @@ class LateEvent:
 class _Direction:
     """One direction between host and device: its stream, and the thread for copies that cannot start at once."""
 
-    def __init__(self, device: torch.device, resource: Resource, name: str, changed: threading.Condition) -> None:
-        self.resource = resource
+    def __init__(
+        self, device: torch.device, resource: Resource, name: str, changed: threading.Condition, staging: Staging
+    ) -> None:
+        self.resource, self._staging = resource, staging
         self.stream = torch.Stream(device)
         self.lane = Lane(name, 1, changed, launches=True)
         self._turn = threading.Lock()
-        self._stage: list[tuple[torch.Tensor, torch.Event]] = []
 
     def launch(
         self, target: torch.Tensor, source: torch.Tensor, before: tuple[Event, ...], job: RecordedJob | None
@@ -101,29 +103,17 @@ class _Direction:
     def launch_staged(
         self, target: torch.Tensor, source: torch.Tensor, before: tuple[Event, ...], job: RecordedJob | None
     ) -> StreamEvent:
-        """Copy between the device and memory that is not pinned, in pieces; the last is under way on return."""
+        """Copy between the device and memory that is not pinned, in pieces; the last may be under way on return."""
         flat_target, flat_source = flat_bytes(target), flat_bytes(source)
         with self._turn:
             self._begin(before, job)
-            if flat_target is None or flat_source is None or not self._has_stage():
+            if flat_target is None or flat_source is None or not self._staging.exists:
                 with self.stream:
                     target.copy_(source)
             elif source.device.type == "cpu":
-                for start, (buffer, used) in self._pieces(flat_source):
-                    used.synchronize()
-                    piece = buffer[: flat_source.numel() - start]
-                    piece.copy_(flat_source[start : start + piece.numel()])
-                    with self.stream:
-                        flat_target[start : start + piece.numel()].copy_(piece, non_blocking=True)
-                        used.record(self.stream)
+                self._staging.bring(flat_target, flat_source, self.stream)
             else:
-                for start, (buffer, used) in self._pieces(flat_source):
-                    piece = buffer[: flat_source.numel() - start]
-                    with self.stream:
-                        piece.copy_(flat_source[start : start + piece.numel()], non_blocking=True)
-                        used.record(self.stream)
-                    used.synchronize()
-                    flat_target[start : start + piece.numel()].copy_(piece)
+                self._staging.send(flat_target, flat_source, self.stream)
             return self._end(job)
 
     def _begin(self, before: tuple[Event, ...], job: RecordedJob | None) -> None:
@@ -136,19 +126,6 @@ class _Direction:
         if job is not None:
             job.ends(self.stream)
         return StreamEvent(self.stream)
-
-    def _has_stage(self) -> bool:
-        while len(self._stage) < 2:
-            try:
-                buffer = torch.empty(_STAGE_BYTES, dtype=torch.uint8, pin_memory=True)
-            except RuntimeError:
-                return False
-            self._stage.append((buffer, self.stream.record_event()))
-        return True
-
-    def _pieces(self, flat: torch.Tensor) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Event]]]:
-        for i, start in enumerate(range(0, flat.numel(), _STAGE_BYTES)):
-            yield start, self._stage[i % 2]
 
 
 class StreamDevice:
@@ -168,6 +145,7 @@ class StreamDevice:
         self.ledger = Ledger(limit_bytes)
         self.recorder: Recorder | None = None
         self.arena = Arena(device)
+        staging.reserve()  # before the pool takes all that can be pinned
         self.host_memory = PinnedMemory()
         _, total = torch.accelerator.get_memory_info(device)
         capped = limit_bytes < total
@@ -175,8 +153,10 @@ class StreamDevice:
             _cap(device, limit_bytes / total)
         self._changed = threading.Condition()
         # Copies of each direction run concurrently with compute and with those of the other direction.
-        names = {Resource.IN: "copy-in", Resource.OUT: "copy-out"}
-        self._ways = {link: _Direction(device, link, name, self._changed) for link, name in names.items()}
+        self._ways = {
+            Resource.IN: _Direction(device, Resource.IN, "copy-in", self._changed, staging.INTO),
+            Resource.OUT: _Direction(device, Resource.OUT, "copy-out", self._changed, staging.OUT_OF),
+        }
         self._workers: dict[Resource, Lane] = {}
         self.update_threads = worker_threads()
         self._worker(Resource.CPU)

@@ -133,6 +133,13 @@ def set_pinned_limit_bytes(limit_bytes: int) -> None:
     native.set_pinned_limit_bytes(limit_bytes)
 
 
+def let_pin(more_bytes: int) -> None:
+    """Limit pinned memory to what is pinned now and this much more."""
+    gc.collect()
+    native.empty_host_cache()
+    set_pinned_limit_bytes(native.pinned_bytes() + more_bytes)
+
+
 def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
     """The limit as a fraction of the card's memory."""
     set_limit_bytes(int(fraction * mem_get_info(device)[1]), _index(device))

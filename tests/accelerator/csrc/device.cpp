@@ -174,6 +174,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("watch_allocations", &sim::watch_allocations);
   module.def("take_changes", &sim::take_changes);
   module.def("set_pinned_limit_bytes", &sim::set_pinned_limit_bytes);
+  module.def("pinned_bytes", [] { return sim::pinned_memory()->get_stats().allocated_bytes.current; });
   module.def("empty_host_cache", [] { sim::pinned_memory()->empty_cache(); });
   module.def("default_generator", &sim::default_generator);
 }
