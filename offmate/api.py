@@ -327,11 +327,12 @@ def _request(
 ) -> Request:
     kind = device_kind(device)
     check_allocator(accelerator(kind))
-    automatic = cpu_budget in (None, "auto")
-    host = default_host_budget_bytes() if automatic else parse_bytes(cpu_budget)  # type: ignore[arg-type]
-    if plan is not None and gpu_budget == "auto":
-        budget = plan.budget_bytes
+    automatic_host = cpu_budget in (None, "auto")
+    host = default_host_budget_bytes() if automatic_host else parse_bytes(cpu_budget)  # type: ignore[arg-type]
+    automatic = gpu_budget == "auto" and plan is None
+    if automatic:
+        budget = default_budget_bytes(kind)
     else:
-        budget = default_budget_bytes(kind) if gpu_budget == "auto" else parse_bytes(gpu_budget)
+        budget = plan.budget_bytes if plan is not None and gpu_budget == "auto" else parse_bytes(gpu_budget)
     check_budget(kind, budget)
-    return Request(budget, host, kind, config, automatic_host=automatic)
+    return Request(budget, host, kind, config, automatic=automatic, automatic_host=automatic_host)

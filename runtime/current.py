@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 import torch
 
@@ -23,3 +24,18 @@ def entered(device: torch.device | None) -> contextlib.AbstractContextManager[No
     if device is None or device.type == "cpu":
         return contextlib.nullcontext()
     return torch.accelerator.device_index(device.index)
+
+
+@contextlib.contextmanager
+def entered_on(device: torch.device, stream: torch.Stream | None) -> Iterator[None]:
+    """Make a device and one of its streams current inside; None leaves the device's stream as it is."""
+    with entered(device):
+        before = None if stream is None else stream_on(device)
+        if stream is None or before is None or stream == before:
+            yield
+            return
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)

@@ -17,7 +17,7 @@ from ..config import Config
 from ..errors import BudgetExceeded, CaptureError, InfeasibleBudget, OffmateError
 from ..guards.surroundings import chosen_by_time, surroundings
 from ..guards.watch import Watch
-from ..machines.devices import accelerator, check_budget, rng_untouched
+from ..machines.devices import accelerator, check_budget, rng_untouched, still_free_bytes
 from ..optim.updater import Updater
 from ..planning.forward_only import make_stream
 from ..planning.placement import fitted, pockets
@@ -31,6 +31,7 @@ from ..runtime.memory.reserve import MemoryLayout
 from ..runtime.replay.executor import Executor
 from ..runtime.replay.gate import Clip
 from ..runtime.replay.world import World
+from ..sizes import format_bytes
 from ..split import Split
 from .failures import out_of_memory
 from .host_state import Truth
@@ -177,6 +178,7 @@ class Preparer:
     # -- a plan -------------------------------------------------------------------------------------------------------
 
     def _prepare(self, model: torch.nn.Module, call: Call) -> Variant:
+        self._shrink()
         unsteady = "" if accelerator(self.request.device) is None else chosen_by_time()
         if unsteady and not self._warned:
             self._warned = True
@@ -197,6 +199,21 @@ class Preparer:
                 # A CPU rounds differently, so parameters keep the side of their first update.
                 self._kept = self._kept.joined(prepared.plan.split)
         return self._bound(prepared, model, call, place)
+
+    def _shrink(self) -> None:
+        """Let "auto" stand for a smaller budget if other processes have taken memory since."""
+        request = self.request
+        left = still_free_bytes(request.device, request.budget_bytes) if request.automatic else request.budget_bytes
+        if left == request.budget_bytes:
+            return
+        log.warning(
+            'gpu_budget "auto" now stands for %s instead of %s: other processes have taken memory of the device since',
+            format_bytes(left), format_bytes(request.budget_bytes),
+        )  # fmt: skip
+        check_budget(request.device, left)
+        self.request = replace(request, budget_bytes=left)
+        self._variants.clear()
+        self._device.limit(left)
 
     def _forward_maker(self, model: torch.nn.Module, call: Call, say: Progress) -> Callable[[int], Prepared]:
         """Return a function that plans a forward, given the bytes to leave to the device's allocator."""

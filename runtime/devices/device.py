@@ -36,6 +36,10 @@ class Device(Protocol):
         """The arena that makes room for its large tensors, if it has one."""
         ...
 
+    def limit(self, limit_bytes: int) -> None:
+        """Keep to another budget from now on; nothing may be on the device."""
+        ...
+
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
         """Return device memory for a tensor of this shape, strides and dtype."""
         ...

@@ -46,6 +46,9 @@ class EmulatedDevice:
         # not closed is closed when nothing refers to it any more, at the latest at exit.
         self._close = weakref.finalize(self, close_all, self._lanes.values())
 
+    def limit(self, limit_bytes: int) -> None:
+        self.ledger.limit_bytes = limit_bytes
+
     def _lane(self, resource: Resource) -> Lane:
         """Return the thread of a link or worker, made on first use."""
         if resource not in self._lanes:

@@ -147,10 +147,8 @@ class StreamDevice:
         self.arena = Arena(device)
         staging.reserve()  # before the pool takes all that can be pinned
         self.host_memory = PinnedMemory()
-        _, total = torch.accelerator.get_memory_info(device)
-        capped = limit_bytes < total
-        if capped:
-            _cap(device, limit_bytes / total)
+        self._capped: list[torch.device] = []
+        self.limit(limit_bytes)
         self._changed = threading.Condition()
         # Copies of each direction run concurrently with compute and with those of the other direction.
         self._ways = {
@@ -161,7 +159,7 @@ class StreamDevice:
         self.update_threads = worker_threads()
         self._worker(Resource.CPU)
         lanes = tuple(way.lane for way in self._ways.values())
-        self._close = weakref.finalize(self, _close, lanes, self._workers, device if capped else None)
+        self._close = weakref.finalize(self, _close, lanes, self._workers, self._capped)
 
     def _worker(self, resource: Resource) -> Lane:
         """Return the thread of a worker, made on first use."""
@@ -169,6 +167,13 @@ class StreamDevice:
             name = "update" if resource == Resource.CPU else resource
             self._workers[resource] = Lane(name, self.update_threads, self._changed, poll_s=_POLL_S, niceness=_NICENESS)
         return self._workers[resource]
+
+    def limit(self, limit_bytes: int) -> None:
+        self.ledger.limit_bytes = limit_bytes
+        _, total = torch.accelerator.get_memory_info(self.torch_device)
+        if limit_bytes < total:
+            _cap(self.torch_device, limit_bytes / total)
+            self._capped[:] = [self.torch_device]
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -262,7 +267,7 @@ def _cap(device: torch.device, fraction: float) -> None:
         module.set_per_process_memory_fraction(fraction, device)
 
 
-def _close(lanes: tuple[Lane, ...], workers: dict[Resource, Lane], capped: torch.device | None) -> None:
+def _close(lanes: tuple[Lane, ...], workers: dict[Resource, Lane], capped: list[torch.device]) -> None:
     close_all((*lanes, *workers.values()))
-    if capped is not None:
-        _cap(capped, 1.0)
+    for device in capped:
+        _cap(device, 1.0)
