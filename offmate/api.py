@@ -14,6 +14,7 @@ from .capture.kv_caches import without_cache
 from .config import Config
 from .errors import OffmateError
 from .lowering.inductor import check_inductor
+from .machines.allocator import check_allocator
 from .machines.devices import accelerator, check_budget, default_budget_bytes, device_kind, rng_untouched
 from .machines.hardware import Hardware, load
 from .machines.hardware import names as names_of_hardware
@@ -26,6 +27,7 @@ from .planning.planner import make_plan, plan_elsewhere, trace_once
 from .planning.request import Prepared, Request
 from .plans.plan import Plan
 from .progress import Progress, planning_progress
+from .runtime.current import entered
 from .runtime.torch_names.scalers import unscales_in_its_own_way
 from .session.module import take_over as take_over_model
 from .session.optimizer import take_over as take_over_optimizer
@@ -163,7 +165,7 @@ def plan(
     kwargs = without_cache(model, kwargs)
     try:
         where = accelerator(request.device) if machine is None else None
-        with planning_progress() as say, torch.enable_grad(), rng_untouched(where):
+        with planning_progress() as say, torch.enable_grad(), rng_untouched(where), entered(where):
             return _sized(model, (args, kwargs), batch_size, request, updater, machine, say)
     finally:
         for module, mode in modes.items():
@@ -324,11 +326,13 @@ def _request(
     gpu_budget: int | str, cpu_budget: int | str | None, device: Any, config: Config, plan: Plan | None
 ) -> Request:
     kind = device_kind(device)
-    automatic = cpu_budget in (None, "auto")
-    host = default_host_budget_bytes() if automatic else parse_bytes(cpu_budget)  # type: ignore[arg-type]
-    if plan is not None and gpu_budget == "auto":
-        budget = plan.budget_bytes
+    check_allocator(accelerator(kind))
+    automatic_host = cpu_budget in (None, "auto")
+    host = default_host_budget_bytes() if automatic_host else parse_bytes(cpu_budget)  # type: ignore[arg-type]
+    automatic = gpu_budget == "auto" and plan is None
+    if automatic:
+        budget = default_budget_bytes(kind)
     else:
-        budget = default_budget_bytes(kind) if gpu_budget == "auto" else parse_bytes(gpu_budget)
+        budget = plan.budget_bytes if plan is not None and gpu_budget == "auto" else parse_bytes(gpu_budget)
     check_budget(kind, budget)
-    return Request(budget, host, kind, config, automatic_host=automatic)
+    return Request(budget, host, kind, config, automatic=automatic, automatic_host=automatic_host)

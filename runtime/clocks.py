@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from .current import stream_on
+
 _TRIES = 3  # attempts at a tie; the one that the host learns of soonest counts
 
 Moment = float | torch.Event  # seconds of the host's clock, or a timed event in a stream, perhaps yet to happen
@@ -34,7 +36,7 @@ class Clock(Protocol):
         ...
 
     def mark(self, stream: torch.Stream | None = None) -> Moment:
-        """Return the moment at which everything launched until now is done, on a stream or on the current one."""
+        """Return the moment when all work launched until now is done, on a stream or on the device's current one."""
         ...
 
 
@@ -76,7 +78,7 @@ class StreamClock:
 
     def _event(self, stream: torch.Stream | None) -> torch.Event:
         event = torch.Event(self._device, enable_timing=True)
-        event.record(stream)
+        event.record(stream_on(self._device, stream))
         return event
 
 

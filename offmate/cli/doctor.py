@@ -79,6 +79,8 @@ def _device_words(device: dict[str, Any]) -> str:
         capability = f"compute capability {device['capability']}, " if "capability" in device else ""
         room = f"{format_bytes(device['free_bytes'])} of {format_bytes(device['memory_bytes'])} free"
         said.append(f"{capability}{room}")
+    if "allocator" in device:
+        said.append(f"allocator: {device['allocator']}")
     ways = ("in", "out", "both")
     rates = [f"{way} {format_bytes(device[f'{way}_bytes_per_s'])}/s" for way in ways if f"{way}_bytes_per_s" in device]
     said.append(f"copies {', '.join(rates)}" if rates else f"copies not measured: {device['link']}")

@@ -24,20 +24,36 @@ def surroundings() -> tuple[Any, ...]:
 
     Returns: a value that equals another one if the same operators run under both.
     """
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    deterministic: Any = torch.utils.deterministic
     autocast = tuple((k, torch.get_autocast_dtype(k)) for k in AUTOCAST_KINDS if torch.is_autocast_enabled(k))
     return (
-        autocast,
-        inside_autocast() and torch.is_autocast_cache_enabled(),
+        autocast, inside_autocast() and torch.is_autocast_cache_enabled(), *kernel_settings(),
+        torch.get_default_dtype(),
+    )  # fmt: skip
+
+
+def kernel_settings() -> tuple[Any, ...]:
+    """Return the settings by which operators choose their kernels, and so their bits, seconds and workspace."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    deterministic: Any = torch.utils.deterministic
+    return (
         cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled(),
         tuple(attention_order()), torch.backends.mha.get_fastpath_enabled(),
         torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory,
         _precisions(),
         cuda.matmul.allow_fp16_reduced_precision_reduction, cuda.matmul.allow_bf16_reduced_precision_reduction,
         cudnn.enabled, cudnn.deterministic, cudnn.benchmark, torch.backends.mkldnn.enabled,
-        torch.get_default_dtype(),
     )  # fmt: skip
+
+
+def chosen_by_time() -> str:
+    """Return a warning if kernels on a card are chosen by how long they take; "" if they are not."""
+    if not (torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark):
+        return ""
+    return (
+        "torch.backends.cudnn.benchmark is on: cuDNN times its convolutions and takes the fastest whose workspace "
+        "fits into what memory is left, so that bits can differ from run to run and from plain PyTorch's. Set it to "
+        "False for numbers that stay the same"
+    )
 
 
 @contextlib.contextmanager

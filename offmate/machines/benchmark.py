@@ -99,7 +99,7 @@ def _host_figures(
     device: Device, sizes: Sizes, card: torch.device | None, masters: Any, how: str, say: Progress
 ) -> tuple[list[dict[str, Any]], dict[str, tuple[float, str]]]:
     """Measure copies and the host's updates: the copies by size, and figures with their sources."""
-    threads = "one thread" if card is None else f"{torch.get_num_threads()} threads"
+    threads = "one thread" if device.update_threads == 1 else f"{device.update_threads} threads"
     say("copies", 0.0)
     curve = measure_copies(device, sizes.copies_bytes, _REPEATS)
     copies = [{**asdict(copy), "bytes_per_s": round(copy.bytes_per_s)} for copy in curve]

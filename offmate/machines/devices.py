@@ -14,12 +14,14 @@ from ..runtime.devices.device import Device
 from ..runtime.devices.emulated import EmulatedDevice
 from ..runtime.devices.streams import StreamDevice
 from ..sizes import format_bytes
-from .host_memory import default_host_budget_bytes
+from .host_memory import default_host_budget_bytes, is_wsl
+from .warm_up import warm_up
 
 log = logging.getLogger("offmate")
 
 EMULATED = "emulated"
 _LEAST_MARGIN_BYTES = 1 << 28
+_LEAST_WSL_MARGIN_BYTES = 1 << 30  # Windows draws with the same memory, and lends more of it than there is
 
 
 def device_kind(device: str | torch.device | None) -> str:
@@ -58,13 +60,26 @@ def device_kind(device: str | torch.device | None) -> str:
 def default_budget_bytes(kind: str) -> int:
     """Return the budget that "auto" stands for: memory that is free or held by this process, less a margin.
 
-    The emulated device takes half of the host's budget.
+    On a card, kernels and libraries are loaded first. The emulated device takes half of the host's budget.
     """
     where = accelerator(kind)
     if where is None:
         return default_host_budget_bytes() // 2
+    warm_up(where)
     free, total = torch.accelerator.get_memory_info(where)
-    return max(0, free + torch.accelerator.memory_reserved(where) - max(total // 50, _LEAST_MARGIN_BYTES))
+    margin = max(total // 50, _LEAST_WSL_MARGIN_BYTES if is_wsl() else _LEAST_MARGIN_BYTES)
+    return max(0, free + torch.accelerator.memory_reserved(where) - margin)
+
+
+def still_free_bytes(kind: str, budget_bytes: int) -> int:
+    """Return the budget that "auto" stands for now, if it was this one and no longer fits; else this one."""
+    where = accelerator(kind)
+    if where is None:
+        return budget_bytes
+    free, _ = torch.accelerator.get_memory_info(where)
+    if budget_bytes <= free + torch.accelerator.memory_reserved(where):
+        return budget_bytes
+    return min(budget_bytes, default_budget_bytes(kind))
 
 
 def check_budget(kind: str, budget_bytes: int) -> None:

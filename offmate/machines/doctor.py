@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from ..config import default_cache_dir
+from .allocator import allocator_words
 from .benchmark import processor
 from .devices import EMULATED, make_device, words
-from .host_memory import available_host_bytes, default_host_budget_bytes
+from .host_memory import available_host_bytes, default_host_budget_bytes, is_wsl
 from .links import measure_link
 
 _NEEDED = ("torch", "pulp", "highspy", "ortools", "networkx", "rich")
@@ -58,7 +59,7 @@ def _system() -> dict[str, Any]:
         "python": platform.python_version(),
         "os": platform.freedesktop_os_release().get("PRETTY_NAME", "Linux") if _has_release() else platform.system(),
         "kernel": release,
-        "wsl": "microsoft" in release.lower(),
+        "wsl": is_wsl(),
         "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "torch_threads": torch.get_num_threads(),
@@ -90,6 +91,7 @@ def _card(card: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"name": words(card), "memory_bytes": total, "free_bytes": free}
     if card.type == "cuda":
         found["capability"] = ".".join(map(str, torch.cuda.get_device_capability(card)))
+        found["allocator"] = allocator_words(card)
     try:
         return found | _link(str(card))
     except RuntimeError as error:  # the report may be about a card that is full or lost

@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from ..errors import OffmateError
 
 _PROC = Path("/proc")
+_WSL = "microsoft"  # in the name of its kernel
 _CGROUP = Path("/sys/fs/cgroup")
 _LEAST_MARGIN_BYTES = 1 << 30
 
@@ -37,6 +38,11 @@ def default_host_budget_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int
     """
     available_bytes = available_host_bytes(proc, cgroup)
     return max(0, available_bytes - max(available_bytes // 10, _LEAST_MARGIN_BYTES))
+
+
+def is_wsl(proc: Path = _PROC) -> bool:
+    """Return whether this is Linux inside Windows, where little host memory can be pinned."""
+    return _WSL in _read(proc / "sys" / "kernel" / "osrelease").lower()
 
 
 def _mem_available_bytes(meminfo: Path) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from ..runtime.current import stream_on
+
 _FILLER_S = 3e-4  # longer than the host needs to launch any one operator
 _SIDE = 512  # rows and columns of the matrices whose product fills the device
 _TRIED = 10
@@ -28,9 +30,7 @@ def launching_s(work: Callable[[], object], device: torch.device) -> float:
     """Return how many seconds the host needs to launch work on a device that is idle; 0 if the device is the host."""
     if device.type == "cpu":
         return 0.0
-    idle = torch.Event(device=device)
-    idle.record()
-    idle.synchronize()
+    stream_on(device).synchronize()
     return _host_s(work)
 
 
@@ -62,8 +62,8 @@ class _Stopwatch:
 
 def _between_events_s(work: Callable[[], object], device: torch.device) -> float:
     start, end = (torch.Event(device=device, enable_timing=True) for _ in range(2))
-    start.record()
+    start.record(stream_on(device))
     work()
-    end.record()
+    end.record(stream_on(device))
     end.synchronize()
     return start.elapsed_time(end) / 1e3

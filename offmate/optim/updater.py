@@ -13,6 +13,7 @@ import torch
 from ..errors import OffmateError, ProtocolError
 from ..machines.devices import EMULATED
 from ..machines.stopwatch import clock_of, launching_s
+from ..runtime.devices.cores import as_a_worker
 from ..runtime.replay.contents import is_bulk
 from ..runtime.torch_names.modules import state_at_construction
 from ..runtime.torch_names.scalers import check_and_unscale
@@ -215,7 +216,10 @@ class Updater:
             CPU a worker has one thread and the training thread has all, unless bits depend on their number.
         """
         on_device = self._times(like, hyper, device)
-        on_cpu = on_device if device == _CPU else self._times(like, hyper, _CPU)
+        on_cpu = on_device
+        if device != _CPU:
+            with as_a_worker():
+                on_cpu = self._times(like, hyper, _CPU)
         share = torch.get_num_threads() if device == _CPU else 1
         update_share = 1 if depends_on_threads(self.base, hyper, like.dtype) else share
         tensors = [v for v in on_device.state.values() if isinstance(v, torch.Tensor)]

@@ -12,6 +12,8 @@ import torch
 from ..capture.export import Captured
 from ..capture.model import Traced, structure
 from ..config import Config
+from ..guards.surroundings import kernel_settings
+from ..machines.allocator import allocator_words
 from ..machines.devices import accelerator, words
 from ..machines.hardware import Hardware
 from ..optim.identity import identity_of
@@ -36,7 +38,7 @@ def fingerprint_of(
     wiring = [(b.key, [e.node.name for e in b.spec.externals], [n.name for n in b.spec.results]) for b in traced.blocks]
     optimizer = identity_of(updater) if updater is not None else None
     parts: tuple[Any, ...] = (
-        VERSION, torch.__version__, platform.processor(), torch.get_num_threads(), _device_words(request, machine),
+        VERSION, torch.__version__, platform.processor(), torch.get_num_threads(), *_of_device(request, machine),
         wiring, structure(traced), [node.format_node() for node in traced.chain.prelude], _batch(captured),
         sorted(captured.params.items()), sorted(traced.differentiated), captured.outputs, optimizer,
         request.config.options_per_block, machine,
@@ -83,9 +85,14 @@ def _with(given: bool) -> str:
     return "with" if given else "without"
 
 
-def _device_words(request: Request, machine: Hardware | None) -> str:
-    where = accelerator(request.device) if machine is None else None
-    return request.device if where is None else words(where)
+def _of_device(request: Request, machine: Hardware | None) -> tuple[Any, ...]:
+    """Return the device, and here also what decides which kernels run on it and how its memory is cut."""
+    if machine is not None:
+        return (request.device,)
+    where = accelerator(request.device)
+    if where is None:
+        return request.device, kernel_settings()
+    return words(where), kernel_settings(), allocator_words(where)
 
 
 def _planning(config: Config) -> Config:

@@ -22,6 +22,7 @@ class Request:
     budget_bytes, host_budget_bytes: budgets of device and host.
     device: kind of device. user_bytes: bytes reserved for the user's code; None estimates them, as `user_factor` times
         what usual losses hold.
+    automatic: the device's budget is what is free now, and a smaller one serves if less remains.
     automatic_host: the host budget is what is available now; a stored plan only has to fit into it.
     micro_batches: how many forwards and backwards make one planned update. clips: whether gradients are clipped.
     scales: whether losses are scaled, so that an update may be skipped.
@@ -34,6 +35,7 @@ class Request:
     config: Config
     user_bytes: int | None = None
     user_factor: float = 1.0
+    automatic: bool = False
     automatic_host: bool = False
     micro_batches: int = 1
     clips: bool = False

@@ -11,6 +11,7 @@ from ..capture.model import Traced
 from ..machines.devices import accelerator, make_device, rng_untouched
 from ..machines.hardware import Hardware
 from ..machines.links import LinkRates, measure_host_memory, measure_link
+from ..machines.pinning import as_pinned
 from ..optim.masters import has_master
 from ..optim.state_bytes import state_bytes
 from ..optim.updater import UpdateCost, Updater
@@ -58,7 +59,13 @@ def measure_all(
     """
     say("profile", 0.0)
     rates, costs = measure(model, args, kwargs, traced, say, device)
-    return Figures(rates, costs, _update_costs(model, updater, accelerator(device) or _CPU))
+    where = accelerator(device)
+    updates = _update_costs(model, updater, where or _CPU)
+    if where is not None:
+        params = dict(model.named_parameters())
+        others = sum(params[name].nbytes + cost.state_bytes for name, cost in updates.items())
+        rates = as_pinned(rates, (param.detach() for param in params.values()), others, where)
+    return Figures(rates, costs, updates)
 
 
 def work_out(

@@ -1,7 +1,8 @@
-"""Contexts in which the user may call offmate: inference mode, several threads, a forked process."""
+"""Contexts in which the user may call offmate: inference mode, several threads, a forked process, streams."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -11,6 +12,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import torch
 
 from ..errors import ProtocolError
+from ..runtime.current import entered_on, stream_on
 from ..runtime.layouts import on_storage
 
 _P = ParamSpec("_P")
@@ -90,3 +92,38 @@ class Process:
                 "this process was forked while the newest parameters were on the device or being computed, and only "
                 "the parent can wait for them. Call model.offmate.sync() in the parent before forking"
             )
+
+
+class ComputingStream:
+    """The stream on which a model was planned: an allocator keeps memory apart by stream, and a plan is laid out in it.
+
+    State: `_planned`, that stream, once there is a plan.
+
+    Parameters
+    ----------
+    device: where the model computes; a CPU has no streams.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._planned: torch.Stream | None = None
+
+    def take(self) -> None:
+        """Note that the model was planned on the current stream, if it is the first plan."""
+        if self._planned is None and self._device.type != "cpu":
+            self._planned = stream_on(self._device)
+
+    def check(self) -> None:
+        """Raise ProtocolError if the current stream is another one."""
+        if self._planned is None or stream_on(self._device) == self._planned:
+            return
+        raise ProtocolError(
+            f"the model was planned on stream {self._planned.stream_id} of {self._device}, and the current one is "
+            f"stream {stream_on(self._device).stream_id}: the plan's memory belongs to the first, and nothing orders "
+            "its work with the second's. Call the model, backward() and optimizer.step() on the stream of the first "
+            "call, by leaving the block that changes it or by having the first call inside, too"
+        )
+
+    def entered(self) -> contextlib.AbstractContextManager[None]:
+        """Make the device and that stream the current ones inside, whatever the user's are."""
+        return entered_on(self._device, self._planned)

@@ -15,9 +15,9 @@ from ..capture.checks import check_module_hooks
 from ..capture.plain import Plainness
 from ..config import Config
 from ..errors import BudgetExceeded, CaptureError, InfeasibleBudget, OffmateError
-from ..guards.surroundings import surroundings
+from ..guards.surroundings import chosen_by_time, surroundings
 from ..guards.watch import Watch
-from ..machines.devices import accelerator, check_budget, rng_untouched
+from ..machines.devices import accelerator, check_budget, rng_untouched, still_free_bytes
 from ..optim.updater import Updater
 from ..planning.forward_only import make_stream
 from ..planning.placement import fitted, pockets
@@ -25,11 +25,13 @@ from ..planning.planner import make_plan, trace_once
 from ..planning.request import Prepared, Request
 from ..plans.plan import Plan
 from ..progress import Progress
+from ..runtime.current import entered
 from ..runtime.devices.device import Device
 from ..runtime.memory.reserve import MemoryLayout
 from ..runtime.replay.executor import Executor
 from ..runtime.replay.gate import Clip
 from ..runtime.replay.world import World
+from ..sizes import format_bytes
 from ..split import Split
 from .failures import out_of_memory
 from .host_state import Truth
@@ -47,7 +49,8 @@ class Preparer:
     State: the variants that are kept; whether counts of items are passed as tensors; `training`, the variant that
     trained last; `user_code`, the measured memory of the user's code; earlier plans; `_split`, the split of updates in
     the plans so far, and `_kept`, the part of it and of an earlier run's that later plans keep; the tensors that keep
-    the pockets apart, see `pockets`. Changed on the training thread only.
+    the pockets apart, see `pockets`; `_warned`, whether kernels chosen by time were warned of. Changed on the training
+    thread only.
 
     Parameters
     ----------
@@ -76,6 +79,7 @@ class Preparer:
         self._earlier: dict[str, Plan] = {}
         self._pockets: tuple[torch.Tensor, ...] = ()
         self._split = self._kept = Split()
+        self._warned = False
         self.user_code = UserCode(device.torch_device)
         self.training: Variant | None = None
 
@@ -174,10 +178,16 @@ class Preparer:
     # -- a plan -------------------------------------------------------------------------------------------------------
 
     def _prepare(self, model: torch.nn.Module, call: Call) -> Variant:
+        self._shrink()
+        unsteady = "" if accelerator(self.request.device) is None else chosen_by_time()
+        if unsteady and not self._warned:
+            self._warned = True
+            log.warning("%s", unsteady)
         with (
             self._plainness.of(model),
             self._progress() as say,
             rng_untouched(accelerator(self.request.device)),
+            entered(accelerator(self.request.device)),
             torch.autograd.set_detect_anomaly(False),
         ):
             make = (self._iteration_maker if call.trains else self._forward_maker)(model, call, say)
@@ -189,6 +199,21 @@ class Preparer:
                 # A CPU rounds differently, so parameters keep the side of their first update.
                 self._kept = self._kept.joined(prepared.plan.split)
         return self._bound(prepared, model, call, place)
+
+    def _shrink(self) -> None:
+        """Let "auto" stand for a smaller budget if other processes have taken memory since."""
+        request = self.request
+        left = still_free_bytes(request.device, request.budget_bytes) if request.automatic else request.budget_bytes
+        if left == request.budget_bytes:
+            return
+        log.warning(
+            'gpu_budget "auto" now stands for %s instead of %s: other processes have taken memory of the device since',
+            format_bytes(left), format_bytes(request.budget_bytes),
+        )  # fmt: skip
+        check_budget(request.device, left)
+        self.request = replace(request, budget_bytes=left)
+        self._variants.clear()
+        self._device.limit(left)
 
     def _forward_maker(self, model: torch.nn.Module, call: Call, say: Progress) -> Callable[[int], Prepared]:
         """Return a function that plans a forward, given the bytes to leave to the device's allocator."""

@@ -11,9 +11,10 @@ import torch
 
 from ..errors import OffmateError
 from ..optim.updater import Updater
+from ..planning.request import Request
 from ..runtime import interrupts
 from ..runtime.devices.device import Device
-from .contexts import Process, alone, outside_inference
+from .contexts import ComputingStream, Process, alone, outside_inference
 from .failures import described
 from .host_state import Truth
 from .pace import Pace
@@ -31,7 +32,8 @@ class Residence:
     """A compiled model's tensors on the device, and their way back to the host.
 
     State: `active`, the variant whose tensors are on the device; `_replays`, iterations since the device's memory was
-    laid out; `lock`, held by the thread that runs a method; and what `turns`, `truth`, `preparer` and `pace` hold.
+    laid out; `lock`, held by the thread that runs a method; `stream`, on which the device computes; and what `turns`,
+    `truth`, `preparer` and `pace` hold.
     Changed by one thread at a time.
 
     Parameters
@@ -44,20 +46,27 @@ class Residence:
     ) -> None:
         self.device, self.updater, self.turns, self.truth = device, updater, turns, truth
         self.preparer, self.pace = preparer, pace
-        self.request = preparer.request
         self.active: Variant | None = None
         self._replays = 0
         self.process, self.lock = Process(), threading.RLock()
+        self.stream = ComputingStream(device.torch_device)
+
+    @property
+    def request(self) -> Request:
+        """The requirements of plans."""
+        return self.preparer.request
 
     def activate(self, model: torch.nn.Module, variant: Variant, edited: tuple[str, ...]) -> None:
         """Make the device hold this variant's tensors with their current values."""
+        self.stream.take()
         stale = edited if self.updater is not None else self.truth.frozen(edited)
         if stale and self.active is variant:
             log.info("%d parameters were edited (%s, ...); all are sent to the device again", len(stale), stale[0])
         if stale or self.active is not variant or self._is_worn(variant):
             self.bring_home()
             if variant.place is not None and self.device.arena is not None:
-                self.device.arena.take(variant.place.segment_bytes)
+                with self.stream.entered():
+                    self.device.arena.take(variant.place.segment_bytes)
             self.active, self._replays = variant, 0
         if give_buffer_classes(model, self, variant.prepared.binding.written_buffers):
             self.truth.adopt_buffers()
@@ -74,10 +83,10 @@ class Residence:
     def whole(self) -> Iterator[None]:
         """Run a part of the schedule; if it fails, bring everything to a state that can be read, and describe it."""
         try:
-            with interrupts.held(), self.pace.working():
+            with interrupts.held(), self.pace.working(), self.stream.entered():
                 yield
         except BaseException as error:
-            with interrupts.held():
+            with interrupts.held(), self.stream.entered():
                 self.give_up()
             if isinstance(error, OffmateError) or not isinstance(error, Exception):
                 if self.truth.torn:

@@ -70,7 +70,6 @@ class Session:
     ) -> None:
         self._model = weakref.ref(model)
         self._plainness = Plainness(type(model), model.__dict__.get("forward"))
-        self.request = request
         self.updater = Updater(optimizer, names, request.device) if optimizer is not None else None
         if self.updater is not None:
             self.updater.say_form()
@@ -108,6 +107,11 @@ class Session:
         return self._plainness.of(self.model)
 
     @property
+    def request(self) -> Request:
+        """The requirements of plans."""
+        return self.preparer.request
+
+    @property
     def training(self) -> Variant | None:
         """The variant that trained last."""
         return self.preparer.training
@@ -119,6 +123,7 @@ class Session:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model as planned."""
         self.process.check()
+        self.residence.stream.check()
         args, kwargs = pytree.tree_map(ordinary, (args, kwargs))
         call = self.preparer.call_of(self.model, args, self._without_cache(kwargs), torch.is_grad_enabled())
         if call.trains:
@@ -233,6 +238,7 @@ class Session:
         Returns: by parameter, the gradients that autograd delivers; none with a planned optimizer.
         """
         self.process.check()
+        self.residence.stream.check()
         self.preparer.user_code.ends()
         self.turns.check_backward(iteration)
         try:

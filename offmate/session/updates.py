@@ -60,6 +60,7 @@ class Updates:
     def step(self) -> None:
         """Handle the user's optimizer.step()."""
         self.process.check()
+        self.residence.stream.check()
         self.turns.check_step(self.outside.any)
         if self.turns.turn is Turn.BACKWARD:
             self.residence.drop_forward()
@@ -98,6 +99,7 @@ class Updates:
     def unscale(self, inverse: torch.Tensor | None) -> dict[torch.device, torch.Tensor] | None:
         """Unscale the gradients of this update on behalf of the user's scaler; see `scaling.unscale`."""
         self.process.check()
+        self.residence.stream.check()
         if not self.turns.micro_batches:
             return None
         if self.turns.turn is Turn.BACKWARD:

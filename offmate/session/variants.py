@@ -216,6 +216,10 @@ class Variants:
         """Drop a variant, so that the next call that would use it is planned anew."""
         self._known = {key: v for key, v in self._known.items() if v is not variant}
 
+    def clear(self) -> None:
+        """Drop all variants, so that every next call is planned anew."""
+        self._known.clear()
+
     def of_training(self) -> tuple[Variant, ...]:
         """Return the variants that train, the most recently used one last."""
         return tuple(v for (kind, _), v in self._known.items() if kind.trains)

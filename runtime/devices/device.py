@@ -21,18 +21,23 @@ class Device(Protocol):
 
     `ledger` counts its bytes. Copies and updates start after the events that they are given, copies also after all work
     launched before them, and they run concurrently with work launched later. Of the ready ones of one link or worker
-    the first given goes first; one that has to wait delays no other. A `recorder`, if there is one, notes every copy
-    and update. `torch_device` is where operators run; on the CPU the device's memory is the host's own, and there is no
-    `arena`.
+    the first given goes first; a copy that has to wait delays no other. A `recorder`, if there is one, notes every copy
+    and update. The host's workers compute with `update_threads` threads each. `torch_device` is where operators run; on
+    the CPU the device's memory is the host's own, and there is no `arena`.
     """
 
     ledger: Ledger
     recorder: Recorder | None
+    update_threads: int
     torch_device: torch.device
 
     @property
     def arena(self) -> Arena | None:
         """The arena that makes room for its large tensors, if it has one."""
+        ...
+
+    def limit(self, limit_bytes: int) -> None:
+        """Keep to another budget from now on; nothing may be on the device."""
         ...
 
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:

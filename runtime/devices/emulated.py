@@ -36,6 +36,7 @@ class EmulatedDevice:
         self.torch_device = torch.device("cpu")
         self.recorder: Recorder | None = None
         self.arena = None
+        self.update_threads = 1
         self._link_bytes_per_s = link_bytes_per_s
         self._changed = threading.Condition()
         self._lanes: dict[Resource, Lane] = {}
@@ -44,6 +45,9 @@ class EmulatedDevice:
         # A thread that is still inside a kernel when the interpreter shuts down aborts the process. So a device that is
         # not closed is closed when nothing refers to it any more, at the latest at exit.
         self._close = weakref.finalize(self, close_all, self._lanes.values())
+
+    def limit(self, limit_bytes: int) -> None:
+        self.ledger.limit_bytes = limit_bytes
 
     def _lane(self, resource: Resource) -> Lane:
         """Return the thread of a link or worker, made on first use."""

@@ -48,6 +48,9 @@ class _Queued(NamedTuple):
 class Lane:
     """One thread that does one job at a time: of the jobs whose events have happened, the one submitted first.
 
+    A lane that polls does its jobs in the order in which they are submitted. To ask for the events of all of them again
+    and again would take Python's lock away from the thread that launches work on the device.
+
     State: `_jobs`, the jobs not begun; `_busy`, whether one is under way; `_closing`. All are changed under `_changed`.
 
     Parameters
@@ -57,6 +60,7 @@ class Lane:
     launches: whether its jobs only launch work on a stream, so that they may begin once a stream can wait for their
         events.
     poll_s: interval in seconds at which events on a device, which notify nobody, are polled; None if there are none.
+    niceness: by how much the priority of the thread, and of those with which it computes, is lower than the process's.
     """
 
     def __init__(
@@ -66,11 +70,12 @@ class Lane:
         changed: threading.Condition,
         launches: bool = False,
         poll_s: float | None = None,
+        niceness: int = 0,
     ) -> None:
         self._jobs: list[_Queued] = []
         self._busy = self._closing = False
         self._changed, self._launches, self._poll_s = changed, launches, poll_s
-        self._n_threads = n_threads
+        self._n_threads, self._niceness = n_threads, niceness
         self._process = os.getpid()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"offmate-{name}", daemon=True)
@@ -88,6 +93,9 @@ class Lane:
         return event
 
     def _run(self) -> None:
+        if self._niceness:  # before there is any thread of a kernel, which takes over the priority
+            thread = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + self._niceness)
         # Sets the default for threads that have none yet, and makes this thread adopt it.
         torch.set_num_threads(self._n_threads)
         torch.get_num_threads()
@@ -117,7 +125,8 @@ class Lane:
         """Return the first job that can begin, once there is one; None once the lane is closed and its jobs done."""
         with self._changed:
             while self._jobs or not self._closing:
-                for i, job in enumerate(self._jobs):
+                candidates = self._jobs if self._poll_s is None else self._jobs[:1]
+                for i, job in enumerate(candidates):
                     if all(e.ready() if self._launches else e.done() for e in job.after):
                         self._busy = True
                         return self._jobs.pop(i)

@@ -12,6 +12,7 @@ import torch
 log = logging.getLogger("offmate")
 
 _LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 1 << 22, 1 << 28
+_LAST_BLOCK_BYTES = 1 << 20  # the smallest that is tried where the system refuses larger ones
 _ALIGNMENT_BYTES = 512
 
 
@@ -22,13 +23,15 @@ class PinnedMemory:
     and tensors lie side by side in them, each with its own storage; memory of dead tensors is reused.
     Source: OffMate, appendix C.
 
-    State: `reserved_bytes`, pinned in total; `refused`, whether the system has refused to pin more; `_holes`, the free
-    stretches of every block, changed under `_lock` since tensors may die on any thread.
+    State: `reserved_bytes`, pinned in total; `refused`, whether some memory was wanted that the system did not pin;
+    `_refused_bytes`, the smallest block that it has refused; `_holes`, the free stretches of every block, changed under
+    `_lock` since tensors may die on any thread.
     """
 
     def __init__(self) -> None:
         self.reserved_bytes = 0
         self.refused = False
+        self._refused_bytes: int | None = None
         self._blocks: list[torch.Tensor] = []
         self._holes: list[dict[int, int]] = []
         self._lock = threading.RLock()
@@ -44,13 +47,16 @@ class PinnedMemory:
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a pinned copy of a tensor that is copied once; the tensor itself if pinning is refused."""
-        if self.refused:
+        if not self._may_pin(tensor.nbytes):
             return tensor
         try:
             return tensor.pin_memory()
-        except RuntimeError as error:
-            self._refuse(error)
+        except RuntimeError:
             return tensor
+
+    def stop(self) -> None:
+        """Pin nothing more from now on."""
+        self._refused_bytes, self.refused = 0, True
 
     def _take(self, n_bytes: int) -> torch.Tensor | None:
         size = -(-n_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
@@ -81,26 +87,33 @@ class PinnedMemory:
         # Blocks grow with the total, so that the last one, perhaps half empty, is a small part of it.
         usual = min(max(_LEAST_BLOCK_BYTES, self.reserved_bytes // 8), _MOST_BLOCK_BYTES)
         length = 1 << (max(size, usual) - 1).bit_length()
-        if self.refused:
-            return None
-        try:
-            block = torch.empty(length, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:
-            self._refuse(error)
-            return None
-        self._blocks.append(block)
-        self._holes.append({0: length})
-        self.reserved_bytes += length
-        return len(self._blocks) - 1, 0
+        while length >= max(size, _LAST_BLOCK_BYTES):
+            if self._may_pin(length):
+                try:
+                    block = torch.empty(length, dtype=torch.uint8, pin_memory=True)
+                except RuntimeError as error:
+                    self._refused_bytes = length
+                    log.debug("the system does not pin %d bytes more (%s)", length, error)
+                else:
+                    self._blocks.append(block)
+                    self._holes.append({0: length})
+                    self.reserved_bytes += length
+                    return len(self._blocks) - 1, 0
+            length //= 2
+        self._refuse()
+        return None
 
-    def _refuse(self, error: RuntimeError) -> None:
+    def _may_pin(self, n_bytes: int) -> bool:
+        return self._refused_bytes is None or n_bytes < self._refused_bytes
+
+    def _refuse(self) -> None:
+        if not self.refused:
+            log.warning(
+                "the system pins no more host memory after %d bytes; copies of memory that is not pinned go through "
+                "small pinned buffers and are slower",
+                self.reserved_bytes,
+            )
         self.refused = True
-        log.warning(
-            "the system pins no more host memory after %d bytes (%s); copies of memory that is not pinned go through a "
-            "small pinned buffer and are slower",
-            self.reserved_bytes,
-            str(error).splitlines()[0],
-        )
 
     def _give_back(self, block: int, start: int, size: int) -> None:
         with self._lock:

@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
 from ...solver.resources import HOST, Resource
+from ..current import stream_on
 from ..events import Event
 from ..layouts import without_repeats
 from ..ledger import Ledger
 from ..memory.arena import Arena
 from ..trace import RecordedJob, Recorder
+from . import staging
+from .cores import worker_threads
 from .lanes import Lane, LaneEvent, close_all
 from .pinned import PinnedMemory, flat_bytes
+from .staging import Staging
 
-_STAGE_BYTES = 1 << 25  # of each of the two staging buffers for memory that cannot be pinned
 _POLL_S = 2e-4  # interval at which the update worker polls for gradients under way
+_NICENESS = 5  # of workers: the thread that launches on the device comes first
 
 
 class StreamEvent:
-    """A point in a stream."""
+    """A point in a stream of a device, after everything that has been put on it until now."""
 
-    def __init__(self, event: torch.Event) -> None:
-        self._event = event
+    def __init__(self, stream: torch.Stream) -> None:
+        self._event, self._device = stream.record_event(), stream.device
 
     def wait(self, stream: torch.Stream | None = None) -> None:
-        self._event.wait(stream)
+        self._event.wait(stream_on(self._device, stream))
 
     def ready(self) -> bool:
         return True
@@ -78,12 +82,13 @@ class LateEvent:
 class _Direction:
     """One direction between host and device: its stream, and the thread for copies that cannot start at once."""
 
-    def __init__(self, device: torch.device, resource: Resource, name: str, changed: threading.Condition) -> None:
-        self.resource = resource
+    def __init__(
+        self, device: torch.device, resource: Resource, name: str, changed: threading.Condition, staging: Staging
+    ) -> None:
+        self.resource, self._staging = resource, staging
         self.stream = torch.Stream(device)
         self.lane = Lane(name, 1, changed, launches=True)
         self._turn = threading.Lock()
-        self._stage: list[tuple[torch.Tensor, torch.Event]] = []
 
     def launch(
         self, target: torch.Tensor, source: torch.Tensor, before: tuple[Event, ...], job: RecordedJob | None
@@ -98,29 +103,17 @@ class _Direction:
     def launch_staged(
         self, target: torch.Tensor, source: torch.Tensor, before: tuple[Event, ...], job: RecordedJob | None
     ) -> StreamEvent:
-        """Copy between the device and memory that is not pinned, in pieces; the last is under way on return."""
+        """Copy between the device and memory that is not pinned, in pieces; the last may be under way on return."""
         flat_target, flat_source = flat_bytes(target), flat_bytes(source)
         with self._turn:
             self._begin(before, job)
-            if flat_target is None or flat_source is None or not self._has_stage():
+            if flat_target is None or flat_source is None or not self._staging.exists:
                 with self.stream:
                     target.copy_(source)
             elif source.device.type == "cpu":
-                for start, (buffer, used) in self._pieces(flat_source):
-                    used.synchronize()
-                    piece = buffer[: flat_source.numel() - start]
-                    piece.copy_(flat_source[start : start + piece.numel()])
-                    with self.stream:
-                        flat_target[start : start + piece.numel()].copy_(piece, non_blocking=True)
-                        used.record(self.stream)
+                self._staging.bring(flat_target, flat_source, self.stream)
             else:
-                for start, (buffer, used) in self._pieces(flat_source):
-                    piece = buffer[: flat_source.numel() - start]
-                    with self.stream:
-                        piece.copy_(flat_source[start : start + piece.numel()], non_blocking=True)
-                        used.record(self.stream)
-                    used.synchronize()
-                    flat_target[start : start + piece.numel()].copy_(piece)
+                self._staging.send(flat_target, flat_source, self.stream)
             return self._end(job)
 
     def _begin(self, before: tuple[Event, ...], job: RecordedJob | None) -> None:
@@ -132,20 +125,7 @@ class _Direction:
     def _end(self, job: RecordedJob | None) -> StreamEvent:
         if job is not None:
             job.ends(self.stream)
-        return StreamEvent(self.stream.record_event())
-
-    def _has_stage(self) -> bool:
-        while len(self._stage) < 2:
-            try:
-                buffer = torch.empty(_STAGE_BYTES, dtype=torch.uint8, pin_memory=True)
-            except RuntimeError:
-                return False
-            self._stage.append((buffer, self.stream.record_event()))
-        return True
-
-    def _pieces(self, flat: torch.Tensor) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Event]]]:
-        for i, start in enumerate(range(0, flat.numel(), _STAGE_BYTES)):
-            yield start, self._stage[i % 2]
+        return StreamEvent(self.stream)
 
 
 class StreamDevice:
@@ -157,35 +137,43 @@ class StreamDevice:
     Parameters
     ----------
     device: an accelerator with its index. limit_bytes: the budget that its ledger enforces, and beyond which the
-        allocator reserves nothing. update_threads: number of threads of the update worker.
+        allocator reserves nothing.
     """
 
-    def __init__(self, device: torch.device, limit_bytes: int, update_threads: int | None = None) -> None:
+    def __init__(self, device: torch.device, limit_bytes: int) -> None:
         self.torch_device = device
         self.ledger = Ledger(limit_bytes)
         self.recorder: Recorder | None = None
         self.arena = Arena(device)
+        staging.reserve()  # before the pool takes all that can be pinned
         self.host_memory = PinnedMemory()
-        _, total = torch.accelerator.get_memory_info(device)
-        capped = limit_bytes < total
-        if capped:
-            _cap(device, limit_bytes / total)
+        self._capped: list[torch.device] = []
+        self.limit(limit_bytes)
         self._changed = threading.Condition()
         # Copies of each direction run concurrently with compute and with those of the other direction.
-        names = {Resource.IN: "copy-in", Resource.OUT: "copy-out"}
-        self._ways = {link: _Direction(device, link, name, self._changed) for link, name in names.items()}
+        self._ways = {
+            Resource.IN: _Direction(device, Resource.IN, "copy-in", self._changed, staging.INTO),
+            Resource.OUT: _Direction(device, Resource.OUT, "copy-out", self._changed, staging.OUT_OF),
+        }
         self._workers: dict[Resource, Lane] = {}
-        self._update_threads = update_threads or torch.get_num_threads()
+        self.update_threads = worker_threads()
         self._worker(Resource.CPU)
         lanes = tuple(way.lane for way in self._ways.values())
-        self._close = weakref.finalize(self, _close, lanes, self._workers, device if capped else None)
+        self._close = weakref.finalize(self, _close, lanes, self._workers, self._capped)
 
     def _worker(self, resource: Resource) -> Lane:
         """Return the thread of a worker, made on first use."""
         if resource not in self._workers:
             name = "update" if resource == Resource.CPU else resource
-            self._workers[resource] = Lane(name, self._update_threads, self._changed, poll_s=_POLL_S)
+            self._workers[resource] = Lane(name, self.update_threads, self._changed, poll_s=_POLL_S, niceness=_NICENESS)
         return self._workers[resource]
+
+    def limit(self, limit_bytes: int) -> None:
+        self.ledger.limit_bytes = limit_bytes
+        _, total = torch.accelerator.get_memory_info(self.torch_device)
+        if limit_bytes < total:
+            _cap(self.torch_device, limit_bytes / total)
+            self._capped[:] = [self.torch_device]
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -240,7 +228,7 @@ class StreamDevice:
         self, way: _Direction, target: torch.Tensor, source: torch.Tensor, host: torch.Tensor, after: tuple[Event, ...]
     ) -> Event:
         # Work launched until now may still use the target's memory, or make the source.
-        now = StreamEvent(torch.accelerator.current_stream(self.torch_device).record_event())
+        now = StreamEvent(stream_on(self.torch_device))
         before: tuple[Event, ...] = (now, *after)
         job = None if self.recorder is None else self.recorder.job(way.resource, source.nbytes)
         pinned = host.is_pinned()
@@ -265,7 +253,7 @@ class StreamDevice:
         for lane in (*(way.lane for way in self._ways.values()), *self._workers.values()):
             lane.drain()
         streams = (way.stream for way in self._ways.values())
-        for stream in (*streams, torch.accelerator.current_stream(self.torch_device)):
+        for stream in (*streams, stream_on(self.torch_device)):
             stream.synchronize()
 
     def close(self) -> None:
@@ -279,7 +267,7 @@ def _cap(device: torch.device, fraction: float) -> None:
         module.set_per_process_memory_fraction(fraction, device)
 
 
-def _close(lanes: tuple[Lane, ...], workers: dict[Resource, Lane], capped: torch.device | None) -> None:
+def _close(lanes: tuple[Lane, ...], workers: dict[Resource, Lane], capped: list[torch.device]) -> None:
     close_all((*lanes, *workers.values()))
-    if capped is not None:
-        _cap(capped, 1.0)
+    for device in capped:
+        _cap(device, 1.0)

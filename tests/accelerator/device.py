@@ -1,4 +1,7 @@
-"""`torch.sim`: the device module of the simulated accelerator, with the names and meanings of `torch.cuda`."""
+"""`torch.sim`: the device module of the simulated accelerator, with the names and meanings of `torch.cuda`.
+
+There are two devices, "sim:0" and "sim:1". What tests set holds for the one that they name, by default the first.
+"""
 
 from __future__ import annotations
 
@@ -45,18 +48,21 @@ def reset() -> None:
     """Wait for what is under way, take back what the functions below have set, let go of what nobody refers to."""
     lose(False)
     set_delays(0, 0)
-    set_others_bytes(0)
     set_workspace_bytes(0)
-    set_limit_bytes(NO_LIMIT)
     set_pinned_limit_bytes(NO_LIMIT)
     set_poisons(True)
-    set_total_bytes(TOTAL_BYTES)
-    if memory_allocated():
+    set_device(0)
+    for index in range(device_count()):
+        set_others_bytes(0, index)
+        set_limit_bytes(NO_LIMIT, index)
+        set_total_bytes(TOTAL_BYTES, index)
+    if any(map(memory_allocated, range(device_count()))):
         gc.collect()
     empty_cache()
     native.empty_host_cache()
-    reset_peak_memory_stats()
-    reset_accumulated_memory_stats()
+    for index in range(device_count()):
+        reset_peak_memory_stats(index)
+        reset_accumulated_memory_stats(index)
 
 
 def set_delays(seed: int, max_us: int) -> None:
@@ -77,19 +83,19 @@ def held(stream: torch.Stream) -> Iterator[None]:
         let_go()
 
 
-def set_limit_bytes(limit_bytes: int) -> None:
+def set_limit_bytes(limit_bytes: int, index: int = 0) -> None:
     """How much device memory may be reserved; beyond it cached segments are given back, then it is out of memory."""
-    native.set_limit_bytes(limit_bytes)
+    native.set_limit_bytes(index, limit_bytes)
 
 
-def set_total_bytes(total_bytes: int) -> None:
+def set_total_bytes(total_bytes: int, index: int = 0) -> None:
     """The memory of the whole card."""
-    native.set_total_bytes(total_bytes)
+    native.set_total_bytes(index, total_bytes)
 
 
-def set_others_bytes(others_bytes: int) -> None:
+def set_others_bytes(others_bytes: int, index: int = 0) -> None:
     """How much of the card other processes hold."""
-    native.set_others_bytes(others_bytes)
+    native.set_others_bytes(index, others_bytes)
 
 
 def set_workspace_bytes(workspace_bytes: int) -> None:
@@ -127,9 +133,16 @@ def set_pinned_limit_bytes(limit_bytes: int) -> None:
     native.set_pinned_limit_bytes(limit_bytes)
 
 
+def let_pin(more_bytes: int) -> None:
+    """Limit pinned memory to what is pinned now and this much more."""
+    gc.collect()
+    native.empty_host_cache()
+    set_pinned_limit_bytes(native.pinned_bytes() + more_bytes)
+
+
 def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
     """The limit as a fraction of the card's memory."""
-    set_limit_bytes(int(fraction * mem_get_info()[1]))
+    set_limit_bytes(int(fraction * mem_get_info(device)[1]), _index(device))
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
@@ -157,7 +170,13 @@ def _is_in_bad_fork() -> bool:
 
 
 def device_count() -> int:
-    return 1
+    return int(native.n_devices)
+
+
+def _index(device: Any) -> int:
+    """The index of a device that is given as `torch.cuda` takes it; None is the current one."""
+    index = device if device is None or isinstance(device, int) else torch.device(device).index
+    return current_device() if index is None else index
 
 
 def get_device_name(device: Any = None) -> str:
@@ -165,24 +184,30 @@ def get_device_name(device: Any = None) -> str:
 
 
 def get_device_properties(device: Any = None) -> SimpleNamespace:
-    return SimpleNamespace(name=get_device_name(), total_memory=mem_get_info()[1])
+    return SimpleNamespace(name=get_device_name(), total_memory=mem_get_info(device)[1])
 
 
 def current_device() -> int:
-    return 0
+    return torch.accelerator.current_device_index()
 
 
 def set_device(device: Any) -> None:
-    torch.accelerator.set_device_index(torch.device(device) if isinstance(device, str) else device)
+    torch.accelerator.set_device_index(_index(device))
 
 
-def device(device: Any) -> contextlib.AbstractContextManager[None]:
-    """Nothing to change: there is one device."""
-    return contextlib.nullcontext()
+@contextlib.contextmanager
+def device(device: Any) -> Iterator[None]:
+    """Make a device the current one within a block."""
+    before = current_device()
+    set_device(device)
+    try:
+        yield
+    finally:
+        set_device(before)
 
 
 def synchronize(device: Any = None) -> None:
-    torch.accelerator.synchronize()
+    torch.accelerator.synchronize(_index(device))
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
@@ -193,7 +218,7 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 
 def Stream(device: Any = None, priority: int = 0) -> torch.Stream:
-    return torch.Stream(device="sim", priority=priority)
+    return torch.Stream(device=f"sim:{_index(device)}", priority=priority)
 
 
 def Event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
@@ -201,7 +226,7 @@ def Event(enable_timing: bool = False, blocking: bool = False, interprocess: boo
 
 
 def current_stream(device: Any = None) -> torch.Stream:
-    return torch.accelerator.current_stream()
+    return torch.accelerator.current_stream(_index(device))
 
 
 def set_stream(stream: torch.Stream) -> None:
@@ -214,7 +239,7 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
     if stream is None:
         yield
         return
-    before = current_stream()
+    before = current_stream(stream.device)
     set_stream(stream)
     try:
         yield
@@ -226,24 +251,26 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
 
 
 def manual_seed(seed: int) -> None:
-    native.default_generator().manual_seed(seed)
+    native.default_generator(current_device()).manual_seed(seed)
 
 
 def manual_seed_all(seed: int) -> None:
-    manual_seed(seed)
+    for index in range(device_count()):
+        native.default_generator(index).manual_seed(seed)
 
 
 def get_rng_state(device: Any = None) -> torch.Tensor:
-    return native.default_generator().get_state()
+    return native.default_generator(_index(device)).get_state()
 
 
 def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
-    native.default_generator().set_state(state)
+    native.default_generator(_index(device)).set_state(state)
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-    return [get_rng_state()]
+    return [get_rng_state(index) for index in range(device_count())]
 
 
 def set_rng_state_all(states: list[torch.Tensor]) -> None:
-    set_rng_state(states[0])
+    for index, state in enumerate(states):
+        set_rng_state(state, index)

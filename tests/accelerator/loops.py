@@ -63,12 +63,12 @@ def on_sim(
     """
     model = model or tiny()
     optimizer = adamw(model)
-    settings |= {
+    settings = {
         "optimizer": optimizer if planned else None,
         "device": "sim",
         "cpu_budget": CPU_BUDGET,
         "config": offmate.Config(cache_dir=cache_dir),
-    }
+    } | settings
     with without_allocator():
         budget = AMPLE
         if percent is not None:

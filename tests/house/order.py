@@ -48,6 +48,7 @@ ROOMS = (
     # runtime: replays a schedule on a device
     "offmate.runtime",
     "offmate.runtime.torch_names",
+    "offmate.runtime.current",
     "offmate.runtime.events",
     "offmate.runtime.layouts",
     "offmate.runtime.ledger",

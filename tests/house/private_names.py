@@ -29,6 +29,9 @@ NAMES: dict[str, dict[str, str]] = {
         "torch.Tensor._make_subclass": "making parameters of parameters",
         "torch.nn.Parameter._is_param": "making plain parameters of compiled models' parameters",
     },
+    "runtime/torch_names/allocators.py": {
+        "torch.cuda.memory._snapshot": "refusing settings of a card's allocator that break plans",
+    },
     "runtime/torch_names/autograd.py": {
         "torch._C.DisableTorchFunctionSubclass": "looking at compiled models' parameters without waiting",
         "torch._C.DisableTorchFunction": "looking at custom functions aside of the export",

@@ -4,6 +4,7 @@
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
@@ -11,8 +12,6 @@
 
 namespace sim {
 namespace {
-
-const c10::Device kOnlyDevice(kDevice, 0);
 
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override {
@@ -25,17 +24,19 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return true;
   }
   c10::DeviceIndex deviceCount() const override {
-    return 1;
+    return kDevices;
   }
-  void setCurrentDevice(c10::DeviceIndex) const override {}
+  void setCurrentDevice(c10::DeviceIndex index) const override {
+    exchange_current_device(index);
+  }
   c10::DeviceIndex getCurrentDevice() const override {
-    return 0;
+    return current_device();
   }
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override {
-    return 0;
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
+    return index < 0 ? current_device() : exchange_current_device(index);
   }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override {
-    return 0;
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
+    return exchangeDevice(index);
   }
   bool isPinnedPtr(const void* data) const override {
     return is_pinned(data);
@@ -44,15 +45,16 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return pinned_memory();
   }
   c10::Device getDeviceFromPtr(void*) const override {
-    return kOnlyDevice;
+    return device_at(current_device());
   }
-  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
-    return default_generator();
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override {
+    return default_generator(index < 0 ? current_device() : index);
   }
   at::Generator getNewGenerator(c10::DeviceIndex index) const override {
     return make_generator(index);
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
+    const c10::DeviceGuard of_storage(storage.device());
     current_stream().synchronize();
     at::native::resize_bytes_cpu(storage.unsafeGetStorageImpl(), size);
   }
@@ -62,29 +64,33 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override {
     return kDevice;
   }
-  c10::Device exchangeDevice(c10::Device) const override {
-    return kOnlyDevice;
+  c10::Device exchangeDevice(c10::Device to) const override {
+    return device_at(to.has_index() ? exchange_current_device(to.index()) : current_device());
   }
   c10::Device getDevice() const override {
-    return kOnlyDevice;
+    return device_at(current_device());
   }
-  void setDevice(c10::Device) const override {}
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  void setDevice(c10::Device to) const override {
+    exchangeDevice(to);
+  }
+  void uncheckedSetDevice(c10::Device to) const noexcept override {
+    exchangeDevice(to);
+  }
   c10::DeviceIndex deviceCount() const noexcept override {
-    return 1;
+    return kDevices;
   }
 
-  c10::Stream getStream(c10::Device) const override {
-    return of_torch(current_stream_id());
+  c10::Stream getStream(c10::Device device) const override {
+    return of_torch(current_stream_id(index_of(device)));
   }
-  c10::Stream getDefaultStream(c10::Device) const override {
-    return of_torch(kDefaultStream);
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return of_torch(default_stream(index_of(device)));
   }
-  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override {
-    return of_torch(next_stream());
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
+    return of_torch(next_stream(index_of(device)));
   }
-  c10::Stream getNewStream(c10::Device, int) const override {
-    return of_torch(next_stream());
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    return of_torch(next_stream(index_of(device)));
   }
   c10::Stream exchangeStream(c10::Stream to) const override {
     return of_torch(exchange_current_stream(to.id()));
@@ -95,8 +101,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(const c10::Stream& on) const override {
     stream(on.id()).synchronize();
   }
-  void synchronizeDevice(const c10::DeviceIndex) const override {
-    synchronize_device();
+  void synchronizeDevice(const c10::DeviceIndex device) const override {
+    synchronize_device(device < 0 ? current_device() : device);
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& by) const override {
     device_memory()->recordStream(data, by);
@@ -131,8 +137,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 
  private:
+  static c10::DeviceIndex index_of(c10::Device device) {
+    return device.has_index() ? device.index() : current_device();
+  }
   static c10::Stream of_torch(c10::StreamId id) {
-    return c10::Stream(c10::Stream::UNSAFE, kOnlyDevice, id);
+    return c10::Stream(c10::Stream::UNSAFE, device_at(device_of(id)), id);
   }
 };
 
@@ -151,9 +160,10 @@ void register_device() {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   const auto without_gil = pybind11::call_guard<pybind11::gil_scoped_release>();
+  module.attr("n_devices") = sim::kDevices;
   module.def("register_device", &sim::register_device);
   module.def("set_delays", &sim::set_delays, without_gil);
-  module.def("settle", &sim::settle_device, without_gil);
+  module.def("settle", &sim::settle_devices, without_gil);
   module.def("set_lost", &sim::set_lost);
   module.def("hold", &sim::hold);
   module.def("set_total_bytes", &sim::set_total_bytes);
@@ -164,6 +174,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("watch_allocations", &sim::watch_allocations);
   module.def("take_changes", &sim::take_changes);
   module.def("set_pinned_limit_bytes", &sim::set_pinned_limit_bytes);
+  module.def("pinned_bytes", [] { return sim::pinned_memory()->get_stats().allocated_bytes.current; });
   module.def("empty_host_cache", [] { sim::pinned_memory()->empty_cache(); });
   module.def("default_generator", &sim::default_generator);
 }

@@ -2,6 +2,7 @@
 // so that what is reserved here for a sequence of requests is what is reserved there.
 #include "memory.h"
 
+#include <array>
 #include <cstring>
 #include <set>
 #include <tuple>
@@ -51,6 +52,9 @@ struct Block {
   bool whole() const {
     return !before && !after;
   }
+  c10::DeviceIndex device() const {
+    return device_of(stream);
+  }
 };
 
 struct BestFit {
@@ -60,6 +64,18 @@ struct BestFit {
 };
 
 using Pool = std::set<Block*, BestFit>;
+
+// What a device has, and what it says of it.
+struct Card {
+  size_t total_bytes = size_t{16} << 30;
+  size_t limit_bytes = SIZE_MAX; // of this process
+  size_t others_bytes = 0; // held by other processes
+  c10::CachingDeviceAllocator::DeviceStats stats;
+
+  size_t reserved() const {
+    return stats.reserved_bytes[0].current;
+  }
+};
 
 class DeviceMemory final : public c10::DeviceAllocator {
  public:
@@ -77,16 +93,17 @@ class DeviceMemory final : public c10::DeviceAllocator {
   bool initialized() override {
     return true;
   }
-  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    return stats_;
+    return cards.at(device).stats;
   }
   void resetAccumulatedStats(c10::DeviceIndex) override;
   void resetPeakStats(c10::DeviceIndex) override;
 
-  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    return {total_bytes - std::min(total_bytes, others_bytes + reserved()), total_bytes};
+    const auto& card = cards.at(device);
+    return {card.total_bytes - std::min(card.total_bytes, card.others_bytes + card.reserved()), card.total_bytes};
   }
 
   void watch(bool on) {
@@ -99,9 +116,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     return std::exchange(changes_, {});
   }
 
-  size_t total_bytes = size_t{16} << 30;
-  size_t limit_bytes = SIZE_MAX; // of this process
-  size_t others_bytes = 0; // held by other processes
+  std::array<Card, kDevices> cards;
   bool poisons = true; // without, memory that nobody writes takes none of the host's
 
  private:
@@ -109,9 +124,6 @@ class DeviceMemory final : public c10::DeviceAllocator {
 
   Pool& pool(bool small) {
     return small ? small_ : large_;
-  }
-  size_t reserved() const {
-    return stats_.reserved_bytes[0].current;
   }
   void count(StatArray& statistic, bool small, int64_t change);
   void count_free(const Block& block, int64_t sign);
@@ -121,19 +133,18 @@ class DeviceMemory final : public c10::DeviceAllocator {
   void put_back(Block* block);
   void merge(Block* block, Block* neighbour);
   void collect_read();
-  void release_cached();
+  void release_cached(c10::DeviceIndex device);
   void note(const Block& block, size_t requested);
   void poison(char* data, size_t size) const {
     if (poisons) {
       std::memset(data, kPoison, size);
     }
   }
-  [[noreturn]] void refuse(size_t requested);
+  [[noreturn]] void refuse(Card& card, size_t requested);
 
   std::mutex mutex_;
   Pool small_, large_;
   std::vector<Block*> being_read_; // freed, but a stream named by record_stream has not come so far yet
-  c10::CachingDeviceAllocator::DeviceStats stats_;
   bool watched_ = false;
   std::vector<Change> changes_;
 };
@@ -153,13 +164,14 @@ void DeviceMemory::count(StatArray& statistic, bool small, int64_t change) {
 // A part of a segment that is cached cannot be given back: it counts as inactive.
 void DeviceMemory::count_free(const Block& block, int64_t sign) {
   if (!block.whole()) {
-    count(stats_.inactive_split, block.small, sign);
-    count(stats_.inactive_split_bytes, block.small, sign * static_cast<int64_t>(block.size));
+    auto& stats = cards[block.device()].stats;
+    count(stats.inactive_split, block.small, sign);
+    count(stats.inactive_split_bytes, block.small, sign * static_cast<int64_t>(block.size));
   }
 }
 
 c10::DataPtr DeviceMemory::allocate(size_t requested) {
-  const c10::Device device(kDevice, 0);
+  const c10::Device device = device_at(current_device());
   if (requested == 0) {
     return {nullptr, nullptr, &release, device};
   }
@@ -169,17 +181,18 @@ c10::DataPtr DeviceMemory::allocate(size_t requested) {
   const size_t size = block_bytes(requested);
   const bool small = size <= kSmallBytes;
   const auto stream = current_stream_id();
+  auto& card = cards[device.index()];
   Block* block = take_cached(stream, small, size);
   if (!block) {
     block = take_new(stream, small, size);
   }
   if (!block) {
-    ++stats_.num_alloc_retries;
-    release_cached();
+    ++card.stats.num_alloc_retries;
+    release_cached(device.index());
     block = take_new(stream, small, size);
   }
   if (!block) {
-    refuse(requested);
+    refuse(card, requested);
   }
   const size_t rest = block->size - size;
   if (small ? rest >= kGrainBytes : rest > kSmallBytes) {
@@ -187,11 +200,11 @@ c10::DataPtr DeviceMemory::allocate(size_t requested) {
   }
   block->allocated = true;
   block->requested = requested;
-  count(stats_.allocation, small, 1);
-  count(stats_.active, small, 1);
-  count(stats_.allocated_bytes, small, block->size);
-  count(stats_.active_bytes, small, block->size);
-  count(stats_.requested_bytes, small, requested);
+  count(card.stats.allocation, small, 1);
+  count(card.stats.active, small, 1);
+  count(card.stats.allocated_bytes, small, block->size);
+  count(card.stats.active_bytes, small, block->size);
+  count(card.stats.requested_bytes, small, requested);
   note(*block, requested);
   return {block->data, block, &release, device};
 }
@@ -210,14 +223,16 @@ Block* DeviceMemory::take_cached(c10::StreamId stream, bool small, size_t size) 
 
 Block* DeviceMemory::take_new(c10::StreamId stream, bool small, size_t size) {
   const size_t bytes = segment_bytes(size);
-  if (reserved() + bytes > limit_bytes || others_bytes + reserved() + bytes > total_bytes) {
+  auto& card = cards[device_of(stream)];
+  const size_t after = card.reserved() + bytes;
+  if (after > card.limit_bytes || card.others_bytes + after > card.total_bytes) {
     return nullptr;
   }
   char* data = map_segment(bytes);
   poison(data, bytes);
-  ++stats_.num_device_alloc;
-  count(stats_.segment, small, 1);
-  count(stats_.reserved_bytes, small, bytes);
+  ++card.stats.num_device_alloc;
+  count(card.stats.segment, small, 1);
+  count(card.stats.reserved_bytes, small, bytes);
   return new Block{stream, small, bytes, data};
 }
 
@@ -243,9 +258,10 @@ void DeviceMemory::release(void* context) {
   std::lock_guard<std::mutex> lock(memory.mutex_);
   memory.note(*block, 0);
   block->allocated = false;
-  memory.count(memory.stats_.allocation, block->small, -1);
-  memory.count(memory.stats_.allocated_bytes, block->small, -static_cast<int64_t>(block->size));
-  memory.count(memory.stats_.requested_bytes, block->small, -static_cast<int64_t>(block->requested));
+  auto& stats = memory.cards[block->device()].stats;
+  memory.count(stats.allocation, block->small, -1);
+  memory.count(stats.allocated_bytes, block->small, -static_cast<int64_t>(block->size));
+  memory.count(stats.requested_bytes, block->small, -static_cast<int64_t>(block->requested));
   if (block->readers.empty()) {
     memory.put_back(block);
     return;
@@ -263,8 +279,9 @@ void DeviceMemory::put_back(Block* block) {
   if (poisons) {
     stream(block->stream).submit([this, data = block->data, size = block->size] { poison(data, size); });
   }
-  count(stats_.active, block->small, -1);
-  count(stats_.active_bytes, block->small, -static_cast<int64_t>(block->size));
+  auto& stats = cards[block->device()].stats;
+  count(stats.active, block->small, -1);
+  count(stats.active_bytes, block->small, -static_cast<int64_t>(block->size));
   block->reads.clear();
   merge(block, block->before);
   merge(block, block->after);
@@ -315,22 +332,23 @@ void DeviceMemory::collect_read() {
   being_read_ = std::move(waiting);
 }
 
-void DeviceMemory::release_cached() {
-  settle_device();
+void DeviceMemory::release_cached(c10::DeviceIndex device) {
+  auto& stats = cards[device].stats;
+  settle_devices(); // a stream of another one may read what is given back
   collect_read();
-  settle_device(); // what has just been collected is being poisoned
+  settle_devices(); // what has just been collected is being poisoned
   for (const bool small : {true, false}) {
     for (auto it = pool(small).begin(); it != pool(small).end();) {
       Block* block = *it;
-      if (!block->whole()) {
+      if (!block->whole() || block->device() != device) {
         ++it;
         continue;
       }
       it = pool(small).erase(it);
       unmap_segment(block->data);
-      ++stats_.num_device_free;
-      count(stats_.segment, small, -1);
-      count(stats_.reserved_bytes, small, -static_cast<int64_t>(block->size));
+      ++stats.num_device_free;
+      count(stats.segment, small, -1);
+      count(stats.reserved_bytes, small, -static_cast<int64_t>(block->size));
       delete block;
     }
   }
@@ -344,17 +362,20 @@ void DeviceMemory::note(const Block& block, size_t requested) {
 
 void DeviceMemory::emptyCache(c10::MempoolId_t) {
   std::lock_guard<std::mutex> lock(mutex_);
-  release_cached();
+  for (c10::DeviceIndex device = 0; device < kDevices; ++device) {
+    release_cached(device);
+  }
 }
 
-void DeviceMemory::refuse(size_t requested) {
+void DeviceMemory::refuse(Card& card, size_t requested) {
   using c10::CachingAllocator::format_size;
-  ++stats_.num_ooms;
+  ++card.stats.num_ooms;
   TORCH_CHECK_WITH(
       OutOfMemoryError, false, "Simulated device out of memory. Tried to allocate ", format_size(requested),
-      ". The device has ", format_size(total_bytes), ", of which others hold ", format_size(others_bytes),
-      " and this process may reserve ", format_size(std::min(limit_bytes, total_bytes)), "; ", format_size(reserved()),
-      " are reserved and ", format_size(stats_.allocated_bytes[0].current), " allocated.");
+      ". The device has ", format_size(card.total_bytes), ", of which others hold ", format_size(card.others_bytes),
+      " and this process may reserve ", format_size(std::min(card.limit_bytes, card.total_bytes)), "; ",
+      format_size(card.reserved()), " are reserved and ", format_size(card.stats.allocated_bytes[0].current),
+      " allocated.");
 }
 
 template <typename Call>
@@ -368,15 +389,16 @@ void for_each_statistic(c10::CachingDeviceAllocator::DeviceStats& stats, Call ca
   }
 }
 
-void DeviceMemory::resetAccumulatedStats(c10::DeviceIndex) {
+void DeviceMemory::resetAccumulatedStats(c10::DeviceIndex device) {
   std::lock_guard<std::mutex> lock(mutex_);
-  for_each_statistic(stats_, [](auto& stat) { stat.reset_accumulated(); });
-  stats_.num_alloc_retries = stats_.num_ooms = stats_.num_device_alloc = stats_.num_device_free = 0;
+  auto& stats = cards.at(device).stats;
+  for_each_statistic(stats, [](auto& stat) { stat.reset_accumulated(); });
+  stats.num_alloc_retries = stats.num_ooms = stats.num_device_alloc = stats.num_device_free = 0;
 }
 
-void DeviceMemory::resetPeakStats(c10::DeviceIndex) {
+void DeviceMemory::resetPeakStats(c10::DeviceIndex device) {
   std::lock_guard<std::mutex> lock(mutex_);
-  for_each_statistic(stats_, [](auto& stat) { stat.reset_peak(); });
+  for_each_statistic(cards.at(device).stats, [](auto& stat) { stat.reset_peak(); });
 }
 
 } // namespace
@@ -397,16 +419,16 @@ std::vector<Change> take_changes() {
   return the_memory().take_changes();
 }
 
-void set_total_bytes(size_t total_bytes) {
-  the_memory().total_bytes = total_bytes;
+void set_total_bytes(c10::DeviceIndex device, size_t total_bytes) {
+  the_memory().cards.at(device).total_bytes = total_bytes;
 }
 
-void set_others_bytes(size_t others_bytes) {
-  the_memory().others_bytes = others_bytes;
+void set_others_bytes(c10::DeviceIndex device, size_t others_bytes) {
+  the_memory().cards.at(device).others_bytes = others_bytes;
 }
 
-void set_limit_bytes(size_t limit_bytes) {
-  the_memory().limit_bytes = limit_bytes;
+void set_limit_bytes(c10::DeviceIndex device, size_t limit_bytes) {
+  the_memory().cards.at(device).limit_bytes = limit_bytes;
 }
 
 } // namespace sim

@@ -7,6 +7,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -91,11 +92,28 @@ void check_devices(const c10::OperatorHandle& op, c10::ArrayRef<IValue> argument
     for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
       const bool number = tensor.defined() && tensor.dim() == 0 && takes_host_numbers(op, arguments[i]);
       TORCH_CHECK(
-          !tensor.defined() || on_device(tensor) || (!written && (indices || number)),
+          !tensor.defined() || tensor.device() == device_at(current_device()) ||
+              (!on_device(tensor) && !written && (indices || number)),
           op.operator_name(), ": expected all tensors to be on the same device, but argument `", declared[i].name(),
-          "` of shape ", tensor.sizes(), " is on ", tensor.device(), " and another one is on sim:0");
+          "` of shape ", tensor.sizes(), " is on ", tensor.device(), " and another one is on sim:", static_cast<int>(current_device()));
     });
   }
+}
+
+// The device of the first tensor that is on one, or that a tensor is to be made on; else the current one.
+c10::Device device_for(c10::ArrayRef<IValue> arguments) {
+  std::optional<c10::Device> found;
+  for (const auto& argument : arguments) {
+    for_each_tensor(argument, [&](const at::Tensor& tensor) {
+      if (!found && on_device(tensor)) {
+        found = tensor.device();
+      }
+    });
+    if (!found && argument.isDevice() && argument.toDevice().type() == kDevice && argument.toDevice().has_index()) {
+      found = argument.toDevice();
+    }
+  }
+  return found.value_or(device_at(current_device()));
 }
 
 bool is_matrix_product(const c10::OperatorHandle& op) {
@@ -107,7 +125,8 @@ bool is_matrix_product(const c10::OperatorHandle& op) {
 // One call of an operator: its arguments for the CPU, and its results for the device.
 class Call {
  public:
-  Call(const c10::OperatorHandle& op, c10::ArrayRef<IValue> arguments) : op_(op), originals_(arguments.vec()) {
+  Call(const c10::OperatorHandle& op, c10::ArrayRef<IValue> arguments)
+      : op_(op), originals_(arguments.vec()), device_(current_device()) {
     for (const auto& argument : arguments) {
       inputs_.push_back(on_cpu(argument));
     }
@@ -117,7 +136,7 @@ class Call {
     // Kernels that draw and have been given no generator draw from the device's.
     std::optional<DefaultDraws> draws;
     if (op_.hasTag(at::Tag::nondeterministic_seeded)) {
-      draws.emplace();
+      draws.emplace(device_);
     }
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     results_ = inputs_;
@@ -243,6 +262,7 @@ class Call {
 
   c10::OperatorHandle op_;
   std::vector<IValue> originals_;
+  c10::DeviceIndex device_;
   Views views_;
   torch::jit::Stack inputs_;
   torch::jit::Stack results_;
@@ -294,6 +314,7 @@ void run_late(std::shared_ptr<Call> call, torch::jit::Stack* stack) {
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const size_t n_arguments = op.schema().arguments().size();
   const auto arguments = torch::jit::last(*stack, n_arguments);
+  const c10::DeviceGuard there(device_for(arguments));
   check_not_lost();
   check_devices(op, arguments);
   if (is_matrix_product(op)) {

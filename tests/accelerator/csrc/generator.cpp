@@ -2,13 +2,15 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 
+#include <array>
+
 namespace sim {
 namespace {
 
 class DeviceGenerator final : public c10::GeneratorImpl {
  public:
-  explicit DeviceGenerator(at::Generator cpu)
-      : c10::GeneratorImpl(c10::Device(kDevice, 0), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
+  DeviceGenerator(c10::DeviceIndex device, at::Generator cpu)
+      : c10::GeneratorImpl(device_at(device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
         cpu(std::move(cpu)) {}
 
   static c10::DeviceType device_type() {
@@ -40,34 +42,34 @@ class DeviceGenerator final : public c10::GeneratorImpl {
 
  private:
   DeviceGenerator* clone_impl() const override {
-    return new DeviceGenerator(cpu.clone());
+    return new DeviceGenerator(device().index(), cpu.clone());
   }
 };
 
 } // namespace
 
-at::Generator make_generator(c10::DeviceIndex) {
-  return at::make_generator<DeviceGenerator>(at::detail::createCPUGenerator());
+at::Generator make_generator(c10::DeviceIndex index) {
+  return at::make_generator<DeviceGenerator>(index, at::detail::createCPUGenerator());
 }
 
-const at::Generator& default_generator() {
-  static const auto* const generator = new at::Generator(make_generator(0));
-  return *generator;
+const at::Generator& default_generator(c10::DeviceIndex device) {
+  static const auto* const generators = new std::array<at::Generator, kDevices>{make_generator(0), make_generator(1)};
+  return generators->at(device);
 }
 
 at::Generator cpu_generator(const at::Generator& generator) {
   return generator.device().type() == kDevice ? generator.get<DeviceGenerator>()->cpu : generator;
 }
 
-DefaultDraws::DefaultDraws() {
+DefaultDraws::DefaultDraws(c10::DeviceIndex device) : device_(device) {
   auto cpu = at::detail::getDefaultCPUGenerator();
   kept_ = cpu.get_state();
-  cpu.set_state(default_generator().get_state());
+  cpu.set_state(default_generator(device_).get_state());
 }
 
 DefaultDraws::~DefaultDraws() {
   auto cpu = at::detail::getDefaultCPUGenerator();
-  auto own = default_generator();
+  auto own = default_generator(device_);
   own.set_state(cpu.get_state());
   cpu.set_state(kept_);
 }

@@ -28,9 +28,9 @@ std::vector<Change> take_changes();
 
 // `total_bytes` is the memory of the whole card, `others_bytes` what other processes hold of it, `limit_bytes` what
 // this one may reserve.
-void set_total_bytes(size_t total_bytes);
-void set_others_bytes(size_t others_bytes);
-void set_limit_bytes(size_t limit_bytes);
+void set_total_bytes(c10::DeviceIndex device, size_t total_bytes);
+void set_others_bytes(c10::DeviceIndex device, size_t others_bytes);
+void set_limit_bytes(c10::DeviceIndex device, size_t limit_bytes);
 
 // What the first matrix product of a thread on a stream takes from the device's memory and keeps.
 void set_workspace_bytes(size_t bytes);

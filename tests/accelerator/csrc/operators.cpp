@@ -13,6 +13,7 @@
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 #include <cstring>
@@ -26,9 +27,10 @@ at::Tensor empty(
     at::IntArrayRef size,
     std::optional<at::ScalarType> dtype,
     std::optional<at::Layout> layout,
-    std::optional<at::Device>,
+    std::optional<at::Device> device,
     std::optional<bool> pin_memory,
     std::optional<at::MemoryFormat> memory_format) {
+  const c10::OptionalDeviceGuard there(device);
   TORCH_CHECK(c10::layout_or_default(layout) == at::kStrided, "The simulated device has only strided tensors");
   TORCH_CHECK(!c10::pinned_memory_or_default(pin_memory), "Only dense CPU tensors can be pinned");
   return at::detail::empty_generic(size, device_memory(), kKeys, c10::dtype_or_default(dtype), memory_format);
@@ -39,20 +41,23 @@ at::Tensor empty_strided(
     at::IntArrayRef stride,
     std::optional<at::ScalarType> dtype,
     std::optional<at::Layout> layout,
-    std::optional<at::Device>,
+    std::optional<at::Device> device,
     std::optional<bool> pin_memory) {
+  const c10::OptionalDeviceGuard there(device);
   TORCH_CHECK(c10::layout_or_default(layout) == at::kStrided, "The simulated device has only strided tensors");
   TORCH_CHECK(!c10::pinned_memory_or_default(pin_memory), "Only dense CPU tensors can be pinned");
   return at::detail::empty_strided_generic(size, stride, device_memory(), kKeys, c10::dtype_or_default(dtype));
 }
 
 const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format) {
+  const c10::DeviceGuard there(self.device());
   current_stream().synchronize();
   return at::native::resize_(self, size, format);
 }
 
 at::Tensor& set_storage_(
     at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
+  const c10::DeviceGuard there(self.device());
   current_stream().synchronize();
   return at::native::set_storage_cpu_(self, std::move(source), offset, size, stride);
 }
@@ -62,12 +67,14 @@ at::Tensor& set_whole_storage_(at::Tensor& self, at::Storage source) {
 }
 
 at::Tensor& set_empty_(at::Tensor& self) {
+  const c10::DeviceGuard there(self.device());
   const c10::Storage nothing(
       c10::Storage::use_byte_size_t{}, 0, device_memory()->allocate(0), device_memory(), /*resizable=*/true);
   return at::native::set_storage_cpu_(self, nothing, 0, {0}, {});
 }
 
 at::Scalar local_scalar(const at::Tensor& self) {
+  const c10::DeviceGuard there(self.device());
   current_stream().synchronize();
   return cpu_view(self).item();
 }
@@ -91,16 +98,18 @@ Task copy_task(const at::Tensor& to, const at::Tensor& from) {
   };
 }
 
-// As on CUDA: within the device always on the current stream; between host and device too if the bytes can be copied
-// as they lie, the host's are pinned, and the caller does not want to wait; else the host waits.
+// As on CUDA: within a device always on its current stream; between host and device too if the bytes can be copied
+// as they lie, the host's are pinned, and the caller does not want to wait; else the host waits. It also waits for
+// copies between devices, on the current streams of both.
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   if (self.is_same(source) || self.numel() == 0) {
     return self;
   }
   check_not_lost();
   const auto from = source.sizes() == self.sizes() ? source : source.expand(self.sizes());
+  const c10::DeviceGuard there(on_device(self) ? self.device() : from.device());
   auto& on = current_stream();
-  const bool within = on_device(self) && on_device(from);
+  const bool within = self.device() == from.device();
   const auto& host = on_device(self) ? from : self;
   if (within || (non_blocking && is_plain(self, from) && is_pinned(host.const_data_ptr()))) {
     on.submit_late(copy_task(self, from));
@@ -110,6 +119,9 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
     return self;
   }
   on.synchronize();
+  if (on_device(self) && on_device(from)) {
+    stream(current_stream_id(from.device().index())).synchronize();
+  }
   copy_task(self, from)();
   return self;
 }

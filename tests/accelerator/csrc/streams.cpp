@@ -53,17 +53,9 @@ std::atomic<bool> device_is_lost{false};
 
 std::mutex streams_mutex;
 std::array<std::atomic<Stream*>, kStreams> streams{};
-std::atomic<c10::StreamId> handed_out{0};
-thread_local c10::StreamId current = kDefaultStream;
-
-template <typename Call>
-void for_each_stream(Call call) {
-  for (auto& one : streams) {
-    if (Stream* made = one.load()) {
-      call(*made);
-    }
-  }
-}
+std::array<std::atomic<c10::StreamId>, kDevices> handed_out{};
+thread_local c10::DeviceIndex chosen = 0;
+thread_local std::array<c10::StreamId, kDevices> current{}; // counted from each device's default stream
 
 } // namespace
 
@@ -146,20 +138,34 @@ Stream& stream(c10::StreamId id) {
   return *slot.load();
 }
 
-c10::StreamId next_stream() {
-  return 1 + handed_out++ % (kStreams - 1);
+c10::DeviceIndex current_device() {
+  return chosen;
+}
+
+c10::DeviceIndex exchange_current_device(c10::DeviceIndex index) {
+  TORCH_CHECK(index >= 0 && index < kDevices, "There is no simulated device ", static_cast<int>(index));
+  return std::exchange(chosen, index);
+}
+
+c10::StreamId next_stream(c10::DeviceIndex device) {
+  return default_stream(device) + 1 + handed_out[device]++ % (kStreamsOfDevice - 1);
+}
+
+c10::StreamId current_stream_id(c10::DeviceIndex device) {
+  return default_stream(device) + current[device];
 }
 
 c10::StreamId current_stream_id() {
-  return current;
+  return current_stream_id(chosen);
 }
 
 c10::StreamId exchange_current_stream(c10::StreamId id) {
-  return std::exchange(current, id);
+  const auto device = device_of(id);
+  return default_stream(device) + std::exchange(current[device], id - default_stream(device));
 }
 
 Stream& current_stream() {
-  return stream(current);
+  return stream(current_stream_id());
 }
 
 void set_lost(bool lost) {
@@ -173,18 +179,30 @@ void check_not_lost() {
   }
 }
 
-void settle_device() {
-  for_each_stream([](Stream& one) { one.settle(); });
+void settle_device(c10::DeviceIndex device) {
+  for (auto id = default_stream(device); id < default_stream(device + 1); ++id) {
+    if (Stream* made = streams[id].load()) {
+      made->settle();
+    }
+  }
 }
 
-void synchronize_device() {
+void settle_devices() {
+  for (c10::DeviceIndex device = 0; device < kDevices; ++device) {
+    settle_device(device);
+  }
+}
+
+void synchronize_device(c10::DeviceIndex device) {
   check_not_lost();
-  settle_device();
+  settle_device(device);
   raise_failure();
 }
 
 void set_delays(uint64_t seed, int64_t max_us) {
-  synchronize_device();
+  check_not_lost();
+  settle_devices();
+  raise_failure();
   std::lock_guard<std::mutex> lock(delay_mutex);
   delay_generator.seed(seed);
   max_delay_us = max_us;

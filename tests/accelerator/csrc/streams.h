@@ -16,8 +16,23 @@ namespace sim {
 using Task = std::function<void()>;
 
 constexpr c10::DeviceType kDevice = c10::DeviceType::PrivateUse1;
-constexpr c10::StreamId kDefaultStream = 0;
-constexpr c10::StreamId kStreams = 33; // the default stream and a pool that is handed out in turn, as CUDA's
+constexpr c10::DeviceIndex kDevices = 2;
+constexpr c10::StreamId kStreamsOfDevice = 33; // the default stream and a pool that is handed out in turn, as CUDA's
+constexpr c10::StreamId kStreams = kDevices * kStreamsOfDevice; // numbered through, so that a number names the device
+
+inline c10::Device device_at(c10::DeviceIndex index) {
+  return c10::Device(kDevice, index);
+}
+inline c10::DeviceIndex device_of(c10::StreamId id) {
+  return static_cast<c10::DeviceIndex>(id / kStreamsOfDevice);
+}
+inline c10::StreamId default_stream(c10::DeviceIndex device) {
+  return device * kStreamsOfDevice;
+}
+
+// The device that the calling thread has chosen.
+c10::DeviceIndex current_device();
+c10::DeviceIndex exchange_current_device(c10::DeviceIndex index);
 
 class Stream {
  public:
@@ -48,17 +63,20 @@ class Stream {
 };
 
 Stream& stream(c10::StreamId id);
-c10::StreamId next_stream();
+c10::StreamId next_stream(c10::DeviceIndex device);
+// Each device has a current stream; without one named, that of the current device.
+c10::StreamId current_stream_id(c10::DeviceIndex device);
 c10::StreamId current_stream_id();
 c10::StreamId exchange_current_stream(c10::StreamId id);
 Stream& current_stream();
 
-// A device that is lost refuses everything until it is found again.
+// Devices that are lost refuse everything until they are found again.
 void set_lost(bool lost);
 void check_not_lost();
 
-void synchronize_device();
-void settle_device();
+void synchronize_device(c10::DeviceIndex device);
+void settle_device(c10::DeviceIndex device);
+void settle_devices();
 
 // Every copy, event and kernel is preceded by a delay between 0 and `max_us`, drawn when it is submitted; 0 turns
 // delays off.

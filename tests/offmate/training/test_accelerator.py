@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from offmate.runtime.devices import staging
 from offmate.runtime.memory.arena import Arena
 from offmate.runtime.memory.compaction import Stretch, gaps_between
 from offmate.runtime.memory.pools import large_sizes
@@ -357,15 +358,18 @@ def test_evaluation_between_steps(sim):
             assert {value.device.type for value in state.values()} == {"cpu"}
 
 
-def test_memory_that_cannot_be_pinned(sim, caplog):
-    """Where the system pins little, the rest goes through a small pinned buffer, and the user is told once."""
-    sim.set_pinned_limit_bytes(100 << 20)
+@pytest.mark.parametrize("more_mib", [0, 8, 24, 64])
+def test_memory_that_cannot_be_pinned(sim, more_mib):
+    """Where the system pins little, the rest goes through small pinned buffers, which the pool leaves alone."""
     losses, state = plain("llama")
-    with compiled("llama", budget_of("llama", "tight")) as (model, optimizer):
-        sim.set_pinned_limit_bytes(80 << 20)
+    budget = budget_of("llama", "tight")
+    sim.let_pin(more_mib << 20)
+    with compiled("llama", budget) as (model, optimizer):
         sim.set_delays(5, 200)
         assert steps("llama", model, optimizer) == losses
         assert_same(model, state)
+        assert staging.INTO.exists and staging.OUT_OF.exists
+        assert model._offmate_session.device.host_memory.refused
 
 
 def test_refusals(sim):
@@ -380,6 +384,14 @@ def test_refusals(sim):
     with pytest.raises(offmate.DeviceError, match="cuda"):
         offmate.compile(model, "1GiB", device="cuda")
     del held
+
+
+def test_kernels_that_are_chosen_by_time_are_warned_of_once(sim, caplog, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    with compiled("gpt2", AMPLE_BYTES) as (model, _), torch.no_grad():
+        model(**text(0))
+        model.eval()(**text(0))
+    assert sum("cudnn.benchmark is on" in one.message for one in caplog.records) == 1
 
 
 def test_out_of_memory_in_a_step(sim):

@@ -71,6 +71,22 @@ def test_operands_on_two_devices_are_refused(sim: ModuleType) -> None:
             refused()
 
 
+def test_the_two_devices_have_streams_and_memory_of_their_own(sim: ModuleType) -> None:
+    first, second = (torch.ones(DIM, device=f"sim:{index}") for index in range(2))
+    with pytest.raises(RuntimeError, match="same device"):
+        first + second
+    with sim.held(torch.accelerator.current_stream("sim:0")):
+        assert torch.equal((second + 1).cpu(), torch.full((DIM,), 2.0))
+    assert [torch.accelerator.memory_allocated(index) for index in range(2)] == [512, 512]
+    sim.set_limit_bytes(1, 1)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.ones(DIM << 20, device="sim:1")
+    with torch.Stream(device="sim:1"):
+        assert torch.accelerator.current_device_index() == 1
+    assert torch.accelerator.current_device_index() == 0
+    assert torch.equal(second.to("sim:0"), first)
+
+
 def test_a_copy_waits_for_the_event_it_is_given(sim: ModuleType) -> None:
     sim.set_delays(1, 20_000)
     host, back = torch.ones(DIM, pin_memory=True), torch.zeros(DIM, pin_memory=True)
@@ -102,7 +118,7 @@ def test_the_device_draws_from_its_own_generator(sim: ModuleType) -> None:
     torch.manual_seed(5)
     on_cpu, on_device = torch.randn(DIM), torch.randn(DIM, device="sim")
     assert torch.equal(on_cpu, on_device.cpu())
-    with torch.random.fork_rng(device_type="sim"):
+    with torch.random.fork_rng(devices=[0], device_type="sim"):
         inside = torch.nn.functional.dropout(torch.ones(DIM, device="sim"))
     assert torch.equal(inside, torch.nn.functional.dropout(torch.ones(DIM, device="sim")))
     assert not torch.equal(inside, torch.nn.functional.dropout(torch.ones(DIM, device="sim")))

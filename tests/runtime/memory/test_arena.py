@@ -194,7 +194,7 @@ def test_what_has_arrived_goes_before_what_is_under_way(sim: ModuleType) -> None
     sim.set_delays(1, 1)
     with sim.held(stream):
         for i in (1, 3, 5):
-            arena.copied(tensors[i], StreamEvent(stream.record_event()))  # type: ignore[arg-type]
+            arena.copied(tensors[i], StreamEvent(stream))  # type: ignore[arg-type]
         places = [tensors[i].data_ptr() for i in (1, 3, 5)]  # type: ignore[union-attr]
         large = put(arena, 8, 99)
         assert arena.moved_bytes > 0

@@ -267,6 +267,10 @@ class _Stream:
     def __init__(self, order: Order, own: torch.Stream) -> None:
         self._order, self.own = order, own
 
+    @property
+    def device(self) -> torch.device:
+        return self.own.device
+
     def record_event(self) -> _Event:
         return _Event(self._order, self.own.record_event(), self._order.fork(self._order.line_of(self.own)))
 
@@ -289,10 +293,9 @@ class _Event:
         self._own.record(stream.own)
         self._token = self._order.fork(self._order.line_of(stream.own))
 
-    def wait(self, stream: _Stream | None = None) -> None:
-        own = torch.accelerator.current_stream() if stream is None else stream.own
-        self._own.wait(own)
-        self._order.join(self._token, self._order.line_of(own))
+    def wait(self, stream: _Stream) -> None:
+        self._own.wait(stream.own)
+        self._order.join(self._token, self._order.line_of(stream.own))
 
     def synchronize(self) -> None:
         self._own.synchronize()
@@ -305,24 +308,11 @@ class _Event:
         return happened
 
 
-class _Accelerator:
-    """`torch.accelerator` for the module under test."""
-
-    def __init__(self, order: Order) -> None:
-        self._order = order
-
-    def current_stream(self, device: torch.device) -> _Stream:
-        return _Stream(self._order, torch.accelerator.current_stream(device))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.accelerator, name)
-
-
 class _Torch:
     """`torch` for the module under test: the real one, but for streams."""
 
     def __init__(self, order: Order) -> None:
-        self._order, self.accelerator = order, _Accelerator(order)
+        self._order = order
 
     def Stream(self, device: torch.device) -> _Stream:
         return _Stream(self._order, torch.Stream(device))
@@ -404,8 +394,12 @@ def watched(sim: Any, workers_are_late: bool = False) -> Iterator[Order]:
     def synchronize(*given: Any) -> None:
         order.synchronized.append(f"{order.label}: synchronize()")
 
+    def stream_on(device: torch.device, stream: _Stream | None = None) -> _Stream:
+        return stream or _Stream(order, torch.accelerator.current_stream(device))
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(streams, "torch", _Torch(order)))
+        stack.enter_context(mock.patch.object(streams, "stream_on", stream_on))
         # Copies that are only timed have events of their own.
         stack.enter_context(mock.patch.object(figures, "measure_link", lambda device: LinkRates(1e9, 1e9, 1.6e9)))
         _watch_threads(order, stack)
