@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -50,6 +51,23 @@ exit_autocast = torch.amp.autocast_mode._exit_autocast
 
 # Passes of export that fold grad modes and autocast regions into subgraphs; of two nested ones they lose one.
 _FOLDING = ("replace_autocast_with_hop_pass", "replace_set_grad_with_hop_pass")
+
+
+@contextlib.contextmanager
+def said_by_errors_alone() -> Iterator[None]:
+    """Have export print no graph and log no warning where it fails: its error says it, and what is made of the error."""
+    logger = logging.getLogger(symbolic_shapes.__name__)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with mock.patch.object(importlib.import_module("torch.export._trace"), "print", _print_nothing, create=True):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _print_nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
 @contextlib.contextmanager

@@ -114,6 +114,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torch._C._set_grad_enabled": "grad modes inside a forward",
         "torch.amp.autocast_mode._enter_autocast": "autocast regions inside a forward",
         "torch.amp.autocast_mode._exit_autocast": "autocast regions inside a forward",
+        "torch.export._trace": "refusals without torch's own printed graphs",
         "torch._export.passes.replace_autocast_with_hop_pass.replace_autocast_with_hop_pass": "one mode in another",
         "torch._export.passes.replace_set_grad_with_hop_pass.replace_set_grad_with_hop_pass": "one mode in another",
     },

@@ -577,3 +577,18 @@ def test_a_forward_that_has_put_its_submodules_in_before() -> None:
         return [loss.detach(), *(value.clone() for value in model.state_dict().values())]
 
     assert all(map(torch.equal, run(True), run(False)))
+
+
+def test_a_refusal_prints_nothing_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
+    class Averaging(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(8, momentum=None)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(self.norm(x))
+
+    with pytest.raises(CaptureError):
+        train(Averaging, True, steps=1)
+    printed = capfd.readouterr()
+    assert "def forward" not in printed.out + printed.err and "user code" not in printed.err
