@@ -278,7 +278,11 @@ def entry_of(holder: Any, name: Any) -> Any:
         return holder[name] if name < len(holder) else GONE
     if isinstance(holder, set | frozenset):
         return GONE
-    return getattr(holder, name, GONE)
+    try:
+        # Past what a holder's class makes of reads: transformers' configurations refuse some.
+        return object.__getattribute__(holder, name)
+    except AttributeError:
+        return getattr(holder, name, GONE)
 
 
 def _versions(module: torch.nn.Module) -> list[int]:

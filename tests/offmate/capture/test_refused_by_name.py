@@ -592,3 +592,32 @@ def test_a_refusal_prints_nothing_of_its_own(capfd: pytest.CaptureFixture[str]) 
         train(Averaging, True, steps=1)
     printed = capfd.readouterr()
     assert "def forward" not in printed.out + printed.err and "user code" not in printed.err
+
+
+class Guarded:
+    """As a configuration of transformers whose layers differ: some attributes are not to be read."""
+
+    def __init__(self) -> None:
+        self.width, self.factor = 8, 2.0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "width":
+            raise LookupError("width differs from layer to layer")
+        return object.__getattribute__(self, name)
+
+
+class Configured(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Guarded()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x * self.config.factor)
+
+
+def test_an_object_that_refuses_reads_is_followed_all_the_same() -> None:
+    def change(model: torch.nn.Module) -> None:
+        model.config.factor = 3.0
+
+    alike(Configured)
+    alike(Configured, change)
