@@ -14,7 +14,7 @@ import yaml
 
 from ..errors import OffmateError
 from ..files import write_whole
-from ..sizes import parse_bytes
+from ..sizes import parse_budget
 
 SCHEDULES = ("cosine", "linear", "constant")
 OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")
@@ -276,6 +276,6 @@ def _size(name: str, value: str) -> None:
     if value == "auto":
         return
     try:
-        parse_bytes(value)
+        parse_budget(value)
     except (TypeError, ValueError) as error:
         raise OffmateError(f"{name}: {error}") from None
