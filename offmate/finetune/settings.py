@@ -176,7 +176,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         data = yaml.safe_load(path.read_text())
     except FileNotFoundError:
         raise OffmateError(f"{path}: no such configuration file") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:  # no UTF-8, or a null byte in the name
         raise OffmateError(f"{path}: cannot be read as YAML: {error}") from None
     except RecursionError:
         raise OffmateError(f"{path}: cannot be read as YAML: its lists are nested too deeply") from None
