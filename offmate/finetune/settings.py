@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import reprlib
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -254,7 +255,7 @@ def _whole(name: str, value: Any, least: int, most: int = _MOST) -> None:
 
 
 def _number(name: str, value: Any, least: float, *, above: bool = False, below: float = math.inf) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST
+    good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if not good or value < least or (above and value <= least) or value >= below:
         upper = f" and less than {below:g}" if math.isfinite(below) else ", and finite"
         raise OffmateError(
