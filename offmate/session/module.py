@@ -136,7 +136,7 @@ def _load_split(path: Path) -> Split:
         return Split.from_dict(json.loads(path.read_text()))
     except FileNotFoundError:
         return Split()
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise PlanFileError(
             f"{path}: who updates which parameter cannot be read ({error!r}), and on a card the last bits depend on "
             "it. Remove the file to have it decided anew"
