@@ -25,7 +25,7 @@ from .planning.batch_size import batch_size_of, check_batch_size, fastest_batch_
 from .planning.placement import fitted, pockets
 from .planning.planner import make_plan, plan_elsewhere, trace_once
 from .planning.request import Prepared, Request
-from .plans.plan import Plan
+from .plans.plan import Plan, check_plan
 from .progress import Progress, planning_progress
 from .runtime.current import entered
 from .runtime.torch_names.scalers import unscales_in_its_own_way
@@ -33,7 +33,7 @@ from .session.module import take_over as take_over_model
 from .session.optimizer import take_over as take_over_optimizer
 from .session.scaling import take_over as take_over_scaler
 from .session.session import Session
-from .sizes import parse_bytes
+from .sizes import parse_budget
 from .split import Split
 
 log = logging.getLogger("offmate")
@@ -92,6 +92,8 @@ def compile(
     Source: OffMate, section 1 (the one-line interface).
     """
     config = _checked(config)
+    if plan is not None:
+        check_plan(plan)
     _check_gate(max_grad_norm, accumulation_steps, optimizer is not None)
     scaler = _enabled(grad_scaler, optimizer is not None)
     check_model(model)
@@ -187,7 +189,7 @@ def _elsewhere(request: Request, machine: Hardware, gpu_budget: int | str) -> Re
     """Return the request for another machine; budgets that were left open become that machine's defaults."""
     if request.automatic_host:
         request = replace(request, host_budget_bytes=machine.host_memory_bytes or _ENDLESS_BYTES)
-    if gpu_budget == "auto":
+    if _is_auto(gpu_budget):
         request = replace(request, budget_bytes=machine.default_budget_bytes)
     return replace(request, device="emulated" if machine.shared_cores else machine.name)
 
@@ -327,12 +329,18 @@ def _request(
 ) -> Request:
     kind = device_kind(device)
     check_allocator(accelerator(kind))
-    automatic_host = cpu_budget in (None, "auto")
-    host = default_host_budget_bytes() if automatic_host else parse_bytes(cpu_budget)  # type: ignore[arg-type]
-    automatic = gpu_budget == "auto" and plan is None
+    automatic_host = cpu_budget is None or _is_auto(cpu_budget)
+    host = default_host_budget_bytes() if automatic_host else parse_budget(cpu_budget, "cpu_budget")  # type: ignore[arg-type]
+    automatic = _is_auto(gpu_budget) and plan is None
     if automatic:
         budget = default_budget_bytes(kind)
+    elif plan is not None and _is_auto(gpu_budget):
+        budget = plan.budget_bytes
     else:
-        budget = plan.budget_bytes if plan is not None and gpu_budget == "auto" else parse_bytes(gpu_budget)
+        budget = parse_budget(gpu_budget, "gpu_budget")
     check_budget(kind, budget)
     return Request(budget, host, kind, config, automatic=automatic, automatic_host=automatic_host)
+
+
+def _is_auto(budget: object) -> bool:
+    return isinstance(budget, str) and budget == "auto"

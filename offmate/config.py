@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from .errors import ArgumentTypeError, ArgumentValueError
 from .solver.problem import MOST_TURN_AROUND_STEPS
 from .split import Split, Updates
 
@@ -61,7 +62,7 @@ class Config:
         earlier plan had it updated. On the emulated device this changes no bits. On a card it does, since CPU and GPU
         kernels round differently: numbers are the same bit for bit if the split is the same.
 
-    Raises: TypeError, ValueError naming the field, its value and the values that are allowed.
+    Raises: ArgumentTypeError, ArgumentValueError naming the field, its value and the values that are allowed.
     """
 
     solver_time_limit_s: float = 60.0
@@ -103,30 +104,32 @@ class Config:
         _check_names("outputs", self.outputs, "all")
         _check_names("gradients_into", self.gradients_into, "auto")
         if self.cache_dir is not None and (not isinstance(self.cache_dir, str) or not self.cache_dir):
-            raise TypeError(f"cache_dir is {self.cache_dir!r}; it must be the path of a folder as text, or None")
+            raise ArgumentTypeError(
+                f"cache_dir is {self.cache_dir!r}; it must be the path of a folder as text, or None"
+            )
 
 
 def _require(holds: bool, name: str, value: object, expected: str) -> None:
     if not holds:
-        raise ValueError(f"{name} is {value!r}; it must be {expected}")
+        raise ArgumentValueError(f"{name} is {value!r}; it must be {expected}")
 
 
 def _check_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} is {value!r}; it must be a number")
+        raise ArgumentTypeError(f"{name} is {value!r}; it must be a number")
     _require(math.isfinite(value), name, value, "a finite number")
 
 
 def _check_count(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; it must be a whole number")
+        raise ArgumentTypeError(f"{name} is {value!r}; it must be a whole number")
     _require(value >= least, name, value, f"at least {least}")
 
 
 def _check_names(field_name: str, value: object, word: str) -> None:
     names = isinstance(value, tuple) and all(isinstance(name, str) and name for name in value)
     if value != word and not (names and value):
-        raise TypeError(
+        raise ArgumentTypeError(
             f'{field_name} is {value!r}; it must be "{word}" or a tuple of names, such as ("loss", "logits")'
         )
 

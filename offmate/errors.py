@@ -7,6 +7,14 @@ class OffmateError(RuntimeError):
     """Base class of all errors below; `except OffmateError` catches everything that offmate refuses to do."""
 
 
+class ArgumentValueError(OffmateError, ValueError):
+    """An argument has a value that cannot be."""
+
+
+class ArgumentTypeError(OffmateError, TypeError):
+    """An argument is of a type that cannot be."""
+
+
 class InfeasibleBudget(OffmateError):
     """No plan stays within the budgets.
 

@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import logging
 import os
+import reprlib
 import secrets
 from pathlib import Path
 
-from .errors import OffmateError
+from .errors import ArgumentTypeError, OffmateError
 
 log = logging.getLogger("offmate")
 
 _complained_of: set[Path] = set()  # cache folders
 
 
-def write_whole(path: Path, text: str) -> None:
+def as_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path that a user gives. Raises: ArgumentTypeError if it is none."""
+    try:
+        return Path(path)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"{reprlib.repr(path)} is a {type(path).__name__}, not the path of a file; give text or a pathlib.Path"
+        ) from None
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
     """Write text to a file atomically, so that it holds the old content or the new; create missing folders.
 
     Raises: OffmateError if it cannot be written; no draft is left behind.
     """
+    path = as_path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = draft_beside(path)

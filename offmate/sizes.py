@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from fractions import Fraction
+
+from .errors import ArgumentTypeError, ArgumentValueError
 
 _EXAMPLES = '"12GiB", "12GB", "500 MiB", "1.5GiB" or a whole number of bytes'
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([A-Za-z]*)")
 _PREFIXES = "KMGTP"
+_LEAST_BARE_BYTES = 1 << 16
 _UNIT_BYTES = {"": 1, "B": 1}
 _UNIT_BYTES |= {f"{prefix}B": 1000**power for power, prefix in enumerate(_PREFIXES, start=1)}
 _UNIT_BYTES |= {f"{prefix}IB": 1024**power for power, prefix in enumerate(_PREFIXES, start=1)}
@@ -24,14 +28,39 @@ def parse_bytes(value: int | str) -> int:
 
     Returns: bytes, at least 1.
 
-    Raises: TypeError for anything but an integer or text (a float is not a number of bytes), ValueError for
-    text that is not a size, an unknown unit, bits (a lower-case b), and a size that is not positive.
+    Raises: ArgumentTypeError for anything but an integer or text (a float is not a number of bytes), ArgumentValueError
+    for text that is not a size, an unknown unit, bits (a lower-case b), and a size that is not positive.
     """
     if isinstance(value, str):
         return _positive(_parse_text(value), value)
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{value!r} is not a size: it is a {type(value).__name__}; write {_EXAMPLES}")
-    return _positive(value.__index__(), value)
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        size_bytes = operator.index(value)
+    except TypeError:
+        raise ArgumentTypeError(f"{value!r} is not a size: it is a {type(value).__name__}; write {_EXAMPLES}") from None
+    return _positive(size_bytes, value)
+
+
+def parse_budget(value: int | str, name: str = "") -> int:
+    """Parse a budget: as `parse_bytes`, but a few bytes as text without a unit are a slip, such as "12" for 12 GiB.
+
+    Parameters
+    ----------
+    name: of the argument, which an error then names.
+
+    Raises: ArgumentTypeError, ArgumentValueError.
+    """
+    try:
+        size_bytes = parse_bytes(value)
+        if isinstance(value, str) and value.strip().isdecimal() and size_bytes < _LEAST_BARE_BYTES:
+            number = value.strip()
+            raise ArgumentValueError(
+                f"{value!r} has no unit, and {number} bytes hold nothing; did you mean {number}GiB? Write {_EXAMPLES}"
+            )
+    except (ArgumentTypeError, ArgumentValueError) as error:
+        raise type(error)(f"{name}: {error}" if name else str(error)) from None
+    return size_bytes
 
 
 def format_bytes(size_bytes: int) -> str:
@@ -68,18 +97,18 @@ def format_least_bytes(size_bytes: int) -> str:
 def _parse_text(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is not a size; write {_EXAMPLES}")
+        raise ArgumentValueError(f"{text!r} is not a size; write {_EXAMPLES}")
     number, unit = match.groups()
     if unit.endswith("b"):
-        raise ValueError(f"{text!r} is a size in bits: a lower-case b; write a capital B: {_EXAMPLES}")
+        raise ArgumentValueError(f"{text!r} is a size in bits: a lower-case b; write a capital B: {_EXAMPLES}")
     if unit.upper() not in _UNIT_BYTES:
-        raise ValueError(f"{text!r} has the unknown unit {unit!r}; write {_EXAMPLES}")
+        raise ArgumentValueError(f"{text!r} has the unknown unit {unit!r}; write {_EXAMPLES}")
     return int(Fraction(number) * _UNIT_BYTES[unit.upper()])
 
 
 def _positive(size_bytes: int, value: int | str) -> int:
     if size_bytes <= 0:
-        raise ValueError(f"{value!r} is not a size: it is less than one byte; write {_EXAMPLES}")
+        raise ArgumentValueError(f"{value!r} is not a size: it is less than one byte; write {_EXAMPLES}")
     return size_bytes
 
 

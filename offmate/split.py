@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .errors import ArgumentTypeError, ArgumentValueError
 from .solver.problem import Side
 
 Updates = Literal["auto", "host", "device"]
@@ -23,7 +24,7 @@ class Split:
     ----------
     host, device: names of parameters, as in `model.named_parameters()`; they are stored sorted.
 
-    Raises: TypeError if these are not names, ValueError if one is on both sides.
+    Raises: ArgumentTypeError if these are not names, ArgumentValueError if one is on both sides.
     """
 
     host: tuple[str, ...] = ()
@@ -32,12 +33,16 @@ class Split:
     def __post_init__(self) -> None:
         for side in ("host", "device"):
             names = getattr(self, side)
-            if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-                raise TypeError(f"{side} is {names!r}; it must be a tuple of parameter names")
+            if (
+                isinstance(names, str)
+                or not isinstance(names, Iterable)
+                or not all(isinstance(name, str) for name in names)
+            ):
+                raise ArgumentTypeError(f"{side} is {names!r}; it must be a tuple of parameter names")
             object.__setattr__(self, side, tuple(sorted(set(names))))
         both = set(self.host) & set(self.device)
         if both:
-            raise ValueError(f"{min(both)} is on both sides of a split")
+            raise ArgumentValueError(f"{min(both)} is on both sides of a split")
 
     def side_of(self, name: str) -> Side:
         """Return the side that updates a parameter; "any" leaves it to the planner."""

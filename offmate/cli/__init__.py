@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from ..errors import OffmateError
+from ..errors import InfeasibleBudget, OffmateError
 from ..files import reason
 from . import check, doctor, plan, profile, show
-from .arguments import Help, count, device, output_file, size
+from .arguments import Help, count, device, output_file, size, with_options
 from .finetune import add_parser as add_finetune
 from .screen import console
 
@@ -35,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments)
+    except InfeasibleBudget as error:
+        print(f"offmate: {with_options(str(error))}", file=sys.stderr)
+        return _FAILED
     except OffmateError as error:
         print(f"offmate: {error}", file=sys.stderr)
         return _FAILED

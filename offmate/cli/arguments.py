@@ -6,9 +6,21 @@ import argparse
 import re
 from pathlib import Path
 
-from ..sizes import parse_bytes
+from ..files import reason
+from ..sizes import parse_budget
 
 _MOST_POINTS = 64
+_MOST_COUNT = 10**9
+_DIGITS = 40  # Python refuses to read thousands of digits
+
+# What an error calls the arguments of Python, and what the command line has instead of them.
+_OPTIONS = (
+    (re.compile(r",? or keep fewer outputs \(Config\(outputs=\.\.\.\)\)"), ""),
+    (re.compile(r"Config\(updates='auto'\)"), "a new run"),
+    (re.compile(r"\(Config\(updates=Split\(\.\.\.\)\), a checkpoint's split, or that of the session's first plan\)"),
+     "by the checkpoint"),
+    (re.compile(r"(?<![\w-])(gpu|cpu)_budget"), r"--\1-budget"),
+)  # fmt: skip
 
 
 class Help(argparse.HelpFormatter):
@@ -18,18 +30,25 @@ class Help(argparse.HelpFormatter):
         return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
+def with_options(message: str) -> str:
+    """Return a message about a budget with the names of the command line's options."""
+    for argument, option in _OPTIONS:
+        message = argument.sub(option, message)
+    return message
+
+
 def size(text: str) -> int:
     """Parse a size such as "12GiB" into bytes."""
     try:
-        return parse_bytes(text)
+        return parse_budget(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def count(text: str) -> int:
     """Parse a whole number of at least 1."""
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    if not text.isascii() or not text.isdigit() or len(text) > _DIGITS or not 1 <= int(text) <= _MOST_COUNT:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1 to {_MOST_COUNT:,}")
     return int(text)
 
 
@@ -54,13 +73,13 @@ def device(text: str) -> str:
 def output_file(text: str) -> Path:
     """Refuse a file that cannot be written before the run, not minutes later; leave no file behind."""
     path = Path(text)
-    new = not path.exists()
     try:
+        new = not path.exists()
         path.open("a").close()
         if new:
             path.unlink()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # a null byte is a ValueError
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} cannot be written: {reason(error)}") from None
     return path
 
 

@@ -10,7 +10,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from .arguments import Help, count, output_file, positive, size, sweep
+from .arguments import Help, count, output_file, positive, size, sweep, with_options
 
 if TYPE_CHECKING:
     from ..machines.hardware import Hardware
@@ -158,7 +158,7 @@ def _plan(arguments: argparse.Namespace, machine: Hardware) -> int:
         plan, headline = _make(arguments, machine, arguments.gpu_budget or machine.default_budget_bytes)
     except InfeasibleBudget as error:
         if not arguments.quiet:
-            screen.print(pairs([("fits", Text.assemble(("no", "red"), f": {error}"))]))
+            screen.print(pairs([("fits", Text.assemble(("no", "red"), f": {with_options(str(error))}"))]))
         return _DOES_NOT_FIT
     if arguments.json is not None:
         plan.save(arguments.json)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import reprlib
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ import yaml
 
 from ..errors import OffmateError
 from ..files import write_whole
-from ..sizes import parse_bytes
+from ..sizes import parse_budget
 
 SCHEDULES = ("cosine", "linear", "constant")
 OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")
@@ -176,7 +177,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         data = yaml.safe_load(path.read_text())
     except FileNotFoundError:
         raise OffmateError(f"{path}: no such configuration file") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:  # no UTF-8, or a null byte in the name
         raise OffmateError(f"{path}: cannot be read as YAML: {error}") from None
     except RecursionError:
         raise OffmateError(f"{path}: cannot be read as YAML: its lists are nested too deeply") from None
@@ -254,7 +255,7 @@ def _whole(name: str, value: Any, least: int, most: int = _MOST) -> None:
 
 
 def _number(name: str, value: Any, least: float, *, above: bool = False, below: float = math.inf) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST
+    good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if not good or value < least or (above and value <= least) or value >= below:
         upper = f" and less than {below:g}" if math.isfinite(below) else ", and finite"
         raise OffmateError(
@@ -276,6 +277,6 @@ def _size(name: str, value: str) -> None:
     if value == "auto":
         return
     try:
-        parse_bytes(value)
+        parse_budget(value)
     except (TypeError, ValueError) as error:
         raise OffmateError(f"{name}: {error}") from None

@@ -19,6 +19,8 @@ log = logging.getLogger("offmate")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-master": torch.bfloat16}
 
 _CHUNK_BYTES = 1 << 24
+# What reading a file raises that is not what it should be; torch raises RuntimeError for sizes that cannot be.
+_DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, RuntimeError)
 _SAFETENSORS = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -144,14 +146,17 @@ def _read_weights(folder: Path, dtype: torch.dtype, exact: list[str]) -> Iterato
     for file in _weight_files(folder):
         try:
             yield from _read_file(file, dtype, exact)
-        except (OSError, ValueError, KeyError) as error:
+        except _DAMAGE as error:
             raise OffmateError(f"{file}: damaged weights: {error}") from error
 
 
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        try:
+            files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except _DAMAGE as error:
+            raise OffmateError(f"{index}: a damaged index of weights: {type(error).__name__}: {error}") from error
     else:
         files = [folder / "model.safetensors"]
     for file in files:

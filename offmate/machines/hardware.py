@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
+import reprlib
 from dataclasses import dataclass, fields
 from importlib import resources
 from pathlib import Path
@@ -113,10 +115,14 @@ def load(name_or_path: str) -> Hardware:
 
     Raises: OffmateError naming the nearest names, or what is wrong in the file.
     """
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise OffmateError(
+            f"hardware is {reprlib.repr(name_or_path)}; it must be a name ({', '.join(names())}) or the path of a file"
+        )
+    name_or_path = os.fspath(name_or_path)
     if name_or_path in names():
         return _parse(json.loads((_folder() / f"{name_or_path}.json").read_text()), name_or_path)
-    path = Path(name_or_path)
-    if not path.is_file():
+    if not os.path.isfile(name_or_path):  # unlike Path.is_file, it never raises
         near = difflib.get_close_matches(name_or_path.lower(), names(), n=3, cutoff=0.4)
         hint = f"Did you mean {' or '.join(near)}? " if near else ""
         raise OffmateError(
@@ -124,9 +130,14 @@ def load(name_or_path: str) -> Hardware:
             "`offmate profile --json FILE` wrote"
         )
     try:
-        return _parse(json.loads(path.read_text()), name_or_path)
+        data = json.loads(Path(name_or_path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OffmateError(f"{name_or_path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise OffmateError(f"{name_or_path}: not JSON: {error}") from None
+    except RecursionError:
+        raise OffmateError(f"{name_or_path}: not JSON of a hardware file: its brackets are nested too deeply") from None
+    return _parse(data, name_or_path)
 
 
 def _folder() -> Any:
@@ -137,6 +148,9 @@ def _parse(data: Any, where: str) -> Hardware:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise OffmateError(f"{where}: not a hardware file of format {FORMAT}")
     figures = {key: _figure(data, key, where, least=0.0 if key == "launch_s" else 1.0) for key in _RATES}
+    shared_cores = data.get("shared_cores", False)
+    if not isinstance(shared_cores, bool):
+        raise OffmateError(f"{where}: shared_cores is {reprlib.repr(shared_cores)}; it must be true or false")
     products = data.get("matrix_flops_per_s")
     if not isinstance(products, dict) or "float32" not in products:
         raise OffmateError(f"{where}: matrix_flops_per_s must name at least float32")
@@ -147,7 +161,7 @@ def _parse(data: Any, where: str) -> Hardware:
             raise OffmateError(f"{where}: {key} is {optional[key]!r}; it must be 1 or more, or 0 if it is not known")
     return Hardware(
         name=str(data.get("name", where)),
-        device_memory_bytes=int(_figure(data, "device_memory_bytes", where)),
+        device_memory_bytes=int(_figure(data, "device_memory_bytes", where, least=1.0)),
         matrix_flops_per_s=flops,
         host_memory_bytes=int(optional["host_memory_bytes"]),
         host_memory_bytes_per_s=optional["host_memory_bytes_per_s"],
@@ -155,7 +169,7 @@ def _parse(data: Any, where: str) -> Hardware:
         manage_s=optional["manage_s"],
         instruction_s=optional["instruction_s"],
         per_copy_s=optional["per_copy_s"] if "per_copy_s" in data else _per_copy_s(data, where),
-        shared_cores=data.get("shared_cores") is True,
+        shared_cores=shared_cores,
         **figures,
     )
 
@@ -187,7 +201,7 @@ def _is_positive(value: object) -> bool:
 def _figure(data: dict[str, Any], key: str, where: str, least: float = 0.0) -> float:
     entry = data.get(key)
     if not isinstance(entry, dict) or "value" not in entry or not entry.get("source"):
-        raise OffmateError(f'{where}: {key} must be {{"value": number, "source": text}}, found {entry!r}')
+        raise OffmateError(f'{where}: {key} must be {{"value": number, "source": text}}, found {reprlib.repr(entry)}')
     value = entry["value"]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not (least <= value <= _LARGEST):
         words = "not negative" if least == 0 else f"{least:g} or more"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..runtime.replay.contents import is_bulk
+from ..runtime.torch_names.modules import bare_step
 
 # Long enough that starting the optimizer takes little of a chunk's time, and 8 MiB of float32.
 CHUNK_ELEMENTS = 2**21
@@ -51,7 +52,7 @@ def step_in_chunks(
             key: bulk[key].view(-1)[chunk] if key in bulk else value if advances else _copy(value)
             for key, value in state.items()
         }
-        kind.step(inner)
+        bare_step(kind)(inner)
         low[chunk].copy_(leaf)
         for key, value in given.items():
             if is_bulk(value):  # the first update makes tensors; later ones change them in place

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..runtime.torch_names.modules import bare_step
 from .chunks import may_be_cut, step_in_chunks
 from .lone import lone
 from .rows import works_by_element
@@ -73,7 +74,7 @@ class WithMasters:
             if self.factor is not None:
                 param.grad.mul_(self.factor)  # type: ignore[union-attr]
             leaf.grad = param.grad.float() if low else param.grad  # type: ignore[union-attr]
-            self._kind.step(inner)
+            bare_step(self._kind)(inner)
             if low:
                 param.copy_(leaf)
         state.update(inner.state[leaf])

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import OffmateError
 from ..runtime.torch_names import trees as pytree
-from ..runtime.torch_names.modules import state_at_construction
+from ..runtime.torch_names.modules import bare_step, state_at_construction
 from .lone import OWN, lone
 
 _STEPS = 3
@@ -97,7 +97,7 @@ def _trained(optimizer: torch.optim.Optimizer, groups: list[Group]) -> list[tupl
         for own in leaves:
             for leaf in own:
                 leaf.grad = (leaf.detach() * (step + 1)).cos()
-        base.step(single)
+        bare_step(base)(single)
         now = _extras(single)
         # The first step may set an attribute once, for example after a check of devices.
         changed = [k for k, v in now.items() if step > 0 and not _equal(v, before.get(k))]

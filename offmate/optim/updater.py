@@ -15,7 +15,7 @@ from ..machines.devices import EMULATED
 from ..machines.stopwatch import clock_of, launching_s
 from ..runtime.devices.cores import as_a_worker
 from ..runtime.replay.contents import is_bulk
-from ..runtime.torch_names.modules import state_at_construction
+from ..runtime.torch_names.modules import bare_step, state_at_construction
 from ..runtime.torch_names.scalers import check_and_unscale
 from .lone import lone
 from .masters import WithMasters
@@ -202,7 +202,7 @@ class Updater:
             # The optimizer itself has them only during the scaler's step, and a worker may come later.
             single.grad_scale = self.grad_scales.get(leaf.device.type)
             single.found_inf = torch.ones((), device=leaf.device) if skips else None
-        self.base.step(single)
+        bare_step(self.base)(single)
         # Some optimizers replace the dictionary instead of filling it.
         if single.state[leaf] is not state:
             state.update(single.state[leaf])

@@ -19,6 +19,8 @@ from ..solver.problem import Problem
 
 log = logging.getLogger("offmate")
 
+_MOST_SAMPLES = 1 << 24
+
 
 def batch_size_of(batch: Any) -> int:
     """Return how many samples a batch holds: the first dimension of its first tensor that has one.
@@ -53,9 +55,11 @@ def resized(batch: Any, batch_size: int) -> Any:
 
 def check_batch_size(batch_size: object) -> None:
     """Raise OffmateError if `batch_size` is neither "auto", None nor a whole number above 0."""
-    whole = isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size > 0
-    if not (whole or batch_size in ("auto", None)):
-        raise OffmateError(f'batch_size is {batch_size!r}; it must be a whole number above 0, or "auto"')
+    whole = isinstance(batch_size, int) and not isinstance(batch_size, bool) and 0 < batch_size <= _MOST_SAMPLES
+    if not (whole or batch_size is None or (isinstance(batch_size, str) and batch_size == "auto")):
+        raise OffmateError(
+            f'batch_size is {batch_size!r}; it must be a whole number above 0, at most {_MOST_SAMPLES:,}, or "auto"'
+        )
 
 
 def fastest_batch_size(problem: Problem, batch_size: int, time_limit_s: float, gap: float, say: Progress) -> int:

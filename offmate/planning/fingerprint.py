@@ -14,7 +14,7 @@ from ..capture.model import Traced, structure
 from ..config import Config
 from ..guards.surroundings import kernel_settings
 from ..machines.allocator import allocator_words
-from ..machines.devices import accelerator, words
+from ..machines.devices import EMULATED, accelerator, words
 from ..machines.hardware import Hardware
 from ..optim.identity import identity_of
 from ..optim.updater import Updater
@@ -65,6 +65,8 @@ def differences(plan: Plan, request: Request, planned: bool) -> list[str]:
     """
     there, updates = plan.schedule, request.config.updates
     found = []
+    if plan.problem is not None and plan.problem.rates.shared_cores != (request.device == EMULATED):
+        found.append(f"plan for another machine (hardware=), now for {request.device}")
     if plan.problem is not None and (plan.problem.update == "planned") != planned:
         found.append("plan without optimizer=, now with" if planned else "plan with optimizer=, now without")
     if there.micro_batches != request.micro_batches:

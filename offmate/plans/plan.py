@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from ..files import write_whole
+from ..errors import ArgumentTypeError
+from ..files import as_path, write_whole
 from ..lowering.stored import StoredClass
 from ..reports.chrome_trace import save_trace
 from ..reports.frame import schedule_frame
@@ -98,6 +99,8 @@ class Plan:
 
         It holds for plans whose copies and host updates keep to the program's steps; a schedule's may cross them.
         """
+        if not self.lower_bound_s:
+            return "it is not known how much faster a plan can be"
         if self.lower_bound_s > self.predicted_step_s * 1.001:
             return f"copies that cross steps make it faster than the program's bound of {self.lower_bound_s:.3g} s"
         words = f"no plan is faster than {self.lower_bound_s:.3g} s"
@@ -193,7 +196,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, whole or not at all."""
-        write_whole(Path(path), to_text(self))
+        write_whole(path, to_text(self))
 
     def timeline(self, name: str = "predicted") -> Timeline:
         """Return the predicted iteration as plain data, including fixed bytes; its peak is `predicted_peak_bytes`."""
@@ -201,6 +204,7 @@ class Plan:
 
     def diff(self, other: Plan) -> PlanDiff:
         """Compare with another plan; the result prints as sentences, and `.table()` is for rich."""
+        check_plan(other)
         return diff(_compared(self), _compared(other))
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
@@ -240,7 +244,15 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
     Raises: PlanFileError if the file is not a plan, is damaged, or is of another version.
     """
-    return Plan(**read(Path(path)))
+    return Plan(**read(as_path(path)))
+
+
+def check_plan(plan: object) -> None:
+    """Raise ArgumentTypeError unless a user gives a plan where one is needed."""
+    if not isinstance(plan, Plan):
+        raise ArgumentTypeError(
+            f"{reprlib.repr(plan)} is a {type(plan).__name__}, not a plan; offmate.plan and offmate.load_plan give one"
+        )
 
 
 def _compared(plan: Plan) -> Compared:

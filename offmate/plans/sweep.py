@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ..sizes import parse_bytes
+from ..errors import ArgumentTypeError, ArgumentValueError
+from ..sizes import parse_budget
 from ..solver.plan import plan as solve_problem
 from ..solver.problem import Problem
-from .plan import Plan
+from .plan import Plan, check_plan
+
+_LONGEST_S = 1e9
 
 
 @dataclass(frozen=True)
@@ -45,12 +49,21 @@ def sweep(plan: Plan, budgets: Iterable[int | str], time_limit_s: float = 20.0) 
     than an earlier one with less memory.
 
     Returns: one point per budget, as they are found.
-    Raises: ValueError if the plan holds no problem (a forward-only plan).
+    Raises: ArgumentTypeError, ArgumentValueError if the plan holds no problem (a forward-only plan), a budget is no
+        size, or the time limit is no number above 0.
     """
+    check_plan(plan)
+    if isinstance(budgets, str | bytes) or not isinstance(budgets, Iterable):
+        raise ArgumentTypeError(f"budgets is {reprlib.repr(budgets)}; it must be a list of sizes, such as ['4GiB']")
+    number = isinstance(time_limit_s, int | float) and not isinstance(time_limit_s, bool)
+    if not number or not 0 < time_limit_s <= _LONGEST_S:
+        raise ArgumentValueError(
+            f"time_limit_s is {reprlib.repr(time_limit_s)}; it must be in seconds, above 0, at most {_LONGEST_S:g}"
+        )
     if plan.problem is None:
-        raise ValueError("this plan is forward-only; it has no training step to sweep over")
+        raise ArgumentValueError("this plan is forward-only; it has no training step to sweep over")
     best: SweepPoint | None = None
-    for budget_bytes in map(parse_bytes, budgets):
+    for budget_bytes in map(parse_budget, budgets):
         point = SweepPoint(budget_bytes, plan.least_budget_bytes)
         if budget_bytes < plan.least_budget_bytes:
             yield point

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from ..files import write_whole
@@ -22,7 +21,7 @@ def save_trace(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> N
     ----------
     timelines: must have different names. path: the file's path; it is written completely or not at all.
     """
-    write_whole(Path(path), json.dumps(trace(timelines), separators=(",", ":")))
+    write_whole(path, json.dumps(trace(timelines), separators=(",", ":")))
 
 
 def trace(timelines: Sequence[Timeline]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from html import escape
-from pathlib import Path
 
 from ..files import write_whole
 from ..sizes import format_bytes
@@ -30,7 +29,7 @@ def save_document(
     timelines: Sequence[Timeline], title: str, lines: Sequence[str], path: str | os.PathLike[str]
 ) -> None:
     """Write the page that `document` makes, completely or not at all."""
-    write_whole(Path(path), document(timelines, title, lines))
+    write_whole(path, document(timelines, title, lines))
 
 
 def document(timelines: Sequence[Timeline], title: str, lines: Sequence[str] = ()) -> str:

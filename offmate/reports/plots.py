@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..errors import ArgumentValueError
 from ..sizes import format_bytes
 from ..solver.schedule import Schedule
 from .colours import KIND_COLOURS, STALL_COLOUR, block_colour
@@ -143,7 +144,7 @@ def plot_sweep(plans: Iterable[Point] | Mapping[str, Iterable[Point]], ax: Axes 
     curves = plans if isinstance(plans, Mapping) else {"": plans}
     sorted_plans = {name: _that_fit(some) for name, some in curves.items()}
     if not any(sorted_plans.values()):
-        raise ValueError("plot_sweep needs at least one plan that fits")
+        raise ArgumentValueError("plot_sweep needs at least one plan that fits")
     ax = ax or _axes(7, 4)
     for name, curve in sorted_plans.items():
         budgets = [plan.budget_bytes for plan in curve]

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..errors import PlanFileError
-from ..files import write_whole
+from ..files import as_path, write_whole
 from ..plans.plan import Plan, load_plan
 from ..plans.trace import Trace
 from ..runtime.clocks import clock_of
@@ -79,8 +79,8 @@ class Handle:
     def save_plans(self, folder: str | os.PathLike[str]) -> None:
         """Write the plans for training and the split of updates into a folder, for `load_plans` in a later run."""
         for plan in self.plans:
-            plan.save(Path(folder, f"{plan.fingerprint}.json"))
-        write_whole(Path(folder, _SPLIT), json.dumps(self.split.to_dict()))
+            plan.save(Path(as_path(folder), f"{plan.fingerprint}.json"))
+        write_whole(Path(as_path(folder), _SPLIT), json.dumps(self.split.to_dict()))
 
     def load_plans(self, folder: str | os.PathLike[str]) -> None:
         """Use the plans in a folder where they fit a batch, instead of searching; damaged ones are left out.
@@ -91,10 +91,10 @@ class Handle:
 
         Raises: PlanFileError if the split is damaged.
         """
-        files = sorted(Path(folder).glob("*.json"))
+        files = sorted(as_path(folder).glob("*.json"))
         if not files:
             log.warning("%s holds no plans and no split of updates, so everything is decided anew", folder)
-        split = _load_split(Path(folder, _SPLIT))
+        split = _load_split(Path(as_path(folder), _SPLIT))
         for file in files:
             if file.name == _SPLIT:
                 continue
@@ -136,7 +136,7 @@ def _load_split(path: Path) -> Split:
         return Split.from_dict(json.loads(path.read_text()))
     except FileNotFoundError:
         return Split()
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise PlanFileError(
             f"{path}: who updates which parameter cannot be read ({error!r}), and on a card the last bits depend on "
             "it. Remove the file to have it decided anew"

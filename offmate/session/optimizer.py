@@ -45,14 +45,14 @@ class PlannedOptimizer:
             self._offmate.updates.step_assigned(self)
             return
         before, after = step_hooks(self)
-        for hook in before.values():
+        for hook in before:
             hook(self, (), {})
         found_inf = getattr(self, "found_inf", None)  # a scaler sets it for the time of a step
         if found_inf is not None and bool(found_inf):
             self._offmate.updates.skip()
         else:
             self._offmate.updates.step()
-        for hook in after.values():
+        for hook in after:
             hook(self, (), {})
 
     def zero_grad(self, set_to_none: bool = True) -> None:

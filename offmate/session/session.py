@@ -168,7 +168,7 @@ class Session:
         result, by_products = variant.returned(outputs)
         try:
             deliver(by_products, self.watch)
-        except Exception:
+        except BaseException:  # Ctrl-C, too
             log.warning(
                 "a forward hook raised an error after the whole forward had run; plain PyTorch stops at the hook, but "
                 "here all of its random numbers are drawn and all of its buffers are written"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules import module as _module
+from torch.optim import optimizer as _optimizer
 
 PARAMETERS, BUFFERS, MODULES = TABLES = ("_parameters", "_buffers", "_modules")
 """A module's dictionaries of its own members; the public generators do not show aliases and replacements."""
@@ -35,6 +36,9 @@ CALL = "_call_impl"
 _GLOBAL_HOOKS = (
     "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks",
 )  # fmt: skip
+
+_GLOBAL_STEP_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+_HOOKED = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__  # of the wrapper that every class gets
 
 _WRAPPED = "_wrapped_by_lr_sched"
 _STEPPED = "_opt_called"
@@ -79,10 +83,18 @@ def _adagrad_begins_with_states() -> bool:
     return bool(torch.optim.Adagrad([torch.zeros(1)]).state)
 
 
-def step_hooks(optimizer: Any) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Give an optimizer's dictionaries of hooks before and after its step."""
-    before, after = STEP_HOOKS
-    return vars(optimizer)[before], vars(optimizer)[after]
+def step_hooks(optimizer: Any) -> tuple[list[Any], list[Any]]:
+    """Give the hooks before and after an optimizer's step in torch's order: its own, and those of all optimizers."""
+    (before, after), (all_before, all_after) = STEP_HOOKS, _GLOBAL_STEP_HOOKS
+    first, last = getattr(_optimizer, all_before).values(), getattr(_optimizer, all_after).values()
+    return [*first, *vars(optimizer)[before].values()], [*vars(optimizer)[after].values(), *last]
+
+
+def bare_step(kind: type[Any]) -> Callable[[Any], Any]:
+    """Give the step of a class of optimizers without the wrapper that calls hooks, also those of all optimizers."""
+    step: Any = kind.step
+    wrapped: Callable[[Any], Any] = step.__wrapped__ if getattr(step, "__code__", None) is _HOOKED else step
+    return wrapped
 
 
 def note_step(optimizer: Any) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
+from ...errors import OffmateError
+
 if TYPE_CHECKING:
     from ..answer import RawAnswer
     from ..linear import LinearModel
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 INSTALL = {"highs": "pip install 'pulp<4' highspy", "cbc": "pip install 'pulp<4'"}
 
 
-class BackendError(ImportError):
+class BackendError(OffmateError):
     """A solver that is unknown or not installed; the message names what to install."""
 
 

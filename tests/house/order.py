@@ -12,6 +12,7 @@ from .imports import ROOT, arrows, folder_of, modules
 
 # Data and entry points stand at a package's root, mechanisms in its folders. A room imports itself and rooms above.
 ROOMS = (
+    "offmate.errors",  # what is refused; everything else may raise it
     # solver: plain numbers, no torch
     "offmate.solver",
     "offmate.solver.resources",
@@ -60,7 +61,6 @@ ROOMS = (
     "offmate.runtime.replay",
     "offmate.runtime.operators",
     # offmate: from a model and a batch to a plan, and a session that trains by it
-    "offmate.errors",
     "offmate.sizes",
     "offmate.files",
     "offmate.split",

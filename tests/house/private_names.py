@@ -64,6 +64,8 @@ NAMES: dict[str, dict[str, str]] = {
         "torch._C._nn._parse_to": "model.to(dtype)",
         "torch.optim.Optimizer._optimizer_step_pre_hooks": "updating one parameter without the user's hooks",
         "torch.optim.Optimizer._optimizer_step_post_hooks": "updating one parameter without the user's hooks",
+        "torch.optim.optimizer._global_optimizer_pre_hooks": "hooks on the steps of all optimizers",
+        "torch.optim.optimizer._global_optimizer_post_hooks": "hooks on the steps of all optimizers",
         "torch.optim.Optimizer._opt_called": "schedulers that do not warn of a missing step",
         "torch.optim.Optimizer.step._wrapped_by_lr_sched": "schedulers made before compiling",
     },

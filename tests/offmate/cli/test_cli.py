@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from offmate import __version__, cli
-from offmate.cli.arguments import output_file
-from offmate.errors import DeviceError
+from offmate.cli.arguments import output_file, with_options
+from offmate.errors import DeviceError, InfeasibleBudget
 
 
 def refused(capsys, *argv: str) -> str:
@@ -63,7 +63,7 @@ def test_a_verb_is_needed(capsys):
         (("--gpu-budget", "12Gb"), "'12Gb' is a size in bits"),
         (("--gpu-budget", "a lot"), "'a lot' is not a size"),
         (("--gpu-budget", "0"), "less than one byte"),
-        (("--steps", "0"), "'0' is not a whole number of at least 1"),
+        (("--steps", "0"), "'0' is not a whole number from 1 to"),
         (("--steps", "2.5"), "'2.5' is not a whole number"),
         (("--device", "a card"), "'a card' is not a device"),
         (("--json", "/no/such/folder/out.json"), "'/no/such/folder/out.json' cannot be written: No such file"),
@@ -80,7 +80,16 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
     assert 'pip install "offmate[hf]"' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("error", "status"), [(DeviceError("no device"), 1), (KeyboardInterrupt(), 130)])
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (DeviceError("no device"), 1),
+        (InfeasibleBudget("raise gpu_budget", 1), 1),
+        (OSError(28, "No space left on device", "a.json"), 1),
+        (OSError(28, "No space left on device"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
 def test_errors_become_one_line_and_a_status(monkeypatch, capsys, error, status):
     def fail(arguments):
         raise error
@@ -90,6 +99,27 @@ def test_errors_become_one_line_and_a_status(monkeypatch, capsys, error, status)
     captured = capsys.readouterr().err
     assert captured.startswith("offmate: ")
     assert len(captured.splitlines()) == 1
+
+
+def test_a_reader_that_has_gone_is_no_error(monkeypatch, capfd):
+    """As with `offmate plan ... | head`; Python then flushes its output into nothing."""
+
+    def gone(arguments):
+        raise BrokenPipeError
+
+    put = []
+    monkeypatch.setattr(cli, "_demo", gone)
+    monkeypatch.setattr(cli.os, "dup2", lambda *numbers: put.append(numbers))
+    assert cli.main(["demo"]) == 1
+    assert len(put) == 1 and capfd.readouterr().err == ""
+
+
+def test_messages_about_budgets_name_options():
+    told = with_options(
+        "raise gpu_budget or cpu_budget, or keep fewer outputs (Config(outputs=...)); left open by "
+        "Config(updates='auto') it would do"
+    )
+    assert told == "raise --gpu-budget or --cpu-budget; left open by a new run it would do"
 
 
 def test_arguments_are_read_without_loading_torch():

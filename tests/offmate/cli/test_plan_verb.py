@@ -107,6 +107,7 @@ def test_a_budget_that_does_not_fit(monkeypatch, cache, capsys):
     assert run(monkeypatch, cache, "tiny-llama", "--gpu-budget", "1MiB") == 1
     words = " ".join(capsys.readouterr().out.split())
     assert "fits no: a budget of 1 MiB cannot work; the least that does is" in words
+    assert "Raise --gpu-budget" in words and "Config(" not in words and "gpu_budget" not in words
 
 
 def test_a_sweep_shows_the_curve(monkeypatch, cache, capsys, tmp_path):
@@ -156,7 +157,10 @@ def test_names_and_sizes_that_make_no_sense(monkeypatch, cache, capsys, argv, sa
     ("argv", "said"),
     [
         (("--gpu-budget", "12Gb"), "size in bits"),
-        (("--batch", "0"), "at least 1"),
+        (("--batch", "0"), "from 1 to 1,000,000,000"),
+        (("--batch", "9" * 5000), "from 1 to 1,000,000,000"),
+        (("--gpu-budget", "12"), "did you mean 12GiB?"),
+        (("--json", "a\0b"), "cannot be written"),
         (("--sweep", "6GiB"), "LOW:HIGH:STEP"),
         (("--sweep", "8GiB:6GiB:1GiB"), "starts above its end"),
         (("--sweep", "1GiB:2GiB:1MiB"), "more than 64 budgets"),
@@ -305,5 +309,5 @@ def test_a_norm_is_above_0(monkeypatch, cache, capsys, norm):
 def test_many_micro_batches_are_planned_and_absurdly_many_refused(monkeypatch, cache, capsys):
     assert run(monkeypatch, cache, "tiny-llama", "--gpu-budget", "12MiB", "--accumulation", "1000000") == 0
     assert "1000000 micro-batches" in " ".join(capsys.readouterr().out.split())
-    assert run(monkeypatch, cache, "tiny-llama", "--gpu-budget", "12MiB", "--accumulation", "9" * 20) == 1
+    assert run(monkeypatch, cache, "tiny-llama", "--gpu-budget", "12MiB", "--accumulation", "9" * 9) == 1
     assert "it must be a whole number from 1 to 1,000,000" in capsys.readouterr().err

@@ -392,6 +392,20 @@ def test_damaged_and_missing_weights(base, tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(OffmateError, match="must be in safetensors"):
         load_model(tmp_path, torch.float32)
+    for header in (
+        b"[]",
+        b"3",
+        b'{"a": 3}',
+        b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0]}}',
+        b"[" * 50_000,
+    ):
+        (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        with pytest.raises(OffmateError, match="damaged weights"):
+            load_model(tmp_path, torch.float32)
+    for index in ("[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "[" * 100_000):
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(OffmateError, match="a damaged index of weights"):
+            load_model(tmp_path, torch.float32)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------

@@ -355,16 +355,17 @@ def test_a_hook_that_fails_without_values_is_named():
         world.step()
 
 
-def test_an_error_of_a_hook_says_that_the_whole_forward_has_run(caplog):
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_an_error_of_a_hook_says_that_the_whole_forward_has_run(caplog, error):
     world = World(True)
     world.step()
 
     def fails(module, given, out):
         if not torch.compiler.is_exporting():
-            raise KeyError("the user's own")
+            raise error("the user's own")
 
     handle = world.model.layers[1].register_forward_hook(fails)
-    with pytest.raises(KeyError, match="own"), caplog.at_level("WARNING", "offmate"):
+    with pytest.raises(error, match="own"), caplog.at_level("WARNING", "offmate"):
         world.step()
     assert "all of its random numbers are drawn" in caplog.text
     handle.remove()

@@ -56,7 +56,7 @@ def test_unknown_and_damaged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("in_bytes_per_s", 0), ("cpu_update_bytes_per_s", 0), ("memory_bytes_per_s", 10**400),
+    [("in_bytes_per_s", 0), ("device_memory_bytes", 0), ("cpu_update_bytes_per_s", 0), ("memory_bytes_per_s", 10**400),
      ("host_memory_bytes_per_s", 1e-300), ("host_memory_bytes_per_s", -1), ("launch_s", float("nan"))],
 )  # fmt: skip
 def test_figures_that_no_machine_has(tmp_path: Path, key: str, value: float) -> None:
@@ -65,6 +65,25 @@ def test_figures_that_no_machine_has(tmp_path: Path, key: str, value: float) -> 
     path.write_text(json.dumps(data | {key: {"value": value, "source": "x"}}))
     with pytest.raises(OffmateError, match=f"{key} is .*must be"):
         load(str(path))
+
+
+@pytest.mark.parametrize("shared", ["yes", 1, None, []])
+def test_shared_cores_are_true_or_false(tmp_path: Path, shared: object) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(json.loads((FOLDER / "h100.json").read_text()) | {"shared_cores": shared}))
+    with pytest.raises(OffmateError, match=r"shared_cores is .*; it must be true or false"):
+        load(str(path))
+
+
+def test_files_that_are_deep_or_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    for content, words in ((b"[" * 100_000, "nested too deeply"), (b"\xff", "not JSON")):
+        path.write_bytes(content)
+        with pytest.raises(OffmateError, match=words):
+            load(str(path))
+    for name in ("a" * 300, "a\0b"):
+        with pytest.raises(OffmateError, match="is not known"):
+            load(name)
 
 
 def test_updates_of_float32_copies_cost_what_they_cost(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from offmate.runtime.devices.emulated import EmulatedDevice
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import offmate
 from offmate import OffmateError, ProtocolError
@@ -683,3 +684,24 @@ def test_step_hooks_run():
     loop.optimizer.register_step_post_hook(lambda *a: seen.append("after"))
     loop.step(1)
     assert seen == ["before", "after"]
+
+
+def test_hooks_of_all_optimizers_run_once_a_step_with_the_users_optimizer():
+    seen = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda optimizer, *_: seen.append(("all before", optimizer))),
+        register_optimizer_step_post_hook(lambda optimizer, *_: seen.append(("all after", optimizer))),
+    ]
+    try:
+        loop = compiled(steps=1)
+        loop.optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(("own before", optimizer)))
+        loop.optimizer.register_step_post_hook(lambda optimizer, *_: seen.append(("own after", optimizer)))
+        loop.step(1)
+        loop.model.offmate.sync()
+    finally:
+        for handle in handles:
+            handle.remove()
+    words = ["all before", "all after", "all before", "own before", "own after", "all after"]
+    assert [word for word, _ in seen] == words
+    assert all(optimizer is loop.optimizer for _, optimizer in seen)
+    assert_same(loop, plain(2))

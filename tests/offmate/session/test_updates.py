@@ -267,6 +267,7 @@ def test_what_pins_the_split_is_known_before_the_first_batch(tmp_path: Any, capl
 
 def test_a_damaged_split_is_named(tmp_path: Any) -> None:
     trained(planned("auto")).model.offmate.save_plans(tmp_path)
-    (tmp_path / "split.json").write_text("{")
-    with pytest.raises(offmate.PlanFileError, match=r"split\.json.*Remove the file"):
-        resumed(tmp_path, AMPLE)
+    for text in ("{", "[]", "{}", '{"host": 3, "device": []}', "[" * 100_000):
+        (tmp_path / "split.json").write_text(text)
+        with pytest.raises(offmate.PlanFileError, match=r"split\.json.*Remove the file"):
+            resumed(tmp_path, AMPLE)
