@@ -26,13 +26,15 @@ from ..runtime.torch_names.tracing import FakeTensor
 from ..transformers_names import forwards_as_in_eager
 from . import batch_decisions
 from .byproducts import ByProduct
-from .data_dependent import MadeFromValues, line_of, named
+from .data_dependent import LineWanted, named
 from .effects import updates_stats, writes
 from .fake import fake_batch, faked
 from .functions import functions_kept
 from .hooks import only_packages_hooks
+from .inner_calls import inner_calls_followed
 from .kv_caches import caches_dropped
 from .losses import tile_losses
+from .not_exported import refusal
 from .observe import Observer, check_kept, check_settled
 from .outputs import as_kept, output_names, outputs_of
 from .tidy import tidy
@@ -146,7 +148,7 @@ def capture(
     try:
         with tracing.without_stack_traces():
             return _capture(model, args, kwargs, real, device)
-    except MadeFromValues:
+    except LineWanted:
         # To note the model's line for every operator is a fifth of what exporting takes, and only this error shows one.
         return _capture(model, args, kwargs, real, device)
 
@@ -159,7 +161,7 @@ def _capture(
     device: torch.device | None,
 ) -> Captured:
     args, kwargs = pytree.tree_map(_distinct, (args, kwargs))
-    with rng_untouched(device), _checkpointing_off(model), python_restored(model):
+    with rng_untouched(device), _checkpointing_off(model), python_restored(model), inner_calls_followed():
         with python_restored(model), only_packages_hooks(model):
             taken = batch_decisions.record(model, *(real or pytree.tree_map(_on_host, (args, kwargs))))
         with _on_device(model, args, kwargs, device) as batch, batch_decisions.hold(taken), caches_dropped(model):
@@ -295,13 +297,7 @@ def _export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     except CaptureError:
         raise
     except Exception as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CaptureError(
-            f"{type(model).__name__} does not export{line_of(error)}: {type(error).__name__}: {first}. torch.export "
-            "follows no branch on a tensor's values, no data-dependent shape and no object it does not know (a cache, "
-            "for example); run torch.export.export(model, args, kwargs, strict=False) to see its full message, replace "
-            "that construct, or choose attn_implementation='sdpa' or 'eager' for a Hugging Face model"
-        ) from error
+        raise refusal(model, error) from error
 
 
 def _caches_as_in_eager() -> contextlib.AbstractContextManager[Any]:

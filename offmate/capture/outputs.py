@@ -62,7 +62,9 @@ def _paths(result: Any) -> list[tuple[tuple[str, ...], int]]:
     try:
         leaves, _ = pytree.tree_flatten_with_path(result)
         names = ("key", "idx", "name")
-        return [(tuple(str(next((getattr(k, n) for n in names if hasattr(k, n)), k)) for k in p), at) for p, at in leaves]
+        return [
+            (tuple(str(next((getattr(k, n) for n in names if hasattr(k, n)), k)) for k in p), at) for p, at in leaves
+        ]
     except ValueError:
         # diffusers registers its outputs, which are dictionaries, without paths.
         items = result.items() if isinstance(result, dict) else enumerate(pytree.tree_leaves(result))

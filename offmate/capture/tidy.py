@@ -10,6 +10,7 @@ from torch import fx
 from ..runtime.torch_names.operators import ASSERTIONS, OpOverload, is_composite
 from .data_dependent import check_sizes
 from .effects import base_of, has_effect, updates_stats, writes, written_into
+from .not_exported import check_dense_tensors
 
 
 def tidy(graph: fx.Graph) -> None:
@@ -17,13 +18,14 @@ def tidy(graph: fx.Graph) -> None:
 
     Readers of an operator that returns the buffer it writes then read the buffer.
 
-    Raises: CaptureError if a size, or a number that is needed, depends on values.
+    Raises: CaptureError if a size, or a number that is needed, depends on values, or if a tensor is not dense.
     """
     for node in list(graph.nodes):
         if str(node.target).startswith(ASSERTIONS):
             graph.erase_node(node)
     graph.eliminate_dead_code(is_impure_node=has_effect)
     check_sizes(graph)
+    check_dense_tensors(graph)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
