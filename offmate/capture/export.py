@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -40,6 +40,8 @@ from .outputs import as_kept, output_names, outputs_of
 from .tidy import tidy
 
 log = logging.getLogger("offmate")
+
+_HELD = (InputKind.PARAMETER, InputKind.BUFFER)
 
 _instances = itertools.count(1)
 
@@ -184,12 +186,18 @@ def _capture(
             "the model holds script objects (a random generator of its own is one) or effect tokens, which cannot be "
             "replayed; draw from torch's default generator"
         )
-    outputs = as_kept(graph, outputs_of(program, graph), observed)
+    every = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    read = {kind: {name: every[target] for name, target in kinds[kind].items()} for kind in _HELD}
+    params = _tied(read[InputKind.PARAMETER], model.named_parameters(), graph)
+    outputs = _as_views(graph, as_kept(graph, outputs_of(program, graph), observed), params)
     check_kept(observed, graph, outputs, _fixed(kinds, graph, program, observed))
     return Captured(
         graph=graph,
-        params=_tied(model, graph, kinds[InputKind.PARAMETER]),
-        buffers=kinds[InputKind.BUFFER],
+        params=params,
+        buffers=_tied(read[InputKind.BUFFER], model.named_buffers(), graph),
         constants={name: program.constants[target] for name, target in kinds[InputKind.CONSTANT_TENSOR].items()},
         inputs=tuple(inputs),
         outputs=outputs,
@@ -224,17 +232,36 @@ def _fixed(kinds: dict[InputKind, dict[str, Any]], graph: fx.Graph, program: Any
     return frozenset({*constants, *kinds[InputKind.BUFFER]} - written)
 
 
-def _tied(model: torch.nn.Module, graph: fx.Graph, params: dict[str, str]) -> dict[str, str]:
-    """Map placeholder names to canonical parameter names, merging the placeholders of a tied weight."""
-    canonical = {param: name for name, param in model.named_parameters()}
-    every = dict(model.named_parameters(remove_duplicate=False))
+def _tied(own: dict[str, Any], distinct: Iterable[tuple[str, Any]], graph: fx.Graph) -> dict[str, str]:
+    """Map placeholder names to canonical names, merging the placeholders of a tensor that has several names.
+
+    Parameters
+    ----------
+    own: placeholder -> tensor. distinct: name and tensor, once per tensor.
+    """
+    canonical = {id(tensor): name for name, tensor in distinct}
     first: dict[str, fx.Node] = {}
     for node in graph.nodes:
-        if node.op == "placeholder" and node.name in params:
-            same = first.setdefault(canonical[every[params[node.name]]], node)
+        if node.op == "placeholder" and node.name in own:
+            same = first.setdefault(canonical[id(own[node.name])], node)
             if same is not node:
                 node.replace_all_uses_with(same)
     return {node.name: name for name, node in first.items()}
+
+
+def _as_views(graph: fx.Graph, outputs: tuple[Any, ...], params: dict[str, str]) -> tuple[Any, ...]:
+    """Return the outputs, in which a view stands for a parameter that the model returns: a replay returns copies."""
+    nodes = {node.name: node for node in graph.nodes}
+    found = []
+    for output in outputs:
+        if output in params:
+            value = nodes[output].meta["val"]
+            with graph.inserting_before(next(node for node in graph.nodes if node.op == "output")):
+                view = graph.call_function(torch.ops.aten.view.default, (nodes[output], list(value.shape)))
+            view.meta |= {"val": value, "region": Region(torch.is_grad_enabled())}
+            output = view.name
+        found.append(output)
+    return tuple(found)
 
 
 def _distinct(leaf: Any) -> Any:

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 
 from ..errors import CaptureError
+from ..runtime.torch_names.autograd import backward_under_way
 from ..runtime.torch_names.modules import conversion
 from ..runtime.torch_names.tracing import checkpoints_as_calls
 from .data_dependent import line_now
@@ -35,7 +36,9 @@ def inner_calls_followed() -> Iterator[None]:
 
 def _refused(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def refused(*args: Any, **kwargs: Any) -> Any:
-        if str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0] in _OWN:
+        own = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0] in _OWN
+        # The backward of a custom function may take gradients; it is no part of the forward.
+        if own or backward_under_way() != -1:
             return original(*args, **kwargs)
         raise CaptureError(
             f"the forward calls {name}(){line_now()}, but a graph of the forward holds no backward, so that its "

@@ -18,21 +18,21 @@ _SPARSE = (
     "(tensor.to_dense()), or multiply by it before the call and pass the product"
 )
 _VMAP = (
-    "torch.vmap or a transform of torch.func, whose tensors stand for others and have no memory of their own. Write the "
-    "batch as a dimension of the tensors (torch.einsum, torch.bmm, broadcasting), or loop over it"
+    "torch.vmap or a transform of torch.func, whose tensors stand for others and have no memory of their own. Write "
+    "the batch as a dimension of the tensors (torch.einsum, torch.bmm, broadcasting), or loop over it"
 )
 _REASONS = (
     ("do not have strides", f"it reads {_SPARSE}"),
     ("functorch", f"it uses {_VMAP}"),
     (
         "Couldn't swap",
-        "it converts a module (.to(), .float(), .half(), .cuda()) while it runs, which replaces parameters; a plan moves "
-        "and updates those that there are. Convert the module before offmate.compile",
+        "it converts a module (.to(), .float(), .half(), .cuda()) while it runs, which replaces parameters; a plan "
+        "moves and updates those that there are. Convert the module before offmate.compile",
     ),
     (
         "fake tensor in the exported program constant's list",
-        "it reads the `.data` of a parameter, or another tensor that a trace does not see being made. Use the parameter "
-        "itself (under torch.no_grad(), or detached), and write into parameters outside of the forward",
+        "it reads the `.data` of a parameter, or another tensor that a trace does not see being made. Use the "
+        "parameter itself (under torch.no_grad(), or detached), and write into parameters outside of the forward",
     ),
     (
         "Unsupported input type",
@@ -73,8 +73,8 @@ def check_dense_tensors(graph: fx.Graph) -> None:
             raise LineWanted(f"the forward {what}{line_of_node(node)}, {_SPARSE}")
         if _gives_sparse_gradient(node):
             raise LineWanted(
-                f"{node.target}{line_of_node(node)} is called with sparse=True, so that the gradient of its weight is a "
-                "sparse tensor, which cannot be planned; call it with sparse=False"
+                f"{node.target}{line_of_node(node)} is called with sparse=True, so that the gradient of its weight is "
+                "a sparse tensor, which cannot be planned; call it with sparse=False"
             )
 
 

@@ -12,6 +12,8 @@ from .data_dependent import check_sizes
 from .effects import base_of, has_effect, updates_stats, writes, written_into
 from .not_exported import check_dense_tensors
 
+_COPY = torch.ops.aten.copy_.default
+
 
 def tidy(graph: fx.Graph) -> None:
     """Drop assertions, operators that return their argument, and dead code (random and writing operators stay).
@@ -36,6 +38,9 @@ def tidy(graph: fx.Graph) -> None:
         elif (target := written_into(node)) is not None and base_of(target).op == "placeholder":
             # Readers of the write's result then read the buffer, which every block can reach.
             node.replace_all_uses_with(target)
+            if node.target is _COPY and node.args[0] is node.args[1]:
+                # `self.n += 1` sets the buffer to itself, which writes nothing in eager mode.
+                graph.erase_node(node)
     graph.eliminate_dead_code(is_impure_node=has_effect)
 
 
