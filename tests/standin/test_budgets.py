@@ -1,0 +1,29 @@
+"""What torch's own allocator reserves, and what a step asks of a card."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from .cases import CASES
+from .loops import training
+
+pytestmark = pytest.mark.timeout(120)
+N_STEPS = 6
+STEADY = 3  # steps after which nothing is new
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_reserved_and_what_a_step_asks_for(name, cache_dir):
+    """No more is reserved than predicted; a steady step allocates nothing and makes the host wait once at most."""
+    with training(CASES[name], cache_dir) as loop:
+        steps = [loop.step() for _ in range(N_STEPS)]
+        plan, reserved = loop.plan, torch.cuda.max_memory_reserved(0)
+    steady = steps[STEADY:]
+    assert reserved <= plan.predicted_peak_bytes, "the allocator reserved more than the plan predicts"
+    assert plan.predicted_peak_bytes <= plan.budget_bytes, "the plan predicts more than its budget"
+    assert [step.allocations for step in steady] == [0] * len(steady), "a steady step takes memory of the card"
+    assert [step.host_allocations for step in steady] == [0] * len(steady), "a steady step pins memory"
+    assert max(step.syncs for step in steady) <= 1, "in a steady step the host waits for the card more than once"
+    asked = [(step.launches, step.products) for step in steady]
+    assert len(set(asked)) == 1, "steady steps launch different kernels or products"
