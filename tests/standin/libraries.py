@@ -97,5 +97,5 @@ def _version(version: str, names: set[str]) -> str:
 
 def _compile(target: Path, sources: list[Path], *flags: str | Path) -> None:
     compiler = "c++" if sources[0].suffix == ".cpp" else "cc"
-    command = [compiler, "-shared", "-fPIC", "-O1", *sources, *flags, "-o", target]
+    command = [compiler, "-shared", "-fPIC", "-O2", *sources, *flags, "-o", target]
     subprocess.run(command, check=True)

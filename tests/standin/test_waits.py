@@ -17,6 +17,8 @@ N_STEPS = 5
 # Slow enough that what does not wait for a copy comes before its end.
 SLOW = {"deferred": 1, "link_bytes_per_s": 2e9, "kernel_s": 2e-5}
 
+WATCHED = {name: CASES[name] for name in ("llama", "llama, clipped, three micro-batches")} | {"wide": WIDE}
+
 
 def poisoned(loop: Loop, n_steps: int) -> int:
     """Train; how much work read what was not there yet."""
@@ -24,7 +26,7 @@ def poisoned(loop: Loop, n_steps: int) -> int:
         return sum(loop.step().poisoned_reads for _ in range(n_steps))
 
 
-@pytest.mark.parametrize("case", [CASES["llama"], CASES["llama, clipped, three micro-batches"], WIDE], ids=lambda _: "")
+@pytest.mark.parametrize("case", WATCHED.values(), ids=WATCHED)
 def test_nothing_is_read_before_it_is_there(case, cache_dir):
     with training(case, cache_dir) as loop:
         assert poisoned(loop, N_STEPS) == 0, "a product or a copy read memory before what fills it was done"
@@ -44,7 +46,7 @@ def without_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams.StreamEvent, "wait", lambda self, stream=None: None)
 
 
-@pytest.mark.parametrize("case", [CASES["llama"], WIDE], ids=["llama", "wide"])
+@pytest.mark.parametrize("case", WATCHED.values(), ids=WATCHED)
 def test_missing_waits_are_seen(case: Case, cache_dir, monkeypatch):
     """The tests above would fail if the runtime did not wait."""
     with training(case, cache_dir) as loop:
