@@ -1,11 +1,14 @@
 """On a CUDA card: the same numbers, the budget kept, no deadlock. Skipped where there is none.
 
+Every test runs with deterministic kernels, whose numbers are compared bit for bit, and with the kernels that users get
+by default, which add up in any order: attention has others then, with other workspace.
 What can be tested without a card is tested on the simulated accelerator, in `test_accelerator.py`.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import random
 import time
 from typing import Any
@@ -19,6 +22,7 @@ import offmate
 DEVICE = "cuda"
 HOST_BYTES = 8 << 30
 AMPLE_BYTES = 4 << 30
+LR = 1e-4
 NO_CACHE = offmate.Config(cache_dir=None)
 
 pytestmark = [
@@ -30,13 +34,14 @@ pytestmark = [
 Batch = dict[str, torch.Tensor]
 
 
-@pytest.fixture(autouse=True)
-def deterministic(monkeypatch):
-    """Kernels that give the same bits every time; afterwards nothing of a test is left on the card."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # Not warn_only: fused attention would warn and add up in any order all the same.
-    torch.use_deterministic_algorithms(True)
-    yield
+@pytest.fixture(autouse=True, params=[True, False], ids=["deterministic", "default"])
+def exact(request, monkeypatch):
+    """Whether kernels give the same bits every time; afterwards nothing of a test is left on the card."""
+    if request.param:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # Not warn_only: fused attention would warn and add up in any order all the same.
+        torch.use_deterministic_algorithms(True)
+    yield request.param
     torch.use_deterministic_algorithms(False)
     gc.collect()
     torch.accelerator.empty_cache()
@@ -59,7 +64,7 @@ def batch(step: int) -> Batch:
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-4, fused=True)
+    return torch.optim.AdamW(params, lr=LR, fused=True)
 
 
 def compiled(model: Any, budget_bytes: int) -> tuple[Any, torch.optim.Optimizer]:
@@ -106,6 +111,24 @@ def close(model: Any) -> None:
     model._offmate_session.device.close()
 
 
+def assert_alike(found: list[float], expected: list[float], exact: bool) -> None:
+    """Losses are equal, or as close as kernels leave them that add up in any order."""
+    assert all(map(math.isfinite, found))
+    assert found == expected if exact else found == pytest.approx(expected, rel=2e-2)
+
+
+def assert_trained_alike(found: Batch, expected: Batch, n_steps: int, exact: bool) -> None:
+    """Parameters are equal, or no further apart than steps of AdamW, each of about the learning rate, can take them."""
+    for name, wanted in expected.items():
+        own = found[name].cpu()
+        assert torch.isfinite(own).all(), name
+        if exact:
+            assert torch.equal(own, wanted), name
+        else:
+            rounding = 2 * torch.finfo(wanted.dtype).eps
+            assert torch.allclose(own.float(), wanted.float(), rtol=rounding, atol=2 * n_steps * LR), name
+
+
 def budget_of(level: str, dtype: torch.dtype) -> int:
     if level == "ample":
         return AMPLE_BYTES
@@ -119,8 +142,8 @@ def budget_of(level: str, dtype: torch.dtype) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("level", ["ample", "middle", "tight"])
-def test_numbers_and_budget(level, dtype):
-    """Losses and parameters equal the reference's bit for bit; reserved memory stays within budget and prediction."""
+def test_numbers_and_budget(level, dtype, exact):
+    """Losses and parameters are the reference's; reserved memory stays within budget and prediction."""
     budget = budget_of(level, dtype)
     model, optimizer = compiled(llama(dtype), budget)
     losses = train(model, optimizer, 5)
@@ -131,12 +154,12 @@ def test_numbers_and_budget(level, dtype):
     del model, optimizer
     gc.collect()
     expected, expected_state = reference(dtype, on_host, 5)
-    assert losses == expected
-    assert all(torch.equal(state[k].cpu(), expected_state[k]) for k in expected_state)
+    assert_alike(losses, expected, exact)
+    assert_trained_alike(state, expected_state, 5, exact)
     assert reserved <= plan.predicted_peak_bytes <= budget
 
 
-def test_200_steps_with_delays(monkeypatch):
+def test_200_steps_with_delays(monkeypatch, exact):
     """Copies and workers that are late at random change nothing and block nothing."""
     budget = budget_of("tight", torch.float32)
     model, optimizer = compiled(llama(), budget)
@@ -159,7 +182,8 @@ def test_200_steps_with_delays(monkeypatch):
     monkeypatch.setattr(StreamDevice, "update_on_host", late_update)
     model, optimizer = compiled(llama(), budget)
     losses = train(model, optimizer, 200)
-    assert losses[:20] == expected
+    assert all(map(math.isfinite, losses))
+    assert_alike(losses[:20], expected, exact)
     close(model)
 
 
@@ -169,7 +193,7 @@ def test_an_update_is_the_same_on_both_kinds_of_device():
     value, grad = torch.randn(1 << 16), torch.randn(1 << 16)
     found = []
     for where in ("cpu", DEVICE):
-        param = torch.nn.Parameter(value.to(where).detach())
+        param = torch.nn.Parameter(value.to(where, copy=True))
         param.grad = grad.to(where)
         adamw([param]).step()
         found.append(param.detach().cpu())

@@ -21,7 +21,7 @@ def fresh(sim, monkeypatch):
 
 
 def taken(one):
-    return [buffer.numel() for buffer in one._buffers]
+    return [buffer.numel() for buffer in one._blocks]
 
 
 @pytest.mark.parametrize(
