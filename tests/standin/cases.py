@@ -29,6 +29,11 @@ class Case:
     planned: bool = True
     autocast: bool = False
 
+    @property
+    def host_looks_at_gradients(self) -> bool:
+        """Whether the host itself waits for each gradient: for its norm, or because the user may read it."""
+        return not self.planned or "max_grad_norm" in self.settings
+
     def casting(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast("cuda", torch.bfloat16) if self.autocast else contextlib.nullcontext()
 
@@ -39,7 +44,7 @@ def words() -> Batch:
 
 
 def pictures() -> Batch:
-    return {"pixels": torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))}
+    return {"pixels": torch.randn(4, 3, 48, 48, generator=torch.Generator().manual_seed(0))}
 
 
 _SIZES = {

@@ -47,17 +47,29 @@ def test_what_travels_comes_back_as_it_left(cache_dir):
         assert all(torch.equal(state[name].cpu(), value) for name, value in expected.items())
 
 
-def without_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let streams not wait for each other."""
-    monkeypatch.setattr(streams.StreamEvent, "wait", lambda self, stream=None: None)
+def copies_do_not_wait(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = streams._Direction._begin
+    monkeypatch.setattr(streams._Direction, "_begin", lambda self, before, job: begin(self, (), job))
+
+
+def computing_does_not_wait(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = streams.StreamEvent.wait
+    copying = [way.stream for way in loop.model._offmate_session.device._ways.values()]
+
+    def waits(self: streams.StreamEvent, stream: torch.Stream | None = None) -> None:
+        if stream in copying:
+            wait(self, stream)
+
+    monkeypatch.setattr(streams.StreamEvent, "wait", waits)
 
 
 @pytest.mark.parametrize("case", WATCHED.values(), ids=WATCHED)
-def test_missing_waits_are_seen(case: Case, cache_dir, monkeypatch):
+@pytest.mark.parametrize("what_is_wrong", [copies_do_not_wait, computing_does_not_wait])
+def test_missing_waits_are_seen(what_is_wrong, case: Case, cache_dir, monkeypatch):
     """The tests above would fail if the runtime did not wait."""
     with training(case, cache_dir) as loop:
         bytes_in = loop.step().bytes_in
-        without_waits(monkeypatch)
+        what_is_wrong(loop, monkeypatch)
         found = poisoned(loop, bytes_in)
         monkeypatch.undo()
-    assert found > 0, "the stand-in does not see that no stream waits"
+    assert found > 0, "the stand-in does not see what does not wait"
