@@ -4,6 +4,7 @@
 # make fast    of the suite what takes minutes (make fast TORCH=2.11.0 or TORCH=newest; what it is: tests/conftest.py)
 # make fuzz    the property tests with examples that have not been tried before, then 2,000 sequences of user actions
 #              against plain PyTorch; when stopped it goes on where it was (SEQUENCES="--sequences 50" and such)
+# make standin PyTorch's CUDA build over a stand-in for the CUDA runtime (Linux on x86-64; 2 GB; ARGS="-k waits" and such)
 # make lint    style and format; make types: type check of the installed package
 # make docs    the documentation as HTML in docs/_build; a warning is an error
 # make release wheel and sdist in dist/, each tried in an environment of its own: the solver without torch, then all of it
@@ -18,11 +19,15 @@ SEQUENCES ?=
 
 VENV := .venv$(if $(TORCH),-$(TORCH))
 TYPES_VENV := .venv-types
+STANDIN_VENV := .venv-standin
+# The stand-in follows this version's use of CUDA; of NVIDIA's packages it takes headers only.
+STANDIN_TORCH := 2.11.0
+STANDIN_HEADERS := 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-crt==13.0.*'
 # What TORCH makes of the constraint on torch, as a command of sed.
 TORCH_CONSTRAINT := $(if $(filter newest,$(TORCH)),/^torch==/d,$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/))
 PIP_INSTALL = -m pip --disable-pip-version-check install -qq
 
-.PHONY: help demo test fast fuzz lint types docs release
+.PHONY: help demo test fast fuzz standin standin-environment lint types docs release
 .DELETE_ON_ERROR:
 
 help:
@@ -41,12 +46,28 @@ fuzz: $(VENV)/installed
 	@$(VENV)/bin/python -m pytest --hypothesis-profile fuzz tests/solver tests/offmate/reports/test_reports.py $(ARGS)
 	@$(VENV)/bin/python -m tests.fuzz $(SEQUENCES)
 
+standin: standin-environment
+	@OMP_NUM_THREADS=1 $(STANDIN_VENV)/bin/python -m tests.standin $(ARGS)
+
+standin-environment: $(STANDIN_VENV)/installed
+
 lint: $(VENV)/installed
 	@$(VENV)/bin/python -m ruff check .
 	@$(VENV)/bin/python -m ruff format --check .
 
 docs: $(VENV)/installed
 	@$(VENV)/bin/python -m sphinx -W --keep-going -q -b html docs docs/_build
+
+# torch without the libraries that it depends on, which the stand-in replaces and which take 3 GB; what of the tests needs
+# no torch is installed with its dependencies.
+$(STANDIN_VENV)/installed: TORCH := $(STANDIN_TORCH)
+$(STANDIN_VENV)/installed: pyproject.toml constraints.txt
+	$(call make_venv,$(STANDIN_VENV))
+	@$(STANDIN_VENV)/bin/python $(PIP_INSTALL) --no-deps torch==$(STANDIN_TORCH) $(STANDIN_HEADERS)
+	@$(STANDIN_VENV)/bin/python $(PIP_INSTALL) -c $(STANDIN_VENV)/constraints.txt filelock fsspec jinja2 networkx sympy \
+	  typing-extensions 'setuptools<82' pulp highspy ortools rich transformers pytest pytest-timeout hypothesis
+	@$(STANDIN_VENV)/bin/python $(PIP_INSTALL) --no-deps -e .
+	@touch $@
 
 # Type checkers cannot follow an editable install of folders that are imported under another name, so the package
 # itself is installed, and checked from a folder where `offmate` is not also the source folder. build/ goes before and

@@ -28,7 +28,7 @@ from .planning.request import Prepared, Request
 from .plans.plan import Plan, check_plan
 from .progress import Progress, planning_progress
 from .runtime.current import entered
-from .runtime.torch_names.scalers import unscales_in_its_own_way
+from .runtime.torch_names.scalers import can_unscale, unscales_in_its_own_way
 from .session.module import take_over as take_over_model
 from .session.optimizer import take_over as take_over_optimizer
 from .session.scaling import take_over as take_over_scaler
@@ -104,6 +104,7 @@ def compile(
         request, micro_batches=accumulation_steps, clips=max_grad_norm is not None, scales=scaler is not None
     )
     names = _planned_names(model, optimizer, config)
+    _check_unscaling(scaler, names, request.device)
     session = Session(model, request, optimizer, names, plan, planning_progress, max_grad_norm, scaler)
     take_over_model(model, session)
     if optimizer is not None:
@@ -155,6 +156,7 @@ def plan(
         request, micro_batches=accumulation_steps, clips=max_grad_norm is not None, scales=scaler is not None
     )
     names = _planned_names(model, optimizer, config)
+    _check_unscaling(scaler, names, request.device)
     args = example_inputs if isinstance(example_inputs, tuple) else ()
     kwargs = example_inputs if isinstance(example_inputs, dict) else {}
     machine = _machine(hardware, model)
@@ -287,6 +289,21 @@ def _enabled(scaler: torch.amp.GradScaler | None, planned: bool) -> torch.amp.Gr
             "Pass a plain torch.amp.GradScaler, or compile without optimizer="
         )
     return scaler
+
+
+def _check_unscaling(scaler: torch.amp.GradScaler | None, names: dict[torch.Tensor, str], kind: str) -> None:
+    """Raise OffmateError if a card has no kernel for what the scaler does with the gradients of planned parameters."""
+    where = accelerator(kind)
+    if scaler is None or where is None:
+        return
+    cannot = [(name, param.dtype) for param, name in names.items() if not can_unscale(param.dtype, where)]
+    if cannot:
+        name, dtype = cannot[0]
+        rest = f" and {len(cannot) - 1} more" if len(cannot) > 1 else ""
+        raise OffmateError(
+            f"grad_scaler= cannot unscale gradients of {dtype} on {where}, where torch has no kernel for it: those of "
+            f"{name}{rest}. Leave grad_scaler= out; {dtype} has the range of float32 and needs no scaled losses"
+        )
 
 
 def _planned_names(

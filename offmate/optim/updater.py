@@ -16,7 +16,7 @@ from ..machines.stopwatch import clock_of, launching_s
 from ..runtime.devices.cores import as_a_worker
 from ..runtime.replay.contents import is_bulk
 from ..runtime.torch_names.modules import bare_step, state_at_construction
-from ..runtime.torch_names.scalers import check_and_unscale
+from ..runtime.torch_names.scalers import can_unscale, check_and_unscale
 from .lone import lone
 from .masters import WithMasters
 from .rows import depends_on_threads, works_by_element
@@ -241,12 +241,13 @@ class Updater:
         param, grad = (torch.zeros(like.shape, dtype=like.dtype, device=device) for _ in range(2))
         found, half = torch.zeros((), device=device), torch.full((), 0.5, device=device)
         repeats = _REPEATS if like.numel() <= _TIMED_ELEMENTS else 2
+        unscales = can_unscale(like.dtype, device)
         return _Times(
             state,
             _seconds(lambda: self.step_one(hyper, param, grad, state), repeats, device),
             _seconds(lambda: param.add_(grad), repeats, device),
             _seconds(lambda: torch.linalg.vector_norm(grad), repeats, device),
-            _seconds(lambda: check_and_unscale([grad], found, half), repeats, device),
+            _seconds(lambda: check_and_unscale([grad], found, half), repeats, device) if unscales else 0.0,
         )
 
 

@@ -7,10 +7,17 @@ from typing import Any
 
 import torch
 
+_TYPES_ON_CUDA = (torch.float16, torch.float32, torch.float64)
+
 check_and_unscale = torch._amp_foreach_non_finite_check_and_unscale_
 """Multiplies tensors with the inverse of a scale, and notes if any value is not finite; only scalers have it public."""
 
 _UNSCALES_ITSELF = "_step_supports_amp_scaling"
+
+
+def can_unscale(dtype: torch.dtype, device: torch.device) -> bool:
+    """Say whether that kernel takes gradients of a type; CUDA's lacks bfloat16, which needs no scaler."""
+    return device.type != "cuda" or dtype in _TYPES_ON_CUDA
 
 
 def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ import torch
 from offmate.runtime.replay import unscaling
 
 import offmate
-from offmate import OffmateError, PlanFileError, ProtocolError
+from offmate import OffmateError, PlanFileError, ProtocolError, api
 
 from ...accelerator.loops import without_allocator
 from ...fuzz.figures import from_hardware_file
@@ -486,3 +486,16 @@ def test_gradients_are_unscaled_once() -> None:
     run.scaler.step(run.optimizer)
     with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
         run.scaler.step(run.optimizer)
+
+
+def test_gradients_that_a_card_cannot_unscale_are_refused():
+    """CUDA's kernel lacks bfloat16, for which plain PyTorch raises an error that names the kernel only."""
+    scaler = torch.amp.GradScaler("cuda")
+    params = {torch.zeros(2, dtype=torch.bfloat16): "first.weight", torch.zeros(2, dtype=torch.bfloat16): "last.weight"}
+    with pytest.raises(
+        OffmateError,
+        match=r"gradients of torch\.bfloat16 on cuda:0.* those of first\.weight and 1 more\. Leave grad_scaler",
+    ):
+        api._check_unscaling(scaler, params, "cuda:0")
+    for kind, dtype in (("cuda:0", torch.float16), ("emulated", torch.bfloat16)):
+        api._check_unscaling(scaler, {torch.zeros(2, dtype=dtype): "weight"}, kind)

@@ -1,0 +1,32 @@
+"""What torch's own allocator reserves, and what a step asks of a card."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from .cases import CASES
+from .loops import training
+
+pytestmark = pytest.mark.timeout(120)
+N_STEPS = 8
+STEADY = 5  # steps after which nothing is new
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_reserved_and_what_a_step_asks_for(name, cache_dir):
+    """No more is reserved than predicted; a steady step allocates nothing and hardly makes the host wait."""
+    case = CASES[name]
+    with training(case, cache_dir) as loop:
+        steps = [loop.step() for _ in range(N_STEPS)]
+        n_params = sum(1 for _ in loop.model.parameters())
+        plan, reserved = loop.plan, torch.cuda.max_memory_reserved(0)
+    steady = steps[STEADY:]
+    assert reserved <= plan.predicted_peak_bytes, "the allocator reserved more than the plan predicts"
+    assert plan.predicted_peak_bytes <= plan.budget_bytes, "the plan predicts more than its budget"
+    assert [step.allocations for step in steady] == [0] * len(steady), "a steady step takes memory of the card"
+    assert [step.host_allocations for step in steady] == [0] * len(steady), "a steady step pins memory"
+    waits = 1 + n_params * case.host_looks_at_gradients
+    assert max(step.syncs for step in steady) <= waits, f"in a steady step the host waits more often than {waits} times"
+    asked = [(step.launches, step.products) for step in steady]
+    assert len(set(asked)) == 1, "steady steps launch different kernels or products"
