@@ -27,7 +27,6 @@ _LIBRARY.define(
 )
 _AFTER = "Tensor target, Tensor picked, Tensor total_weight, int reduction, SymInt ignore_index"
 _LIBRARY.define(f"tiled_cross_entropy_backward(Tensor grad, Tensor logits, {_AFTER}) -> Tensor")
-_LIBRARY.define("tiled_entropy(Tensor logits, ScalarType dtype) -> Tensor")
 _LIBRARY.define(f"tiled_cross_entropy_backward_(Tensor grad, Tensor(a!) logits, {_AFTER}) -> Tensor(a!)")
 
 
@@ -134,14 +133,6 @@ def _backward_into(
     return made
 
 
-def _entropy(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    found = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
-    for tile in _tiles(logits):
-        scores = _log_softmax(logits[tile], dtype)
-        torch.sum(scores.exp().mul_(scores), -1, out=found[tile])
-    return found.neg_()
-
-
 def _column(target: torch.Tensor, ignore_index: int) -> torch.Tensor:
     """Return each row's target as an index; an ignored row's is 0, and no other is changed, so that wrong ones fail."""
     return target.masked_fill(target == ignore_index, 0).unsqueeze(1)
@@ -165,7 +156,6 @@ def _differentiate(ctx, grad, *_):
 
 
 _LIBRARY.impl("tiled_cross_entropy", _forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("tiled_entropy", _entropy, "CompositeExplicitAutograd")
 _LIBRARY.impl("tiled_cross_entropy_backward", _backward, "CompositeExplicitAutograd")
 _LIBRARY.impl("tiled_cross_entropy_backward_", _backward_in_place, "CompositeExplicitAutograd")
 torch.library.register_autograd("offmate::tiled_cross_entropy", _differentiate, setup_context=_setup, lib=_LIBRARY)
@@ -176,11 +166,6 @@ def _(logits, target, reduction, ignore_index, dtype):
     rows = logits.shape[0]
     loss = logits.new_empty((rows,) if reduction == 0 else (), dtype=dtype)
     return loss, logits.new_empty((rows, 1), dtype=dtype), logits.new_empty((), dtype=dtype)
-
-
-@torch.library.register_fake("offmate::tiled_entropy", lib=_LIBRARY)
-def _(logits, dtype):
-    return logits.new_empty(logits.shape[0], dtype=dtype)
 
 
 @torch.library.register_fake("offmate::tiled_cross_entropy_backward", lib=_LIBRARY)
@@ -196,8 +181,6 @@ def _(grad, logits, target, picked, total_weight, reduction, ignore_index):
 tiled_cross_entropy = torch.ops.offmate.tiled_cross_entropy.default
 """tiled_cross_entropy(logits, target, reduction, ignore_index, dtype): the loss of logits cast to that dtype, the
 log-probabilities of the targets, and the number of targets that count."""
-tiled_entropy = torch.ops.offmate.tiled_entropy.default
-"""tiled_entropy(logits, dtype): the entropy of each row's softmax in that dtype; it has no derivative."""
 tiled_cross_entropy_backward = torch.ops.offmate.tiled_cross_entropy_backward.default
 """tiled_cross_entropy_backward(grad, logits, target, picked, total_weight, reduction, ignore_index): the logits'
 gradient, in their dtype."""
@@ -207,7 +190,6 @@ tiled_cross_entropy_backward_ = torch.ops.offmate.tiled_cross_entropy_backward_.
 # All begin with a cast, which reads the logits and writes a tile, and a log-softmax, which reads and writes one.
 IN_TILES: dict[Any, InTiles] = {
     tiled_cross_entropy: InTiles(logits=0, tiles=2, full_passes=3, own_passes=1),
-    tiled_entropy: InTiles(logits=0, tiles=3, full_passes=8, own_passes=1),
     tiled_cross_entropy_backward: InTiles(logits=1, tiles=3, full_passes=8, own_passes=2),
     tiled_cross_entropy_backward_: InTiles(logits=1, tiles=3, full_passes=8, own_passes=2),
 }

@@ -156,8 +156,9 @@ NAMES: dict[str, dict[str, str]] = {
         "transformers.Trainer._maybe_log_save_evaluate": "the gradient norm in a Trainer's log",
     },
     "offmate/integrations/trl.py": {
-        "trl.trainer.utils._ChunkedLogProbFunction": "SFTTrainer's head in operators that a plan can hold",
-        "trl.trainer.utils.add_fused_lm_head": "finding SFTTrainer's head",
+        "trl.trainer.utils._ChunkedLogProbFunction": "the head of TRL's trainers as an operator of a plan",
+        "trl.trainer.utils.add_fused_lm_head": "finding the head of TRL's trainers",
+        "trl.trainer.utils._use_triton": "the head of TRL's trainers on a GPU",
     },
 }
 
