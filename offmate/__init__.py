@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         OffmateError,
         PlanFileError,
         ProtocolError,
+        SolverError,
     )
     from .optim.masters import with_master_weights
     from .plans.plan import Plan, load_plan
@@ -53,6 +54,7 @@ _HOME = {
             "OffmateError",
             "PlanFileError",
             "ProtocolError",
+            "SolverError",
         ),
         "errors",
     ),
@@ -70,6 +72,7 @@ __all__ = [
     "Plan",
     "PlanFileError",
     "ProtocolError",
+    "SolverError",
     "Split",
     "SweepPoint",
     "Trace",

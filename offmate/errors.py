@@ -54,6 +54,10 @@ class PlanFileError(OffmateError):
     """A saved plan cannot be read, or belongs to another model, batch, device or version."""
 
 
+class SolverError(OffmateError):
+    """A solver of plans is not installed, or its process ended; names it and what to try."""
+
+
 class DeviceError(OffmateError):
     """The device is absent, cannot do what is asked, or failed; parameters and states all belong to one update."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -70,6 +71,21 @@ def masks_as_in_eager(module: Any) -> Iterator[None]:
         yield
         return
     with mock.patch.object(module, "is_torchdynamo_exporting", lambda: False):
+        yield
+
+
+@contextlib.contextmanager
+def forwards_as_in_eager(model: Any) -> Iterator[None]:
+    """Let the code of a model's own classes take the paths of eager mode during export, not those of export.
+
+    Linear attention, for example, solves triangular systems in eager mode and multiplies by inverses in an export.
+    Modules that ask whether they are compiled, too, take the paths of eager mode by themselves in an export.
+    """
+    own = {sys.modules.get(type(module).__module__) for module in model.modules()}
+    with contextlib.ExitStack() as stack:
+        for module in own:
+            if hasattr(module, "is_torchdynamo_exporting") and not hasattr(module, "is_torchdynamo_compiling"):
+                stack.enter_context(mock.patch.object(module, "is_torchdynamo_exporting", lambda: False))
         yield
 
 

@@ -22,6 +22,11 @@ def as_layout(
     return own
 
 
+def steps_of(size: Sequence[int], stride: Sequence[int]) -> list[int]:
+    """Return the strides of dimensions whose size is not 1; a kernel may give the others any stride."""
+    return [step for step, n in zip(stride, size) if n != 1]
+
+
 def without_repeats(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the parts of two tensors to copy: of dimensions with stride 0, which repeat one element, only the first.
 

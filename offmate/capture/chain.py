@@ -15,13 +15,13 @@ from ..guards.surroundings import inside_autocast
 from ..runtime.torch_names import trees as pytree
 from ..runtime.torch_names.operators import schema_of
 from ..runtime.torch_names.tensors import storage_key
-from ..runtime.torch_names.tracing import FakeTensorMode
 from .casts import Casts, Reads, Together, Watch
 from .effects import is_random, updates_stats, writes
 from .export import Captured
 from .functions import as_eager
 from .late_heads import linear_before, weight_later
 from .losses import overwritten
+from .true_strides import TrueStridesMode
 
 _LONG_BLOCK_NODES = 48  # a longer stretch without a narrow point is cut at its narrowest point
 _WIDEST_INTERFACE = 8
@@ -114,7 +114,7 @@ def run_fake(captured: Captured, trainable: frozenset[str], watch: Watch) -> dic
     ----------
     trainable: placeholder names of the parameters that require a gradient. watch: sees the parameters and all nodes.
     """
-    mode = FakeTensorMode()
+    mode = TrueStridesMode()
     env: dict[fx.Node, Any] = {}
     facts: dict[fx.Node, Facts] = {}
     for node in captured.graph.nodes:

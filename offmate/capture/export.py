@@ -23,6 +23,7 @@ from ..runtime.torch_names import tracing
 from ..runtime.torch_names import trees as pytree
 from ..runtime.torch_names.operators import HigherOrderOperator
 from ..runtime.torch_names.tracing import FakeTensor
+from ..transformers_names import forwards_as_in_eager
 from . import batch_decisions
 from .byproducts import ByProduct
 from .data_dependent import MadeFromValues, line_of, named
@@ -285,7 +286,10 @@ def _observed_export(
 
 def _export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
-        with warnings.catch_warnings(), functions_kept(), tracing.nothing_folded(), _caches_as_in_eager(), named():
+        as_in_eager = (functions_kept(), tracing.nothing_folded(), _caches_as_in_eager(), forwards_as_in_eager(model))
+        with warnings.catch_warnings(), contextlib.ExitStack() as stack, named():
+            for context in as_in_eager:
+                stack.enter_context(context)
             # Attributes that are set become by-products.
             warnings.filterwarnings("ignore", message="The tensor attribute")
             return torch.export.export(model, args, kwargs, strict=False)

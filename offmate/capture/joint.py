@@ -22,7 +22,6 @@ from ..runtime.operators.checks import check_matrix
 from ..runtime.operators.recurrent import recorded_rnn_layer, rnn_layer_backward
 from ..runtime.torch_names.operators import OpOverload
 from ..runtime.torch_names.tracing import (
-    FakeTensorMode,
     FunctionalTensorMode,
     from_functional,
     has_data_mutation,
@@ -36,6 +35,7 @@ from .edges import edges_into
 from .effects import is_random
 from .losses import overwrite_logits
 from .spec import BlockSpec, Joint, class_key, dense_stride, storages_of
+from .true_strides import TrueStridesMode, kernels_asked
 
 _COPY = torch.ops.aten.copy.default
 _RNN_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
@@ -60,7 +60,7 @@ def trace(spec: BlockSpec, own_results: bool = True) -> Joint:
     if not all(isinstance(n.target, OpOverload) and n.target.namespace in _LASTING for n in _operators(spec)):
         return _trace(spec, own_results)
     storages = tuple(e.node.meta["fake"].untyped_storage().nbytes() for e in spec.externals)
-    key = class_key(spec), storages, own_results, torch.is_grad_enabled(), surroundings()
+    key = class_key(spec), storages, own_results, torch.is_grad_enabled(), surroundings(), kernels_asked()
     joint = _kept.pop(key, None) or _trace(spec, own_results)
     # The one that was asked for last stands at the end.
     _kept[key] = joint
@@ -100,7 +100,7 @@ class _Run:
 
     def __init__(self, spec: BlockSpec) -> None:
         self.spec = spec
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = TrueStridesMode(allow_non_fake_inputs=True)
         self.n_leaves = sum(e.leaves for e in spec.externals)
         self.grads_of: list[int] = []
         self.parts: list[int] = []

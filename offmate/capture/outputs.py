@@ -50,10 +50,20 @@ def as_kept(graph: fx.Graph, outputs: tuple[Any, ...], observed: Observer) -> tu
 
 def output_names(program: Any, observed: Observer) -> tuple[str, ...]:
     spec = program.call_spec.out_spec
-    result, _ = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
-    paths = [path for path, _ in pytree.tree_flatten_with_path(result)[0]]
-    names = [
-        ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path) or "output"
-        for path in paths
-    ]
+    result = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)[0]
+    # Every leaf is its own position.
+    found = {leaf: ".".join(path) or "output" for path, leaf in _paths(result)}
+    names = (found[leaf] for leaf in range(spec.num_leaves))
     return (*names, *(by_product.name for by_product, tensors in observed.by_products for _ in tensors))
+
+
+def _paths(result: Any) -> list[tuple[tuple[str, ...], int]]:
+    """Return the path to every leaf of an output; by position in a class that torch knows without paths."""
+    try:
+        leaves, _ = pytree.tree_flatten_with_path(result)
+        names = ("key", "idx", "name")
+        return [(tuple(str(next((getattr(k, n) for n in names if hasattr(k, n)), k)) for k in p), at) for p, at in leaves]
+    except ValueError:
+        # diffusers registers its outputs, which are dictionaries, without paths.
+        items = result.items() if isinstance(result, dict) else enumerate(pytree.tree_leaves(result))
+        return [((str(name), *path), leaf) for name, value in items for path, leaf in _paths(value)]

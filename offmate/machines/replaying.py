@@ -31,6 +31,7 @@ def replaying_s() -> float:
             outs=((0, i + 1),),
             tupled=False,
             makes=((0, i, _BYTES),),
+            promised=((1,),),
             workspace_bytes=0,
             clears=(i,),
             ends=(i,),

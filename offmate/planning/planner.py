@@ -16,7 +16,8 @@ from ..capture.arrivals import arrivals
 from ..capture.fake import fake_batch, faked, stand_in
 from ..capture.model import Traced, structure, trace_model
 from ..capture.spec import dense_stride
-from ..errors import PlanFileError
+from ..capture.true_strides import fake_kernels_believed
+from ..errors import PlanFileError, SolverError
 from ..guards.surroundings import autocast_on_cpu
 from ..lowering.bind import bind
 from ..lowering.inductor import compiled
@@ -29,6 +30,7 @@ from ..optim.updater import Updater
 from ..plans.plan import Plan
 from ..profile.figures import measure
 from ..progress import Progress
+from ..solver.backends import BackendError
 from ..solver.plan import plan as solve_problem
 from ..solver.scheduling.follow import follow
 from ..solver.solve import least_budget
@@ -70,7 +72,7 @@ def make_plan(
     trace: gives the traced model if an earlier plan has traced it (see `trace_once`).
 
     Returns: the plan, bound to the model's tensors.
-    Raises: CaptureError, InfeasibleBudget, PlanFileError.
+    Raises: CaptureError, InfeasibleBudget, PlanFileError, SolverError.
     """
     start = time.perf_counter()
     where = accelerator(request.device) if machine is None else None
@@ -129,7 +131,10 @@ def _planned(
     if followed := _follow(subject, near):
         plan, lowered = followed
         return replace(plan, fingerprint=fingerprint, plan_s=time.perf_counter() - start), lowered
-    plan, lowered = _search(subject, fingerprint, start)
+    try:
+        plan, lowered = _search(subject, fingerprint, start)
+    except BackendError as error:
+        raise SolverError(f"no plan can be made: {error}") from error
     path = _path(request, fingerprint)
     if path is not None:
         plan.save(path)
@@ -181,7 +186,7 @@ def plan_elsewhere(
     Returns: the plan. Raises: CaptureError, InfeasibleBudget.
     """
     real = stand_in((args, kwargs))
-    with autocast_on_cpu(), faked(model) as mode:
+    with autocast_on_cpu(), fake_kernels_believed(), faked(model) as mode:
         args, kwargs = fake_batch(mode, (args, kwargs))
         return make_plan(model, args, kwargs, request, updater, say, machine=machine, real=real).plan
 

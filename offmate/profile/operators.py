@@ -20,7 +20,7 @@ from ..programs.prelude import Prelude
 from ..programs.programs import ClassGraph, NodeCost
 from ..runtime.layouts import as_layout
 from ..runtime.ledger import Ledger
-from ..runtime.replay.program import run
+from ..runtime.replay.program import as_promised, run
 
 _REPEATS = 3
 _UNLIMITED = 2**62
@@ -133,11 +133,21 @@ class _Work:
 
     def __init__(self, node: fx.Node, env: dict[fx.Node, Any]) -> None:
         self._target: Any = node.target
+        self._promised = node.meta["val"]
         self._args, self._kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
         self.result: Any = None
 
     def __call__(self) -> Any:
-        return self._target(*self._args, **self._kwargs)
+        result = self._target(*self._args, **self._kwargs)
+        if isinstance(self._promised, (tuple, list)):
+            return type(result)(self._laid_out(*pair) for pair in zip(result, self._promised))
+        return self._laid_out(result, self._promised)
+
+    def _laid_out(self, got: Any, promised: Any) -> Any:
+        """Return what was got in the layout that a replay gives it."""
+        if not isinstance(got, torch.Tensor) or not isinstance(promised, torch.Tensor):
+            return got
+        return got if got.stride() == promised.stride() else as_promised(self._target, got, promised.stride())
 
 
 def _run_through(joint: Joint, inputs: list[torch.Tensor], device: torch.device) -> Iterator[tuple[fx.Node, _Work]]:
@@ -183,27 +193,16 @@ def _storage_bytes(node: fx.Node, real: Any) -> tuple[int, ...]:
 
     A kernel may leave out a result that was not requested, although its fake kernel makes it: that takes no bytes.
 
-    Raises: CaptureError if the strides differ from the promised ones, or if a result that was left out is read: the
-        trace would not match what runs.
+    Raises: CaptureError if a result that was left out is read: the trace would not match what runs.
     """
     fake = node.meta["val"]
     pairs = zip(real, fake) if isinstance(fake, (tuple, list)) else [(real, fake)]
     tensors = [(got, expected) for got, expected in pairs if isinstance(expected, torch.Tensor)]
-    for got, expected in tensors:
+    for got, _ in tensors:
         if got is None and (node.users if node.target is operator.getitem else not isinstance(real, (tuple, list))):
             raise CaptureError(
                 f"{node.format_node()} returned None where its fake kernel promised a tensor, which is read; the trace "
                 "does not match what runs. Please report the operator"
             )
-        if got is not None and _steps(got) != _steps(expected):
-            raise CaptureError(
-                f"{node.format_node()} returned strides {got.stride()} where its fake kernel promised "
-                f"{expected.stride()}; the trace does not match what runs. Please report the operator"
-            )
     found = tuple(0 if got is None else got.untyped_storage().nbytes() for got, _ in tensors)
     return found if found != tuple(e.untyped_storage().nbytes() for _, e in tensors) else ()
-
-
-def _steps(tensor: torch.Tensor) -> list[int]:
-    """Return the strides of dimensions whose size is not 1; a kernel may give the others any stride."""
-    return [stride for stride, size in zip(tensor.stride(), tensor.shape) if size != 1]

@@ -92,13 +92,20 @@ class ClassGraph:
         storages = [v.untyped_storage() for v in values if isinstance(v, torch.Tensor)]
         reserved = self.costs.get(node.name, NodeCost()).storage_bytes or tuple(s.nbytes() for s in storages)
         for storage, nbytes in zip(storages, reserved, strict=True):
-            if storage_key(storage) not in self.number and getattr(node.target, "is_view", False):
-                # The trace gave this view its own storage.
-                self.number[storage_key(storage)] = self.storages(node.all_input_nodes[0])[0]
+            if storage_key(storage) not in self.number and (viewed := self._viewed(node)) is not None:
+                self.number[storage_key(storage)] = viewed
             if storage_key(storage) not in self.number:
                 number = self.number[storage_key(storage)] = len(self.bytes)
                 self.bytes[number] = nbytes
                 self.maker[number] = node
+
+    def _viewed(self, node: fx.Node) -> int | None:
+        """Return the storage that a node views, of which the trace may have given it another one; None for no view."""
+        if node.target is operator.getitem:
+            source: Any = node.args[0]
+            values, index = source.meta["val"], int(node.args[1])  # type: ignore[arg-type]
+            return self.storages(source)[sum(isinstance(value, torch.Tensor) for value in values[:index])]
+        return self.storages(node.all_input_nodes[0])[0] if getattr(node.target, "is_view", False) else None
 
     def _storages(self, nodes: Iterable[fx.Node]) -> set[int]:
         return {s for n in nodes for s in self.storages(n)}
@@ -272,7 +279,7 @@ class ClassGraph:
         found = self._called.get(node)
         if found is None:
             found = self._called[node] = self._call(node)
-        args, kwargs, tupled, makes = found
+        args, kwargs, tupled, makes, promised = found
         reads: list[tuple[Any, int]] = [(n.args[1], self.register[n]) for n in picked or ()]
         return Instruction(
             target=node.target,  # type: ignore[arg-type]
@@ -281,6 +288,7 @@ class ClassGraph:
             outs=tuple(reads) if tupled else ((0, self.register[node]),),
             tupled=tupled,
             makes=makes,
+            promised=promised,
             workspace_bytes=self.costs.get(node.name, NodeCost()).workspace_bytes,
             clears=tuple(clears),
             ends=tuple(ends),
@@ -299,13 +307,15 @@ class ClassGraph:
         value: Any = node.meta.get("val")
         tupled = isinstance(value, (tuple, list))
         own = set(self.made_by(node))
-        makes = tuple(
-            (position, number, self.bytes[number])
-            for position, e in enumerate(list(value) if tupled else [value])
-            if isinstance(e, torch.Tensor) and (number := self.number[storage_key(e.untyped_storage())]) in own
-        )
+        makes, promised = [], []
+        for position, element in enumerate(list(value) if tupled else [value]):
+            if isinstance(element, torch.Tensor):
+                number = self.number[storage_key(element.untyped_storage())]
+                if number in own:
+                    makes.append((position, number, self.bytes[number]))
+                    promised.append(element.stride())
         kwargs = {k: convert(v) for k, v in node.kwargs.items()}
-        return tuple(convert(a) for a in node.args), kwargs, tupled, makes
+        return tuple(convert(a) for a in node.args), kwargs, tupled, tuple(makes), tuple(promised)
 
 
 def _rise(instructions: tuple[Instruction, ...], sizes: dict[int, int]) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,8 +10,13 @@ from typing import Any
 
 import torch
 
+from ..layouts import as_layout, steps_of
 from ..ledger import Ledger
 from ..memory.arena import Arena
+
+log = logging.getLogger("offmate")
+
+_warned: set[Any] = set()  # operators of which it has been said that their kernels choose another layout
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,7 @@ class Instruction:
         tuple.
     tupled: whether the result is a tuple.
     makes: (position, storage, bytes) of every storage that the operator allocates, bytes as profiled.
+    promised: per entry of `makes` the strides for which what reads it was traced.
     workspace_bytes: bytes that its kernel holds beyond its results while it runs.
     clears: registers that nothing reads afterwards. ends: storages that are freed afterwards.
     """
@@ -41,6 +48,7 @@ class Instruction:
     outs: tuple[tuple[int, int], ...]
     tupled: bool
     makes: tuple[tuple[int, int, int], ...]
+    promised: tuple[tuple[int, ...], ...]
     workspace_bytes: int
     clears: tuple[int, ...]
     ends: tuple[int, ...]
@@ -144,16 +152,19 @@ def run(
         if arena is not None:
             arena.room(step.allocates)
         result = step.target(*_fill(step.args, registers), **_fill_map(step.kwargs, registers))
-        for position, register in step.outs:
-            registers[register] = result[position] if step.tupled else result
         made = 0
-        for position, storage, _ in step.makes:
+        for (position, storage, _), stride in zip(step.makes, step.promised):
             element = result[position] if step.tupled else result
+            if element is not None and element.stride() != stride:
+                element = as_promised(step.target, element, stride)
+                result = (*result[:position], element, *result[position + 1 :]) if step.tupled else element
             # A kernel may leave out results that were not requested.
             live[storage] = nbytes = 0 if element is None else element.untyped_storage().nbytes()
             made += nbytes
             if arena is not None and element is not None:
                 arena.note(element, alone=step.allocates_once)
+        for position, register in step.outs:
+            registers[register] = result[position] if step.tupled else result
         ledger.made(made, step.workspace_bytes)
         result = element = None
         for register in step.clears:
@@ -161,6 +172,25 @@ def run(
         if step.ends:
             ledger.freed(sum(live.pop(storage) for storage in step.ends))
     return live
+
+
+def as_promised(target: Callable[..., Any], result: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """Return an operator's result in the layout for which what reads it was traced: a copy if the kernel chose another.
+
+    Parameters
+    ----------
+    target: the operator, for a warning, which is given once. stride: the layout.
+    """
+    if steps_of(result.shape, result.stride()) == steps_of(result.shape, stride):
+        return result
+    if target not in _warned:
+        _warned.add(target)
+        log.warning(
+            "%s returned strides %s where its fake kernel promised %s, so its results are copied into that layout. "
+            "What runs after it may round otherwise than in plain PyTorch, in the last bits",
+            target, result.stride(), stride,
+        )  # fmt: skip
+    return as_layout(result, result.shape, stride)
 
 
 def _run_fused(

@@ -22,7 +22,8 @@ CHILD = Path(__file__).with_name("cpsat_child.py")
 class CpSat:
     """Answers questions about block graphs from a separate process, begun by the first and ended by the `with` block.
 
-    Every answer lists the storages to keep and those to offload.
+    Every answer lists the storages to keep and those to offload. Where a block is so large that CP-SAT's effort ends
+    without an answer, it is a choice that is always possible: offload all that is saved, or recompute what can be.
     """
 
     def __init__(self) -> None:
@@ -68,7 +69,11 @@ class CpSat:
             found = json.loads(line)
             return frozenset(found["keep"]), frozenset(found["offload"])
         except (ValueError, TypeError, KeyError):
-            raise BackendError(f"{self._last_words(line)}; try: pip install ortools") from None
+            words = self._last_words(line)
+            advice = (
+                "pip install ortools" if "ortools" in words else "again, and report it if it ends so again"
+            )
+            raise BackendError(f"{words}; try: {advice}") from None
 
     def _last_words(self, line: str) -> str:
         """Say why the process gave no answer."""
@@ -103,4 +108,20 @@ def _question(graph: BlockGraph, offload_s_per_byte: float | None) -> dict[str, 
         "saved": sorted(graph.own(graph.saved)),
         "again": [(a, round(op.seconds / unit_s), sorted(graph.own(op.reads))) for a, op in ops],
         "offload_costs": [(j, round(seconds / unit_s)) for j, seconds in copies_s],
+        "otherwise": _possible(graph, offload_s_per_byte is not None),
     }
+
+
+def _possible(graph: BlockGraph, offloads: bool) -> dict[str, list[int]]:
+    """Return a choice that is possible whatever the costs: offload all that is saved, or recompute all that can be."""
+    waiting = sorted(graph.own(graph.saved))
+    if offloads:
+        return {"keep": [], "offload": waiting}
+    needed: set[int] = set()
+    while waiting:
+        j = waiting.pop()
+        if j not in needed:
+            needed.add(j)
+            op = graph.ops[graph.maker[j]]
+            waiting += graph.own(op.reads) if op.recomputable else ()
+    return {"keep": sorted(j for j in needed if not graph.ops[graph.maker[j]].recomputable), "offload": []}

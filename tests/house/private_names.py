@@ -135,6 +135,7 @@ NAMES: dict[str, dict[str, str]] = {
         "transformers.masking_utils._ignore_causal_mask_sdpa": "batches without padding as in eager",
         "transformers.masking_utils._ignore_bidirectional_mask_sdpa": "batches without padding as in eager",
         "transformers.masking_utils.is_torchdynamo_exporting": "batches without padding as in eager",
+        "transformers.models.qwen3_next.modeling_qwen3_next.is_torchdynamo_exporting": "linear attention as in eager",
         "transformers.integrations.moe.is_torchdynamo_compiling": "experts in float32",
         "transformers.utils.output_capturing": "models that collect attentions or hidden states",
         "transformers.PreTrainedModel._output_capturing_hooks_installed": "models that collect attentions",

@@ -244,6 +244,6 @@ def test_a_device_without_code_is_named(kind: str, words: str, monkeypatch: pyte
 
 def test_what_writes_without_saying_so_is_not_compiled() -> None:
     """cuDNN's batch normalisation, for which Inductor has a formula of its own."""
-    step = Instruction(torch.ops.aten.cudnn_batch_norm.default, (), {}, ((0, 0),), True, (), 0, (), ())
+    step = Instruction(torch.ops.aten.cudnn_batch_norm.default, (), {}, ((0, 0),), True, (), (), 0, (), ())
     with pytest.raises(Unfit, match="writes running statistics"):
         inductor._check_operators(BlockProgram(1, (step,), {}, 0, 0, 0.0))

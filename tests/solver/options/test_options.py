@@ -176,3 +176,18 @@ def test_what_the_process_says_beside_answers_does_not_stop_it(tmp_path, monkeyp
 def two_ops():
     ops = (Op("a", 1.0, (0,), (1,), True), Op("b", 1.0, (1,), (2,), True))
     return BlockGraph(ops, (Storage(8, True), Storage(8, False), Storage(8, False)), frozenset({1, 2}))
+
+
+# -- blocks too large for CP-SAT's effort ------------------------------------------------------------------------------
+
+
+def test_a_block_without_an_answer_in_time_gets_choices_that_are_always_possible(tmp_path, monkeypatch):
+    child = tmp_path / "child.py"
+    child.write_text(cpsat.CHILD.read_text().replace("EFFORT = 0.1", "EFFORT = 0.0"))
+    monkeypatch.setattr(cpsat, "CHILD", child)
+    ops = (Op("draw", 1.0, (0,), (1,), False), *(Op(f"o{i}", 1.0, (i,), (i + 1,), True) for i in range(1, 40)))
+    graph = BlockGraph(ops, (Storage(8, True), *(Storage(8, False) for _ in ops)), frozenset(range(1, 41)))
+    found = choices(graph, 1.0)
+    assert [c.name for c in found] == ["keep", "recompute", "offload"]
+    assert [len(c.keep) for c in found] == [40, 1, 0]
+    assert len(found[2].offload) == 40
