@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,7 +31,7 @@ _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def check_sizes(graph: fx.Graph) -> None:
-    """Raise MadeFromValues for the first operator that makes a size or a Python number from a tensor's values.
+    """Raise LineWanted for the first operator that makes a size or a Python number from a tensor's values.
 
     Parameters
     ----------
@@ -38,12 +41,11 @@ def check_sizes(graph: fx.Graph) -> None:
         leaves = pytree.tree_leaves(node.meta.get("val"))
         number = any(isinstance(leaf, _SYMBOLS) for leaf in leaves)
         if number or any(isinstance(leaf, torch.Tensor) and _has_symbols(leaf) for leaf in leaves):
-            frames = (match.groups() for match in _FRAME.finditer(node.meta.get("stack_trace") or ""))
-            raise MadeFromValues(str(_refusal(node.target, _line(frames), number)))
+            raise LineWanted(str(_refusal(node.target, line_of_node(node), number)))
 
 
-class MadeFromValues(CaptureError):
-    """Raised by `check_sizes`; it names the model's line if the graph was captured with stack traces."""
+class LineWanted(CaptureError):
+    """Raised for a node of a graph; it names the model's line if the graph was captured with stack traces."""
 
 
 @contextlib.contextmanager
@@ -58,16 +60,40 @@ def named() -> Iterator[None]:
         raise _refusal("the forward", line_of(error), number=True) from error
 
 
-def line_of(error: Exception) -> str:
+def line_of(error: BaseException) -> str:
     """Return the model's own line that an error comes from, as text that follows a name; empty if it is unknown."""
-    found = traceback.extract_tb(error.__traceback__)
-    return _line((frame.filename, frame.lineno, frame.line or "") for frame in found)
+    return _line_of_frames(list(traceback.walk_tb(error.__traceback__)))
 
 
-def _line(frames: Any) -> str:
-    """Format the innermost frame (file, line, code) that belongs to the model."""
+def line_now() -> str:
+    """Return the model's own line that runs now, as text that follows a name."""
+    return _line_of_frames(list(traceback.walk_stack(sys._getframe(1)))[::-1])
+
+
+def line_of_node(node: fx.Node) -> str:
+    """Return the model's own line that a node comes from; empty if the graph was captured without stack traces."""
+    modules = list((node.meta.get("nn_module_stack") or {}).values())
+    module = f"{modules[-1][0]}, a {str(modules[-1][1]).rpartition('.')[2]}" if modules and modules[-1][0] else ""
+    frames = (match.groups() for match in _FRAME.finditer(node.meta.get("stack_trace") or ""))
+    return _line([(file, line, code, module) for file, line, code in frames])
+
+
+def _line_of_frames(frames: list[tuple[FrameType, int]]) -> str:
+    found = []
+    for frame, number in frames:
+        file, own = frame.f_code.co_filename, frame.f_locals.get("self")
+        module = type(own).__name__ if isinstance(own, torch.nn.Module) else ""
+        found.append((file, number, linecache.getline(file, number), module))
+    return _line(found)
+
+
+def _line(frames: list[tuple[Any, ...]]) -> str:
+    """Format the innermost frame (file, line, code, module) that belongs to the model."""
     own = [frame for frame in frames if _is_the_models(frame[0])]
-    return f" (`{own[-1][2].strip()}`, {own[-1][0]}, line {own[-1][1]})" if own else ""
+    if not own:
+        return ""
+    file, number, code, module = own[-1]
+    return f" (`{code.strip()}`, {file}, line {number}{f', in {module}' if module else ''})"
 
 
 def _is_the_models(file: str) -> bool:

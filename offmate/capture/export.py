@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -26,19 +26,23 @@ from ..runtime.torch_names.tracing import FakeTensor
 from ..transformers_names import forwards_as_in_eager
 from . import batch_decisions
 from .byproducts import ByProduct
-from .data_dependent import MadeFromValues, line_of, named
+from .data_dependent import LineWanted, named
 from .effects import updates_stats, writes
 from .fake import fake_batch, faked
 from .functions import functions_kept
 from .hooks import only_packages_hooks
+from .inner_calls import inner_calls_followed
 from .kv_caches import caches_dropped
 from .losses import tile_losses
+from .not_exported import refusal
 from .observe import Observer
 from .outputs import as_kept, output_names, outputs_of
 from .settled import check_kept, check_settled
 from .tidy import tidy
 
 log = logging.getLogger("offmate")
+
+_HELD = (InputKind.PARAMETER, InputKind.BUFFER)
 
 _instances = itertools.count(1)
 
@@ -147,7 +151,7 @@ def capture(
     try:
         with tracing.without_stack_traces():
             return _capture(model, args, kwargs, real, device)
-    except MadeFromValues:
+    except LineWanted:
         # To note the model's line for every operator is a fifth of what exporting takes, and only this error shows one.
         return _capture(model, args, kwargs, real, device)
 
@@ -160,7 +164,7 @@ def _capture(
     device: torch.device | None,
 ) -> Captured:
     args, kwargs = pytree.tree_map(_distinct, (args, kwargs))
-    with rng_untouched(device), _checkpointing_off(model), python_restored(model):
+    with rng_untouched(device), _checkpointing_off(model), python_restored(model), inner_calls_followed():
         with python_restored(model), only_packages_hooks(model):
             taken = batch_decisions.record(model, *(real or pytree.tree_map(_on_host, (args, kwargs))))
         with _on_device(model, args, kwargs, device) as batch, batch_decisions.hold(taken), caches_dropped(model):
@@ -183,12 +187,18 @@ def _capture(
             "the model holds script objects (a random generator of its own is one) or effect tokens, which cannot be "
             "replayed; draw from torch's default generator"
         )
-    outputs = as_kept(graph, outputs_of(program, graph), observed)
+    every = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    read = {kind: {name: every[target] for name, target in kinds[kind].items()} for kind in _HELD}
+    params = _tied(read[InputKind.PARAMETER], model.named_parameters(), graph)
+    outputs = _as_views(graph, as_kept(graph, outputs_of(program, graph), observed), params)
     check_kept(observed, graph, outputs, _fixed(kinds, graph, program, observed))
     return Captured(
         graph=graph,
-        params=_tied(model, graph, kinds[InputKind.PARAMETER]),
-        buffers=kinds[InputKind.BUFFER],
+        params=params,
+        buffers=_tied(read[InputKind.BUFFER], model.named_buffers(), graph),
         constants={name: program.constants[target] for name, target in kinds[InputKind.CONSTANT_TENSOR].items()},
         inputs=tuple(inputs),
         outputs=outputs,
@@ -223,17 +233,36 @@ def _fixed(kinds: dict[InputKind, dict[str, Any]], graph: fx.Graph, program: Any
     return frozenset({*constants, *kinds[InputKind.BUFFER]} - written)
 
 
-def _tied(model: torch.nn.Module, graph: fx.Graph, params: dict[str, str]) -> dict[str, str]:
-    """Map placeholder names to canonical parameter names, merging the placeholders of a tied weight."""
-    canonical = {param: name for name, param in model.named_parameters()}
-    every = dict(model.named_parameters(remove_duplicate=False))
+def _tied(own: dict[str, Any], distinct: Iterable[tuple[str, Any]], graph: fx.Graph) -> dict[str, str]:
+    """Map placeholder names to canonical names, merging the placeholders of a tensor that has several names.
+
+    Parameters
+    ----------
+    own: placeholder -> tensor. distinct: name and tensor, once per tensor.
+    """
+    canonical = {id(tensor): name for name, tensor in distinct}
     first: dict[str, fx.Node] = {}
     for node in graph.nodes:
-        if node.op == "placeholder" and node.name in params:
-            same = first.setdefault(canonical[every[params[node.name]]], node)
+        if node.op == "placeholder" and node.name in own:
+            same = first.setdefault(canonical[id(own[node.name])], node)
             if same is not node:
                 node.replace_all_uses_with(same)
     return {node.name: name for name, node in first.items()}
+
+
+def _as_views(graph: fx.Graph, outputs: tuple[Any, ...], params: dict[str, str]) -> tuple[Any, ...]:
+    """Return the outputs, in which a view stands for a parameter that the model returns: a replay returns copies."""
+    nodes = {node.name: node for node in graph.nodes}
+    found = []
+    for output in outputs:
+        if output in params:
+            value = nodes[output].meta["val"]
+            with graph.inserting_before(next(node for node in graph.nodes if node.op == "output")):
+                view = graph.call_function(torch.ops.aten.view.default, (nodes[output], list(value.shape)))
+            view.meta |= {"val": value, "region": Region(torch.is_grad_enabled())}
+            output = view.name
+        found.append(output)
+    return tuple(found)
 
 
 def _distinct(leaf: Any) -> Any:
@@ -296,13 +325,7 @@ def _export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     except CaptureError:
         raise
     except Exception as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CaptureError(
-            f"{type(model).__name__} does not export{line_of(error)}: {type(error).__name__}: {first}. torch.export "
-            "follows no branch on a tensor's values, no data-dependent shape and no object it does not know (a cache, "
-            "for example); run torch.export.export(model, args, kwargs, strict=False) to see its full message, replace "
-            "that construct, or choose attn_implementation='sdpa' or 'eager' for a Hugging Face model"
-        ) from error
+        raise refusal(model, error) from error
 
 
 def _caches_as_in_eager() -> contextlib.AbstractContextManager[Any]:

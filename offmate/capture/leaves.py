@@ -41,14 +41,12 @@ def check_elements(model: torch.nn.Module, captured: Captured) -> None:
 
 
 def check_outputs(captured: Captured) -> None:
-    """Raise CaptureError if the model returns a parameter or a buffer itself, which a replay holds only in copies."""
-    held = {node: f"parameter {name}" for node, name in captured.params.items()}
-    held |= {node: f"buffer {name}" for node, name in captured.buffers.items()}
+    """Raise CaptureError if the model returns a buffer itself, which a replay holds only in copies."""
     for output, name in zip(captured.outputs, captured.output_names):
-        if isinstance(output, str) and output in held:
-            own = held[output].split()[1]
+        if isinstance(output, str) and output in captured.buffers:
+            own = captured.buffers[output]
             raise CaptureError(
-                f"the model's output {name!r} is the {held[output]} itself, which a replay cannot return; return "
+                f"the model's output {name!r} is the buffer {own} itself, which a replay cannot return; return "
                 f"{own}.clone() instead, or leave it out and read {own} from the model after the call"
             )
 

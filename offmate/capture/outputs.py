@@ -65,8 +65,7 @@ def _paths(result: Any) -> list[tuple[tuple[str, ...], int]]:
         leaves, _ = pytree.tree_flatten_with_path(result)
         names = ("key", "idx", "name")
         return [
-            (tuple(str(next((getattr(k, n) for n in names if hasattr(k, n)), k)) for k in path), at)
-            for path, at in leaves
+            (tuple(str(next((getattr(k, n) for n in names if hasattr(k, n)), k)) for k in p), at) for p, at in leaves
         ]
     except ValueError:
         # diffusers registers its outputs, which are dictionaries, without paths.

@@ -10,6 +10,9 @@ from torch import fx
 from ..runtime.torch_names.operators import ASSERTIONS, OpOverload, is_composite
 from .data_dependent import check_sizes
 from .effects import base_of, has_effect, updates_stats, writes, written_into
+from .not_exported import check_dense_tensors
+
+_COPY = torch.ops.aten.copy_.default
 
 
 def tidy(graph: fx.Graph) -> None:
@@ -17,13 +20,14 @@ def tidy(graph: fx.Graph) -> None:
 
     Readers of an operator that returns the buffer it writes then read the buffer.
 
-    Raises: CaptureError if a size, or a number that is needed, depends on values.
+    Raises: CaptureError if a size, or a number that is needed, depends on values, or if a tensor is not dense.
     """
     for node in list(graph.nodes):
         if str(node.target).startswith(ASSERTIONS):
             graph.erase_node(node)
     graph.eliminate_dead_code(is_impure_node=has_effect)
     check_sizes(graph)
+    check_dense_tensors(graph)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -34,6 +38,9 @@ def tidy(graph: fx.Graph) -> None:
         elif (target := written_into(node)) is not None and base_of(target).op == "placeholder":
             # Readers of the write's result then read the buffer, which every block can reach.
             node.replace_all_uses_with(target)
+            if node.target is _COPY and node.args[0] is node.args[1]:
+                # `self.n += 1` sets the buffer to itself, which writes nothing in eager mode.
+                graph.erase_node(node)
     graph.eliminate_dead_code(is_impure_node=has_effect)
 
 

@@ -83,8 +83,9 @@ def profile_prelude(
     if prelude.graph is None:
         return {}, {}
     inputs = [_on(tensors[e.node.name], device) for e in prelude.spec.externals]
+    costs = _measure(prelude.graph.joint, inputs, device)
     results, _ = _run_forward(prelude.graph.joint, inputs)
-    return dict(zip(prelude.spec.results, results)), _measure(prelude.graph.joint, inputs, device)
+    return dict(zip(prelude.spec.results, results)), costs
 
 
 def _run_forward(joint: Joint, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
@@ -138,7 +139,16 @@ class _Work:
         self.result: Any = None
 
     def __call__(self) -> Any:
-        result = self._target(*self._args, **self._kwargs)
+        try:
+            result = self._target(*self._args, **self._kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, IndexError) as error:
+            raise CaptureError(
+                f"{self._target} fails on this batch, as it would in plain PyTorch: {str(error).splitlines()[0]}. Call "
+                "the plain model with the batch to see where; dtypes that it mixes are made one by model.to(dtype) or "
+                "torch.autocast"
+            ) from error
         if isinstance(self._promised, (tuple, list)):
             return type(result)(self._laid_out(*pair) for pair in zip(result, self._promised))
         return self._laid_out(result, self._promised)

@@ -12,7 +12,7 @@ import torch
 from torch._functorch._aot_autograd import functional_utils
 from torch._subclasses import fake_tensor, functional_tensor
 from torch.fx.experimental import proxy_tensor, symbolic_shapes
-from torch.utils import _python_dispatch
+from torch.utils import _python_dispatch, checkpoint
 
 FakeTensor = fake_tensor.FakeTensor
 FakeTensorMode = fake_tensor.FakeTensorMode
@@ -65,6 +65,18 @@ def nothing_folded() -> Iterator[None]:
 def without_stack_traces() -> contextlib.AbstractContextManager[Any]:
     """Have tracing note no lines of code at nodes; a torch without the setting notes them as ever."""
     return mock.patch.object(torch.fx.config, "do_not_emit_stack_traces", True, create=True)
+
+
+def checkpoints_as_calls() -> contextlib.AbstractContextManager[Any]:
+    """Have checkpoints without reentrance call their function and do nothing else; torch has no switch for it.
+
+    Export leaves grad mode off after a checkpoint in another.
+    """
+
+    def nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+
+    return mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", nothing)
 
 
 def to_functional(tensor: torch.Tensor) -> torch.Tensor:

@@ -70,9 +70,7 @@ class CpSat:
             return frozenset(found["keep"]), frozenset(found["offload"])
         except (ValueError, TypeError, KeyError):
             words = self._last_words(line)
-            advice = (
-                "pip install ortools" if "ortools" in words else "again, and report it if it ends so again"
-            )
+            advice = "pip install ortools" if "ortools" in words else "again, and report it if it ends so again"
             raise BackendError(f"{words}; try: {advice}") from None
 
     def _last_words(self, line: str) -> str:

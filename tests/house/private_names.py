@@ -102,6 +102,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torch._subclasses.functional_tensor.FunctionalTensorMode": "blocks that write in place",
         "torch._functorch._aot_autograd.functional_utils.has_data_mutation": "buffers that a forward writes",
         "torch._mirror_autograd_meta_to": "blocks that write in place",
+        "torch.utils.checkpoint._checkpoint_without_reentrant_generator": "checkpoints inside checkpoints",
         "torch._sync": "blocks that write in place",
         "torch._from_functional_tensor": "blocks that write in place",
         "torch._functionalize_replace": "strides of what is written in place",

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import offmate
+from offmate import OffmateError
 from tests.offmate import parity
 
 
@@ -73,7 +76,64 @@ CASES = [
 ]
 
 
+class Counting(nn.Module):
+    """Divides by the number of its calls, which it counts in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(16, 16)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        return {"loss": self.a(x).square().mean() / self.calls}
+
+
+class TwoNames(nn.Module):
+    """Holds one batch norm under two names, and returns a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(6)
+        self.same = self.norm
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.same(self.norm(self.a(x)))
+        return {"loss": h.square().mean(), "scale": self.a.bias}
+
+
+class Checkpointed(nn.Module):
+    """A checkpoint in a checkpoint, and a conversion that changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.a, x, use_reentrant=False)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = checkpoint(self.inner, self.b.to(x.dtype)(x), use_reentrant=False)
+        return {"loss": h.square().mean()}
+
+
+CASES += [_case("counting", Counting), _case("two names", TwoNames), _case("checkpointed", Checkpointed)]
+
+
 @pytest.mark.parametrize("budget", (parity.AMPLE, parity.LEAST))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_trains_bit_for_bit(case: parity.Case, budget: str) -> None:
     parity.check(case, budget, None)
+
+
+def test_an_expanded_weight_is_refused() -> None:
+    model = Net(lambda net, x: net.a(x) * net.scale, a=nn.Linear(16, 16), scale=nn.Parameter(torch.ones(1).expand(16)))
+    with pytest.raises(OffmateError, match=r"scale, of shape \(16,\), is expanded.*nn.Parameter\(weight.clone\(\)\)"):
+        offmate.compile(model, "1GiB", device="emulated")
+
+
+def test_an_operator_that_refuses_the_batch_is_named() -> None:
+    model = Net(lambda net, x: net.a(x.bfloat16()), a=nn.Linear(16, 16))
+    compiled = offmate.compile(model, "1GiB", device="emulated", config=offmate.Config(cache_dir=None))
+    with pytest.raises(OffmateError, match="same dtype"):
+        compiled(torch.randn(4, 16))
