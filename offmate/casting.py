@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import fx
 
 from .capture.checks import check_model
 from .capture.export import Captured, capture
-from .capture.fake import fake_batch, faked, is_without_memory, stand_in
+from .capture.fake import fake_batch, faked, has_address, is_without_memory, stand_in
 from .capture.kv_caches import without_cache
 from .capture.model import only_cast_of
 from .errors import CaptureError, OffmateError
@@ -35,9 +35,13 @@ def cast_weights(
     inside the same `torch.autocast` as training, before `offmate.compile`; evaluate inside it, too. What is saved of
     the converted parameters has the lower precision, and so have weights with merged adapters.
 
-    Frozen parameters are converted, which halves their RAM, too. Trained ones are converted if `optimizer` is given:
-    their float32 values go into its state, under "master", where it updates them, and their gradients are as autocast
-    makes them, in bfloat16. So a norm for clipping, and a sum over micro-batches, are rounded to bfloat16.
+    Frozen parameters are converted, which halves their RAM, too. Those that `optimizer` holds are converted if it is
+    given: their float32 values go into its state, under "master", where it updates them, and their gradients are as
+    autocast makes them, in bfloat16. So a norm for clipping, and a sum over micro-batches, are rounded to bfloat16.
+    A frozen one that it holds may be trained later. A "master" that was loaded before stays if it rounds to the weight.
+
+    Only the forward of this batch is judged, with gradients on, in training and in evaluation. What a forward reads
+    under `torch.no_grad()` only, or behind an argument that this batch lacks, is not seen.
 
     Parameters
     ----------
@@ -62,15 +66,15 @@ def cast_weights(
     params = dict(model.named_parameters())
     with around, _modes_kept(model), rng_untouched(where), torch.enable_grad():
         before = {training: _captured(model, training, example_inputs, where) for training in (True, False)}
-        ways = [only_cast_of(model, captured) for captured in before.values()]
+        trains = _trained_by(optimizer)
+        ways = [only_cast_of(model, captured, trains) for captured in before.values()]
         whole = {name for found, captured in zip(ways, before.values()) for name in captured.reads - found.keys()}
         either = {name: {one[name] for one in ways if name in one} for one in ways for name in one}
-        trains = _trained_by(optimizer)
         found = {
             name: next(iter(dtypes))
             for name, dtypes in either.items()
             if name not in whole and len(dtypes) == 1
-            and (not params[name].requires_grad or (params[name] in trains and dtypes == {torch.bfloat16}))
+            and (dtypes == {torch.bfloat16} if params[name] in trains else not params[name].requires_grad)
         }  # fmt: skip
         with _as_if_cast(params, found):
             for training, captured in before.items() if found else ():
@@ -78,9 +82,16 @@ def cast_weights(
     for name, dtype in found.items():  # one by one: only one copy is held besides what there is
         whole_values = params[name].data
         params[name].data = whole_values.to(dtype)
-        if optimizer is not None and params[name].requires_grad:
-            optimizer.state[params[name]][MASTER] = whole_values
+        if optimizer is not None and params[name] in trains:
+            _keep_whole(optimizer.state[params[name]], params[name], whole_values)
     return found
+
+
+def _keep_whole(state: dict[str, Any], param: torch.Tensor, whole: torch.Tensor) -> None:
+    """Keep the float32 values of a converted parameter, unless it was loaded as the rounding of ones that are kept."""
+    kept = state.get(MASTER)
+    if kept is None or not torch.equal(kept.to(param.dtype).to(whole), whole):
+        state[MASTER] = whole
 
 
 def _trained_by(optimizer: torch.optim.Optimizer | None) -> set[torch.Tensor]:
@@ -91,7 +102,8 @@ def _captured(
     model: torch.nn.Module, training: bool, inputs: dict[str, Any] | tuple[Any, ...], where: torch.device | None
 ) -> Captured:
     """Capture a model in training or in evaluation."""
-    model.train(training)
+    for module in model.modules():  # not by `train()`, where some models change their weights
+        module.training = training
     args = inputs if isinstance(inputs, tuple) else ()
     kwargs = without_cache(model, inputs if isinstance(inputs, dict) else {})
     if not is_without_memory(model):
@@ -117,17 +129,34 @@ def _as_if_cast(params: Mapping[str, torch.nn.Parameter], precisions: Mapping[st
 
 def _check_same(before: Captured, after: Captured) -> None:
     """Raise CaptureError if a model computes otherwise since its parameters were converted."""
-    for one, other in zip_longest(before.graph.nodes, after.graph.nodes):
-        if one is None or other is None or _line(one) != _line(other):
+    for one, other in zip_longest(_lines(before), _lines(after)):
+        if one is None or other is None or one != other:
             raise CaptureError(
-                f"the model's forward asks for the precision of a parameter: at {(one or other).name} it would compute "
+                f"the model's forward asks for the precision of a parameter: at {(one or other)[0]} it would compute "
                 "otherwise if parameters that are cast at every use were kept in the lower precision. Nothing was "
                 "converted; to halve their bytes, load the model in the lower precision"
             )
 
 
-def _line(node: fx.Node) -> tuple[Any, ...]:
-    return node.op, str(node.target), str(node.args), str(node.kwargs)
+def _lines(captured: Captured) -> Iterator[tuple[str, ...]]:
+    """Yield everything that a forward computes and leaves, each with a name; values of constants by their bytes."""
+    for node in captured.graph.nodes:
+        region = str(node.meta.get("region"))
+        yield node.name, node.op, str(node.target), str(node.args), str(node.kwargs), region
+    members = {**captured.params, **captured.buffers}
+    yield from members.items()
+    for name, constant in captured.constants.items():
+        yield f"the constant {name}", str(constant.dtype), str(tuple(constant.shape)), _values(constant)
+    for name, output in zip(captured.output_names, captured.outputs):
+        yield f"the output {name}", str(output)
+    for _, attribute, value in captured.changed:
+        yield f"the attribute {attribute}", str(value)
+
+
+def _values(constant: torch.Tensor) -> str:
+    if not has_address(constant) or constant.layout is not torch.strided:
+        return ""
+    return hashlib.sha256(constant.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,14 +81,19 @@ def trace_model(
     return Traced(captured, chain, blocks, differentiated)
 
 
-def only_cast_of(model: torch.nn.Module, captured: Captured) -> dict[str, torch.dtype]:
+def only_cast_of(model: torch.nn.Module, captured: Captured, held: Collection[torch.Tensor]) -> dict[str, torch.dtype]:
     """Return the float32 parameters that could be kept in a lower precision, with this precision, by name.
 
     Autocast casts them to it wherever they are read. Left out are those that the model returns or that share memory,
     those with a gradient from before, and trained ones with several casts.
+
+    Parameters
+    ----------
+    held: parameters that count as trained, since they may be, even if they are frozen now.
     """
     params = dict(model.named_parameters(remove_duplicate=False))
-    trainable = frozenset(node for node, name in captured.params.items() if params[name].requires_grad)
+    trained = {name for name, param in params.items() if param.requires_grad or param in held}
+    trainable = frozenset(node for node, name in captured.params.items() if name in trained)
     reads = Reads()
     run_fake(captured, trainable, reads)
     return _convertible(model, captured, reads.only_cast())

@@ -51,10 +51,12 @@ def as_kept(graph: fx.Graph, outputs: tuple[Any, ...], observed: Observer) -> tu
 def output_names(program: Any, observed: Observer) -> tuple[str, ...]:
     spec = program.call_spec.out_spec
     result = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)[0]
-    # Every leaf is its own position.
+    # Every leaf is its own position; those of by-products come after the result's.
     found = {leaf: ".".join(path) or "output" for path, leaf in _paths(result)}
-    names = (found[leaf] for leaf in range(spec.num_leaves))
-    return (*names, *(by_product.name for by_product, tensors in observed.by_products for _ in tensors))
+    return (
+        *(found[leaf] for leaf in sorted(found)),
+        *(by_product.name for by_product, tensors in observed.by_products for _ in tensors),
+    )
 
 
 def _paths(result: Any) -> list[tuple[tuple[str, ...], int]]:

@@ -65,6 +65,23 @@ def step_in_chunks(
     leaf.data, leaf.grad = master, None
 
 
+@torch.no_grad()
+def take_over_edits(param: torch.Tensor, master: torch.Tensor) -> None:
+    """Give a float32 copy the elements of its parameter that are not the copy's, rounded, and so were edited.
+
+    Each element is judged by itself, so that the result does not depend on where tensors are cut.
+    """
+    pairs = [(param, master)]
+    if param.is_contiguous() and master.is_contiguous():
+        flat = (tensor.view(-1).split(CHUNK_ELEMENTS) for tensor in (param, master))
+        pairs = list(zip(*flat))
+    for low, whole in pairs:
+        rounded = whole.to(low.dtype)
+        ours, theirs = (tensor.view(torch.int16) for tensor in (rounded, low))  # bits, since NaN is no edit
+        if param.device.type != "cpu" or not torch.equal(ours, theirs):  # a look at a card's values would wait for it
+            whole.copy_(torch.where(ours == theirs, whole, low.to(whole.dtype)))
+
+
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
+from collections import defaultdict
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..runtime.torch_names.modules import bare_step
-from .chunks import may_be_cut, step_in_chunks
+from ..runtime.torch_names.modules import bare_step, state_at_construction
+from ..runtime.torch_names.tensors import version_of
+from .chunks import may_be_cut, step_in_chunks, take_over_edits
 from .lone import lone
 from .rows import works_by_element
 
 MASTER = "master"
+
+# The version and the address that float32 copies had after the last step; changed by `WithMasters.step`.
+_left: MutableMapping[torch.Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
 
 
 @functools.cache
@@ -20,7 +28,9 @@ def with_master_weights(kind: type[torch.optim.Optimizer]) -> Any:
     """Return a class of optimizers that do what `kind` does, on float32 copies of bfloat16 and float16 parameters.
 
     A copy is part of its parameter's state, under "master", next to moments in float32. It is saved, loaded and moved
-    like any state. Float32 parameters are updated directly.
+    like any state. Float32 parameters are updated directly. What is written into a parameter counts: before the next
+    update, its copy takes the elements that are no longer the copy's, rounded, and keeps the others in float32. If only
+    the copy was written into since the last step, the copy counts.
 
     Parameters
     ----------
@@ -36,16 +46,36 @@ def has_master(kind: type, param: torch.Tensor) -> bool:
     return issubclass(kind, WithMasters) and param.dtype in (torch.bfloat16, torch.float16)
 
 
+def first_state(kind: type, hyper: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
+    """Return the state that an optimizer of a class has from its construction, in float32 next to a float32 copy.
+
+    Parameters
+    ----------
+    hyper: hyperparameters of the parameter's group. param: its shape and dtype count.
+    """
+    like = torch.empty_like(param, dtype=torch.float32) if has_master(kind, param) else param
+    return state_at_construction(kind, hyper, like)
+
+
 class WithMasters:
     """Mixin for an optimizer class, `_kind`; see `with_master_weights`.
 
-    State: `factor`, by which the next step multiplies all gradients, None for 1.
+    State: `factor`, by which the next step multiplies all gradients, None for 1; `follows`, whether a step looks for
+    edits of parameters, which a plan notices itself.
     """
 
     _kind: Any
     param_groups: list[dict[str, Any]]
     state: dict[torch.Tensor, dict[str, Any]]
     factor: torch.Tensor | None = None
+    follows: bool = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if has_master(type(self), param) and self.state.get(param):
+                    self.state[param] = first_state(type(self), group, param)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -63,8 +93,8 @@ class WithMasters:
     def _step_one(self, group: dict[str, Any], param: torch.Tensor) -> None:
         state = self.state[param]
         low = has_master(type(self), param)
-        if low and MASTER not in state:
-            state[MASTER] = param.detach().float()
+        if low:
+            self._find_copy(param, state)
         leaf = torch.nn.Parameter(state[MASTER] if low else param.data)
         own = {leaf: {k: v for k, v in state.items() if k != MASTER}}
         inner = lone(self._kind, self.__dict__, [{**group, "params": [leaf]}], own)
@@ -78,13 +108,73 @@ class WithMasters:
             if low:
                 param.copy_(leaf)
         state.update(inner.state[leaf])
+        if low and self.follows:
+            _left[state[MASTER]] = _written(state[MASTER])
+
+    def _find_copy(self, param: torch.Tensor, state: dict[str, Any]) -> None:
+        """Make the copy of a parameter, or have it follow the user's edits."""
+        if MASTER not in state:
+            state[MASTER] = param.detach().float()
+        elif self.follows and _left.get(state[MASTER]) in (None, _written(state[MASTER])):
+            take_over_edits(param.detach(), state[MASTER])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, keeping float32 tensors where torch would cast them to the parameter's dtype."""
-        super().load_state_dict(state_dict)  # type: ignore[misc]
-        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        loaded: list[dict[str, Any]] = []
+        optimizer: Any = self
+        # Between the user's hooks: what they make of the state is loaded, and they see it whole.
+        before = optimizer.register_load_state_dict_pre_hook(lambda _, given: loaded.append(given))
+        after = optimizer.register_load_state_dict_post_hook(lambda _: self._keep_float32(loaded[-1]), prepend=True)
+        try:
+            super().load_state_dict(state_dict)  # type: ignore[misc]
+        finally:
+            before.remove()
+            after.remove()
+
+    def _keep_float32(self, loaded: dict[str, Any]) -> None:
+        """Put a loaded state's float32 tensors in place of cast ones; moments next to a copy are always float32."""
+        saved = [number for group in loaded["param_groups"] for number in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for number, param in zip(saved, params):
-            for key, value in state_dict["state"].get(number, {}).items():
-                if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
-                    self.state[param][key] = value.clone()
+            own = self.state[param] if number in loaded["state"] else {}
+            for key, value in loaded["state"].get(number, {}).items():
+                if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                    continue
+                if value.dtype == torch.float32:
+                    own[key] = value.to(own[key].device, copy=True)
+                elif has_master(type(self), param):
+                    own[key] = own[key].float()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # torch's classes expect the number of updates in every state that is not empty; a copy may be there before.
+        given = state["state"]
+        plain = {key: _without_copy(own) for key, own in given.items()}
+        kept = {key: own for key, own in plain.items() if own or not given[key]}
+        super().__setstate__({**state, "state": defaultdict(dict, kept)})  # type: ignore[misc]
+        for key, own in given.items():
+            if isinstance(own, dict) and MASTER in own:
+                self.state[key][MASTER] = own[MASTER]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return *maker_of(type(self)), self.__getstate__()  # type: ignore[attr-defined]
+
+
+def maker_of(kind: type) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return a function and arguments that make an optimizer of a class without a state, for copies and pickles."""
+    if issubclass(kind, WithMasters) and kind is with_master_weights(kind._kind):
+        return _blank, (kind._kind,)  # pickle does not find this class by its name
+    # Not by `__reduce_ex__` of an instance, which may be of a planned class by now.
+    return copyreg._reconstructor, (kind, object, None)  # type: ignore[attr-defined]
+
+
+def _blank(kind: type[torch.optim.Optimizer]) -> Any:
+    """Make an optimizer that updates float32 copies, whose state is still to be set."""
+    return object.__new__(with_master_weights(kind))
+
+
+def _without_copy(own: Any) -> Any:
+    return {key: value for key, value in own.items() if key != MASTER} if isinstance(own, dict) else own
+
+
+def _written(copy: torch.Tensor) -> tuple[int, int]:
+    return -1 if copy.is_inference() else version_of(copy), copy.data_ptr()

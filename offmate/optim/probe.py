@@ -10,8 +10,9 @@ import torch
 
 from ..errors import OffmateError
 from ..runtime.torch_names import trees as pytree
-from ..runtime.torch_names.modules import bare_step, state_at_construction
+from ..runtime.torch_names.modules import bare_step
 from .lone import OWN, lone
+from .masters import first_state
 
 _STEPS = 3
 _SIZES = (2, 3, 2, 3, 2, 3)
@@ -89,7 +90,7 @@ def _trained(optimizer: torch.optim.Optimizer, groups: list[Group]) -> list[tupl
     own_groups = [{**hyper, "params": own} for (hyper, _), own in zip(groups, leaves)]
     state: dict[torch.Tensor, dict[str, Any]] = {}
     for (hyper, _), own in zip(groups, leaves):
-        state |= {leaf: state_at_construction(base, hyper, leaf) for leaf in own}
+        state |= {leaf: first_state(base, hyper, leaf) for leaf in own}
     held = {k: v for k, v in optimizer.__dict__.items() if k not in OWN}
     single = lone(base, {k: copy.deepcopy(v) if _plain(v) else v for k, v in held.items()}, own_groups, state)
     before: dict[str, Any] = {}

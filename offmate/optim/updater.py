@@ -15,10 +15,10 @@ from ..machines.devices import EMULATED
 from ..machines.stopwatch import clock_of, launching_s
 from ..runtime.devices.cores import as_a_worker
 from ..runtime.replay.contents import is_bulk
-from ..runtime.torch_names.modules import bare_step, state_at_construction
+from ..runtime.torch_names.modules import bare_step
 from ..runtime.torch_names.scalers import can_unscale, check_and_unscale
 from .lone import lone
-from .masters import WithMasters
+from .masters import WithMasters, first_state
 from .rows import depends_on_threads, works_by_element
 
 log = logging.getLogger("offmate")
@@ -190,14 +190,13 @@ class Updater:
         leaf = torch.nn.Parameter(param.data)
         leaf.grad = grad
         if not state:
-            state.update(state_at_construction(self.base, hyper, leaf))
+            state.update(first_state(self.base, hyper, leaf))
         _place_scalars(state, leaf.device if hyper.get("fused") or hyper.get("capturable") else _CPU)
         single = lone(self.base, self.optimizer.__dict__, [{**hyper, "params": [leaf]}], {leaf: state})
-        if factor is not None:
-            if issubclass(self.base, WithMasters):
-                single.factor = factor
-            else:
-                grad.mul_(factor)
+        if issubclass(self.base, WithMasters):
+            single.follows, single.factor = False, factor
+        elif factor is not None:
+            grad.mul_(factor)
         if self.grad_scales is not None:
             # The optimizer itself has them only during the scaler's step, and a worker may come later.
             single.grad_scale = self.grad_scales.get(leaf.device.type)

@@ -42,6 +42,7 @@ def finish_on_host(residence: Residence, outside: list[dict[str, torch.Tensor]])
     assert training is not None
     residence.bring_home()
     truth.adopt_tensors()
+    truth.match_copies(truth.edited())
     add_up(truth.host, outside, residence.device.empty_host_like)
     residence.active = training
     with residence.whole():

@@ -11,6 +11,8 @@ import torch
 
 from ..errors import OffmateError, ProtocolError
 from ..guards.watch import Watch
+from ..optim.chunks import take_over_edits
+from ..optim.masters import MASTER, has_master
 from ..optim.updater import Updater
 from ..runtime.devices.device import Device
 from ..runtime.replay.binding import HostState
@@ -31,8 +33,9 @@ class Truth:
     State: `host`; `states`, the optimizer's states as the user sees them; `_late`, the parameters whose states were
     changed while newer ones were under way; `current`, whether nothing newer is on the device or under way; `torn`, the
     tensors that a failure left one update ahead of the others or, if `lost`, behind them; the last seen versions of all
-    parameters, which reveal the user's edits; which parameters are trained. Changed on the training thread, `host` also
-    by the executor and its workers.
+    parameters, which reveal the user's edits; `unmatched`, whether any float32 copy in the states may differ from its
+    parameter; which parameters are trained. Changed on the training thread, `host` also by the executor and its
+    workers.
 
     Parameters
     ----------
@@ -55,6 +58,7 @@ class Truth:
         self._versions: dict[str, tuple[int, int]] = {}
         self.states = Published(updater, self.host) if updater is not None else None
         self._late: tuple[str, ...] = ()
+        self.unmatched = True
         self.accept()
 
     # -- the user's edits ---------------------------------------------------------------------------------------------
@@ -75,6 +79,14 @@ class Truth:
     def accept(self) -> None:
         """Accept the present values of the parameters as the user's intention."""
         self._versions = self._now()
+
+    def match_copies(self, edited: tuple[str, ...]) -> None:
+        """Have float32 copies of parameters follow the user's edits; the host must hold the newest values."""
+        for name in self.host.params if self.unmatched else edited:
+            param, state = self.host.params[name], self.host.states.get(name, {})
+            if self._updater is not None and MASTER in state and has_master(self._updater.base, param):
+                take_over_edits(param, state[MASTER])
+        self.unmatched = False
 
     def _now(self) -> dict[str, tuple[int, int]]:
         with without_torch_function():
@@ -138,6 +150,7 @@ class Truth:
             self.host.params = {n: _data(p) for n, p in named.items()}
             self._trains = {n: p.requires_grad for n, p in named.items()}
         self.host.updates.clear()
+        self.unmatched = True
         self.accept()
 
     def _rename(self, now: dict[torch.Tensor, str]) -> None:
@@ -247,7 +260,7 @@ class Truth:
         """Adopt the optimizer's states as the current ones."""
         if self.states is not None:
             self.states.adopt_all()
-            self._late = ()
+            self._late, self.unmatched = (), True
 
     # -- after a failure ----------------------------------------------------------------------------------------------
 

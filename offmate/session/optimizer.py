@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import copyreg
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from ..errors import ProtocolError
+from ..optim.masters import maker_of
 from ..optim.updater import PLAIN, plain_class
 from ..runtime.torch_names.modules import marked_as_scheduled, note_step, step_hooks
 
@@ -76,9 +76,8 @@ class PlannedOptimizer:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Reduce to the plain optimizer with current values, for copies and pickles."""
         self._offmate.read("a copy of the optimizer")
-        base = self._offmate.updater.base
         # Pickle refuses the usual way, since this object is not of the plain class.
-        return copyreg._reconstructor, (base, object, None), super().__getstate__()  # type: ignore[attr-defined]
+        return *maker_of(self._offmate.updater.base), super().__getstate__()  # type: ignore[misc]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ProtocolError: the plan covers only the groups that existed at compile time."""

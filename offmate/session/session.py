@@ -270,8 +270,9 @@ class Session:
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """The global norm of the last iteration's gradients, before clipping."""
-        return self.truth.host.norm
+        """A copy of the global norm of the last iteration's gradients, before clipping, which updates still read."""
+        norm = self.truth.host.norm
+        return None if norm is None else norm.clone()
 
     # -- reading and loading ------------------------------------------------------------------------------------------
 
