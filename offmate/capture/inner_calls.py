@@ -41,8 +41,8 @@ def _refused(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         if own or backward_under_way() != -1:
             return original(*args, **kwargs)
         raise CaptureError(
-            f"the forward calls {name}(){line_now()}, but a graph of the forward holds no backward, so that its "
-            "gradients cannot be used inside it. Write that gradient as a formula of tensors, or leave this term (a "
+            f"the model differentiates inside its forward: it calls {name}(){line_now()}, but a graph of the forward "
+            "holds no backward. Write that gradient as a formula of tensors, or leave this term (a "
             "gradient penalty, for example) to a plain PyTorch model"
         )
 

@@ -141,9 +141,9 @@ class _Work:
     def __call__(self) -> Any:
         try:
             result = self._target(*self._args, **self._kwargs)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, IndexError) as error:
+        except (torch.OutOfMemoryError, torch.linalg.LinAlgError):
+            raise  # these are raised as plain PyTorch raises them: loops handle them
+        except RuntimeError as error:
             raise CaptureError(
                 f"{self._target} fails on this batch, as it would in plain PyTorch: {str(error).splitlines()[0]}. Call "
                 "the plain model with the batch to see where; dtypes that it mixes are made one by model.to(dtype) or "
