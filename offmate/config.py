@@ -42,7 +42,8 @@ class Config:
     options_per_block: the planner chooses from at most this many ways to run a block (keep, recompute, offload).
     outputs: names of the model outputs that a training forward returns; reading another one raises an error. "all"
         returns every one. ("loss",) saves the memory of the logits' gradient, which then takes the logits' place, and
-        lets the logits go. A forward without gradients returns all outputs.
+        lets the logits go; of a model that returns a tuple, it means the first output if that is a single number. A
+        forward without gradients returns all outputs.
     gradients_into: names of the outputs that receive a gradient from backward(); "auto" takes a scalar output (the
         loss) if there is one, otherwise every output that can have a gradient.
     cache_dir: folder of cached plans and profiles; None disables caching.

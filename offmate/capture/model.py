@@ -130,21 +130,35 @@ def _advise(model: torch.nn.Module, captured: Captured, chain: Chain) -> None:
         )  # fmt: skip
 
 
+LOSS, FIRST = "loss", "0"  # a model that returns a tuple has no name for its loss, which is first in transformers
+
+
 def select_outputs(captured: Captured, config: Config) -> Captured:
     """Leave out the outputs that the configuration does not keep; reading one raises an error that names it."""
     if config.outputs == "all":
         return captured
     results = captured.output_names[: captured.n_results]
-    absent = set(config.outputs) - set(results)
+    named = set(config.outputs)
+    if LOSS in named - set(results) and _is_scalar(captured, results.index(FIRST) if FIRST in results else None):
+        named = named - {LOSS} | {FIRST}
+    absent = named - set(results)
     if absent:
         raise CaptureError(f"outputs names {', '.join(sorted(absent))}, but the model returns {', '.join(results)}")
     kept = tuple(
         o
-        if name in config.outputs or not isinstance(o, str) or index >= captured.n_results
+        if name in named or not isinstance(o, str) or index >= captured.n_results
         else (LeftOut(name, config.outputs),)
         for index, (o, name) in enumerate(zip(captured.outputs, captured.output_names))
     )
     return replace(captured, outputs=kept)
+
+
+def _is_scalar(captured: Captured, index: int | None) -> bool:
+    """Whether the result with this index, if there is one, is a single number in the graph."""
+    output = None if index is None else captured.outputs[index]
+    node = next((n for n in captured.graph.nodes if n.name == output), None)
+    value = None if node is None else node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dim() == 0
 
 
 def choose_differentiated(captured: Captured, chain: Chain, config: Config) -> frozenset[str]:

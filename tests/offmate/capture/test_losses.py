@@ -236,6 +236,21 @@ class WrittenLater(Shifted):
         return {"loss": cross_entropy(full.view(-1, CLASSES), labels.view(-1)), "logits": logits}
 
 
+class LossLast(Shifted):
+    """A tuple whose first output is no loss."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = super().forward(input_ids, labels)
+        return found["logits"], found["loss"]
+
+
+def test_a_loss_without_a_name_has_to_come_first() -> None:
+    config = offmate.Config(cache_dir=None, **LOSS_ALONE)
+    model: Any = offmate.compile(LossLast(), "64MiB", device="emulated", cpu_budget=HOST_BYTES, config=config)
+    with pytest.raises(offmate.CaptureError, match="outputs names loss, but the model returns 0, 1"):
+        model(**texts()[0])
+
+
 def test_an_output_that_was_left_out_raises_by_name() -> None:
     torch.manual_seed(0)
     model: Any = language_model("llama", torch.bfloat16).train()

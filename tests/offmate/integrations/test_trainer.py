@@ -101,6 +101,31 @@ def test_a_trainer_trains_its_own_model_twice(tmp_path, cache_dir):
     assert same(found[0].model, found[1].model)
 
 
+class InATuple(LlamaForCausalLM):
+    """Returns its loss and its logits in a tuple, as models of one's own do."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = super().forward(input_ids=input_ids, labels=labels)
+        return found.loss, found.logits
+
+
+def test_a_model_that_returns_a_tuple(tmp_path, cache_dir):
+    """Its loss, which has no name, is the first output."""
+    found = []
+    for kind, more in ((Trainer, {}), (OffmateTrainer, {"gpu_budget": "4MiB", **settings(cache_dir)})):
+        torch.manual_seed(0)
+        one = InATuple(LlamaConfig(**CONFIG))
+        trainer = kind(one, arguments(tmp_path / kind.__name__), train_dataset=rows(), eval_dataset=rows(3), **more)
+        trainer.train()
+        trainer.evaluate()
+        found.append(trainer)
+    names = ("loss", "grad_norm", "eval_loss")
+    assert history(found[1], *names) == history(found[0], *names)
+    assert same(found[1].model, found[0].model)
+    kept = found[1].model.offmate.plan.schedule.item_bytes
+    assert not any(item.startswith("o:linear") for item in kept), "logits that nobody reads need not stay"
+
+
 class Listener(TrainerCallback):
     """A reporter that comes before what users add."""
 
