@@ -17,6 +17,7 @@ from ..config import Config
 from ..errors import BudgetExceeded, CaptureError, InfeasibleBudget, OffmateError
 from ..guards.surroundings import chosen_by_time, surroundings
 from ..guards.watch import Watch
+from ..machines.allocator import check_allocator
 from ..machines.devices import accelerator, check_budget, rng_untouched, still_free_bytes
 from ..optim.updater import Updater
 from ..planning.forward_only import make_stream
@@ -178,11 +179,7 @@ class Preparer:
     # -- a plan -------------------------------------------------------------------------------------------------------
 
     def _prepare(self, model: torch.nn.Module, call: Call) -> Variant:
-        self._shrink()
-        unsteady = "" if accelerator(self.request.device) is None else chosen_by_time()
-        if unsteady and not self._warned:
-            self._warned = True
-            log.warning("%s", unsteady)
+        self._look_at_device()
         with (
             self._plainness.of(model),
             self._progress() as say,
@@ -200,14 +197,24 @@ class Preparer:
                 self._kept = self._kept.joined(prepared.plan.split)
         return self._bound(prepared, model, call, place)
 
+    def _look_at_device(self) -> None:
+        """Take the budget, the allocator's settings and the choice of kernels as they are now."""
+        where = accelerator(self.request.device)
+        check_allocator(where)
+        self._shrink()
+        unsteady = "" if where is None else chosen_by_time()
+        if unsteady and not self._warned:
+            self._warned = True
+            log.warning("%s", unsteady)
+
     def _shrink(self) -> None:
-        """Let "auto" stand for a smaller budget if other processes have taken memory since."""
+        """Let "auto" stand for a smaller budget if less memory is free than it has counted with."""
         request = self.request
         left = still_free_bytes(request.device, request.budget_bytes) if request.automatic else request.budget_bytes
         if left == request.budget_bytes:
             return
         log.warning(
-            'gpu_budget "auto" now stands for %s instead of %s: other processes have taken memory of the device since',
+            'gpu_budget "auto" now stands for %s instead of %s: less memory is free on the device than before',
             format_bytes(left), format_bytes(request.budget_bytes),
         )  # fmt: skip
         check_budget(request.device, left)

@@ -394,6 +394,18 @@ def test_kernels_that_are_chosen_by_time_are_warned_of_once(sim, caplog, monkeyp
     assert sum("cudnn.benchmark is on" in one.message for one in caplog.records) == 1
 
 
+def test_allocator_settings_that_are_made_after_compile_are_refused_at_the_next_plan(sim, monkeypatch):
+    def refuses(where):
+        raise offmate.DeviceError(f"the allocator of {where} runs with expandable_segments:True")
+
+    with compiled("gpt2", AMPLE_BYTES) as (model, _), torch.no_grad():
+        model(**text(0))
+        monkeypatch.setattr("offmate.session.preparer.check_allocator", refuses)
+        model(**text(1))  # has a plan
+        with pytest.raises(offmate.DeviceError, match="sim:0 runs with expandable_segments"):
+            model(**{name: value[:1] for name, value in text(0).items()})
+
+
 def test_out_of_memory_in_a_step(sim):
     """The message shows plan and real memory side by side; the state can be read."""
     with compiled("llama", budget_of("llama", "tight")) as (model, optimizer):
