@@ -58,14 +58,14 @@ lint: $(VENV)/installed
 docs: $(VENV)/installed
 	@$(VENV)/bin/python -m sphinx -W --keep-going -q -b html docs docs/_build
 
-# torch without the libraries that it depends on, which the stand-in replaces and which take 3 GB; what of the tests needs
-# no torch is installed with its dependencies.
-$(STANDIN_VENV)/installed: TORCH := $(STANDIN_TORCH)
+# torch without the libraries that it depends on, which the stand-in replaces and which take 3 GB. It comes last, or pip
+# would report as errors that they are missing.
+$(STANDIN_VENV)/installed: TORCH_CONSTRAINT := s/^torch==.*/torch==$(STANDIN_TORCH)/
 $(STANDIN_VENV)/installed: pyproject.toml constraints.txt
 	$(call make_venv,$(STANDIN_VENV))
-	@$(STANDIN_VENV)/bin/python $(PIP_INSTALL) --no-deps torch==$(STANDIN_TORCH) $(STANDIN_HEADERS)
 	@$(STANDIN_VENV)/bin/python $(PIP_INSTALL) -c $(STANDIN_VENV)/constraints.txt filelock fsspec jinja2 networkx sympy \
 	  typing-extensions 'setuptools<82' pulp highspy ortools rich transformers pytest pytest-timeout hypothesis
+	@$(STANDIN_VENV)/bin/python $(PIP_INSTALL) --no-deps torch==$(STANDIN_TORCH) $(STANDIN_HEADERS)
 	@$(STANDIN_VENV)/bin/python $(PIP_INSTALL) --no-deps -e .
 	@touch $@
 
