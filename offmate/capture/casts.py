@@ -61,13 +61,14 @@ class Casts(TorchDispatchMode):
     """Finds trained parameters that autocast casts once for several uses, so that their gradients add up rounded.
 
     State: `_nodes`, placeholders of trained parameters by the identity of their values, from `knows`; `_seen`, per
-    parameter the region and precision of every cast.
+    parameter the region and precision of every cast; `_readers`, per parameter the node for which each was made.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._nodes: dict[int, fx.Node] = {}
         self._seen: dict[fx.Node, list[tuple[object, torch.dtype]]] = defaultdict(list)
+        self._readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         self._around = inside_autocast()
         self._shared = torch.is_autocast_cache_enabled()
         self._at: fx.Node | None = None
@@ -92,7 +93,10 @@ class Casts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is cast and id(args[0]) in self._nodes and "dtype" in kwargs:
-            self._seen[self._nodes[id(args[0])]].append((self._region(), kwargs["dtype"]))
+            param = self._nodes[id(args[0])]
+            self._seen[param].append((self._region(), kwargs["dtype"]))
+            assert self._at is not None
+            self._readers[param].append(self._at)
         return func(*args, **kwargs)
 
     def _region(self) -> object:
@@ -107,6 +111,8 @@ class Casts(TorchDispatchMode):
     def rounded(self, graph: fx.Graph) -> dict[fx.Node, torch.dtype]:
         """Return the parameters of which one copy has several uses, with the copy's precision.
 
+        An operator that casts a parameter several times, as a GRU does once per time step, shares the copy, too.
+
         Raises: CaptureError for one that has other uses, too: then the order of the sum in eager mode is not known.
         """
         uses: Counter[fx.Node] = Counter()
@@ -116,10 +122,12 @@ class Casts(TorchDispatchMode):
         for node, casts in self._seen.items():
             if all(count < 2 for count in Counter(casts).values()):
                 continue
-            if len(set(casts)) > 1 or len(casts) < uses[node]:
+            readers = Counter(self._readers[node])
+            again = uses[node] > 1 and max(readers.values()) > 1  # then parts of parts are added up
+            if again or len(set(casts)) > 1 or len(readers) < len(node.users):
                 raise CaptureError(
-                    f"{node.name} is used several times in one torch.autocast region, and elsewhere too; the order in "
-                    "which its gradients add up in the lower precision cannot be followed. Use "
+                    f"{node.name} is used several times in one torch.autocast region, and elsewhere too, or by a layer "
+                    "that uses it at every time step; the order in which its gradients add up in the lower precision cannot be followed. Use "
                     "torch.autocast(..., cache_enabled=False), or keep all its uses in one region"
                 )
             found[node] = casts[0][1]

@@ -34,6 +34,7 @@ from .hooks import only_packages_hooks
 from .inner_calls import inner_calls_followed
 from .kv_caches import caches_dropped
 from .losses import tile_losses
+from .lstm_precision import LstmPrecision
 from .not_exported import refusal
 from .observe import Observer
 from .outputs import as_kept, output_names, outputs_of
@@ -315,8 +316,14 @@ def _observed_export(
 
 def _export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
-        as_in_eager = (functions_kept(), tracing.nothing_folded(), _caches_as_in_eager(), forwards_as_in_eager(model))
-        as_in_eager += (tracing.said_by_errors_alone(),)
+        as_in_eager: list[contextlib.AbstractContextManager[Any]] = [
+            functions_kept(),
+            tracing.nothing_folded(),
+            tracing.said_by_errors_alone(),
+            _caches_as_in_eager(),
+            forwards_as_in_eager(model),
+            LstmPrecision(),
+        ]
         with warnings.catch_warnings(), contextlib.ExitStack() as stack, named():
             for context in as_in_eager:
                 stack.enter_context(context)

@@ -149,6 +149,8 @@ class _Run:
         accumulators = iter(arguments[self.n_leaves + len(spec.tangents) :])
         env: dict[fx.Node, Any] = {}
         per_use: dict[fx.Node, list[torch.Tensor]] = {}
+        # One copy in the lower precision serves all casts inside an operator, as autocast's cache has it in eager mode.
+        low = {e.node: e.rounded for e in spec.externals if e.rounded is not None and e.differentiable}
         position = 0
         for external in spec.externals:
             own = leaves[position : position + external.leaves]
@@ -157,10 +159,13 @@ class _Run:
             if external.leaves > 1:
                 per_use[external.node] = list(own)
         for node in spec.nodes:
-            args, kwargs = fx.map_arg(
-                (node.args, node.kwargs), lambda n: per_use[n].pop(0) if per_use.get(n) else env[n]
-            )
+
+            def value_of(n: fx.Node) -> Any:
+                value = per_use[n].pop(0) if per_use.get(n) else env[n]
+                return value.to(low[n]) if n in low else value
+
             with node.meta["region"].entered():
+                args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
                 env[node] = run_openly(node.target, args, kwargs)
         results = [env[n] for n in spec.results]
         grads = self._gradients(results, leaves, tangents, accumulators)

@@ -113,7 +113,7 @@ def check(
 
 def _within(subject: Subject, budget_bytes: int, steps: int, device: str) -> tuple[Run, Any]:
     """Train within a budget. Returns: the numbers and the plan. Raises: OffmateError, or whatever goes wrong."""
-    model = subject.built()
+    model: Any = subject.built()
     optimizer = subject.optimizer(model)
     model = compile_model(
         model,

@@ -67,9 +67,9 @@ def _candidates(model: Any) -> Iterator[dict[str, torch.Tensor]]:
     main = model.main_input_name if model.main_input_name in arguments else next(iter(arguments), "")
     wanted = dict.fromkeys([main, *needed])
     extras: list[tuple[str, ...]] = [()]
-    for extra in ("pixel_values", "input_features", "input_values", "bbox", "decoder_input_ids"):
-        if extra in arguments and extra not in wanted:
-            extras += [(*others, extra) for others in list(extras)]
+    for more in ("pixel_values", "input_features", "input_values", "bbox", "decoder_input_ids"):
+        if more in arguments and more not in wanted:
+            extras += [(*others, more) for others in list(extras)]
     labelled = [("labels",), ()] if "labels" in arguments else [()]
     found = []
     for label, extra in itertools.product(labelled, extras):
