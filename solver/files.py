@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import reprlib
 import sys
 from dataclasses import MISSING, asdict, fields, is_dataclass
@@ -180,7 +179,7 @@ def _scalar(data: Any, kind: type, place: str) -> Any:
         return float(data)
     if not isinstance(data, kind) or (isinstance(data, bool) and kind is not bool):
         raise FileError(f"{place}: expected {kind.__name__}, found {_short(data)}")
-    if kind is float and math.isnan(data):
+    if kind is float and data != data:
         raise FileError(f"{place}: is not a number (NaN)")
     return data
 
