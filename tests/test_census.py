@@ -64,7 +64,7 @@ def test_the_page_counts_shares_among_what_was_compared() -> None:
         Row("a", "equal", "", 1.0),
         Row("b", "equal", "", 1.0),
         Row("c", "equal", "", 1.0),
-        Row("d|", "refused", "a [list] of *marks*", 1.0),
+        Row("d|", "refused", "a [list] of *marks*, /home/me/lib/site-packages/timm/layers.py, line 3", 1.0),
         Row("e", "not built", "no data", 1.0),
     ]
     found = {
@@ -76,5 +76,5 @@ def test_the_page_counts_shares_among_what_was_compared() -> None:
     page = markdown(found)
 
     assert "| modules | 3 | 1 | 0 | 0 | 1 | 75 % |" in page
-    assert "| refused | a \\[list\\] of \\*marks\\* |" in page
+    assert "| refused | a \\[list\\] of \\*marks\\*, timm/layers.py, line 3 |" in page
     assert "Equal: a, b, c." in page

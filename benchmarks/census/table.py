@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -23,6 +24,7 @@ Nothing can be said of a model for which no tiny size or no data could be made, 
 there, which fails in plain PyTorch, or which differs from itself when it is run twice.
 The share is that of equal models among those that were compared.
 """
+_FOLDERS = re.compile(r"(?<![\w.])/(?:[^\s,:`]*?/site-packages/|(?:[^/\s,:`]+/)+)")
 _SILENT = ("unstable", "plain_fails", "not built")
 _TITLES = {
     "transformers": "transformers: every model type that has a base model, in a tiny size",
@@ -85,7 +87,8 @@ def _word(outcome: str) -> str:
 
 def _cell(words: str) -> str:
     """Return text that cannot end its cell or start markup."""
-    text = " ".join(words.split())[:300]
+    # Where a package lies on the machine that ran the census concerns nobody.
+    text = _FOLDERS.sub("", " ".join(words.split()))[:300]
     for mark in "\\|<>*_`[]$":
         text = text.replace(mark, f"\\{mark}")
     return text
