@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,10 +22,17 @@ LIMITS_MIB = (36, 64, 96, 128)
 
 
 @pytest.fixture
-def nothing_pinned(monkeypatch):
-    """Nothing of earlier tests is pinned, buffers and torch's reserve included."""
-    for name in ("INTO", "OUT_OF"):
-        monkeypatch.setattr(staging, name, staging.Staging())
+def nothing_pinned() -> Iterator[None]:
+    """Nothing of earlier tests is pinned, buffers and torch's reserve included; later tests take buffers anew."""
+    unpin()
+    yield
+    unpin()
+
+
+def unpin() -> None:
+    for direction in (staging.INTO, staging.OUT_OF):
+        direction._blocks.clear()
+        direction._used.clear()
     gc.collect()
     torch._C._host_emptyCache()
 

@@ -9,7 +9,7 @@ from offmate.runtime.devices import streams
 import offmate
 
 from .card import behaving
-from .cases import CASES, WIDE, Case
+from .cases import CASES, WIDE
 from .loops import Loop, training
 
 pytestmark = pytest.mark.timeout(240)
@@ -63,11 +63,14 @@ def computing_does_not_wait(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(streams.StreamEvent, "wait", waits)
 
 
-@pytest.mark.parametrize("case", WATCHED.values(), ids=WATCHED)
-@pytest.mark.parametrize("what_is_wrong", [copies_do_not_wait, computing_does_not_wait])
-def test_missing_waits_are_seen(what_is_wrong, case: Case, cache_dir, monkeypatch):
+# Whether a copy that does not wait is seen depends on the plan; large gradients, made by products, always leave.
+WRONG = [(computing_does_not_wait, name) for name in WATCHED] + [(copies_do_not_wait, "wide")]
+
+
+@pytest.mark.parametrize("what_is_wrong, name", WRONG)
+def test_missing_waits_are_seen(what_is_wrong, name, cache_dir, monkeypatch):
     """The tests above would fail if the runtime did not wait."""
-    with training(case, cache_dir) as loop:
+    with training(WATCHED[name], cache_dir) as loop:
         bytes_in = loop.step().bytes_in
         what_is_wrong(loop, monkeypatch)
         found = poisoned(loop, bytes_in)
