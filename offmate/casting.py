@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .capture.checks import check_model
+from .capture.converted import note_converted
 from .capture.export import Captured, capture
 from .capture.fake import fake_batch, faked, has_address, is_without_memory, stand_in
 from .capture.kv_caches import without_cache
@@ -84,6 +85,7 @@ def cast_weights(
         params[name].data = whole_values.to(dtype)
         if optimizer is not None and params[name] in trains:
             _keep_whole(optimizer.state[params[name]], params[name], whole_values)
+    note_converted(model, found)
     return found
 
 

@@ -317,7 +317,8 @@ def _observed_export(
 def _export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         as_in_eager = (
-            functions_kept(), tracing.nothing_folded(), _caches_as_in_eager(), forwards_as_in_eager(model), LstmPrecision()
+            functions_kept(), tracing.nothing_folded(), _caches_as_in_eager(), forwards_as_in_eager(model),
+            LstmPrecision(),
         )  # fmt: skip
         with warnings.catch_warnings(), contextlib.ExitStack() as stack, named():
             for context in as_in_eager:

@@ -20,6 +20,7 @@ from ..sizes import format_bytes
 from .blocks import TracedBlock, trace_blocks
 from .casts import Reads
 from .chain import Chain, partition, run_fake
+from .converted import check_converted
 from .export import Captured, capture, check_dense
 from .fake import memory_of
 from .late_heads import part_heads
@@ -64,6 +65,7 @@ def trace_model(
     with torch.set_grad_enabled(gradients):
         captured = capture(model, args, kwargs, real, device)
         captured = select_outputs(captured, config) if gradients else captured
+    check_converted(model, captured, device)
     check_outputs(captured)
     check_elements(model, captured)
     if gradients:
