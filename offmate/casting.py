@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from .capture.captured import Captured
 from .capture.checks import check_model
-from .capture.export import Captured, capture
+from .capture.converted import note_converted
+from .capture.export import capture
 from .capture.fake import fake_batch, faked, has_address, is_without_memory, stand_in
 from .capture.kv_caches import without_cache
 from .capture.model import only_cast_of
@@ -84,6 +86,7 @@ def cast_weights(
         params[name].data = whole_values.to(dtype)
         if optimizer is not None and params[name] in trains:
             _keep_whole(optimizer.state[params[name]], params[name], whole_values)
+    note_converted(model, found)
     return found
 
 

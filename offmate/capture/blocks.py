@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from .captured import Captured
 from .chain import Chain, written_storages
-from .export import Captured
 from .joint import trace
 from .spec import BlockSpec, External, Joint, class_key, dense_stride
 

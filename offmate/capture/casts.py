@@ -127,8 +127,9 @@ class Casts(TorchDispatchMode):
             if again or len(set(casts)) > 1 or len(readers) < len(node.users):
                 raise CaptureError(
                     f"{node.name} is used several times in one torch.autocast region, and elsewhere too, or by a layer "
-                    "that uses it at every time step; the order in which its gradients add up in the lower precision cannot be followed. Use "
-                    "torch.autocast(..., cache_enabled=False), or keep all its uses in one region"
+                    "that uses it at every time step; the order in which its gradients add up in the lower precision "
+                    "cannot be followed. Use torch.autocast(..., cache_enabled=False), or keep all its uses in one "
+                    "region"
                 )
             found[node] = casts[0][1]
         return found

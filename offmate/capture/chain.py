@@ -15,9 +15,9 @@ from ..guards.surroundings import inside_autocast
 from ..runtime.torch_names import trees as pytree
 from ..runtime.torch_names.operators import schema_of
 from ..runtime.torch_names.tensors import storage_key
+from .captured import Captured
 from .casts import Casts, Reads, Together, Watch
 from .effects import is_random, updates_stats, writes
-from .export import Captured
 from .functions import as_eager
 from .late_heads import linear_before, weight_later
 from .losses import overwritten

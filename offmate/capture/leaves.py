@@ -6,9 +6,9 @@ import torch
 
 from ..errors import CaptureError
 from ..guards.python_objects import Found
+from .captured import Captured
 from .chain import Chain
 from .effects import updates_stats
-from .export import Captured
 from .fake import has_address, memory_of
 from .observe import entry_of
 

@@ -18,9 +18,11 @@ from ..errors import CaptureError
 from ..progress import Progress
 from ..sizes import format_bytes
 from .blocks import TracedBlock, trace_blocks
+from .captured import Captured
 from .casts import Reads
 from .chain import Chain, partition, run_fake
-from .export import Captured, capture, check_dense
+from .converted import check_converted
+from .export import capture, check_dense
 from .fake import memory_of
 from .late_heads import part_heads
 from .leaves import check_elements, check_fast_path, check_leaves, check_outputs, check_shared_buffers
@@ -64,6 +66,7 @@ def trace_model(
     with torch.set_grad_enabled(gradients):
         captured = capture(model, args, kwargs, real, device)
         captured = select_outputs(captured, config) if gradients else captured
+    check_converted(model, captured, device)
     check_outputs(captured)
     check_elements(model, captured)
     if gradients:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..capture.blocks import TracedBlock
-from ..capture.export import Captured
+from ..capture.captured import Captured
 from ..capture.spec import External
 from ..programs.prelude import Prelude
 from ..programs.programs import ClassGraph

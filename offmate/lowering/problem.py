@@ -9,8 +9,8 @@ from typing import Any
 from torch import fx
 
 from ..capture.blocks import TracedBlock
+from ..capture.captured import Captured
 from ..capture.chain import Chain
-from ..capture.export import Captured
 from ..machines.links import LinkRates
 from ..optim.rows import grid_of
 from ..programs.prelude import Prelude, _dense_bytes

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..capture.export import Captured
+from ..capture.captured import Captured
 from ..capture.model import Traced, structure
 from ..config import Config
 from ..guards.surroundings import kernel_settings

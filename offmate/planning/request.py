@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..capture.arrivals import Arrivals
-from ..capture.export import Captured
+from ..capture.captured import Captured
 from ..config import Config
 from ..plans.plan import Plan
 from ..runtime.replay.binding import Binding

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..capture.export import Captured
+from ..capture.captured import Captured
 from ..capture.model import Traced
 from ..errors import InfeasibleBudget, PlanFileError
 from ..lowering.options import BlockClass, stored_options

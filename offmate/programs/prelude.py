@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from ..capture.blocks import TracedBlock
+from ..capture.captured import Captured
 from ..capture.chain import Chain
-from ..capture.export import Captured
 from ..capture.joint import trace
 from ..capture.spec import BlockSpec, External
 from ..runtime.replay.program import BlockProgram

@@ -14,9 +14,10 @@ import offmate
 from offmate.capture import as_in_eager
 from offmate.capture import batch_decisions as decisions
 from offmate.capture import model as traced_phase
+from offmate.capture.captured import Captured
 from offmate.capture.chain import partition
 from offmate.capture.effects import is_random
-from offmate.capture.export import Captured, capture
+from offmate.capture.export import capture
 from offmate.capture.model import Traced, trace_model
 from offmate.config import Config
 from offmate.errors import CaptureError

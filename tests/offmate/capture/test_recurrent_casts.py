@@ -78,5 +78,5 @@ def test_a_layer_that_runs_twice_in_one_region_is_refused() -> None:
     ours = offmate.compile(
         Twice(nn.GRU), "1GiB", device="emulated", cpu_budget=CPU_BUDGET, config=offmate.Config(cache_dir=None)
     )
-    with pytest.raises(offmate.CaptureError, match="is used several times in one torch.autocast region"):
+    with pytest.raises(offmate.CaptureError, match=r"is used several times in one torch\.autocast region"):
         gradients(ours, torch.randn(STEPS, 3, 6), True)

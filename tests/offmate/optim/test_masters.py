@@ -215,3 +215,22 @@ def test_an_optimizer_can_be_pickled_and_copied(kind: Any, compiled: bool, steps
         (param,) = again.param_groups[0]["params"][:1]
         param.grad = torch.ones_like(param)
         again.step()
+
+
+def test_the_norm_that_a_user_reads_is_a_copy() -> None:
+    found = []
+    for edits in (False, True):
+        torch.manual_seed(0)
+        own = Halves().float()
+        optimizer, scaler = torch.optim.SGD(own.parameters(), lr=1.0), torch.amp.GradScaler("cpu")
+        config = offmate.Config(cache_dir=None)
+        offmate.compile(
+            own, "1GiB", optimizer=optimizer, max_grad_norm=1e-3, grad_scaler=scaler, config=config, **SETTINGS
+        )
+        scaler.scale(own(torch.randn(4, 32, generator=torch.Generator().manual_seed(0)))["loss"]).backward()
+        scaler.unscale_(optimizer)
+        if edits:
+            own.offmate.grad_norm.mul_(1e3)
+        scaler.step(optimizer)
+        found.append([p.detach().clone() for p in own.parameters()])
+    assert all(map(torch.equal, *found))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from typing import Any
 
 import pytest
 import torch
 
 import offmate
 
-from .test_cast_weights import SETTINGS, Adapted, adamw, around, batch, cast, model, train, with_copies
+from .test_cast_weights import SETTINGS, Adapted, WithOwnRegion, adamw, around, batch, cast, model, train, with_copies
 
 
 class Constant(Adapted):
@@ -148,3 +150,32 @@ def test_a_weight_that_was_trained_since_its_copy_was_loaded_counts() -> None:
     with around(own):
         offmate.cast_weights(own, example_inputs=batch(0), optimizer=optimizer, device="emulated")
     assert torch.equal(optimizer.state[weight]["master"], before)
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, lambda: torch.autocast("cpu", torch.float16)])
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_converted_model_is_refused_outside_its_autocast(around: Any, gradients: bool, copied: bool) -> None:
+    own = model()
+    cast(own)
+    own = copy.deepcopy(own) if copied else own
+    offmate.compile(own, "1GiB", **SETTINGS)
+    with torch.set_grad_enabled(gradients):
+        with (
+            around(),
+            pytest.raises(
+                offmate.CaptureError, match=r"weight was converted to torch.bfloat16 by offmate.cast_weights, but"
+            ),
+        ):
+            own(**batch(0))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.isfinite(own(**batch(0))["loss"])
+
+
+def test_a_converted_model_with_a_region_of_its_own_runs_anywhere() -> None:
+    own, twin = model(WithOwnRegion), model(WithOwnRegion)
+    cast(own)
+    wrapped = torch.nn.Sequential(own)
+    offmate.compile(wrapped, "1GiB", **SETTINGS)
+    with torch.no_grad():
+        assert torch.equal(wrapped(batch(0)["x"])["loss"], twin(**batch(0))["loss"])
