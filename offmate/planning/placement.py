@@ -54,7 +54,8 @@ def fitted(
         if isinstance(found, Reserved):
             place = replace(found.place, updated={name: updated(name) for name in plan.schedule.update_device_s})
             log.info("%s per iteration are moved within the device, to make room", format_bytes(place.moved_bytes))
-            return _placed(prepared, found), place
+            least = _least_that_works(make, model, updated, device, budget_bytes, prepared)
+            return _placed(prepared, found, least), place
         least_taken = plan.least_budget_bytes - plan.allocator_bytes
         if margin >= budget_bytes - least_taken:
             break
@@ -67,7 +68,42 @@ def fitted(
             prepared, tried = make(margin), tried + 1
         except InfeasibleBudget:
             break
-    raise _refusal(budget_bytes, found.needed_bytes, plan)
+    works = _seen_to_work(device, rehearsals(prepared, model, updated), found.needed_bytes)
+    raise _refusal(budget_bytes, works or found.needed_bytes, plan)
+
+
+def _least_that_works(
+    make: Callable[[int], Prepared],
+    model: torch.nn.Module,
+    updated: Callable[[str], Updated],
+    device: torch.device,
+    budget_bytes: int,
+    prepared: Prepared,
+) -> int:
+    """Return the least budget in which a plan was seen to be placed: that of the plan that takes the least.
+
+    Parameters
+    ----------
+    budget_bytes: works with the plan in `prepared`.
+    """
+    plan = prepared.plan
+    margin = budget_bytes - (plan.least_budget_bytes - plan.allocator_bytes)
+    try:
+        smallest = make(margin) if margin > plan.allocator_bytes else prepared
+    except InfeasibleBudget:
+        return budget_bytes
+    least = _seen_to_work(device, rehearsals(smallest, model, updated), 0)
+    return budget_bytes if least is None else min(least, budget_bytes)
+
+
+def _seen_to_work(device: torch.device, starts: tuple[Rehearsal, ...], least_bytes: int) -> int | None:
+    """Return a budget, at least `least_bytes`, in which this iteration was placed; None if a few tries find none."""
+    for _ in range(_PLANS):
+        found = reserve(device, starts, least_bytes)
+        if isinstance(found, Reserved):
+            return least_bytes
+        least_bytes = max(found.needed_bytes, least_bytes * 101 // 100)
+    return None
 
 
 def pockets(device: torch.device, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, ...]:
@@ -127,14 +163,14 @@ def _workspace_share(updater: Updater, dtype: torch.dtype, hyper: dict[str, Any]
     return log.workspace_bytes()["update"] // _PROBED_ELEMENTS
 
 
-def _placed(prepared: Prepared, reserved: Reserved) -> Prepared:
+def _placed(prepared: Prepared, reserved: Reserved, least_bytes: int) -> Prepared:
     plan = prepared.plan
     tensors = plan.predicted_peak_bytes - plan.allocator_bytes
     allocator = reserved.bytes - tensors
     placed = replace(
         plan,
         fixed_bytes=plan.fixed_bytes - plan.allocator_bytes + allocator,
-        least_budget_bytes=plan.least_budget_bytes - plan.allocator_bytes + reserved.needed_bytes - tensors,
+        least_budget_bytes=least_bytes,
         allocator_bytes=allocator,
     )
     return replace(prepared, plan=placed)

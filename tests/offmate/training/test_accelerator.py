@@ -317,6 +317,15 @@ def test_a_refusal_names_a_budget_that_works(sim, tmp_path):
     model._offmate_session.device.close()
 
 
+@pytest.mark.parametrize("updates", ["host", "auto"])
+def test_the_least_budget_that_a_plan_names_works(sim, updates):
+    model = built("llama")
+    settings = {"device": "sim", "cpu_budget": HOST_BYTES, "config": replace(NO_CACHE, updates=updates)}
+    given = {"example_inputs": text(0), "optimizer": adamw(model), **settings}
+    least = offmate.plan(model, AMPLE_BYTES, **given).least_budget_bytes
+    assert offmate.plan(model, least, **given).predicted_peak_bytes <= least
+
+
 @pytest.mark.parametrize(("micro", "max_norm"), [(1, 0.1), (3, None), (2, 0.1)])
 def test_clipping_and_accumulation(sim, micro, max_norm):
     losses, state = plain("llama", micro, max_norm)
