@@ -21,7 +21,7 @@ class LstmPrecision(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._mkldnn: bool = torch.backends.mkldnn.enabled
+        self._mkldnn = bool(torch.backends.mkldnn.enabled)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))

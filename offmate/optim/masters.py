@@ -156,12 +156,12 @@ class WithMasters:
                 self.state[key][MASTER] = own[MASTER]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return *maker_of(type(self)), self.__getstate__()  # type: ignore[attr-defined]
+        return *maker_of(type(self)), self.__getstate__()
 
 
 def maker_of(kind: type) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return a function and arguments that make an optimizer of a class without a state, for copies and pickles."""
-    if issubclass(kind, WithMasters) and kind is with_master_weights(kind._kind):
+    if issubclass(kind, WithMasters) and kind is with_master_weights(kind._kind):  # type: ignore[arg-type]
         return _blank, (kind._kind,)  # pickle does not find this class by its name
     # Not by `__reduce_ex__` of an instance, which may be of a planned class by now.
     return copyreg._reconstructor, (kind, object, None)  # type: ignore[attr-defined]

@@ -85,7 +85,7 @@ class Truth:
         for name in self.host.params if self.unmatched else edited:
             param, state = self.host.params[name], self.host.states.get(name, {})
             if self._updater is not None and MASTER in state and has_master(self._updater.base, param):
-                take_over_edits(param, state[MASTER])
+                take_over_edits(param, state[MASTER])  # type: ignore[arg-type]
         self.unmatched = False
 
     def _now(self) -> dict[str, tuple[int, int]]:

@@ -77,7 +77,7 @@ class PlannedOptimizer:
         """Reduce to the plain optimizer with current values, for copies and pickles."""
         self._offmate.read("a copy of the optimizer")
         # Pickle refuses the usual way, since this object is not of the plain class.
-        return *maker_of(self._offmate.updater.base), super().__getstate__()  # type: ignore[misc]
+        return *maker_of(self._offmate.updater.base), super().__getstate__()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ProtocolError: the plan covers only the groups that existed at compile time."""
