@@ -161,7 +161,7 @@ class WithMasters:
 
 def maker_of(kind: type) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return a function and arguments that make an optimizer of a class without a state, for copies and pickles."""
-    if issubclass(kind, WithMasters) and kind is with_master_weights(kind._kind):  # type: ignore[arg-type]
+    if issubclass(kind, WithMasters) and kind is with_master_weights(kind._kind):
         return _blank, (kind._kind,)  # pickle does not find this class by its name
     # Not by `__reduce_ex__` of an instance, which may be of a planned class by now.
     return copyreg._reconstructor, (kind, object, None)  # type: ignore[attr-defined]
@@ -169,7 +169,7 @@ def maker_of(kind: type) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 def _blank(kind: type[torch.optim.Optimizer]) -> Any:
     """Make an optimizer that updates float32 copies, whose state is still to be set."""
-    return object.__new__(with_master_weights(kind))
+    return object.__new__(with_master_weights(kind))  # type: ignore[arg-type]
 
 
 def _without_copy(own: Any) -> Any:
