@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         CaptureError,
         DeviceError,
         InfeasibleBudget,
+        LeftOutError,
         OffmateError,
         PlanFileError,
         ProtocolError,
@@ -51,6 +52,7 @@ _HOME = {
             "CaptureError",
             "DeviceError",
             "InfeasibleBudget",
+            "LeftOutError",
             "OffmateError",
             "PlanFileError",
             "ProtocolError",
@@ -59,7 +61,7 @@ _HOME = {
         "errors",
     ),
 }
-_SUBMODULES = ("solver", "runtime")
+_SUBMODULES = ("errors", "solver", "runtime")
 
 __all__ = [
     "BudgetExceeded",
@@ -68,6 +70,7 @@ __all__ = [
     "DeviceError",
     "Handle",
     "InfeasibleBudget",
+    "LeftOutError",
     "OffmateError",
     "Plan",
     "PlanFileError",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
@@ -18,9 +19,11 @@ from .capture.fake import fake_batch, faked, has_address, is_without_memory, sta
 from .capture.kv_caches import without_cache
 from .capture.model import only_cast_of
 from .errors import CaptureError, OffmateError
-from .guards.surroundings import autocast_on_cpu
+from .guards.surroundings import AUTOCAST_KINDS, autocast_on_cpu
 from .machines.devices import accelerator, device_kind, rng_untouched
 from .optim.masters import MASTER, WithMasters
+
+log = logging.getLogger("offmate")
 
 
 def cast_weights(
@@ -60,8 +63,8 @@ def cast_weights(
     check_model(model)
     if optimizer is not None and not isinstance(optimizer, WithMasters):
         raise OffmateError(
-            f"optimizer= is a {type(optimizer).__name__}, which would update the converted parameters in the lower "
-            f"precision; build it with offmate.with_master_weights(torch.optim.AdamW)(model.parameters(), ...)"
+            f"optimizer= is of class {type(optimizer).__name__}, which would update the converted parameters in the "
+            f"lower precision; build it with offmate.with_master_weights(torch.optim.AdamW)(model.parameters(), ...)"
         )
     where = accelerator(device_kind(device))
     around = autocast_on_cpu() if where is None else contextlib.nullcontext()
@@ -87,6 +90,10 @@ def cast_weights(
         if optimizer is not None and params[name] in trains:
             _keep_whole(optimizer.state[params[name]], params[name], whole_values)
     note_converted(model, found)
+    if not found and not any(map(torch.is_autocast_enabled, AUTOCAST_KINDS)):
+        log.warning(
+            "cast_weights converted nothing, since no torch.autocast is active; call it inside that of training"
+        )
     return found
 
 

@@ -72,3 +72,7 @@ class DeviceError(OffmateError):
 
 class BudgetExceeded(DeviceError):
     """The device's ledger would exceed its limit; the allocation was refused and the budget kept."""
+
+
+class LeftOutError(OffmateError, AttributeError):
+    """An output was read that `Config(outputs=...)` leaves out. It is an AttributeError too, for `hasattr`."""

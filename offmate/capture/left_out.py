@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from ..errors import OffmateError
-
-
-class LeftOutError(OffmateError, AttributeError):
-    """An output was read that `Config(outputs=...)` leaves out. It is an AttributeError too, for `hasattr`."""
+from ..errors import LeftOutError
 
 
 class LeftOut:
@@ -33,7 +29,7 @@ class LeftOut:
     def _refuse(self, *given: Any) -> NoReturn:
         raise LeftOutError(
             f"the output {self._name} was read, which Config(outputs={self._kept!r}) leaves out of training forwards. "
-            f'Add "{self._name}" to outputs, or read it from a forward under model.eval() and torch.no_grad()'
+            f'Add "{self._name}" to outputs, or read it from a forward under torch.no_grad()'
         )
 
     @classmethod

@@ -78,13 +78,15 @@ def check(
     ----------
     steps: of each run. device: "emulated" compares bits. say: is called with what is being done.
 
-    Returns: the verdict. Raises: nothing that a model or offmate raises; an interrupt goes through.
+    Returns: the verdict. Raises: OffmateError if a function of the subject says what is wrong with it.
     """
     say("training with plain PyTorch")
     try:
         model = subject.built()
         n_parameters = sum(parameter.numel() for parameter in model.parameters())
         plain = _trained(subject, model, subject.optimizer(model), steps)
+    except OffmateError:
+        raise  # a function of the subject's file has failed
     except Exception as error:
         return Verdict(Outcome.PLAIN_FAILS, _first_line(error), trace=traceback.format_exc())
     del model
@@ -135,7 +137,7 @@ def _trained(subject: Subject, model: torch.nn.Module, optimizer: torch.optim.Op
     for batch in batches:
 
         def compute(batch: Batch = batch) -> torch.Tensor:
-            loss = subject.loss(_called(model, batch), batch)
+            loss = subject.loss(subject.call(model, batch), batch)
             loss.backward()
             return loss
 
@@ -152,10 +154,6 @@ def _trained(subject: Subject, model: torch.nn.Module, optimizer: torch.optim.Op
     else:
         tensors |= {f"{n}.grad": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     return Run(losses, tensors, random_state)
-
-
-def _called(model: torch.nn.Module, batch: Batch) -> Any:
-    return model(*batch) if isinstance(batch, tuple) else model(**batch)
 
 
 def _states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,42 +11,84 @@ from typing import Any
 import torch
 
 from ..errors import OffmateError
-from .subject import Batch, Subject, adamw, own_loss
+from .subject import Batch, Subject, adamw, called, own_loss
 
-_KNOWN = ("model", "batch", "loss", "optimizer")
+_KNOWN = ("model", "batch", "call", "loss", "optimizer")
+_RETURNS: dict[str, type] = {"model": torch.nn.Module, "loss": torch.Tensor, "optimizer": torch.optim.Optimizer}
 
 
 def subject_in(path: Path) -> Subject:
     """Read a subject from a Python file, which is run.
 
     It defines `model()` and `batch()`, which return the model and one batch, as keyword arguments (dict), as positional
-    ones (tuple) or as the one tensor that the model takes. It may define `loss(output, batch)`, if the model returns
-    no loss, and `optimizer(model)`, if AdamW will not do. Torch's random numbers are seeded before each call.
+    ones (tuple) or as the one tensor that the model takes. It may define `call(model, batch)`, if the model takes not
+    all of the batch, `loss(output, batch)`, if the model returns no loss, and `optimizer(model)`, if AdamW will not do.
+    Torch's random numbers are seeded before `model()` and `batch()`.
 
-    Raises: OffmateError if the file fails, or lacks a function.
+    Raises: OffmateError if the file or a function fails, is missing, or returns something else.
     """
     try:
         names = runpy.run_path(str(path))
     except Exception as error:
         raise OffmateError(f"{path} failed: {type(error).__name__}: {error}") from error
-    found = {name: names[name] for name in _KNOWN if callable(names.get(name))}
-    missing = [name for name in ("model", "batch") if name not in found]
+    functions = {name: names[name] for name in _KNOWN if callable(names.get(name))}
+    objects = [name for name in _KNOWN if isinstance(names.get(name), torch.nn.Module | torch.optim.Optimizer)]
+    if objects:
+        kind = type(names[objects[0]]).__name__
+        raise OffmateError(
+            f"{objects[0]} in {path} is a {kind}; define a function that makes it, since every run needs a new one: "
+            f"def {objects[0]}({'model' if objects[0] == 'optimizer' else ''}): return ..."
+        )
+    missing = [name for name in ("model", "batch") if name not in functions]
     if missing:
         raise OffmateError(
             f"{path} defines no function {' and no function '.join(f'{name}()' for name in missing)}. It needs "
             "model(), which returns the model, and batch(), which returns a dict of keyword arguments or a tuple of "
-            "positional ones; loss(output, batch) and optimizer(model) are optional"
+            "positional ones; call(model, batch), loss(output, batch) and optimizer(model) are optional"
         )
-    model, batch = found["model"], found["batch"]
-    if not isinstance(model(), torch.nn.Module):
-        raise OffmateError(f"model() in {path} returns a {type(model()).__name__}; it must return a torch.nn.Module")
-    return Subject(
+    made = {name: _checked(path, name, function) for name, function in functions.items()}
+    subject = Subject(
         path.stem,
-        model,
-        _batches(batch),
-        found.get("loss", own_loss),
-        found.get("optimizer", adamw),
+        made["model"],
+        _batches(made["batch"]),
+        made.get("loss", own_loss),
+        made.get("optimizer", adamw),
+        made.get("call", called),
     )
+    subject.optimizer(subject.built())
+    return subject
+
+
+def _checked(path: Path, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, which now says by name what fails in it, and what it returns that it should not."""
+
+    def make(*given: Any) -> Any:
+        try:
+            made = function(*given)
+        except OffmateError:
+            raise
+        except Exception as error:
+            if name == "call":
+                raise  # what the model says is looked at by what compares
+            raise OffmateError(f"{name}() in {path}{_line(path, error)}: {type(error).__name__}: {error}") from error
+        expected = _RETURNS.get(name)
+        if expected is not None and not isinstance(made, expected):
+            raise OffmateError(
+                f"{name}() in {path} returns a {type(made).__name__}; it must return a {_full(expected)}"
+            )
+        return made
+
+    return make
+
+
+def _line(path: Path, error: BaseException) -> str:
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f" failed, line {lines[-1]}" if lines else " failed"
+
+
+def _full(kind: type) -> str:
+    module = {"torch.optim.optimizer": "torch.optim", "torch.nn.modules.module": "torch.nn"}
+    return f"{module.get(kind.__module__, kind.__module__)}.{kind.__name__}"
 
 
 def _batches(batch: Callable[[], Any]) -> Callable[[int], Batch]:

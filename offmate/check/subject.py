@@ -34,6 +34,11 @@ def own_loss(output: Any, batch: Batch) -> torch.Tensor:
     return torch.stack([number.abs().float().square().mean() for number in numbers]).sum()
 
 
+def called(model: torch.nn.Module, batch: Batch) -> Any:
+    """Call a model with all of a batch."""
+    return model(*batch) if isinstance(batch, tuple) else model(**batch)
+
+
 class WithLoss(torch.nn.Module):
     """A model that returns a loss of all its outputs, for those that return none."""
 
@@ -57,6 +62,7 @@ class Subject:
     batch: makes the batch of a step, as keyword arguments (dict) or positional ones (tuple), after seeding likewise.
     loss: takes the model's output and the batch, and returns a scalar.
     optimizer: makes the optimizer of a model, or returns None: then gradients are compared.
+    call: calls the model with what it takes of a batch, and returns its output.
     """
 
     name: str
@@ -64,6 +70,7 @@ class Subject:
     batch: Callable[[int], Batch]
     loss: Callable[[Any, Batch], torch.Tensor] = own_loss
     optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer | None] = adamw
+    call: Callable[[torch.nn.Module, Batch], Any] = called
 
     def built(self) -> torch.nn.Module:
         """Build the model, in training mode; the same one every time."""

@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     130 interrupted.
     """
     arguments = _parser().parse_args(argv)
+    # Before torch is loaded: its profiler warns of memory from before it began, which is no fault and no news.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         return arguments.run(arguments)
     except InfeasibleBudget as error:

@@ -22,7 +22,7 @@ _EXAMPLES = """examples:
   offmate check ./my-model
   offmate check my_model.py
 a Python file defines model(), which returns the model, and batch(), which returns a dict of keyword arguments or a
-tuple of positional ones; it may define loss(output, batch) and optimizer(model)
+tuple of positional ones; it may define call(model, batch), loss(output, batch) and optimizer(model)
 exit status: 0 the numbers are equal, 1 they are not, or offmate refuses the model, 2 nothing could be compared
 """
 
@@ -57,11 +57,13 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from ..check.compare import Outcome, check
     from ..errors import OffmateError
+    from ..machines.devices import device_kind
     from ..progress import quiet
     from .screen import console
 
     screen = console(arguments.quiet)
     try:
+        device_kind(arguments.device)
         subject = _subject(arguments)
         with quiet(True):
             verdict = check(subject, arguments.steps, arguments.device, lambda words: screen.print(f"{words} ..."))
@@ -119,7 +121,9 @@ def _print(screen: Any, subject: Subject, verdict: Verdict) -> None:
     word, _, sentence = verdict.outcome.value.partition(": ")
     rows: list[tuple[str, Any]] = [("result", Text.assemble((word, colour), f": {sentence}"))]
     if verdict.words:
-        where = f"within the {verdict.budget} budget: " if verdict.budget else ""
+        # Whatever is refused with an ample budget is refused with any.
+        somewhere = verdict.budget and (verdict.outcome is not Outcome.REFUSED or verdict.budget == "least")
+        where = f"within the {verdict.budget} budget: " if somewhere else ""
         rows.append(("why", Text(where + verdict.words)))
     if verdict.n_parameters is not None:
         rows.append(("parameters", f"{verdict.n_parameters:,}"))

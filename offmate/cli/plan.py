@@ -129,8 +129,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raise OffmateError for what needs an optimizer if there is none."""
+    """Raise OffmateError for options that do not go together."""
     from ..errors import OffmateError
+
+    if arguments.autocast and arguments.dtype != "fp32":
+        raise OffmateError(
+            f"--autocast casts float32 weights, and --dtype is {arguments.dtype}; for mixed precision say --dtype fp32 "
+            "--autocast, for weights in lower precision leave --autocast out"
+        )
 
     given = {
         "--max-grad-norm": arguments.max_grad_norm is not None,

@@ -73,7 +73,11 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:
-        raise OffmateError(f"{folder}: no tokenizer can be loaded: {str(error).splitlines()[0]}") from error
+        said = " ".join(str(error).split())[:200]
+        raise OffmateError(
+            f"{folder}: no tokenizer can be loaded ({said}); copy the model's tokenizer files (tokenizer.json, "
+            "tokenizer_config.json, ...) into the folder"
+        ) from error
 
 
 def build_model(settings: Settings, folder: Path, checkpoint: Path | None) -> torch.nn.Module:

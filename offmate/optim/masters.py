@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..errors import ArgumentTypeError
 from ..runtime.torch_names.modules import bare_step, state_at_construction
 from ..runtime.torch_names.tensors import version_of
 from .chunks import may_be_cut, step_in_chunks, take_over_edits
@@ -36,8 +37,14 @@ def with_master_weights(kind: type[torch.optim.Optimizer]) -> Any:
     ----------
     kind: a torch.optim class whose update is per parameter, such as `torch.optim.AdamW`.
 
-    Returns: the class; it takes the same arguments as `kind`.
+    Returns: the class; it takes the same arguments as `kind`. Raises: ArgumentTypeError if it is no optimizer's class.
     """
+    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
+        given = f"an optimizer ({type(kind).__name__})" if isinstance(kind, torch.optim.Optimizer) else repr(kind)
+        raise ArgumentTypeError(
+            f"with_master_weights is given {given}; it takes an optimizer's class, such as torch.optim.AdamW, and "
+            "returns one: with_master_weights(torch.optim.AdamW)(model.parameters(), lr=1e-4)"
+        )
     return type(f"{kind.__name__}WithMasters", (WithMasters, kind), {"_kind": kind, "__module__": kind.__module__})
 
 

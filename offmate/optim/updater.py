@@ -290,7 +290,8 @@ def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OffmateError(
-            f"optimizer= is a {type(optimizer).__name__}, not a torch.optim.Optimizer; pass the one inside the wrapper"
+            f"optimizer= is of class {type(optimizer).__name__}, not a torch.optim.Optimizer; pass the one inside the "
+            "wrapper"
         )
     names = {param: name for name, param in model.named_parameters()}
     found: dict[torch.Tensor, str] = {}

@@ -311,3 +311,8 @@ def test_many_micro_batches_are_planned_and_absurdly_many_refused(monkeypatch, c
     assert "1000000 micro-batches" in " ".join(capsys.readouterr().out.split())
     assert run(monkeypatch, cache, "tiny-llama", "--gpu-budget", "12MiB", "--accumulation", "9" * 9) == 1
     assert "it must be a whole number from 1 to 1,000,000" in capsys.readouterr().err
+
+
+def test_autocast_over_weights_in_lower_precision_is_refused(capsys):
+    assert cli.main(["plan", "gpt2", "--autocast"]) == 1
+    assert "--autocast casts float32 weights, and --dtype is bf16; for mixed precision" in capsys.readouterr().err

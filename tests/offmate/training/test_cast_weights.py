@@ -182,7 +182,7 @@ def test_a_trained_weight_that_is_cast_twice_stays() -> None:
 
 def test_an_optimizer_without_float32_copies_is_refused() -> None:
     own = model()
-    with around(own), pytest.raises(offmate.OffmateError, match="optimizer= is a AdamW"):
+    with around(own), pytest.raises(offmate.OffmateError, match="optimizer= is of class AdamW"):
         offmate.cast_weights(own, example_inputs=batch(0), optimizer=adamw(own), device="emulated")
     assert {p.dtype for p in own.parameters()} == {torch.float32}
 
