@@ -270,7 +270,7 @@ def test_missing_parameters():
 
 
 def test_no_optimizer():
-    refuses(r"optimizer= is a object", tiny(), optimizer=object())
+    refuses(r"optimizer= is of class object", tiny(), optimizer=object())
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------
