@@ -148,7 +148,8 @@ def _check_tensors(model: torch.nn.Module) -> None:
                 f"{name} is a {kind}, not a plain parameter; quantised and distributed weights cannot be streamed. "
                 "Load plain weights (dtype float32, bfloat16 or float16)"
             )
-        if param.requires_grad and any(n > 1 and step == 0 for n, step in zip(param.shape, param.stride())):
+        strides = param.stride() if param.layout is torch.strided else ()
+        if param.requires_grad and any(n > 1 and step == 0 for n, step in zip(param.shape, strides)):
             raise OffmateError(
                 f"{name}, of shape {tuple(param.shape)}, is expanded: several of its elements are one in memory, so "
                 "that no update can write them one by one. Hold it without repeats (nn.Parameter(weight.clone())), or "

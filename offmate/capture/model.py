@@ -24,6 +24,7 @@ from .chain import Chain, partition, run_fake
 from .converted import check_converted
 from .export import capture, check_dense
 from .fake import memory_of
+from .kv_caches import with_cache_if_needed
 from .late_heads import part_heads
 from .leaves import check_elements, check_fast_path, check_leaves, check_outputs, check_shared_buffers
 from .left_out import LeftOut
@@ -65,6 +66,8 @@ def trace_model(
     (check_dense if gradients else check_fast_path)(model)
     with torch.set_grad_enabled(gradients):
         captured = capture(model, args, kwargs, real, device)
+        if gradients and (again := with_cache_if_needed(model, captured, kwargs)) is not None:
+            captured = capture(model, args, again, real and (real[0], {**real[1], "use_cache": True}), device)
         captured = select_outputs(captured, config) if gradients else captured
     check_converted(model, captured, device)
     check_outputs(captured)

@@ -56,8 +56,9 @@ def test_an_architecture_that_cannot_be_built_says_why() -> None:
         subject_of("llama", config)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "granitemoe_swa"])
+@pytest.mark.parametrize("name", ["gpt2", "granitemoe_swa", "doge"])
 def test_an_architecture_is_checked(name: str) -> None:
-    # The second one attends by the plain formula, whose last bits depend on the layout that a cache gives to keys.
+    # The second one attends by the plain formula, whose last bits depend on the layout that a cache gives to keys; so
+    # does the third one, since its mask needs a gradient.
     verdict = check(subject_of(name, transformers.AutoConfig.for_model(name)), steps=2)
     assert (verdict.outcome, verdict.words) == (Outcome.EQUAL, "")
