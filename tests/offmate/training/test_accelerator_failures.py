@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import random
 import time
-from dataclasses import replace
 
 import pytest
 import torch
 from offmate.runtime.devices.streams import StreamDevice
 
 import offmate
-from offmate.optim.updater import Updater
 
 from ...accelerator.loops import on_sim
 from ..loops import adamw, assert_same, batch, plain, tensors, tiny
@@ -100,12 +98,10 @@ def check_readable(loop) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("n_steps", [0, 1])
-def test_a_lost_device_that_had_updated_everything(sim, monkeypatch, n_steps):
+def test_a_lost_device_that_had_updated_everything(sim, n_steps):
     """The host has what it had when the device began, at first or when everything was brought home last."""
-    cost = Updater.cost
-    monkeypatch.setattr("offmate.profile.store._kept", {})
-    monkeypatch.setattr(Updater, "cost", lambda *given: replace(cost(*given), cpu_update_s=1.0))
-    with on_sim(None, cache_dir=None, inputs=batch(0)) as loop:
+    config = offmate.Config(cache_dir=None, updates="device")
+    with on_sim(None, cache_dir=None, inputs=batch(0), config=config) as loop:
         loop.steps(0, n_steps)
         expected = check_readable(loop)
         loop.steps(n_steps, n_steps + 2)
