@@ -35,7 +35,7 @@ def _case(
         return [{"x": torch.randn(shape, generator=torch.Generator().manual_seed(seed))} for seed in range(5)]
 
     loss = options.pop("loss", lambda output, batch: output["loss"])
-    return parity.Case(name, build, batches, loss=loss, **options)
+    return parity.Case(f"stock {name}", build, batches, loss=loss, **options)  # other files have cases of these names
 
 
 def _pairs(net: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:

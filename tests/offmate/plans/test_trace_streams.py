@@ -40,7 +40,7 @@ def test_a_slow_copy_is_long_in_the_trace_and_its_launch_is_not(sim, loop, monke
     def lets_go(stream_is_held):
         """Long after the launch, however late the executor's thread is on a busy machine."""
         launched.wait(10 * SLOW_S)
-        time.sleep(5 * SLOW_S)
+        time.sleep(15 * SLOW_S)
         stream_is_held.close()
 
     def begins(job, stream, own=RecordedJob.begins):
