@@ -17,7 +17,6 @@ from torch import fx
 
 from ..errors import CaptureError
 from ..guards.surroundings import surroundings
-from ..runtime.layouts import as_layout
 from ..runtime.operators.checks import check_matrix
 from ..runtime.operators.recurrent import recorded_rnn_layer, rnn_layer_backward
 from ..runtime.torch_names.operators import OpOverload
@@ -34,7 +33,8 @@ from .casts import added
 from .edges import edges_into
 from .effects import is_random
 from .losses import overwrite_logits
-from .spec import BlockSpec, Joint, class_key, dense_stride, storages_of
+from .spec import BlockSpec, Joint, class_key
+from .storages import let_backward_read, own_storages, settle_gradients
 from .true_strides import TrueStridesMode, kernels_asked
 
 _COPY = torch.ops.aten.copy.default
@@ -239,23 +239,18 @@ def _split(graph: fx.Graph, run: _Run, own_results: bool) -> Joint:
     accumulators = tuple(next(rest) if e.accumulates is not None else None for e in spec.externals)
     results = returned[:n_results]
     if own_results:
-        results = _own_storages(graph, output, results, placeholders)
+        results = own_storages(graph, output, results, placeholders)
     overwrite_logits(graph, {*placeholders, *results})
     grads: list[fx.Node | None] = [None] * len(spec.externals)
     for index, node in zip(run.grads_of, returned[n_results : n_results + n_grads]):
         grads[index] = node
-    _settle_gradients(graph, output, spec, grads, placeholders, results)
+    settle_gradients(graph, output, spec, grads, placeholders, results)
     writes = {owner[leaf]: node for leaf, node in zip(run.written, returned[n_results + n_grads :])}
     for index in writes:
         if spec.externals[index].kind != "buffer":
             raise CaptureError(f"the model writes into {spec.externals[index].node.name}; only buffers may be written")
-    needed = {*results, *writes.values()} | {n for n in graph.nodes if is_random(n)}
-    for node in reversed(graph.nodes):
-        if node in needed:
-            needed |= set(node.all_input_nodes)
-    computing = [n for n in graph.nodes if n.op == "call_function"]
-    needed |= {n for n in computing if n.target is operator.getitem and n.args[0] in needed}
-    needed |= {n for n in computing if n.target is check_matrix and needed.issuperset(n.all_input_nodes)}
+    let_backward_read(graph, results, writes, _forward(graph, results, writes))
+    forward = _forward(graph, results, writes)
     return Joint(
         graph=graph,
         leaves=tuple(leaves),
@@ -266,53 +261,18 @@ def _split(graph: fx.Graph, run: _Run, own_results: bool) -> Joint:
         gradient_parts=tuple(sum(run.parts[at] for at in owner if owner[at] == i) for i in range(len(spec.externals))),
         writes=writes,
         changing=frozenset(i for i, external in enumerate(spec.externals) if external.changes),
-        forward=tuple(n for n in computing if n in needed),
-        backward=tuple(n for n in computing if n not in needed),
+        forward=tuple(forward),
+        backward=tuple(n for n in graph.nodes if n.op == "call_function" and n not in forward),
     )
 
 
-def _own_storages(graph: fx.Graph, before: fx.Node, nodes: list[fx.Node], placeholders: list[fx.Node]) -> list[fx.Node]:
-    """Copy results that are views of the block's inputs, so that they have their own storage."""
-    given = {s for p in placeholders for s in storages_of(p)}
-    owned = []
-    for node in nodes:
-        if set(storages_of(node)) & given:
-            node = _copy_before(graph, before, node, node.meta["val"].stride())
-        owned.append(node)
-    return owned
-
-
-def _settle_gradients(
-    graph: fx.Graph,
-    before: fx.Node,
-    spec: BlockSpec,
-    grads: list[fx.Node | None],
-    placeholders: list[fx.Node],
-    results: list[fx.Node],
-) -> None:
-    """Give every gradient its own storage, and a parameter's complete gradient the parameter's layout."""
-    taken = {s for p in [*placeholders, *results] for s in storages_of(p)}
-    for index, node in enumerate(grads):
-        external = spec.externals[index]
-        if node is None:
-            continue
-        value = node.meta["val"]
-        like = external.node.meta["fake"]
-        exact = value.untyped_storage().nbytes() == value.numel() * value.element_size()
-        stride = dense_stride(value)
-        settled = exact and not (set(storages_of(node)) & taken)
-        if external.kind == "param" and external.final:
-            settled = settled and value.stride() == like.stride()
-            stride = dense_stride(like)
-        if not settled:
-            grads[index] = node = _copy_before(graph, before, node, stride)
-        taken |= set(storages_of(node))
-
-
-def _copy_before(graph: fx.Graph, before: fx.Node, node: fx.Node, stride: tuple[int, ...]) -> fx.Node:
-    value = node.meta["val"]
-    with graph.inserting_before(before):
-        copy = graph.call_function(as_layout, (node, list(value.shape), list(stride)))
-    with value.fake_mode:
-        copy.meta["val"] = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
-    return copy
+def _forward(graph: fx.Graph, results: list[fx.Node], writes: dict[int, fx.Node]) -> dict[fx.Node, None]:
+    """Return the nodes that the forward runs, in order: what its results need, and all that draws or checks."""
+    needed = {*results, *writes.values()} | {n for n in graph.nodes if is_random(n)}
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed |= set(node.all_input_nodes)
+    computing = [n for n in graph.nodes if n.op == "call_function"]
+    needed |= {n for n in computing if n.target is operator.getitem and n.args[0] in needed}
+    needed |= {n for n in computing if n.target is check_matrix and needed.issuperset(n.all_input_nodes)}
+    return dict.fromkeys(n for n in computing if n in needed)

@@ -244,7 +244,8 @@ def check(case: Case, budget: str | int, cache_dir: str | None, tolerance: float
         same(name, [value], [run.state[name]])
     assert torch.equal(plain.random_state, run.random_state), "the random state differs after training"
     assert run.plan is not None
-    assert run.peak_bytes == run.plan.predicted_peak_bytes
+    peak, predicted = run.peak_bytes, run.plan.predicted_peak_bytes
+    assert peak == predicted, f"{peak:,} bytes on the device at most, {predicted:,} predicted"
     assert run.peak_bytes <= run.plan.budget_bytes
     return run
 

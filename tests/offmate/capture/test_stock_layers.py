@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import offmate
 from offmate import OffmateError
+from offmate.programs.programs import ClassGraph
 from tests.offmate import parity
+from tests.offmate.replayed import check_replay
 
 
 class Net(nn.Module):
@@ -137,3 +139,41 @@ def test_an_operator_that_refuses_the_batch_is_named() -> None:
     compiled = offmate.compile(model, "1GiB", device="emulated", config=offmate.Config(cache_dir=None))
     with pytest.raises(OffmateError, match="same dtype"):
         compiled(torch.randn(4, 16))
+
+
+_LIBRARY = torch.library.Library("stock_layers", "DEF")
+_LIBRARY.define("turned(Tensor x) -> Tensor")
+_LIBRARY.impl("turned", lambda x: torch.sigmoid(x).transpose(0, 1), "CompositeImplicitAutograd")
+_LIBRARY.define("cut(Tensor x) -> Tensor")
+_LIBRARY.impl("cut", lambda x: torch.sigmoid(x)[:, 1:], "CompositeImplicitAutograd")
+
+
+def _three(view: Any) -> nn.Module:
+    """Layers whose backward reads what they made, of which the next one is given a view."""
+
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in net.layers:
+            x = view(layer(x))
+        return x.square().mean()
+
+    return Net(forward, layers=nn.ModuleList(nn.Linear(16, 16) for _ in range(3)))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Net(lambda net, x: net.a(x)[0], a=nn.LSTM(16, 16, 2, dropout=0.1, batch_first=True)),
+        _three(torch.ops.stock_layers.turned),
+        _three(torch.ops.stock_layers.cut),
+    ],
+    ids=["lstm", "turned", "cut"],
+)
+def test_no_operator_runs_again_for_what_a_view_of_it_rests(model: nn.Module) -> None:
+    found = check_replay(model, torch.randn(4, 6, 16))
+    for block in found.blocks:
+        programs = ClassGraph(block.joint).programs(frozenset())
+        assert programs.recomputed == 0
+        made = {storage for step in programs.forward.instructions for _, storage, _ in step.makes}
+        ended = {storage for step in programs.backward.instructions for storage in step.ends}
+        assert programs.saved.keys() <= ended
+        assert not made & {storage for step in programs.backward.instructions for _, storage, _ in step.makes}
