@@ -26,12 +26,20 @@ SAMPLE = {
 }
 
 
+def _sample_of(list_name: str, names: tuple[str, ...], out: Path) -> None:
+    """Check these; in a process of its own, since torch's tables of cases forbid to set global flags from then on."""
+    known = set(LISTS[list_name].names())
+    found = {name: processes._checked(list_name, name) for name in names if name in known}
+    out.write_text(json.dumps({name: (row.outcome, row.words) for name, row in found.items()}))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("list_name", "name"), [(kind, name) for kind, names in SAMPLE.items() for name in names])
-def test_a_sample_is_equal(list_name: str, name: str) -> None:
-    assert name in LISTS[list_name].names()
-    row = processes._checked(list_name, name)
-    assert (row.outcome, row.words) == ("equal", "")
+@pytest.mark.parametrize("list_name", SAMPLE)
+def test_a_sample_is_equal(list_name: str, tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    assert warm.run(said, _sample_of, list_name, SAMPLE[list_name], tmp_path / "rows.json") == 0, said.read_text()
+    found = json.loads((tmp_path / "rows.json").read_text())
+    assert found == dict.fromkeys(SAMPLE[list_name], ["equal", ""])
 
 
 def _subjects(name: str) -> Iterator[Subject]:
