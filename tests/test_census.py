@@ -39,7 +39,7 @@ def test_a_sample_is_equal(list_name: str, tmp_path: Path) -> None:
     said = tmp_path / "said"
     assert warm.run(said, _sample_of, list_name, SAMPLE[list_name], tmp_path / "rows.json") == 0, said.read_text()
     found = json.loads((tmp_path / "rows.json").read_text())
-    assert found == dict.fromkeys(SAMPLE[list_name], ["equal", ""])
+    assert found == {name: ["equal", ""] for name in SAMPLE[list_name]}
 
 
 def _subjects(name: str) -> Iterator[Subject]:

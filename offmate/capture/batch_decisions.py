@@ -20,6 +20,7 @@ from ..runtime.torch_names import trees as pytree
 from ..runtime.torch_names.tracing import FakeTensor, FakeTensorMode
 from ..transformers_names import DECIDERS, PACKED, deciders_replaced, experts_as_in_export, masking, masks_as_in_eager
 from .data_dependent import named
+from .known import VALUES, FiniteAssumed, fixed_leaves, values_of
 
 
 @dataclass(frozen=True)
@@ -28,29 +29,51 @@ class Decision:
 
     Parameters
     ----------
-    decider: name of the function that decided.
-    outcome: True if it found nothing special (no mask is needed, nothing is packed).
+    decider: name of the function that decided; `VALUES` for Python code that takes numbers out of a tensor.
+    outcome: True if it found nothing special (no mask is needed, nothing is packed); the numbers in the tensor.
     source: index of the batch tensor it looked at, in flattening order; None if it looked at none.
     args: its other arguments, kept to call it again.
     """
 
     decider: str
-    outcome: bool
+    outcome: Any
     source: int | None
     args: tuple[Any, ...] = ()
 
 
-def record(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Decision, ...]:
+def record(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], fixes_values: bool = False
+) -> tuple[Decision, ...]:
     """Run the model once with fake parameters and the real batch, and note what it decides from the batch.
 
     Everything that depends on a parameter is fake and costs nothing; everything that depends on the batch alone is
     computed as in eager mode.
 
-    Returns: the decisions in the order in which they were taken; empty where transformers is absent.
+    Parameters
+    ----------
+    fixes_values: whether the values of tensors out of which the forward takes numbers or sizes are decisions, too.
+
+    Returns: the decisions in the order in which they were taken; without `fixes_values` empty where transformers is
+    absent.
     """
+    values = _fixed_values(model, args, kwargs) if fixes_values else ()
     module = masking()
     if module is None or not _may_decide(model):
-        return ()
+        return values
+    with FiniteAssumed(checks=False) if fixes_values else contextlib.nullcontext():
+        return values + _recorded(module, model, args, kwargs)
+
+
+def _fixed_values(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Decision, ...]:
+    fixed = fixed_leaves(_run_on_fakes, model, args, kwargs)
+    leaves = pytree.tree_leaves((args, kwargs))
+    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    return tuple(Decision(VALUES, values_of(leaves[i]), tensors.index(i)) for i in fixed)
+
+
+def _recorded(
+    module: Any, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Decision, ...]:
     leaves, spec = pytree.tree_flatten((args, kwargs))
     calls = _listen(module, model, *pytree.tree_unflatten(leaves, spec))
     tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -93,6 +116,13 @@ def _listen(module: Any, model: torch.nn.Module, args: Any, kwargs: Any) -> list
 
         return wrapper
 
+    with deciders_replaced(module, listen):
+        _run_on_fakes(model, args, kwargs)
+    return calls
+
+
+def _run_on_fakes(model: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    """Run the model on fake parameters, and on real buffers and the real batch."""
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     state: dict[str, torch.Tensor] = {
         name: tensor if isinstance(tensor, FakeTensor) else fake_mode.from_tensor(tensor)
@@ -102,13 +132,11 @@ def _listen(module: Any, model: torch.nn.Module, args: Any, kwargs: Any) -> list
     state |= {name: _own(tensor) for name, tensor in model.named_buffers()}
     args, kwargs = pytree.tree_map(_own, (args, kwargs))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(deciders_replaced(module, listen))
         stack.enter_context(experts_as_in_export())
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(named())
         torch.func.functional_call(model, state, args, kwargs, tie_weights=True)
-    return calls
 
 
 def _own(leaf: Any) -> Any:
@@ -145,7 +173,7 @@ def _may_decide(model: torch.nn.Module) -> bool:
     return any(type(m).__module__.startswith("transformers.") for m in model.modules())
 
 
-def ask_again(decisions: tuple[Decision, ...], batch: list[torch.Tensor]) -> tuple[bool, ...]:
+def ask_again(decisions: tuple[Decision, ...], batch: list[torch.Tensor]) -> tuple[Any, ...]:
     """Take the decisions again for another batch of the same shapes.
 
     Parameters
@@ -155,12 +183,15 @@ def ask_again(decisions: tuple[Decision, ...], batch: list[torch.Tensor]) -> tup
     Returns: one outcome per decision.
     """
     module = masking()
-    outcomes = []
+    outcomes: list[Any] = []
     for decision in decisions:
         if decision.source is None:
             outcomes.append(decision.outcome)
             continue
         tensor = batch[decision.source]
+        if decision.decider == VALUES:
+            outcomes.append(values_of(tensor))
+            continue
         looked_at = tensor if decision.decider == PACKED else tensor.to(torch.bool)
         result = getattr(module, decision.decider)(looked_at, *decision.args)
         outcomes.append(_outcome(decision.decider, result))
@@ -171,7 +202,7 @@ def ask_again(decisions: tuple[Decision, ...], batch: list[torch.Tensor]) -> tup
 def hold(decisions: tuple[Decision, ...]) -> Iterator[None]:
     """Let the deciders give during export the answers that they gave on the real batch, in the same order."""
     module = masking()
-    if module is None or not decisions:
+    if module is None or all(decision.decider == VALUES for decision in decisions):
         yield
         return
     queues = {name: iter([d for d in decisions if d.decider == name]) for name in DECIDERS}

@@ -44,6 +44,10 @@ def check_sizes(graph: fx.Graph) -> None:
             raise LineWanted(str(_refusal(node.target, line_of_node(node), number)))
 
 
+class ValuesTaken(CaptureError):
+    """Raised for a size or a Python number that a forward makes from a tensor's values."""
+
+
 class LineWanted(CaptureError):
     """Raised for a node of a graph; it names the model's line if the graph was captured with stack traces."""
 
@@ -105,14 +109,14 @@ def _has_symbols(tensor: torch.Tensor) -> bool:
     return any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride()))
 
 
-def _refusal(culprit: Any, line: str, number: bool) -> CaptureError:
+def _refusal(culprit: Any, line: str, number: bool) -> ValuesTaken:
     if number:
-        return CaptureError(
+        return ValuesTaken(
             f"{culprit}{line} takes a Python number out of a tensor (.item(), .tolist(), int(), an `if` or a bound of "
             "a slice), but a plan is made before the values are known. Keep it a tensor, which can take part in "
             "arithmetic and in masks (torch.where), or pass the number as an argument of the call"
         )
-    return CaptureError(
+    return ValuesTaken(
         f"{culprit}{line} gives a result whose shape depends on values, which cannot be planned. Keep a fixed size: "
         "torch.where, masked_fill or a product with the mask instead of picking elements; or pick them before the "
         "call and pass them as an argument"

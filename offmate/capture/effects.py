@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..runtime.operators.checks import CHECKS
 from ..runtime.torch_names.operators import ATTENTION, OpOverload, schema_of
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Return whether a node must stay although nothing reads it: placeholders, outputs, draws and writes."""
+    """Return whether a node must stay although nothing reads it: placeholders, outputs, checks, draws and writes."""
     if node.op in ("placeholder", "output"):
         return True
-    return isinstance(node.target, OpOverload) and (is_random(node) or writes(node) or updates_stats(node))
+    effects = (is_random, writes, updates_stats)
+    return isinstance(node.target, OpOverload) and (node.target in CHECKS or any(has(node) for has in effects))
 
 
 def is_random(node: fx.Node) -> bool:

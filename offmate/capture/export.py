@@ -26,12 +26,13 @@ from ..runtime.torch_names.tracing import FakeTensor
 from ..transformers_names import forwards_as_in_eager
 from . import batch_decisions
 from .captured import Captured, Region
-from .data_dependent import LineWanted, named
+from .data_dependent import LineWanted, ValuesTaken, named
 from .effects import updates_stats, writes
 from .fake import fake_batch, faked
 from .functions import functions_kept
 from .hooks import only_packages_hooks
 from .inner_calls import inner_calls_followed
+from .known import VALUES, values_known
 from .kv_caches import caches_dropped
 from .losses import tile_losses
 from .lstm_precision import LstmPrecision
@@ -67,11 +68,21 @@ def capture(
     Returns: the flat graph. Raises: CaptureError naming the construct that does not export.
     """
     try:
+        return _captured(model, args, kwargs, real, device, fixes_values=False)
+    except ValuesTaken:
+        # To fix values makes plans for fewer batches, and to find which ones takes another forward.
+        return _captured(model, args, kwargs, real, device, fixes_values=True)
+
+
+def _captured(
+    model: torch.nn.Module, args: Any, kwargs: Any, real: Any, device: torch.device | None, fixes_values: bool
+) -> Captured:
+    try:
         with tracing.without_stack_traces():
-            return _capture(model, args, kwargs, real, device)
+            return _capture(model, args, kwargs, real, device, fixes_values)
     except LineWanted:
         # To note the model's line for every operator is a fifth of what exporting takes, and only this error shows one.
-        return _capture(model, args, kwargs, real, device)
+        return _capture(model, args, kwargs, real, device, fixes_values)
 
 
 def _capture(
@@ -80,12 +91,20 @@ def _capture(
     kwargs: dict[str, Any],
     real: tuple[tuple[Any, ...], dict[str, Any]] | None,
     device: torch.device | None,
+    fixes_values: bool,
 ) -> Captured:
     args, kwargs = pytree.tree_map(_distinct, (args, kwargs))
     with rng_untouched(device), _checkpointing_off(model), python_restored(model), inner_calls_followed():
         with python_restored(model), only_packages_hooks(model):
-            taken = batch_decisions.record(model, *(real or pytree.tree_map(_on_host, (args, kwargs))))
-        with _on_device(model, args, kwargs, device) as batch, batch_decisions.hold(taken), caches_dropped(model):
+            values = real or pytree.tree_map(_on_host, (args, kwargs))
+            taken = batch_decisions.record(model, values[0], values[1], fixes_values)
+        known = _known(model, taken, values, device) if fixes_values else contextlib.nullcontext()
+        with (
+            _on_device(model, args, kwargs, device) as batch,
+            batch_decisions.hold(taken),
+            caches_dropped(model),
+            known,
+        ):
             program, observed = _observed_export(model, batch, taken)
     graph = fx.Graph()
     _inline(program.graph_module, graph)
@@ -128,6 +147,17 @@ def _capture(
         free=observed.free,
         changed=tuple((holder, name, value) for holder, name, value, _ in observed.changed.values()),
     )
+
+
+def _known(
+    model: torch.nn.Module, taken: tuple[batch_decisions.Decision, ...], batch: Any, device: torch.device | None
+) -> contextlib.AbstractContextManager[None]:
+    """Let the forward find the tensors whose values were decisions with these values, on the device to capture for."""
+    leaves = pytree.tree_leaves(batch)
+    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    fixed = [tensors[d.source] for d in taken if d.decider == VALUES and d.source is not None]
+    on = next(model.parameters()).device if device is None else device
+    return values_known(model, {index: leaves[index].to(on, copy=True) for index in fixed}, tuple(batch[1]))
 
 
 def check_dense(model: torch.nn.Module) -> None:

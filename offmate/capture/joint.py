@@ -17,7 +17,7 @@ from torch import fx
 
 from ..errors import CaptureError
 from ..guards.surroundings import surroundings
-from ..runtime.operators.checks import check_matrix
+from ..runtime.operators.checks import CHECKS
 from ..runtime.operators.recurrent import recorded_rnn_layer, rnn_layer_backward
 from ..runtime.torch_names.operators import OpOverload
 from ..runtime.torch_names.tracing import (
@@ -219,7 +219,7 @@ def _drop_aliases(graph: fx.Graph) -> None:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     kept = ("placeholder", "output")
-    graph.eliminate_dead_code(is_impure_node=lambda n: n.op in kept or is_random(n) or n.target is check_matrix)
+    graph.eliminate_dead_code(is_impure_node=lambda n: n.op in kept or is_random(n) or n.target in CHECKS)
 
 
 def _split(graph: fx.Graph, run: _Run, own_results: bool) -> Joint:
@@ -274,5 +274,5 @@ def _forward(graph: fx.Graph, results: list[fx.Node], writes: dict[int, fx.Node]
             needed |= set(node.all_input_nodes)
     computing = [n for n in graph.nodes if n.op == "call_function"]
     needed |= {n for n in computing if n.target is operator.getitem and n.args[0] in needed}
-    needed |= {n for n in computing if n.target is check_matrix and needed.issuperset(n.all_input_nodes)}
+    needed |= {n for n in computing if n.target in CHECKS and needed.issuperset(n.all_input_nodes)}
     return dict.fromkeys(n for n in computing if n in needed)

@@ -11,6 +11,8 @@ from torch import fx
 from ..runtime.torch_names import trees as pytree
 from ..runtime.torch_names.tensors import storage_key
 
+_ALIGNED = 16  # elements; kernels read up to so many at once
+
 
 @dataclass(frozen=True)
 class External:
@@ -129,3 +131,24 @@ def storages_of(node: fx.Node) -> tuple[int, ...]:
 def dense_stride(like: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of a dense tensor that is laid out like `like`: its own strides if it is dense."""
     return torch.empty_like(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")).stride()
+
+
+def gapped_stride(like: torch.Tensor) -> tuple[int, ...]:
+    """Return strides with gaps and repeats where those of `like` have them, the gaps as small as kernels may read.
+
+    A part of a larger tensor, and one that repeats its elements, are added up in another order than a dense tensor.
+    """
+    stride = [0] * like.dim()
+    expected = wanted = 1
+    for dim in sorted(range(like.dim()), key=lambda dim: (like.stride(dim), like.shape[dim])):
+        size, step = like.shape[dim], like.stride(dim)
+        if step == 0 and size > 1:
+            continue
+        if size > 1 and step < expected:
+            return dense_stride(like)  # elements that overlap otherwise
+        if size > 1 and step > expected:
+            loose = (wanted // _ALIGNED + 1) * _ALIGNED
+            wanted = min(step, loose) if wanted == expected else loose
+        stride[dim] = wanted
+        expected, wanted = (step * size, wanted * size) if size > 1 else (expected, wanted)
+    return tuple(stride)

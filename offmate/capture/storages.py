@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
 from ..runtime.layouts import as_layout
-from .spec import BlockSpec, dense_stride, storages_of
+from .spec import BlockSpec, dense_stride, gapped_stride, storages_of
 
 _VIEW = torch.ops.aten.as_strided.default
 
@@ -32,7 +30,10 @@ def settle_gradients(
     placeholders: list[fx.Node],
     results: list[fx.Node],
 ) -> None:
-    """Give every gradient its own storage, and a parameter's complete gradient the parameter's layout."""
+    """Give every gradient its own storage, and a parameter's complete gradient the parameter's layout.
+
+    A value's gradient that is not added up keeps its gaps and repeats, which decide how kernels add up what it holds.
+    """
     taken = {s for p in [*placeholders, *results] for s in storages_of(p)}
     for index, node in enumerate(grads):
         external = spec.externals[index]
@@ -41,7 +42,8 @@ def settle_gradients(
         value = node.meta["val"]
         like = external.node.meta["fake"]
         exact = value.untyped_storage().nbytes() == value.numel() * value.element_size()
-        stride = dense_stride(value)
+        whole = external.kind == "value" and external.final and external.accumulates is None
+        stride = gapped_stride(value) if whole else dense_stride(value)
         settled = exact and not (set(storages_of(node)) & taken)
         if external.kind == "param" and external.final:
             settled = settled and value.stride() == like.stride()

@@ -49,6 +49,8 @@ class TrueStridesMode(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is _ATEN.view.default:
+            return self._viewed(args[0], result)
         if not _asks.get() or not _in_doubt(func, args, kwargs or {}):
             return result
         strides = _strides(func, args, kwargs or {})
@@ -57,6 +59,21 @@ class TrueStridesMode(FakeTensorMode):
         leaves, spec = pytree.tree_flatten(result)
         corrected = [self._laid_out(leaf, stride) for leaf, stride in zip(leaves, strides, strict=True)]
         return pytree.tree_unflatten(corrected, spec)
+
+    def _viewed(self, source: Any, view: Any) -> Any:
+        """Return a view with the strides that it really has: its fake kernel gives dimensions of size 1 others.
+
+        By these, too, a convolution tells whether a picture has its channels last.
+        """
+        if 1 not in view.shape:
+            return view
+        with outside_of_modes():
+            like = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
+            stride = like.view(view.shape).stride()
+        if view.stride() == stride:
+            return view
+        with self:
+            return view.as_strided(view.shape, stride)
 
     def _laid_out(self, fake: Any, stride: tuple[int, ...] | None) -> Any:
         if not isinstance(fake, torch.Tensor) or stride is None or steps_of(fake.shape, stride) == _steps(fake):

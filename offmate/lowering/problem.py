@@ -165,6 +165,16 @@ class Lowering:
                     uses.add(self.backward[index])
         return tuple(sorted(uses)), tuple(sorted(grads))
 
+    def _gradient_bytes(self, node: fx.Node) -> int:
+        """Return the bytes of a value's gradient: one that a single block makes may have gaps, a sum is dense."""
+        parts = [
+            grad.meta["val"]
+            for block in self.blocks
+            for external, grad in zip(block.spec.externals, block.joint.grads)
+            if external.node is node and grad is not None
+        ]
+        return parts[0].untyped_storage().nbytes() if len(parts) == 1 else _dense_bytes(node.meta["fake"])
+
     def _values(self) -> tuple[tuple[Value, ...], tuple[Output, ...], dict[str, Item]]:
         values: list[Value] = []
         outputs: list[Output] = []
@@ -203,7 +213,7 @@ class Lowering:
             own_gradient = grads and not self._user_gradient_bytes(node)
             # A value that is also an output shares the output's storage, and needs another name.
             name = f"{node.name}~" if node.name in self.outputs else node.name
-            gradient_bytes = _dense_bytes(node.meta["fake"]) if own_gradient else 0
+            gradient_bytes = self._gradient_bytes(node) if own_gradient else 0
             found.append(Value(name, amount, index, uses, gradient_bytes, grads if own_gradient else ()))
         return found
 

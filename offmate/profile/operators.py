@@ -20,6 +20,7 @@ from ..programs.prelude import Prelude
 from ..programs.programs import ClassGraph, NodeCost
 from ..runtime.layouts import as_layout
 from ..runtime.ledger import Ledger
+from ..runtime.operators.checks import OtherPath
 from ..runtime.replay.program import as_promised, run
 
 _REPEATS = 3
@@ -141,6 +142,8 @@ class _Work:
     def __call__(self) -> Any:
         try:
             result = self._target(*self._args, **self._kwargs)
+        except OtherPath:
+            result = None  # these values stand for others
         except (torch.OutOfMemoryError, torch.linalg.LinAlgError):
             raise  # these are raised as plain PyTorch raises them: loops handle them
         except RuntimeError as error:

@@ -7,6 +7,7 @@ import torch
 from ..errors import BudgetExceeded, DeviceError, OffmateError
 from ..plans.plan import Plan
 from ..runtime.ledger import LimitExceeded
+from ..runtime.operators.checks import OtherPath
 from ..sizes import format_bytes
 from .host_state import Truth
 
@@ -24,7 +25,8 @@ def described(
         return BudgetExceeded(f"the device's budget would be exceeded: {error}. {_readable(truth)}")
     if isinstance(error, torch.OutOfMemoryError):
         return BudgetExceeded(f"{out_of_memory(device, budget_bytes, plan)}. {_readable(truth)}. ({error})")
-    words = f"the iteration failed: {type(error).__name__}: {error}. {_readable(truth)}"
+    name = "" if isinstance(error, OtherPath) else f"{type(error).__name__}: "
+    words = f"the iteration failed: {name}{error}. {_readable(truth)}"
     # The failure of a worker has the original error as its cause.
     failed = any(isinstance(one, torch.AcceleratorError) for one in (error, error.__cause__))
     return DeviceError(f"{words}. A device that has failed needs a new process") if failed else OffmateError(words)

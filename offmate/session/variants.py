@@ -22,6 +22,8 @@ from ..solver.items import ItemKind, names_of
 
 _COUNT = "num_items_in_batch"
 
+_Questions = tuple[tuple[str, int | None], ...]  # what was decided, of which tensor of the batch
+
 
 class CallKind(NamedTuple):
     """The properties of a call that decide its plan, besides the model's decisions about the batch.
@@ -181,7 +183,8 @@ class Variant:
 class Variants:
     """The variants of one model, by kind of call and decisions.
 
-    State: `_known`, an LRU cache, the most recently used one last; `_asked`, the decisions about a batch of each kind.
+    State: `_known`, an LRU cache, the most recently used one last; `_asked`, the decisions about a batch of each kind,
+    several lists where what is asked next depends on what was decided.
 
     Parameters
     ----------
@@ -190,24 +193,25 @@ class Variants:
 
     def __init__(self, buckets: tuple[int, ...], most: int) -> None:
         self._buckets, self._most = buckets, most
-        self._asked: dict[CallKind, tuple[batch_decisions.Decision, ...]] = {}
-        self._known: dict[tuple[CallKind, tuple[bool, ...]], Variant] = {}
+        self._asked: dict[CallKind, dict[_Questions, tuple[batch_decisions.Decision, ...]]] = {}
+        self._known: dict[tuple[CallKind, _Questions, tuple[Any, ...]], Variant] = {}
 
     def find(self, kind: CallKind, tensors: list[torch.Tensor]) -> Variant | None:
         """Return the variant for a call; None if it must be prepared."""
-        if kind not in self._asked:
-            return None
-        key = kind, batch_decisions.ask_again(self._asked[kind], tensors)
-        variant = self._known.pop(key, None)
-        if variant is not None:
-            self._known[key] = variant
-        return variant
+        for questions, decisions in self._asked.get(kind, {}).items():
+            key = kind, questions, batch_decisions.ask_again(decisions, tensors)
+            variant = self._known.pop(key, None)
+            if variant is not None:
+                self._known[key] = variant
+                return variant
+        return None
 
     def add(self, kind: CallKind, variant: Variant) -> None:
         """Keep a variant that was prepared for a call of this kind, dropping the least recently used one if needed."""
         taken = variant.prepared.captured.taken
-        self._asked.setdefault(kind, taken)
-        self._known[kind, tuple(d.outcome for d in taken)] = variant
+        questions = tuple((d.decider, d.source) for d in taken)
+        self._asked.setdefault(kind, {}).setdefault(questions, taken)
+        self._known[kind, questions, tuple(d.outcome for d in taken)] = variant
         alike = [key for key in self._known if key[0].trains == kind.trains]
         for key in alike[: -self._most]:
             del self._known[key]
@@ -222,13 +226,13 @@ class Variants:
 
     def of_training(self) -> tuple[Variant, ...]:
         """Return the variants that train, the most recently used one last."""
-        return tuple(v for (kind, _), v in self._known.items() if kind.trains)
+        return tuple(v for (kind, *_), v in self._known.items() if kind.trains)
 
     def near(self, kind: CallKind) -> tuple[Prepared, ...]:
         """Return plans for larger training batches that differ only in shapes and share a bucket, smallest first."""
         found = [
             (sum(map(math.prod, known.shapes)), variant.prepared)
-            for (known, _), variant in self._known.items()
+            for (known, *_), variant in self._known.items()
             if kind.trains and known.without_shapes == kind.without_shapes and self._shares(kind, known)
         ]
         return tuple(prepared for _, prepared in sorted(found, key=lambda pair: pair[0]))

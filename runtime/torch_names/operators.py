@@ -44,6 +44,9 @@ trilinear = torch.ops.aten._trilinear
 
 linalg_check = torch.ops.aten._linalg_check_errors.default
 """Raises an error if the numbers that a decomposition returns besides its result say that it failed."""
+number_of = torch.ops.aten._local_scalar_dense.default
+"""Takes the one value of a tensor as a Python number; publicly `Tensor.item`, which calls it."""
+
 keep_in_graphs = torch.fx.node.has_side_effect
 """Has dead code elimination keep an operator that returns nothing."""
 

@@ -73,6 +73,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torch._ops.OpOverload": "knowing operators in a graph",
         "torch._ops.HigherOrderOperator": "refusing operators that hold graphs",
         "torch.ops.aten.add.Tensor._schema": "knowing what an operator writes into",
+        "torch.ops.aten._local_scalar_dense.default": "knowing which numbers a forward takes out of its batch",
         "torch.ops.aten.add.Tensor._can_decompose": "dropping operators that return their argument",
         "torch._foreach_norm": "clipping by the global norm",
         "torch.utils._foreach_utils._group_tensors_by_device_and_dtype": "clipping by the global norm, bit for bit",

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offmate
 from offmate import OffmateError
+from offmate.capture.spec import gapped_stride
 from offmate.programs.programs import ClassGraph
 from tests.offmate import parity
 from tests.offmate.replayed import check_replay
@@ -177,3 +178,72 @@ def test_no_operator_runs_again_for_what_a_view_of_it_rests(model: nn.Module) ->
         ended = {storage for step in programs.backward.instructions for storage in step.ends}
         assert programs.saved.keys() <= ended
         assert not made & {storage for step in programs.backward.instructions for _, storage, _ in step.makes}
+
+
+class Skips(nn.Module):
+    """A U-Net's skip: the gradient of what is joined is a part of a larger one, of which a batch norm takes sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.inner, self.up = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(16, 3, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.norm(self.down(x))
+        inner = torch.relu(self.inner(torch.zeros_like(h)))
+        return {"loss": self.up(torch.cat([torch.relu(inner), h], dim=1)).square().mean()}
+
+
+class Repeats(nn.Module):
+    """The gradient of a sum repeats one element; a batch norm adds it up in another order than a dense one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.norm(self.a(x)).sum() / 7}
+
+
+class OnePicture(nn.Module):
+    """A convolution tells by the stride of a dimension of size 1 whether its channels are last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.out, self.norm = nn.Conv2d(32, 64, 2, stride=2), nn.Conv2d(64, 32, 1), nn.LayerNorm(32)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.norm(x[:1, :16]).permute(0, 2, 1).reshape(1, 32, 4, 4)
+        return {"loss": self.out(nn.functional.gelu(self.conv(h))).square().mean()}
+
+
+@pytest.mark.parametrize("budget", (parity.AMPLE, parity.LEAST))
+@pytest.mark.parametrize(
+    "case",
+    [
+        _case("skips", Skips, (4, 3, 16, 16)),
+        _case("repeats", Repeats, (4, 3, 16, 16)),
+        _case("one picture", OnePicture, (1, 32, 32)),
+    ],
+    ids=lambda case: case.name,
+)
+def test_layouts_that_decide_how_kernels_add_up(case: parity.Case, budget: str) -> None:
+    parity.check(case, budget, None)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stride"),
+    [
+        (torch.empty(4, 64, 8, 8), (4096, 64, 8, 1)),
+        (torch.empty(4, 64, 8, 8)[:, :32], (2064, 64, 8, 1)),
+        (torch.empty(4, 64, 8, 8)[:, :, 3], (1024, 16, 1)),
+        (torch.empty(5, 6)[:, :4], (6, 1)),
+        (torch.empty(4, 8)[:, ::2], (8, 2)),
+        (torch.empty(4, 1).expand(4, 7), (1, 0)),
+        (torch.empty(()).expand(3, 4), (0, 0)),
+        (torch.empty(2, 8, 8, 16).permute(0, 3, 1, 2), (1024, 1, 128, 16)),
+        (torch.empty(9).unfold(0, 3, 1), (3, 1)),
+    ],
+)
+def test_gaps_are_kept_and_made_small(tensor: torch.Tensor, stride: tuple[int, ...]) -> None:
+    assert gapped_stride(tensor) == stride

@@ -1,0 +1,247 @@
+"""Rule 1 for Python itself: numbers that a forward takes out of the batch, and checks that its values are finite.
+
+A vision encoder takes the sizes of its images out of a small tensor and builds indices of those sizes in Python. No
+graph holds that for all values, but one does for given ones: such a tensor becomes part of what a plan is for, as
+shapes are. What the forward computes from it alone is computed while it is captured, and is a constant of the graph.
+
+A forward that asks whether all its values are finite, and takes another path if not, is captured as if they were. The
+graph asks again in every replay, and stops the iteration if they are not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ..errors import CaptureError
+from ..runtime.operators.checks import check_flag
+from ..runtime.torch_names import trees as pytree
+from ..runtime.torch_names.autograd import without_torch_function_modes
+from ..runtime.torch_names.operators import number_of, schema_of
+from ..runtime.torch_names.tensors import storage_key, version_of
+from ..runtime.torch_names.tracing import FakeTensor, TorchDispatchMode, outside_of_modes
+from .data_dependent import line_now
+from .plain import forward_replaced
+
+VALUES = "values"
+"""The decider of a decision (`batch_decisions`) that is the values of a tensor."""
+
+MOST_VALUES = 4096
+"""Elements of a tensor whose values may be part of what a plan is for."""
+
+_LISTS = (torch.Tensor.tolist, torch.Tensor.numpy)
+_FACTORIES = (torch.arange, torch.ones, torch.tensor, torch.as_tensor)
+# What is asked of single values, and whether a finite one passes; what makes one answer of these; what combines them.
+_ASKED: dict[Any, bool] = {torch.isfinite: True, torch.isnan: False, torch.isinf: False}
+_ASKED |= {torch.Tensor.isfinite: True, torch.Tensor.isnan: False, torch.Tensor.isinf: False}
+_ALL, _ANY = (torch.all, torch.Tensor.all), (torch.any, torch.Tensor.any)
+_COUNTS = (torch.sum, torch.Tensor.sum)
+_IS_ZERO = (torch.eq, torch.Tensor.eq, torch.Tensor.__eq__)
+_IS_NOT_ZERO = (torch.ne, torch.Tensor.ne, torch.Tensor.__ne__)
+_EITHER = (torch.logical_or, torch.Tensor.logical_or, torch.Tensor.__or__)
+_NOT = (torch.logical_not, torch.Tensor.logical_not, torch.Tensor.__invert__)
+_READ_AS_BOOL = (torch.Tensor.__bool__, torch.Tensor.item)
+
+
+class FiniteAssumed(torch.overrides.TorchFunctionMode):
+    """Answers, within a block, the forward's questions whether hidden values are finite as if they were.
+
+    State: `_flags`, answers that are not known yet, with what they are for finite
+    values: one per element, one in all, or how many are not.
+
+    Parameters
+    ----------
+    checks: whether the operator that asks again is called.
+    """
+
+    def __init__(self, checks: bool) -> None:
+        super().__init__()
+        self._checks = checks
+        self._flags: dict[int, tuple[torch.Tensor, str, bool]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind, expected = self._flag(args[0]) if args else ("", False)
+        if kind == "whole" and func in _READ_AS_BOOL:
+            if self._checks:
+                check_flag(args[0], expected, line_now())
+            return expected
+        result = func(*args, **(kwargs or {}))
+        if func in _ASKED:
+            self._note(result, "each", _ASKED[func])
+        elif kind == "each" and func in (_ALL if expected else _ANY):
+            self._note(result, "whole", expected)
+        elif kind == "each" and func in _COUNTS and not expected:
+            self._note(result, "count", expected)
+        elif kind == "count" and func in _IS_ZERO + _IS_NOT_ZERO and type(args[1]) is int and args[1] == 0:
+            self._note(result, "whole", func in _IS_ZERO)
+        elif func in _NOT and kind == "whole":
+            self._note(result, "whole", not expected)
+        elif func in _EITHER and not expected and kind and self._flag(args[1]) == (kind, expected):
+            self._note(result, kind, expected)
+        return result
+
+    def _flag(self, value: Any) -> tuple[str, bool]:
+        return self._flags.get(id(value), (None, "", False))[1:]
+
+    def _note(self, result: Any, kind: str, expected: bool) -> None:
+        self._flags[id(result)] = result, kind, expected
+
+
+class Sources(TorchDispatchMode):
+    """Finds, while a forward runs on fake parameters, the batch tensors whose values Python code takes.
+
+    State: `_of`, per storage the indices of the batch tensors that it was computed from; `found`, those of which a
+    number or a size was taken. `_kept` keeps the storages, so that no other one takes a name of theirs.
+    """
+
+    def __init__(self, batch: list[Any]) -> None:
+        super().__init__()
+        self.found: set[int] = set()
+        self._of: dict[int, frozenset[int]] = {}
+        self._kept: list[Any] = []
+        for index, tensor in enumerate(batch):
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor, frozenset({index}))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        sources = self.of(given)
+        if func is number_of or torch.Tag.dynamic_output_shape in func.tags:
+            self.found |= sources
+        result = func(*args, **(kwargs or {}))
+        changed = given if schema_of(func).is_mutable else []
+        for tensor in (*changed, *pytree.tree_leaves(result)):
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
+                self._note(tensor, sources)
+        return result
+
+    def of(self, tensors: list[torch.Tensor]) -> frozenset[int]:
+        """Return the batch tensors that these were computed from."""
+        real = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]
+        return frozenset().union(*(self._of.get(storage_key(t.untyped_storage()), ()) for t in real))
+
+    def _note(self, tensor: torch.Tensor, sources: frozenset[int]) -> None:
+        storage = tensor.untyped_storage()
+        self._kept.append(storage)
+        self._of[storage_key(storage)] = self._of.get(storage_key(storage), frozenset()) | sources
+
+
+class Lists(torch.overrides.TorchFunctionMode):
+    """Tells `Sources` of the values that Python takes without an operator."""
+
+    def __init__(self, sources: Sources) -> None:
+        super().__init__()
+        self._sources = sources
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _LISTS:
+            self._sources.found |= self._sources.of([args[0]])
+        return func(*args, **(kwargs or {}))
+
+
+class KnownValues(torch.overrides.TorchFunctionMode):
+    """Computes, within a block that is traced, what follows from known tensors alone, outside of the trace.
+
+    Where a known tensor meets another one, a copy of it becomes a constant of the graph.
+
+    State: `_known`, the known tensors by identity; `_constants`, their copies, by identity and version.
+    """
+
+    def __init__(self, known: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._known = {id(tensor): tensor for tensor in known}
+        self._constants: dict[tuple[int, int], torch.Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        known = [tensor for tensor in tensors if id(tensor) in self._known]
+        if len(known) == len(tensors) and (tensors or func in _FACTORIES):
+            with outside_of_modes(), without_torch_function_modes():
+                result = func(*args, **kwargs)
+            pytree.tree_map(self._keep, result)
+            return result
+        if known:
+            self._check_write(func, args, kwargs)
+            args, kwargs = pytree.tree_map(self._constant, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _keep(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self._known[id(value)] = value
+
+    def _constant(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or id(value) not in self._known:
+            return value
+        key = id(value), version_of(value)
+        if key not in self._constants:
+            with outside_of_modes(), without_torch_function_modes():
+                self._constants[key] = value.detach().clone()
+        return self._constants[key]
+
+    def _check_write(self, func: Any, args: Any, kwargs: Any) -> None:
+        name = getattr(func, "__name__", "")
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        written = [*(args[:1] if writes else ()), *pytree.tree_leaves(kwargs.get("out"))]
+        if any(id(value) in self._known for value in written):
+            raise CaptureError(
+                f"{name}{line_now()} writes hidden values into a tensor that was computed from a batch's values, "
+                "which a plan takes for known; make the tensor from one of the model's own (torch.zeros_like)"
+            )
+
+
+def fixed_leaves(
+    run: Callable[..., Any], model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[int, ...]:
+    """Find the tensors of a batch whose values have to be part of what a plan is for.
+
+    Parameters
+    ----------
+    run: runs the model on fake parameters and this batch. args, kwargs: the batch, with values.
+
+    Returns: their indices in flattening order.
+    Raises: CaptureError if one has too many values, or values that are no whole numbers.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    sources = Sources(leaves)
+    with sources, Lists(sources), FiniteAssumed(checks=False):
+        run(model, *pytree.tree_unflatten(leaves, spec))
+    found = tuple(sorted(sources.found))
+    for tensor in (leaves[index] for index in found):
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.numel() > MOST_VALUES:
+            raise CaptureError(
+                f"the forward takes numbers or sizes out of a batch tensor of {tensor.numel():,} {tensor.dtype} values "
+                f"(shape {tuple(tensor.shape)}). Whole numbers, at most {MOST_VALUES:,} of them, can be part of what a "
+                "plan is for; keep others tensors (torch.where, masked_fill), or pass the numbers as arguments"
+            )
+    return found
+
+
+def values_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what a plan is for of a tensor that is part of it: its values."""
+    return tuple(tensor.flatten().tolist())
+
+
+@contextlib.contextmanager
+def values_known(model: torch.nn.Module, fixed: dict[int, torch.Tensor], order: tuple[str, ...]) -> Iterator[None]:
+    """Let the forward find these tensors in its batch, with their values, and compute with them outside of a trace.
+
+    Parameters
+    ----------
+    fixed: per index, in flattening order. order: the names of the keyword arguments in that order.
+    """
+    original = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # Export may give the arguments in another order.
+        leaves, spec = pytree.tree_flatten((args, {name: kwargs[name] for name in order}))
+        args, kwargs = pytree.tree_unflatten([fixed.get(i, leaf) for i, leaf in enumerate(leaves)], spec)
+        with FiniteAssumed(checks=True), KnownValues(list(fixed.values())):
+            return original(*args, **kwargs)
+
+    with forward_replaced(model, forward):
+        yield

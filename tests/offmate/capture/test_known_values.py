@@ -1,0 +1,148 @@
+"""Numbers that a forward takes out of its batch are part of what a plan is for; finite values are asked for again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offmate
+from offmate.capture.known import MOST_VALUES
+from tests.offmate import parity
+
+
+class Patches(nn.Module):
+    """A vision encoder: pictures of several sizes in one row of patches, their sizes in a small tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.places = nn.Embedding(16, 16)
+
+    def forward(self, patches: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        places = [torch.arange(h).repeat_interleave(w) + torch.arange(w).repeat(h) for h, w in sizes.tolist()]
+        h = self.a(patches) + self.places(torch.cat(places) % 16)
+        ends = torch.repeat_interleave(sizes.prod(1), torch.ones_like(sizes[:, 0])).cumsum(0)
+        parts = torch.split(h, [int(size) for size in ends.diff(prepend=ends.new_zeros(1))])
+        mixed = torch.cat([part - part.mean(0, keepdim=True) for part in parts])
+        return self.b(torch.tanh(mixed)).square().mean()
+
+
+def _sizes(step: int) -> torch.Tensor:
+    """Twice the same sizes, then others for as many patches, then the first again."""
+    return torch.tensor([[2, 3], [3, 4]] if step % 4 < 2 else [[3, 4], [2, 3]])
+
+
+PICTURES = parity.Case(
+    "known sizes",
+    Patches,
+    lambda: [
+        {"patches": torch.randn(18, 8, generator=torch.Generator().manual_seed(step)), "sizes": _sizes(step)}
+        for step in range(5)
+    ],
+    loss=lambda output, batch: output,
+    compares_outputs=False,
+)
+
+
+@pytest.mark.parametrize("budget", (parity.AMPLE, parity.LEAST))
+def test_sizes_of_pictures_train_bit_for_bit(budget: str) -> None:
+    run = parity.check(PICTURES, budget, None)
+    assert run.model is not None
+    assert len(run.model.offmate.plans) == 2  # one for each of the batch's sizes
+
+
+def test_more_values_than_a_plan_can_be_for_are_refused() -> None:
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return self.a(x).mean() if mask.any() else self.a(x).sum()
+
+    compiled = _compiled(Mean())
+    with pytest.raises(offmate.CaptureError, match=rf"of 5,000 torch.int64 values.*at most {MOST_VALUES:,}"):
+        compiled(torch.randn(3, 4), torch.ones(5000, dtype=torch.int64))
+    with pytest.raises(offmate.CaptureError, match=r"of 3 torch.float32 values"):
+        compiled(torch.randn(3, 4), torch.ones(3))
+
+
+def test_a_mask_that_decides_a_branch_takes_the_branch_of_each_batch() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            h = self.a(x) * mask[:, None]
+            return h.mean() if bool(mask.all()) else h.sum()
+
+    batches = [
+        {"x": torch.randn(3, 4), "mask": torch.tensor(mask)} for mask in ([1, 1, 1], [1, 0, 1], [0, 0, 1], [1, 1, 1])
+    ]
+    case = parity.Case("known mask", Branches, lambda: batches, loss=lambda output, batch: output)
+    parity.check(case, parity.AMPLE, None)
+
+
+class Checked(nn.Module):
+    """Layers that ask whether their values are finite, as those of DETR do, and clamp them if not."""
+
+    def __init__(self, asks: Any) -> None:
+        super().__init__()
+        self.layers, self.asks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), asks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+            if self.asks(x):
+                x = x.clamp(-1e4, 1e4)
+        return x.square().mean()
+
+
+ASKS = {
+    "isfinite": lambda x: not torch.isfinite(x).all(),
+    "isinf or isnan": lambda x: torch.isinf(x).any() or x.isnan().any(),
+    "both at once": lambda x: bool((torch.isinf(x) | torch.isnan(x)).any()),
+    "how many": lambda x: x.isnan().sum() != 0,
+    "none": lambda x: torch.logical_not(torch.eq(torch.isnan(x).sum(), 0)),
+}
+
+
+@pytest.mark.parametrize("asks", ASKS)
+def test_questions_whether_values_are_finite(asks: str) -> None:
+    batches = [{"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(step))} for step in range(5)]
+    case = parity.Case(f"asks {asks}", lambda: Checked(ASKS[asks]), lambda: batches, loss=lambda output, batch: output)
+    for budget in (parity.AMPLE, parity.LEAST):
+        parity.check(case, budget, None)
+
+
+@pytest.mark.parametrize("asks", ASKS)
+def test_values_that_are_not_finite_stop_the_iteration(asks: str) -> None:
+    compiled = _compiled(Checked(ASKS[asks]))
+    compiled(torch.randn(4, 8)).backward()
+    before = {name: value.clone() for name, value in compiled.state_dict().items()}
+    with pytest.raises(offmate.OffmateError, match=r"iteration failed: values are not finite where .*x"):
+        compiled(torch.full((4, 8), torch.nan)).backward()
+    assert all(torch.equal(value, before[name]) for name, value in compiled.state_dict().items())
+
+
+def _compiled(model: nn.Module) -> Any:
+    return offmate.compile(model, "1GiB", device="emulated", config=offmate.Config(cache_dir=None))
+
+
+def test_hidden_values_written_into_known_ones_are_refused() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            found = torch.ones(int(lengths.sum()), 4)
+            found[: len(x)] = self.a(x)
+            return found.mean()
+
+    with pytest.raises(offmate.CaptureError, match=r"__setitem__ .*found\[: len\(x\)\].* writes hidden values"):
+        _compiled(Writes())(torch.randn(3, 4), torch.tensor([2, 2]))
