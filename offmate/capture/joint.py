@@ -17,7 +17,7 @@ from torch import fx
 
 from ..errors import CaptureError
 from ..guards.surroundings import surroundings
-from ..runtime.operators.checks import CHECKS
+from ..runtime.operators.checks import CHECKS, check_flag
 from ..runtime.operators.recurrent import recorded_rnn_layer, rnn_layer_backward
 from ..runtime.torch_names.operators import OpOverload
 from ..runtime.torch_names.tracing import (
@@ -268,7 +268,7 @@ def _split(graph: fx.Graph, run: _Run, own_results: bool) -> Joint:
 
 def _forward(graph: fx.Graph, results: list[fx.Node], writes: dict[int, fx.Node]) -> dict[fx.Node, None]:
     """Return the nodes that the forward runs, in order: what its results need, and all that draws or checks."""
-    needed = {*results, *writes.values()} | {n for n in graph.nodes if is_random(n)}
+    needed = {*results, *writes.values()} | {n for n in graph.nodes if is_random(n) or n.target is check_flag}
     for node in reversed(graph.nodes):
         if node in needed:
             needed |= set(node.all_input_nodes)

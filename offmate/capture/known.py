@@ -240,8 +240,16 @@ def values_known(model: torch.nn.Module, fixed: dict[int, torch.Tensor], order: 
         # Export may give the arguments in another order.
         leaves, spec = pytree.tree_flatten((args, {name: kwargs[name] for name in order}))
         args, kwargs = pytree.tree_unflatten([fixed.get(i, leaf) for i, leaf in enumerate(leaves)], spec)
+        before = {index: version_of(tensor) for index, tensor in fixed.items()}
         with FiniteAssumed(checks=True), KnownValues(list(fixed.values())):
-            return original(*args, **kwargs)
+            output = original(*args, **kwargs)
+        for index, tensor in fixed.items():
+            if version_of(tensor) != before[index]:
+                raise CaptureError(
+                    f"the forward takes numbers out of a batch tensor of shape {tuple(tensor.shape)} and writes into "
+                    "it, too, which a replay would not do; let it write into a copy (tensor.clone())"
+                )
+        return output
 
     with forward_replaced(model, forward):
         yield

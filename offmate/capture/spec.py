@@ -11,7 +11,7 @@ from torch import fx
 from ..runtime.torch_names import trees as pytree
 from ..runtime.torch_names.tensors import storage_key
 
-_ALIGNED = 16  # elements; kernels read up to so many at once
+_ALIGNED = 16  # elements; kernels read up to so many at once, and strides keep their remainder by it
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def gapped_stride(like: torch.Tensor) -> tuple[int, ...]:
         if size > 1 and step < expected:
             return dense_stride(like)  # elements that overlap otherwise
         if size > 1 and step > expected:
-            loose = (wanted // _ALIGNED + 1) * _ALIGNED
+            loose = wanted + 1 + (step - wanted - 1) % _ALIGNED
             wanted = min(step, loose) if wanted == expected else loose
         stride[dim] = wanted
         expected, wanted = (step * size, wanted * size) if size > 1 else (expected, wanted)

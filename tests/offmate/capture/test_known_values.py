@@ -133,6 +133,28 @@ def _compiled(model: nn.Module) -> Any:
     return offmate.compile(model, "1GiB", device="emulated", config=offmate.Config(cache_dir=None))
 
 
+def test_evaluation_asks_again_too() -> None:
+    compiled = _compiled(Checked(ASKS["isfinite"])).eval()
+    with torch.no_grad():
+        assert compiled(torch.randn(4, 8)).isfinite()
+        with pytest.raises(offmate.OffmateError, match="values are not finite where"):
+            compiled(torch.full((4, 8), torch.inf))
+
+
+def test_a_batch_tensor_that_is_written_into_is_refused() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            lengths += 1
+            return self.a(x[: int(lengths[0])]).mean()
+
+    with pytest.raises(offmate.CaptureError, match=r"out of a batch tensor of shape \(2,\) and writes into it"):
+        _compiled(Writes())(torch.randn(3, 4), torch.tensor([1, 2]))
+
+
 def test_hidden_values_written_into_known_ones_are_refused() -> None:
     class Writes(nn.Module):
         def __init__(self) -> None:
