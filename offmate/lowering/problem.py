@@ -190,6 +190,15 @@ class Lowering:
     def _user_gradient_bytes(self, node: fx.Node) -> int:
         return _dense_bytes(node.meta["fake"]) if node.name in self.differentiated else 0
 
+    def _gradient_bytes(self, node: fx.Node) -> int:
+        """Return the bytes of a value's gradient: one that is made in one block keeps its repeats and gaps."""
+        return max(
+            graph.bytes[graph.storages(grad)[0]]
+            for block, graph in zip(self.blocks, self.graphs)
+            for external, grad in zip(block.spec.externals, block.joint.grads)
+            if external.node is node and grad is not None
+        )
+
     def _values_of(self, nodes: list[fx.Node], index: int, size: int) -> list[Value]:
         """Build the values on one storage: the first holds its bytes and is used wherever any of them is."""
         found = []
@@ -203,7 +212,7 @@ class Lowering:
             own_gradient = grads and not self._user_gradient_bytes(node)
             # A value that is also an output shares the output's storage, and needs another name.
             name = f"{node.name}~" if node.name in self.outputs else node.name
-            gradient_bytes = _dense_bytes(node.meta["fake"]) if own_gradient else 0
+            gradient_bytes = self._gradient_bytes(node) if own_gradient else 0
             found.append(Value(name, amount, index, uses, gradient_bytes, grads if own_gradient else ()))
         return found
 
