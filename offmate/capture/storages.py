@@ -12,11 +12,11 @@ _VIEW = torch.ops.aten.as_strided.default
 
 
 def own_storages(graph: fx.Graph, before: fx.Node, nodes: list[fx.Node], placeholders: list[fx.Node]) -> list[fx.Node]:
-    """Copy results that are views of the block's inputs, so that they have their own storage."""
+    """Copy results that are views of the block's inputs or of conjugates, so that their own storage holds them."""
     given = {s for p in placeholders for s in storages_of(p)}
     owned = []
     for node in nodes:
-        if set(storages_of(node)) & given:
+        if set(storages_of(node)) & given or _unresolved(node.meta["val"]):
             node = _copy_before(graph, before, node, node.meta["val"].stride())
         owned.append(node)
     return owned
@@ -32,7 +32,7 @@ def settle_gradients(
 ) -> None:
     """Give every gradient its own storage, and a parameter's complete gradient the parameter's layout.
 
-    A value's gradient that is not added up keeps its gaps and repeats, which decide how kernels add up what it holds.
+    A value's gradient that is made in one block keeps its repeats and gaps.
     """
     taken = {s for p in [*placeholders, *results] for s in storages_of(p)}
     for index, node in enumerate(grads):
@@ -42,9 +42,10 @@ def settle_gradients(
         value = node.meta["val"]
         like = external.node.meta["fake"]
         exact = value.untyped_storage().nbytes() == value.numel() * value.element_size()
-        whole = external.kind == "value" and external.final and external.accumulates is None
-        stride = gapped_stride(value) if whole else dense_stride(value)
-        settled = exact and not (set(storages_of(node)) & taken)
+        alone = external.kind == "value" and external.final and external.accumulates is None
+        # Sums that read it round in an order that depends on its strides, also on those of repeats and gaps.
+        stride = gapped_stride(value) if alone else dense_stride(value)
+        settled = exact and not (set(storages_of(node)) & taken) and not _unresolved(value)
         if external.kind == "param" and external.final:
             settled = settled and value.stride() == like.stride()
             stride = dense_stride(like)
@@ -68,7 +69,8 @@ def let_backward_read(
     """Let the backward read a value, of which the block's result is a view, as a view of that result.
 
     The result is all that is there of its storage when the backward starts: the operator that made it would run again,
-    although its other results may be saved. A result that is only a part of its storage becomes a copy of its own.
+    although its other results may be saved. A result that is only a part of its storage, or that reads it as another
+    dtype, becomes a copy of its own.
 
     Parameters
     ----------
@@ -78,7 +80,7 @@ def let_backward_read(
         readers = [n for n in source.users if n.op == "call_function" and n not in forward]
         while readers and (result := _made_again_for(source, [*results, *writes.values()])) is not None:
             value, wanted = result.meta["val"], source.meta["val"]
-            if _fills_its_storage(value):
+            if _fills_its_storage(value) and value.dtype == wanted.dtype:
                 with graph.inserting_after(result):
                     layout = (list(wanted.shape), list(wanted.stride()), wanted.storage_offset())
                     view = graph.call_function(_VIEW, (result, *layout))
@@ -100,6 +102,11 @@ def _made_again_for(source: fx.Node, handed: list[fx.Node]) -> fx.Node | None:
     while result is not None and node is not None and node not in handed:
         node = next((n for n in node.all_input_nodes if own & set(storages_of(n))), None)
     return result if node is None else None
+
+
+def _unresolved(value: torch.Tensor) -> bool:
+    """Return whether a value is the conjugate or the negative of what its storage holds: a replay moves storages."""
+    return value.is_conj() or value.is_neg()
 
 
 def _fills_its_storage(value: torch.Tensor) -> bool:

@@ -95,8 +95,9 @@ def check(
     for budget in ("ample", "least"):
         say(f"planning and training within the {budget} budget")
         gc.collect()
+        model = subject.built()
         try:
-            run, plan = _within(subject, AMPLE_BYTES if least_bytes is None else least_bytes, steps, device)
+            run, plan = _within(subject, model, AMPLE_BYTES if least_bytes is None else least_bytes, steps, device)
         except OffmateError as error:
             found = Verdict(Outcome.REFUSED, str(error))
         except Exception as error:
@@ -105,6 +106,7 @@ def check(
             least_bytes, peaks[budget] = plan.least_budget_bytes, plan.predicted_peak_bytes
             words = difference(plain, run)
             if not words:
+                del model
                 continue
             found = Verdict(_why_different(subject, plain, steps), words)
         return Verdict(
@@ -113,9 +115,8 @@ def check(
     return Verdict(Outcome.EQUAL, "", "", least_bytes, peaks.get("ample"), n_parameters)
 
 
-def _within(subject: Subject, budget_bytes: int, steps: int, device: str) -> tuple[Run, Any]:
+def _within(subject: Subject, model: Any, budget_bytes: int, steps: int, device: str) -> tuple[Run, Any]:
     """Train within a budget. Returns: the numbers and the plan. Raises: OffmateError, or whatever goes wrong."""
-    model: Any = subject.built()
     optimizer = subject.optimizer(model)
     model = compile_model(
         model,

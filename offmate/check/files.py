@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import runpy
 import traceback
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def subject_in(path: Path) -> Subject:
     """
     try:
         names = runpy.run_path(str(path))
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # an exit's status would be taken for the verdict's
         raise OffmateError(f"{path} failed: {type(error).__name__}: {error}") from error
     functions = {name: names[name] for name in _KNOWN if callable(names.get(name))}
     objects = [name for name in _KNOWN if isinstance(names.get(name), torch.nn.Module | torch.optim.Optimizer)]
@@ -50,25 +51,29 @@ def subject_in(path: Path) -> Subject:
     subject = Subject(
         path.stem,
         made["model"],
-        _batches(made["batch"]),
+        _batches(path, made["batch"]),
         made.get("loss", own_loss),
         made.get("optimizer", adamw),
         made.get("call", called),
     )
-    subject.optimizer(subject.built())
+    if "optimizer" in made:
+        subject.optimizer(subject.built())
     return subject
 
 
 def _checked(path: Path, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function, which now says by name what fails in it, and what it returns that it should not."""
 
+    before: Any = None
+
     def make(*given: Any) -> Any:
+        nonlocal before
         try:
             made = function(*given)
         except OffmateError:
             raise
-        except Exception as error:
-            if name == "call":
+        except (Exception, SystemExit) as error:
+            if name == "call" and isinstance(error, Exception):
                 raise  # what the model says is looked at by what compares
             raise OffmateError(f"{name}() in {path}{_line(path, error)}: {type(error).__name__}: {error}") from error
         expected = _RETURNS.get(name)
@@ -76,6 +81,10 @@ def _checked(path: Path, name: str, function: Callable[..., Any]) -> Callable[..
             raise OffmateError(
                 f"{name}() in {path} returns a {type(made).__name__}; it must return a {_full(expected)}"
             )
+        if name == "model":
+            if before is not None and made is before():
+                raise OffmateError(f"model() in {path} returns the same module again; every run needs a new one")
+            before = weakref.ref(made)
         return made
 
     return make
@@ -91,11 +100,16 @@ def _full(kind: type) -> str:
     return f"{module.get(kind.__module__, kind.__module__)}.{kind.__name__}"
 
 
-def _batches(batch: Callable[[], Any]) -> Callable[[int], Batch]:
+def _batches(path: Path, batch: Callable[[], Any]) -> Callable[[int], Batch]:
     def make(step: int) -> Batch:
         made = batch()
         if isinstance(made, list | torch.Tensor):
             return tuple(made) if isinstance(made, list) else (made,)
+        if not isinstance(made, tuple | Mapping):
+            raise OffmateError(
+                f"batch() in {path} returns a {type(made).__name__}; it must return a dict of keyword arguments or a "
+                "tuple of positional ones"
+            )
         return made if isinstance(made, tuple) else dict(made)
 
     return make

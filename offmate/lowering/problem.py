@@ -165,16 +165,6 @@ class Lowering:
                     uses.add(self.backward[index])
         return tuple(sorted(uses)), tuple(sorted(grads))
 
-    def _gradient_bytes(self, node: fx.Node) -> int:
-        """Return the bytes of a value's gradient: one that a single block makes may have gaps, a sum is dense."""
-        parts = [
-            grad.meta["val"]
-            for block in self.blocks
-            for external, grad in zip(block.spec.externals, block.joint.grads)
-            if external.node is node and grad is not None
-        ]
-        return parts[0].untyped_storage().nbytes() if len(parts) == 1 else _dense_bytes(node.meta["fake"])
-
     def _values(self) -> tuple[tuple[Value, ...], tuple[Output, ...], dict[str, Item]]:
         values: list[Value] = []
         outputs: list[Output] = []
@@ -199,6 +189,15 @@ class Lowering:
 
     def _user_gradient_bytes(self, node: fx.Node) -> int:
         return _dense_bytes(node.meta["fake"]) if node.name in self.differentiated else 0
+
+    def _gradient_bytes(self, node: fx.Node) -> int:
+        """Return the bytes of a value's gradient: one that is made in one block keeps its repeats and gaps."""
+        return max(
+            graph.bytes[graph.storages(grad)[0]]
+            for block, graph in zip(self.blocks, self.graphs)
+            for external, grad in zip(block.spec.externals, block.joint.grads)
+            if external.node is node and grad is not None
+        )
 
     def _values_of(self, nodes: list[fx.Node], index: int, size: int) -> list[Value]:
         """Build the values on one storage: the first holds its bytes and is used wherever any of them is."""

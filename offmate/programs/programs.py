@@ -105,7 +105,9 @@ class ClassGraph:
             source: Any = node.args[0]
             values, index = source.meta["val"], int(node.args[1])  # type: ignore[arg-type]
             return self.storages(source)[sum(isinstance(value, torch.Tensor) for value in values[:index])]
-        return self.storages(node.all_input_nodes[0])[0] if getattr(node.target, "is_view", False) else None
+        # A Python number among the arguments is no node: the conjugate of 1j has memory of its own.
+        sources = node.all_input_nodes if getattr(node.target, "is_view", False) else []
+        return self.storages(sources[0])[0] if sources else None
 
     def _storages(self, nodes: Iterable[fx.Node]) -> set[int]:
         return {s for n in nodes for s in self.storages(n)}

@@ -122,6 +122,58 @@ class Checkpointed(nn.Module):
 
 CASES += [_case("counting", Counting), _case("two names", TwoNames), _case("checkpointed", Checkpointed)]
 
+_LIBRARY = torch.library.Library("stock_layers", "DEF")
+
+
+def _operator(name: str, function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    _LIBRARY.define(f"{name}(Tensor x) -> Tensor")
+    _LIBRARY.impl(name, function, "CompositeImplicitAutograd")
+    return getattr(torch.ops.stock_layers, name)  # type: ignore[no-any-return]
+
+
+def _turn(x: torch.Tensor) -> torch.Tensor:
+    return torch.exp(torch.complex(torch.tanh(x), x))
+
+
+_turned = _operator("turned", lambda x: torch.sigmoid(x).transpose(0, 1))
+_cut = _operator("cut", lambda x: torch.sigmoid(x)[:, 1:])
+_conjugate = _operator("conjugate", lambda x: _turn(x).conj())
+_pairs_of = _operator("pairs_of", lambda x: torch.view_as_real(_turn(x)))
+
+
+class Shifted(nn.Module):
+    """A linear layer whose bias gets a sum over two dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16) * 0.3)
+        self.bias = nn.Parameter(torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.bias
+
+
+def _then(between: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], nn.Module]:
+    """Layers that are given what `between` makes of the one before: its backward makes their gradients' strides."""
+
+    def forward(net: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": net.c(between(net.b(torch.tanh(net.a(x))))).tanh().mean()}
+
+    return lambda: Net(forward, a=Shifted(), b=Shifted(), c=Shifted())
+
+
+CASES += [
+    _case(name, _then(between), (37, 11, 16))
+    for name, between in {
+        "conjugate of an operator": lambda h: torch.abs(_conjugate(h)),
+        "real view of an operator": lambda h: _pairs_of(h).mean(-1),
+        "gradient with gaps": lambda h: torch.cat([h, torch.ones(37, 3, 16)], 1),
+        "gradient that is a real part": lambda h: torch.fft.fft(h, dim=1).real,
+        "gradient with repeats": lambda h: h.sum(0) * 0.01,
+        "complex number": lambda h: (torch.exp(1j * h) * (1 + 2j)).real,
+    }.items()
+]
+
 
 @pytest.mark.parametrize("budget", (parity.AMPLE, parity.LEAST))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -142,13 +194,6 @@ def test_an_operator_that_refuses_the_batch_is_named() -> None:
         compiled(torch.randn(4, 16))
 
 
-_LIBRARY = torch.library.Library("stock_layers", "DEF")
-_LIBRARY.define("turned(Tensor x) -> Tensor")
-_LIBRARY.impl("turned", lambda x: torch.sigmoid(x).transpose(0, 1), "CompositeImplicitAutograd")
-_LIBRARY.define("cut(Tensor x) -> Tensor")
-_LIBRARY.impl("cut", lambda x: torch.sigmoid(x)[:, 1:], "CompositeImplicitAutograd")
-
-
 def _three(view: Any) -> nn.Module:
     """Layers whose backward reads what they made, of which the next one is given a view."""
 
@@ -164,8 +209,8 @@ def _three(view: Any) -> nn.Module:
     "model",
     [
         Net(lambda net, x: net.a(x)[0], a=nn.LSTM(16, 16, 2, dropout=0.1, batch_first=True)),
-        _three(torch.ops.stock_layers.turned),
-        _three(torch.ops.stock_layers.cut),
+        _three(_turned),
+        _three(_cut),
     ],
     ids=["lstm", "turned", "cut"],
 )

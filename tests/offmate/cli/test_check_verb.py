@@ -61,6 +61,17 @@ def optimizer(model):
             _GOOD + "def optimizer(model): pass",
             "optimizer() in {path} returns a NoneType; it must return a torch.optim.Optimizer",
         ),
+        ("import sys\nsys.exit(0)", "{path} failed: SystemExit: 0"),
+        ("def model():\n    exit(0)\ndef batch(): return {}", "model() in {path} failed, line 2: SystemExit: 0"),
+        (
+            "import torch\none = torch.nn.Linear(8, 4)\ndef model(): return one\ndef batch(): return torch.ones(8)",
+            "model() in {path} returns the same module again; every run needs a new one",
+        ),
+        (
+            _MODEL + "def batch(): return 3",
+            "batch() in {path} returns a int; it must return a dict of keyword arguments or a tuple of positional ones",
+        ),
+        (_GOOD.replace("4))\n", "4)).requires_grad_(False)\n"), "plain PyTorch fails: the model does not train"),
     ],
 )
 def test_a_file_that_cannot_be_checked(
@@ -72,7 +83,7 @@ def test_a_file_that_cannot_be_checked(
     status, printed = _check(capsys, str(path))
 
     assert status == 2
-    assert words.format(path=path).replace("\n", "") in printed.replace("\n", "")
+    assert words.format(path=path).replace(" ", "") in "".join(printed.split())
 
 
 def test_a_loss_that_returns_nothing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
