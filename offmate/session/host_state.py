@@ -101,7 +101,7 @@ class Truth:
             param, state = self.host.params[name], self.host.states.get(name, {})
             follows = self._updater is not None and MASTER in state and has_master(self._updater.base, param)
             if follows and name not in self._written:
-                take_over_edits(param, state[MASTER])  # type: ignore[arg-type]
+                take_over_edits(param, state[MASTER])
         self._unmatched.difference_update(updated)
 
     def updated(self, names: Iterable[str]) -> None:
