@@ -21,7 +21,7 @@ from .capture.model import only_cast_of
 from .errors import CaptureError, OffmateError
 from .guards.surroundings import AUTOCAST_KINDS, autocast_on_cpu
 from .machines.devices import accelerator, device_kind, rng_untouched
-from .optim.masters import MASTER, WithMasters
+from .optim.masters import MASTER, WithMasters, note_copy
 
 log = logging.getLogger("offmate")
 
@@ -102,6 +102,7 @@ def _keep_whole(state: dict[str, Any], param: torch.Tensor, whole: torch.Tensor)
     kept = state.get(MASTER)
     if kept is None or not torch.equal(kept.to(param.dtype).to(whole), whole):
         state[MASTER] = whole
+    note_copy(state[MASTER])
 
 
 def _trained_by(optimizer: torch.optim.Optimizer | None) -> set[torch.Tensor]:

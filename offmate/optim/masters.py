@@ -20,7 +20,7 @@ from .rows import works_by_element
 
 MASTER = "master"
 
-# The version and the address that float32 copies had after the last step; changed by `WithMasters.step`.
+# The version and the address that float32 copies had after the last step, or when they were loaded; by `note_copy`.
 _left: MutableMapping[torch.Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
 
 
@@ -30,8 +30,8 @@ def with_master_weights(kind: type[torch.optim.Optimizer]) -> Any:
 
     A copy is part of its parameter's state, under "master", next to moments in float32. It is saved, loaded and moved
     like any state. Float32 parameters are updated directly. What is written into a parameter counts: before the next
-    update, its copy takes the elements that are no longer the copy's, rounded, and keeps the others in float32. If only
-    the copy was written into since the last step, the copy counts.
+    update, its copy takes the elements that are no longer the copy's, rounded, and keeps the others in float32. If the
+    copy was written into since the last step, the copy counts; one that was put in its place counts as loaded.
 
     Parameters
     ----------
@@ -116,13 +116,13 @@ class WithMasters:
                 param.copy_(leaf)
         state.update(inner.state[leaf])
         if low and self.follows:
-            _left[state[MASTER]] = _written(state[MASTER])
+            note_copy(state[MASTER])
 
     def _find_copy(self, param: torch.Tensor, state: dict[str, Any]) -> None:
         """Make the copy of a parameter, or have it follow the user's edits."""
         if MASTER not in state:
             state[MASTER] = param.detach().float()
-        elif self.follows and _left.get(state[MASTER]) in (None, _written(state[MASTER])):
+        elif self.follows and not was_written(state[MASTER]):
             take_over_edits(param.detach(), state[MASTER])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -151,6 +151,7 @@ class WithMasters:
                     own[key] = value.to(own[key].device, copy=True)
                 elif has_master(type(self), param):
                     own[key] = own[key].float()
+            note_copy(own.get(MASTER))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch's classes expect the number of updates in every state that is not empty; a copy may be there before.
@@ -161,6 +162,7 @@ class WithMasters:
         for key, own in given.items():
             if isinstance(own, dict) and MASTER in own:
                 self.state[key][MASTER] = own[MASTER]
+                note_copy(own[MASTER])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return *maker_of(type(self)), self.__getstate__()
@@ -181,6 +183,17 @@ def _blank(kind: type[torch.optim.Optimizer]) -> Any:
 
 def _without_copy(own: Any) -> Any:
     return {key: value for key, value in own.items() if key != MASTER} if isinstance(own, dict) else own
+
+
+def note_copy(copy: Any) -> None:
+    """Note that a float32 copy was stepped, loaded or made, so that what is written into it from now on counts."""
+    if isinstance(copy, torch.Tensor):
+        _left[copy] = _written(copy)
+
+
+def was_written(copy: Any) -> bool:
+    """Return whether a float32 copy was written into since the last step, or since it was loaded."""
+    return isinstance(copy, torch.Tensor) and _left.get(copy) not in (None, _written(copy))
 
 
 def _written(copy: torch.Tensor) -> tuple[int, int]:

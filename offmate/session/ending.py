@@ -42,13 +42,15 @@ def finish_on_host(residence: Residence, outside: list[dict[str, torch.Tensor]])
     assert training is not None
     residence.bring_home()
     truth.adopt_tensors()
-    truth.match_copies(truth.edited())
     add_up(truth.host, outside, residence.device.empty_host_like)
+    updated = frozenset(truth.host.totals)
+    truth.match_copies(truth.edited(), updated)
     residence.active = training
     with residence.whole():
         truth.current = False
         training.executor.finish()
     residence.active = None
     residence.turns.step_done()
+    truth.updated(updated)
     truth.accept()
     truth.came_home()

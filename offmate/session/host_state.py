@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -33,8 +34,9 @@ class Truth:
     State: `host`; `states`, the optimizer's states as the user sees them; `_late`, the parameters whose states were
     changed while newer ones were under way; `current`, whether nothing newer is on the device or under way; `torn`, the
     tensors that a failure left one update ahead of the others or, if `lost`, behind them; the last seen versions of all
-    parameters, which reveal the user's edits; `unmatched`, whether any float32 copy in the states may differ from its
-    parameter; which parameters are trained. Changed on the training thread, `host` also by the executor and its
+    parameters, which reveal the user's edits; `_unmatched`, the parameters from which their float32 copies in the
+    states may differ, and `_written`, those whose copies the user has written into since their last update, so that the
+    copies count; which parameters are trained. Changed on the training thread, `host` also by the executor and its
     workers.
 
     Parameters
@@ -58,7 +60,8 @@ class Truth:
         self._versions: dict[str, tuple[int, int]] = {}
         self.states = Published(updater, self.host) if updater is not None else None
         self._late: tuple[str, ...] = ()
-        self.unmatched = True
+        self._unmatched = set(self.host.params)
+        self._written = set(self.states.with_written_copies()) if self.states is not None else set()
         self.accept()
 
     # -- the user's edits ---------------------------------------------------------------------------------------------
@@ -80,13 +83,30 @@ class Truth:
         """Accept the present values of the parameters as the user's intention."""
         self._versions = self._now()
 
-    def match_copies(self, edited: tuple[str, ...]) -> None:
-        """Have float32 copies of parameters follow the user's edits; the host must hold the newest values."""
-        for name in self.host.params if self.unmatched else edited:
+    def are_unmatched(self, names: Iterable[str]) -> bool:
+        """Return whether the float32 copy of any of these parameters may have to follow an edit."""
+        return not self._unmatched.isdisjoint(names)
+
+    def match_copies(self, edited: tuple[str, ...], updated: Iterable[str]) -> None:
+        """Have float32 copies follow the user's edits where an update comes next; the host must hold the newest values.
+
+        The others follow before their own next update, as in plain PyTorch: what is edited back until then is no edit.
+
+        Parameters
+        ----------
+        edited: parameters that the user has edited. updated: those that the next step updates.
+        """
+        self._unmatched.update(edited)
+        for name in self._unmatched.intersection(updated):
             param, state = self.host.params[name], self.host.states.get(name, {})
-            if self._updater is not None and MASTER in state and has_master(self._updater.base, param):
-                take_over_edits(param, state[MASTER])  # type: ignore[arg-type]
-        self.unmatched = False
+            follows = self._updater is not None and MASTER in state and has_master(self._updater.base, param)
+            if follows and name not in self._written:
+                take_over_edits(param, state[MASTER])
+        self._unmatched.difference_update(updated)
+
+    def updated(self, names: Iterable[str]) -> None:
+        """Note that these parameters have had an update: what the user wrote into their copies before is in it."""
+        self._written.difference_update(names)
 
     def _now(self) -> dict[str, tuple[int, int]]:
         with without_torch_function():
@@ -150,7 +170,7 @@ class Truth:
             self.host.params = {n: _data(p) for n, p in named.items()}
             self._trains = {n: p.requires_grad for n, p in named.items()}
         self.host.updates.clear()
-        self.unmatched = True
+        self._unmatched = set(self.host.params)
         self.accept()
 
     def _rename(self, now: dict[torch.Tensor, str]) -> None:
@@ -185,7 +205,7 @@ class Truth:
                 f"{name} changed from {before} to {after} (dtype, shape, strides, device) after offmate.compile; the "
                 "plan counts its bytes. Convert the model first, then compile it"
             )
-        if self._updater is not None and param not in self._updater.names:
+        if self._updater is not None and param.requires_grad and param not in self._updater.names:
             raise ProtocolError(
                 f"{name} was replaced by another parameter, which the optimizer does not hold; copy into the old one, "
                 "or load with load_state_dict(assign=False)"
@@ -246,6 +266,9 @@ class Truth:
                 f"in the optimizer's state of {name} {what}; the plan counts the bytes of states. Write into the "
                 "tensor instead, or clear the state; this one is as it was before"
             )
+        written, replaced = self.states.changed_copies(changed)
+        self._written = self._written.union(written).difference(replaced)
+        self._unmatched.update(replaced)
         self.states.adopt(changed)
         return changed
 
@@ -260,7 +283,7 @@ class Truth:
         """Adopt the optimizer's states as the current ones."""
         if self.states is not None:
             self.states.adopt_all()
-            self._late, self.unmatched = (), True
+            self._late, self._unmatched, self._written = (), set(self.host.params), set()
 
     # -- after a failure ----------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..optim.masters import MASTER, was_written
 from ..optim.updater import Updater
 from ..runtime.layouts import on_storage
 from ..runtime.replay.binding import HostState
@@ -84,6 +85,24 @@ class Published:
         return entry.keys() != shown.keys() or any(
             value is not shown[key][0] or _version(value) != shown[key][1] for key, value in entry.items()
         )
+
+    def with_written_copies(self) -> tuple[str, ...]:
+        """Return the parameters whose float32 copies the user has written into since plain PyTorch's last step."""
+        visible = self._visible
+        return tuple(n for p, n in self._updater.names.items() if was_written(visible.get(p, {}).get(MASTER)))
+
+    def changed_copies(self, names: tuple[str, ...]) -> tuple[set[str], set[str]]:
+        """Return the parameters among these whose float32 copies the user has written into, and has replaced."""
+        written, replaced = set(), set()
+        for param, name in self._updater.names.items():
+            copy = (self._visible.get(param) or {}).get(MASTER) if name in names else None
+            if copy is not None:
+                seen, version = self._shown[name].get(MASTER, (None, -1))
+                if copy is not seen:
+                    replaced.add(name)
+                elif _version(copy) != version:
+                    written.add(name)
+        return written, replaced
 
     def adopt(self, names: tuple[str, ...]) -> None:
         """Adopt the user's changes of these parameters' states; nothing newer may be on the device or under way."""

@@ -119,6 +119,74 @@ def test_edits_count_in_a_plan_as_outside_it(updates: Any, gate: bool, edit: Any
     assert all(map(torch.equal, *losses)) and all(map(torch.equal, *copies))
 
 
+def evaluated_with_others(own: Halves, optimizer: Any) -> None:
+    """Put other weights in for an evaluation, as with a running mean of weights, and the trained ones back."""
+    kept = [p.detach().clone() for p in own.parameters()]
+    with torch.no_grad():
+        for param in own.parameters():
+            param.mul_(0.9)
+        own(torch.ones(4, 32).bfloat16())
+        for param, values in zip(own.parameters(), kept):
+            param.copy_(values)
+
+
+def copy_replaced(own: Halves, optimizer: Any) -> None:
+    state = optimizer.state[own.layers[0].weight]
+    state["master"] = state["master"] * 1.5
+
+
+def both_written(own: Halves, optimizer: Any) -> None:
+    optimizer.state[own.layers[0].weight]["master"].mul_(1.5)
+    halve(own.layers[0].weight)
+
+
+def written_after_loading(own: Halves, optimizer: Any) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.state[own.layers[0].weight]["master"].mul_(1.5)
+
+
+def written_before_another_is_frozen(own: Halves, optimizer: Any) -> None:
+    optimizer.state[own.layers[0].weight]["master"].mul_(1.5)
+    own.layers[2].weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize(
+    "edit",
+    [evaluated_with_others, copy_replaced, both_written, written_after_loading, written_before_another_is_frozen],
+)
+def test_which_of_weight_and_copy_counts_is_the_same_in_a_plan(edit: Any, gate: bool) -> None:
+    copies = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        own = Halves()
+        optimizer = ADAMW(own.parameters(), lr=1e-2)
+        if compiled:
+            more = {"max_grad_norm": float("inf")} if gate else {}
+            config = offmate.Config(cache_dir=None)
+            offmate.compile(own, "1GiB", optimizer=optimizer, config=config, **more, **SETTINGS)
+        for step in range(4):
+            own(torch.randn(4, 32, generator=torch.Generator().manual_seed(step)).bfloat16())["loss"].backward()
+            if gate and step == 2 and edit is evaluated_with_others:
+                edit(own, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                edit(own, optimizer)
+        copies.append([optimizer.state[p]["master"].clone() for p in own.parameters()])
+    assert all(map(torch.equal, *copies))
+
+
+def test_what_is_written_into_a_loaded_copy_counts() -> None:
+    param = parameter()
+    optimizer = ADAMW([param], lr=0.0, weight_decay=0.0)
+    stepped(optimizer, param, 1)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.state[param]["master"].fill_(3.0)
+    stepped(optimizer, param, 1)
+    assert param.eq(3.0).all()
+
+
 @pytest.mark.parametrize("form", [{}, {"fused": True}, {"initial_accumulator_value": 0.1}])
 @pytest.mark.parametrize("loaded", [False, True])
 def test_sums_of_adagrad_are_float32(form: dict[str, Any], loaded: bool) -> None:

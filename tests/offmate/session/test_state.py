@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import offmate
 from offmate import ProtocolError
 
-from ..loops import CPU_BUDGET, Loop, adamw, assert_same, batch, compiled, plain, trained
+from ..loops import AMPLE, CPU_BUDGET, Loop, adamw, assert_same, batch, compiled, plain, tiny, trained
 
 
 def both(fresh: Loop, saved: str) -> None:
@@ -141,3 +141,24 @@ def test_a_hundred_mixed_steps_leak_nothing():
     assert after[0] == level
     assert after[1] <= tensors
     assert after[2] - memory_bytes < 2 << 20
+
+
+@pytest.mark.parametrize("replaces", ["memory", "parameter"])
+def test_a_frozen_weight_that_the_optimizer_does_not_hold_may_be_replaced(replaces):
+    losses = []
+    for compiles in (False, True):
+        model = tiny()
+        model.layers[1].requires_grad_(False)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+        loop = Loop(model, optimizer)
+        if compiles:
+            config = offmate.Config(cache_dir=None)
+            offmate.compile(model, AMPLE, optimizer=optimizer, device="emulated", cpu_budget=CPU_BUDGET, config=config)
+        found = [loop.step(0)]
+        halved = model.layers[1].weight.detach() * 0.5
+        if replaces == "memory":
+            model.layers[1].weight.data = halved
+        else:
+            model.layers[1].weight = torch.nn.Parameter(halved, requires_grad=False)
+        losses.append([*found, loop.step(1), loop.step(2)])
+    assert losses[0] == losses[1]
