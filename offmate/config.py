@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -46,6 +47,10 @@ class Config:
         forward without gradients returns all outputs.
     gradients_into: names of the outputs that receive a gradient from backward(); "auto" takes a scalar output (the
         loss) if there is one, otherwise every output that can have a gradient.
+    gradient_layouts: how the gradients of outputs arrive where the loss is computed outside of the model: by name of
+        the output, the dimensions from the outermost in memory to the innermost. {"0": (0, 2, 1)} is for a loss of
+        output.transpose(1, 2). Dimensions along which a gradient repeats one element, as that of a sum does, are left
+        out. A gradient that arrives otherwise is copied, and a warning names the layout in which it came.
     cache_dir: folder of cached plans and profiles; None disables caching.
     solver: "highs" or "cbc"; None takes HiGHS if it is installed, otherwise CBC.
     turn_around_steps: steps without compute between the last backward and the next forward, for updates; None for as
@@ -71,6 +76,7 @@ class Config:
     options_per_block: int = 8
     outputs: Literal["all"] | tuple[str, ...] = "all"
     gradients_into: Literal["auto"] | tuple[str, ...] = "auto"
+    gradient_layouts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     cache_dir: str | None = field(default_factory=default_cache_dir)
     solver: Literal["highs", "cbc"] | None = None
     turn_around_steps: int | None = None
@@ -104,6 +110,7 @@ class Config:
         _require(known, "updates", self.updates, "'auto', 'host', 'device' or a Split, such as plan.split")
         _check_names("outputs", self.outputs, "all")
         _check_names("gradients_into", self.gradients_into, "auto")
+        _check_layouts(self.gradient_layouts)
         if self.cache_dir is not None and (not isinstance(self.cache_dir, str) or not self.cache_dir):
             raise ArgumentTypeError(
                 f"cache_dir is {self.cache_dir!r}; it must be the path of a folder as text, or None"
@@ -133,6 +140,16 @@ def _check_names(field_name: str, value: object, word: str) -> None:
         raise ArgumentTypeError(
             f'{field_name} is {value!r}; it must be "{word}" or a tuple of names, such as ("loss", "logits")'
         )
+
+
+def _check_layouts(layouts: object) -> None:
+    pairs = layouts.items() if isinstance(layouts, Mapping) else [(None, None)]
+    for name, dims in pairs:
+        if not (isinstance(name, str) and isinstance(dims, tuple) and all(type(dim) is int for dim in dims)):
+            raise ArgumentTypeError(
+                f"gradient_layouts is {layouts!r}; it must map names of outputs to tuples of dimensions, such as "
+                '{"logits": (0, 2, 1)}'
+            )
 
 
 def _check_buckets(buckets: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -12,7 +12,7 @@ from torch import fx
 from .captured import Captured
 from .chain import Chain, written_storages
 from .joint import trace
-from .spec import BlockSpec, External, Joint, class_key, dense_stride
+from .spec import BlockSpec, External, Joint, class_key
 
 log = logging.getLogger("offmate")
 
@@ -37,7 +37,7 @@ def trace_blocks(
     captured: Captured,
     chain: Chain,
     trainable: frozenset[str],
-    differentiated: frozenset[str],
+    incoming: Mapping[str, tuple[int, ...]],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[TracedBlock, ...]:
     """Specify every block from the last to the first, tracing each class once.
@@ -45,14 +45,12 @@ def trace_blocks(
     Parameters
     ----------
     trainable: placeholder names of parameters that require a gradient.
-    differentiated: names of the output nodes that receive a gradient from the user's backward.
+    incoming: strides of the gradients that output nodes receive from the user's backward, by the nodes' names.
     progress: called with the number of blocks done, and of all blocks.
 
     Returns: the blocks in chain order.
     """
-    for node, facts in chain.facts.items():
-        node.meta["fake"] = facts.value
-    layout = _Layout(captured, chain, trainable, differentiated)
+    layout = _Layout(captured, chain, trainable, incoming)
     joints: dict[str, Joint] = {}
     traced: list[TracedBlock] = []
     for index in reversed(range(len(chain.blocks))):
@@ -71,7 +69,7 @@ class _Layout:
     """Dependences across blocks; `gradients` (strides by node) grows while blocks are traced from last to first."""
 
     def __init__(
-        self, captured: Captured, chain: Chain, trainable: frozenset[str], differentiated: frozenset[str]
+        self, captured: Captured, chain: Chain, trainable: frozenset[str], incoming: Mapping[str, tuple[int, ...]]
     ) -> None:
         self.captured = captured
         self.chain = chain
@@ -90,7 +88,7 @@ class _Layout:
         for index, nodes in enumerate(self.nodes):
             for node in self._outside(nodes):
                 self.readers.setdefault(node, []).append(index)
-        self.gradients = {n: dense_stride(n.meta["fake"]) for n in captured.graph.nodes if n.name in differentiated}
+        self.gradients = {n: incoming[n.name] for n in captured.graph.nodes if n.name in incoming}
 
     def _with_views(self, block: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
         """Return the block's nodes, preceded by the views of resting tensors that it reads from earlier blocks."""

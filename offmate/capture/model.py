@@ -24,6 +24,7 @@ from .chain import Chain, partition, run_fake
 from .converted import check_converted
 from .export import capture, check_dense
 from .fake import memory_of
+from .gradient_layouts import incoming_strides
 from .kv_caches import with_cache_if_needed
 from .late_heads import part_heads
 from .leaves import check_elements, check_fast_path, check_leaves, check_outputs, check_shared_buffers
@@ -37,12 +38,22 @@ _MANY = 0.1  # of a model's bytes
 
 @dataclass(frozen=True)
 class Traced:
-    """A captured model cut into traced blocks, before anything is measured."""
+    """A captured model cut into traced blocks, before anything is measured.
+
+    Parameters
+    ----------
+    incoming: strides of the gradients that output nodes receive from the user's backward, by the nodes' names.
+    """
 
     captured: Captured
     chain: Chain
     blocks: tuple[TracedBlock, ...]
-    differentiated: frozenset[str]
+    incoming: Mapping[str, tuple[int, ...]]
+
+    @property
+    def differentiated(self) -> frozenset[str]:
+        """The names of the output nodes that receive a gradient from the user's backward."""
+        return frozenset(self.incoming)
 
 
 def trace_model(
@@ -83,8 +94,12 @@ def trace_model(
     if gradients:
         _advise(model, captured, chain)
     differentiated = choose_differentiated(captured, chain, config) if trainable else frozenset()
-    blocks = trace_blocks(captured, chain, trainable, differentiated, lambda done, total: say("blocks", done / total))
-    return Traced(captured, chain, blocks, differentiated)
+    for node, facts in chain.facts.items():
+        node.meta["fake"] = facts.value
+    into = {node.name: node for node in captured.graph.nodes if node.name in differentiated}
+    incoming = incoming_strides(captured, into, config.gradient_layouts if gradients else {})
+    blocks = trace_blocks(captured, chain, trainable, incoming, lambda done, total: say("blocks", done / total))
+    return Traced(captured, chain, blocks, incoming)
 
 
 def only_cast_of(model: torch.nn.Module, captured: Captured, held: Collection[torch.Tensor]) -> dict[str, torch.dtype]:

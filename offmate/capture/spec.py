@@ -133,6 +133,13 @@ def dense_stride(like: torch.Tensor) -> tuple[int, ...]:
     return torch.empty_like(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")).stride()
 
 
+def span_bytes(like: torch.Tensor, stride: tuple[int, ...]) -> int:
+    """Return the bytes of the memory behind a tensor of the same shape and dtype with these strides."""
+    if not like.numel():
+        return 0
+    return (1 + sum((n - 1) * step for n, step in zip(like.shape, stride))) * like.element_size()
+
+
 def gapped_stride(like: torch.Tensor) -> tuple[int, ...]:
     """Return strides with gaps and repeats where those of `like` have them, the gaps as small as kernels may read.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import fx
 from ..capture.blocks import TracedBlock
 from ..capture.captured import Captured
 from ..capture.chain import Chain
+from ..capture.spec import span_bytes
 from ..machines.links import LinkRates
 from ..optim.rows import grid_of
 from ..programs.prelude import Prelude, _dense_bytes
@@ -78,7 +79,7 @@ class Lowering:
 
     Parameters
     ----------
-    differentiated: names of the output nodes that receive a gradient from the user.
+    incoming: strides of the gradients that output nodes receive from the user, by the nodes' names.
     trainable: the cost of training, per canonical parameter name.
     """
 
@@ -89,11 +90,11 @@ class Lowering:
         blocks: tuple[TracedBlock, ...],
         classes: dict[str, BlockClass],
         prelude: Prelude,
-        differentiated: frozenset[str],
+        incoming: Mapping[str, tuple[int, ...]],
         trainable: dict[str, Trainable],
     ) -> None:
         self.captured, self.chain, self.blocks, self.classes = captured, chain, blocks, classes
-        self.prelude, self.differentiated, self.trainable = prelude, differentiated, trainable
+        self.prelude, self.incoming, self.trainable = prelude, incoming, trainable
         steps = steps_of(len(blocks), micro_batches=1, turn_around_steps=0)
         backwards = ((n, step) for n, step in enumerate(steps) if step.direction is Direction.BACKWARD)
         self.backward = {step.block: number for number, step in backwards}
@@ -188,7 +189,7 @@ class Lowering:
         return [Output(n.name, size if n is nodes[0] else 0, index, self._user_gradient_bytes(n)) for n in nodes]
 
     def _user_gradient_bytes(self, node: fx.Node) -> int:
-        return _dense_bytes(node.meta["fake"]) if node.name in self.differentiated else 0
+        return span_bytes(node.meta["fake"], self.incoming[node.name]) if node.name in self.incoming else 0
 
     def _gradient_bytes(self, node: fx.Node) -> int:
         """Return the bytes of a value's gradient: one that is made in one block keeps its repeats and gaps."""

@@ -15,7 +15,6 @@ import torch
 from ..capture.arrivals import arrivals
 from ..capture.fake import fake_batch, faked, stand_in
 from ..capture.model import Traced, structure, trace_model
-from ..capture.spec import dense_stride
 from ..capture.true_strides import fake_kernels_believed
 from ..errors import PlanFileError, SolverError
 from ..files import keep
@@ -203,7 +202,8 @@ def _gradient_like(traced: Traced) -> dict[str, torch.Tensor]:
     for node in traced.chain.made_in:
         if node.name in traced.differentiated:
             fake = traced.chain.facts[node].value
-            found[node.name] = torch.empty_strided(fake.shape, dense_stride(fake), dtype=fake.dtype, device="meta")
+            strides = traced.incoming[node.name]
+            found[node.name] = torch.empty_strided(fake.shape, strides, dtype=fake.dtype, device="meta")
     return found
 
 

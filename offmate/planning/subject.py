@@ -110,7 +110,7 @@ def lower(
         )
         for n, c in updates.items()
     }  # fmt: skip
-    lowering = Lowering(captured, traced.chain, traced.blocks, classes, prelude, traced.differentiated, trainable)
+    lowering = Lowering(captured, traced.chain, traced.blocks, classes, prelude, traced.incoming, trainable)
     lowered = lowering.problem(
         rates,
         shared_cores=request.device == "emulated",

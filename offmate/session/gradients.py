@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Literal
 
 import torch
 
+from ..capture.gradient_layouts import layout_of
 from ..errors import ProtocolError
 from ..planning.request import Prepared
+from ..runtime.layouts import steps_of, without_repeats
 from ..runtime.torch_names.autograd import backward_under_way, without_torch_function
 from ..runtime.torch_names.tensors import gradient_hooks
+
+log = logging.getLogger("offmate")
+
+_warned: set[tuple[str, tuple[int, ...] | None]] = set()  # outputs and layouts of which a warning was given
 
 
 def take_in(
@@ -31,7 +38,10 @@ def take_in(
     given = dict(zip(prepared.binding.outputs, grads))
     _check_planned(prepared, planned, given, into)
     _check_reached(prepared, planned, given)
-    return {n: _as_planned(prepared.gradient_like[n], grad, device) for n, grad in given.items() if n in planned}
+    like = prepared.gradient_like
+    return {
+        n: _as_planned(like[n], grad, device, _output_name(prepared, n)) for n, grad in given.items() if n in planned
+    }
 
 
 def _check_planned(
@@ -87,11 +97,45 @@ def _output_name(prepared: Prepared, node: str) -> str:
     return next(n for o, n in zip(captured.outputs, captured.output_names) if o == node)
 
 
-def _as_planned(like: torch.Tensor, grad: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+def _as_planned(like: torch.Tensor, grad: torch.Tensor | None, device: torch.device, name: str) -> torch.Tensor:
+    """Return the gradient of an output in the planned layout; warn once of a layout that was not planned.
+
+    Raises: ProtocolError if it does not repeat the elements that it was planned to repeat.
+    """
     if grad is not None and (grad.stride(), grad.dtype, grad.device) == (like.stride(), like.dtype, device):
         return grad
     planned = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
-    return planned.zero_() if grad is None else planned.copy_(grad)
+    if grad is None:
+        without_repeats(planned, planned)[0].zero_()
+        return planned
+    repeated = [dim for dim, step in enumerate(like.stride()) if step == 0 and like.shape[dim] > 1]
+    if any(grad.stride(dim) for dim in repeated):
+        raise ProtocolError(
+            f"gradient_layouts says that the gradient of {name!r} repeats one element along its dimensions {repeated}, "
+            f"but it arrives with strides {grad.stride()}. Name the dimensions as the loss hands them in"
+        )
+    if steps_of(like.shape, grad.stride()) != steps_of(like.shape, like.stride()):
+        _warn_of_layout(name, grad)
+    target, source = without_repeats(planned, grad)
+    target.copy_(source)
+    return planned
+
+
+def _warn_of_layout(name: str, grad: torch.Tensor) -> None:
+    layout = layout_of(grad)
+    if (name, layout) in _warned:
+        return
+    _warned.add((name, layout))
+    told = (
+        "let the loss hand in a dense one, for example by output.register_hook(torch.Tensor.contiguous)"
+        if layout is None
+        else f"compile with config=offmate.Config(gradient_layouts={{{name!r}: {layout}}})"
+    )
+    log.warning(
+        "the gradient of the output %r arrives with strides %s, which were not planned, so it is copied. What adds it "
+        "up may round otherwise than in plain PyTorch, in the last bits. For the same bits %s",
+        name, grad.stride(), told,
+    )  # fmt: skip
 
 
 def fed(

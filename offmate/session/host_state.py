@@ -98,7 +98,8 @@ class Truth:
         """
         self._unmatched.update(edited)
         for name in self._unmatched.intersection(updated):
-            param, state = self.host.params[name], self.host.states.get(name, {})
+            param: torch.Tensor = self.host.params[name]
+            state: dict[str, Any] = self.host.states.get(name, {})
             follows = self._updater is not None and MASTER in state and has_master(self._updater.base, param)
             if follows and name not in self._written:
                 take_over_edits(param, state[MASTER])
