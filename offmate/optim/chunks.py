@@ -71,15 +71,27 @@ def take_over_edits(param: torch.Tensor, master: torch.Tensor) -> None:
 
     Each element is judged by itself, so that the result does not depend on where tensors are cut.
     """
-    pairs = [(param, master)]
-    if param.is_contiguous() and master.is_contiguous():
-        flat = (tensor.view(-1).split(CHUNK_ELEMENTS) for tensor in (param, master))
-        pairs = list(zip(*flat))
-    for low, whole in pairs:
-        rounded = whole.to(low.dtype)
-        ours, theirs = (tensor.view(torch.int16) for tensor in (rounded, low))  # bits, since NaN is no edit
+    for low, whole in _pairs(param, master):
+        ours, theirs = _bits(low, whole)
         if param.device.type != "cpu" or not torch.equal(ours, theirs):  # a look at a card's values would wait for it
             whole.copy_(torch.where(ours == theirs, whole, low.to(whole.dtype)))
+
+
+@torch.no_grad()
+def was_edited(param: torch.Tensor, master: torch.Tensor) -> bool:
+    """Return whether any element of a parameter on the host is not its float32 copy's, rounded."""
+    return any(not torch.equal(*_bits(low, whole)) for low, whole in _pairs(param, master))
+
+
+def _pairs(param: torch.Tensor, master: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    if not (param.is_contiguous() and master.is_contiguous()):
+        return [(param, master)]
+    return list(zip(param.view(-1).split(CHUNK_ELEMENTS), master.view(-1).split(CHUNK_ELEMENTS)))
+
+
+def _bits(low: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a copy's elements, rounded, and the parameter's, as bits, since NaN is no edit."""
+    return whole.to(low.dtype).view(torch.int16), low.view(torch.int16)
 
 
 def _copy(value: Any) -> Any:

@@ -11,11 +11,14 @@ from .turns import Turn
 
 
 def plan_ends_it(residence: Residence) -> bool:
-    """Return whether the active plan ends the iteration: it has all micro-batches, and updates all with a gradient."""
-    active = residence.active
+    """Return whether the active plan ends the iteration behind a gate.
+
+    It has all micro-batches, updates all parameters with a gradient, and no float32 copy has to follow an edit before.
+    """
+    active, truth = residence.active, residence.truth
     if residence.turns.turn is not Turn.STEP or active is None or not active.kind.trains:
         return False
-    return residence.truth.host.totals <= active.updates
+    return truth.host.totals <= active.updates and not truth.copies.differ(active.updates)
 
 
 def take_outside(residence: Residence, outside: Outside) -> list[dict[str, torch.Tensor]]:
@@ -44,13 +47,14 @@ def finish_on_host(residence: Residence, outside: list[dict[str, torch.Tensor]])
     truth.adopt_tensors()
     add_up(truth.host, outside, residence.device.empty_host_like)
     updated = frozenset(truth.host.totals)
-    truth.match_copies(truth.edited(), updated)
+    truth.copies.doubt(truth.edited())
+    truth.copies.match(updated)
     residence.active = training
     with residence.whole():
         truth.current = False
         training.executor.finish()
     residence.active = None
     residence.turns.step_done()
-    truth.updated(updated)
+    truth.copies.updated(updated)
     truth.accept()
     truth.came_home()

@@ -5,20 +5,18 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from ..errors import OffmateError, ProtocolError
 from ..guards.watch import Watch
-from ..optim.chunks import take_over_edits
-from ..optim.masters import MASTER, has_master
 from ..optim.updater import Updater
 from ..runtime.devices.device import Device
 from ..runtime.replay.binding import HostState
 from ..runtime.torch_names.autograd import without_torch_function
 from ..runtime.torch_names.tensors import version_of
+from .copies import Copies
 from .parameters import WrittenBuffer
 from .published import Published
 
@@ -34,9 +32,8 @@ class Truth:
     State: `host`; `states`, the optimizer's states as the user sees them; `_late`, the parameters whose states were
     changed while newer ones were under way; `current`, whether nothing newer is on the device or under way; `torn`, the
     tensors that a failure left one update ahead of the others or, if `lost`, behind them; the last seen versions of all
-    parameters, which reveal the user's edits; `_unmatched`, the parameters from which their float32 copies in the
-    states may differ, and `_written`, those whose copies the user has written into since their last update, so that the
-    copies count; which parameters are trained. Changed on the training thread, `host` also by the executor and its
+    parameters, which reveal the user's edits; `copies`, which float32 copies may have to follow them; which parameters
+    are trained. Changed on the training thread, `host` also by the executor and its
     workers.
 
     Parameters
@@ -60,8 +57,8 @@ class Truth:
         self._versions: dict[str, tuple[int, int]] = {}
         self.states = Published(updater, self.host) if updater is not None else None
         self._late: tuple[str, ...] = ()
-        self._unmatched = set(self.host.params)
-        self._written = set(self.states.with_written_copies()) if self.states is not None else set()
+        written = () if self.states is None else self.states.with_written_copies()
+        self.copies = Copies(updater, self.host, written)
         self.accept()
 
     # -- the user's edits ---------------------------------------------------------------------------------------------
@@ -82,32 +79,6 @@ class Truth:
     def accept(self) -> None:
         """Accept the present values of the parameters as the user's intention."""
         self._versions = self._now()
-
-    def are_unmatched(self, names: Iterable[str]) -> bool:
-        """Return whether the float32 copy of any of these parameters may have to follow an edit."""
-        return not self._unmatched.isdisjoint(names)
-
-    def match_copies(self, edited: tuple[str, ...], updated: Iterable[str]) -> None:
-        """Have float32 copies follow the user's edits where an update comes next; the host must hold the newest values.
-
-        The others follow before their own next update, as in plain PyTorch: what is edited back until then is no edit.
-
-        Parameters
-        ----------
-        edited: parameters that the user has edited. updated: those that the next step updates.
-        """
-        self._unmatched.update(edited)
-        for name in self._unmatched.intersection(updated):
-            param: torch.Tensor = self.host.params[name]
-            state: dict[str, Any] = self.host.states.get(name, {})
-            follows = self._updater is not None and MASTER in state and has_master(self._updater.base, param)
-            if follows and name not in self._written:
-                take_over_edits(param, state[MASTER])
-        self._unmatched.difference_update(updated)
-
-    def updated(self, names: Iterable[str]) -> None:
-        """Note that these parameters have had an update: what the user wrote into their copies before is in it."""
-        self._written.difference_update(names)
 
     def _now(self) -> dict[str, tuple[int, int]]:
         with without_torch_function():
@@ -171,7 +142,7 @@ class Truth:
             self.host.params = {n: _data(p) for n, p in named.items()}
             self._trains = {n: p.requires_grad for n, p in named.items()}
         self.host.updates.clear()
-        self._unmatched = set(self.host.params)
+        self.copies.doubt_all()
         self.accept()
 
     def _rename(self, now: dict[torch.Tensor, str]) -> None:
@@ -268,8 +239,7 @@ class Truth:
                 "tensor instead, or clear the state; this one is as it was before"
             )
         written, replaced = self.states.changed_copies(changed)
-        self._written = self._written.union(written).difference(replaced)
-        self._unmatched.update(replaced)
+        self.copies.note_states(written, replaced)
         self.states.adopt(changed)
         return changed
 
@@ -284,7 +254,8 @@ class Truth:
         """Adopt the optimizer's states as the current ones."""
         if self.states is not None:
             self.states.adopt_all()
-            self._late, self._unmatched, self._written = (), set(self.host.params), set()
+            self._late = ()
+            self.copies.loaded()
 
     # -- after a failure ----------------------------------------------------------------------------------------------
 

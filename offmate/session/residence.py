@@ -62,7 +62,12 @@ class Residence:
         stale = edited if self.updater is not None else self.truth.frozen(edited)
         if stale and self.active is variant:
             log.info("%d parameters were edited (%s, ...); all are sent to the device again", len(stale), stale[0])
-        if stale or self.truth.are_unmatched(variant.updates) or self.active is not variant or self._is_worn(variant):
+        if (
+            stale
+            or self.truth.copies.are_unmatched(variant.updates)
+            or self.active is not variant
+            or self._is_worn(variant)
+        ):
             self.bring_home()
             if variant.place is not None and self.device.arena is not None:
                 with self.stream.entered():
@@ -71,7 +76,9 @@ class Residence:
         if give_buffer_classes(model, self, variant.prepared.binding.written_buffers):
             self.truth.adopt_buffers()
         self._replays += not self.turns.micro_batches
-        self.truth.match_copies(edited, variant.updates)
+        self.truth.copies.doubt(edited)
+        if not self.request.gate:  # behind one nothing is updated before step(), where plain PyTorch looks at copies
+            self.truth.copies.match(variant.updates)
         self.truth.accept()
 
     def _is_worn(self, variant: Variant) -> bool:

@@ -92,7 +92,7 @@ class Updates:
             self.truth.current = False
             active.executor.turn_around()
             self.turns.step_done()
-        self.truth.updated(active.updates)
+        self.truth.copies.updated(active.updates)
         self.residence.pace.step_done(active.prepared.plan)
 
     @alone

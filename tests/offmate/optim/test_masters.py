@@ -177,6 +177,36 @@ def test_which_of_weight_and_copy_counts_is_the_same_in_a_plan(edit: Any, gate: 
     assert all(map(torch.equal, *copies))
 
 
+@pytest.mark.parametrize("drops", [False, True])
+def test_behind_a_gate_copies_follow_at_the_step_as_in_plain_pytorch(drops: bool) -> None:
+    """A copy that is read before the step has not followed; an edit that is taken back before the step is none."""
+    seen = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        own = Halves()
+        optimizer = ADAMW(own.parameters(), lr=1e-2)
+        if compiled:
+            config = offmate.Config(cache_dir=None)
+            offmate.compile(own, "1GiB", optimizer=optimizer, config=config, max_grad_norm=float("inf"), **SETTINGS)
+        weight = own.layers[0].weight
+        for step in range(5):
+            before = weight.detach().clone()
+            if step == 2:
+                halve(weight)
+            own(torch.randn(4, 32, generator=torch.Generator().manual_seed(step)).bfloat16())["loss"].backward()
+            if step == 2:
+                seen.append([optimizer.state[weight]["master"].clone()])
+            if step == 2 and drops:
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    weight.copy_(before)
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append([optimizer.state[p]["master"].clone() for p in own.parameters()])
+    assert all(map(torch.equal, seen[0] + seen[1], seen[2] + seen[3]))
+
+
 def test_what_is_written_into_a_loaded_copy_counts() -> None:
     param = parameter()
     optimizer = ADAMW([param], lr=0.0, weight_decay=0.0)
