@@ -41,16 +41,21 @@ _ALL, _ANY = (torch.all, torch.Tensor.all), (torch.any, torch.Tensor.any)
 _COUNTS = (torch.sum, torch.Tensor.sum)
 _IS_ZERO = (torch.eq, torch.Tensor.eq, torch.Tensor.__eq__)
 _IS_NOT_ZERO = (torch.ne, torch.Tensor.ne, torch.Tensor.__ne__)
+_DRAWS = (torch.rand,)
+_BELOW = (torch.lt, torch.Tensor.lt, torch.Tensor.__lt__)
 _EITHER = (torch.logical_or, torch.Tensor.logical_or, torch.Tensor.__or__)
 _NOT = (torch.logical_not, torch.Tensor.logical_not, torch.Tensor.__invert__)
 _READ_AS_BOOL = (torch.Tensor.__bool__, torch.Tensor.item)
 
 
-class FiniteAssumed(torch.overrides.TorchFunctionMode):
-    """Answers, within a block, the forward's questions whether hidden values are finite as if they were.
+class Foreseen(torch.overrides.TorchFunctionMode):
+    """Answers, within a block, the forward's questions about hidden values whose answers can be foreseen.
 
-    State: `_flags`, answers that are not known yet, with what they are for finite
-    values: one per element, one in all, or how many are not.
+    Values are taken for finite. A random number between 0 and 1 is never below 0, and always below 1: a layer is
+    dropped by chance (LayerDrop) only if the probability lies in between, which no plan can follow.
+
+    State: `_answers`, tensors that are questions under way: what they are (an answer per element, one for all of them,
+    how many are not finite, a random number, one answer that is certain, one by chance) and what is expected.
 
     Parameters
     ----------
@@ -60,34 +65,54 @@ class FiniteAssumed(torch.overrides.TorchFunctionMode):
     def __init__(self, checks: bool) -> None:
         super().__init__()
         self._checks = checks
-        self._flags: dict[int, tuple[torch.Tensor, str, bool]] = {}
+        self._answers: dict[int, tuple[torch.Tensor, str, bool]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kind, expected = self._flag(args[0]) if args else ("", False)
-        if kind == "whole" and func in _READ_AS_BOOL:
-            if self._checks:
-                check_flag(args[0], expected, line_now())
-            return expected
+        kind, expected = self._answer(args[0]) if args else ("", False)
+        if func in _READ_AS_BOOL and kind in ("all", "certain", "chance"):
+            return self._read(args[0], kind, expected)
         result = func(*args, **(kwargs or {}))
         if func in _ASKED:
             self._note(result, "each", _ASKED[func])
-        elif kind == "each" and func in (_ALL if expected else _ANY):
-            self._note(result, "whole", expected)
-        elif kind == "each" and func in _COUNTS and not expected:
-            self._note(result, "count", expected)
-        elif kind == "count" and func in _IS_ZERO + _IS_NOT_ZERO and type(args[1]) is int and args[1] == 0:
-            self._note(result, "whole", func in _IS_ZERO)
-        elif func in _NOT and kind == "whole":
-            self._note(result, "whole", not expected)
-        elif func in _EITHER and not expected and kind and self._flag(args[1]) == (kind, expected):
-            self._note(result, kind, expected)
+        elif func in _DRAWS:
+            self._note(result, "drawn", False)
+        elif kind:
+            self._follow(func, args, result, kind, expected)
         return result
 
-    def _flag(self, value: Any) -> tuple[str, bool]:
-        return self._flags.get(id(value), (None, "", False))[1:]
+    def _read(self, answer: torch.Tensor, kind: str, expected: bool) -> bool:
+        if kind == "chance":
+            raise CaptureError(
+                f"the forward draws a random number and decides by it in Python{line_now()}, as LayerDrop does to "
+                "leave out whole layers, which no plan can follow. Set that probability to 0, for example by "
+                "model.config.layerdrop = 0.0"
+            )
+        if kind == "all" and self._checks:
+            check_flag(answer, expected, line_now())
+        return expected
+
+    def _follow(self, func: Any, args: Any, result: Any, kind: str, expected: bool) -> None:
+        """Note what an operator makes of a question."""
+        other = args[1] if len(args) > 1 else None
+        number = other if type(other) in (int, float) else None
+        if kind == "each" and func in (_ALL if expected else _ANY):
+            self._note(result, "all", expected)
+        elif kind == "each" and func in _COUNTS and not expected:
+            self._note(result, "count", expected)
+        elif kind == "count" and func in _IS_ZERO + _IS_NOT_ZERO and number == 0:
+            self._note(result, "all", func in _IS_ZERO)
+        elif kind in ("all", "certain") and func in _NOT:
+            self._note(result, kind, not expected)
+        elif kind in ("each", "all") and func in _EITHER and not expected and self._answer(other) == (kind, expected):
+            self._note(result, kind, expected)
+        elif kind == "drawn" and func in _BELOW and number is not None:
+            self._note(result, "certain" if number <= 0 or number >= 1 else "chance", number >= 1)
+
+    def _answer(self, value: Any) -> tuple[str, bool]:
+        return self._answers.get(id(value), (None, "", False))[1:]
 
     def _note(self, result: Any, kind: str, expected: bool) -> None:
-        self._flags[id(result)] = result, kind, expected
+        self._answers[id(result)] = result, kind, expected
 
 
 class Sources(TorchDispatchMode):
@@ -208,7 +233,7 @@ def fixed_leaves(
     leaves, spec = pytree.tree_flatten((args, kwargs))
     leaves = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     sources = Sources(leaves)
-    with sources, Lists(sources), FiniteAssumed(checks=False):
+    with sources, Lists(sources), Foreseen(checks=False):
         run(model, *pytree.tree_unflatten(leaves, spec))
     found = tuple(sorted(sources.found))
     for tensor in (leaves[index] for index in found):
@@ -241,7 +266,7 @@ def values_known(model: torch.nn.Module, fixed: dict[int, torch.Tensor], order: 
         leaves, spec = pytree.tree_flatten((args, {name: kwargs[name] for name in order}))
         args, kwargs = pytree.tree_unflatten([fixed.get(i, leaf) for i, leaf in enumerate(leaves)], spec)
         before = {index: version_of(tensor) for index, tensor in fixed.items()}
-        with FiniteAssumed(checks=True), KnownValues(list(fixed.values())):
+        with Foreseen(checks=True), KnownValues(list(fixed.values())):
             output = original(*args, **kwargs)
         for index, tensor in fixed.items():
             if version_of(tensor) != before[index]:

@@ -129,6 +129,37 @@ def test_values_that_are_not_finite_stop_the_iteration(asks: str) -> None:
     assert all(torch.equal(value, before[name]) for name, value in compiled.state_dict().items())
 
 
+class Dropping(nn.Module):
+    """Leaves out whole layers by chance, as wav2vec2 does."""
+
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.layers, self.probability = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), probability
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            skips = self.training and torch.rand([]) < self.probability
+            if not skips:
+                x = torch.relu(layer(x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("probability", [0, 0.0])
+def test_layers_that_are_never_dropped(probability: float) -> None:
+    batches = [{"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(step))} for step in range(5)]
+    case = parity.Case(
+        f"drops {probability!r}", lambda: Dropping(probability), lambda: batches, loss=lambda output, batch: output
+    )
+    parity.check(case, parity.AMPLE, None)
+
+
+def test_layers_that_are_dropped_by_chance_are_refused() -> None:
+    with pytest.raises(
+        offmate.CaptureError, match=r"decides by it in Python.*if not skips.*in Dropping.*layerdrop = 0"
+    ):
+        _compiled(Dropping(0.1))(torch.randn(4, 8))
+
+
 def _compiled(model: nn.Module) -> Any:
     return offmate.compile(model, "1GiB", device="emulated", config=offmate.Config(cache_dir=None))
 
