@@ -48,7 +48,7 @@ class ValuesTaken(CaptureError):
     """Raised for a size or a Python number that a forward makes from a tensor's values."""
 
 
-class LineWanted(CaptureError):
+class LineWanted(ValuesTaken):
     """Raised for a node of a graph; it names the model's line if the graph was captured with stack traces."""
 
 

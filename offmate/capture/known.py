@@ -33,6 +33,7 @@ MOST_VALUES = 4096
 """Elements of a tensor whose values may be part of what a plan is for."""
 
 _LISTS = (torch.Tensor.tolist, torch.Tensor.numpy)
+_SIZED = (torch.Tensor.repeat, torch.Tensor.expand, torch.Tensor.view, torch.Tensor.reshape, torch.reshape)
 _FACTORIES = (torch.arange, torch.ones, torch.tensor, torch.as_tensor)
 # What is asked of single values, and whether a finite one passes; what makes one answer of these; what combines them.
 _ASKED: dict[Any, bool] = {torch.isfinite: True, torch.isnan: False, torch.isinf: False}
@@ -134,8 +135,7 @@ class Sources(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         sources = self.of(given)
-        if func is number_of or torch.Tag.dynamic_output_shape in func.tags:
-            self.found |= sources
+        self.found |= self.of(_deciding(func, args, given))
         result = func(*args, **(kwargs or {}))
         changed = given if schema_of(func).is_mutable else []
         for tensor in (*changed, *pytree.tree_leaves(result)):
@@ -154,6 +154,17 @@ class Sources(TorchDispatchMode):
         self._of[storage_key(storage)] = self._of.get(storage_key(storage), frozenset()) | sources
 
 
+def _deciding(func: Any, args: Any, given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors whose values an operator gives to Python, or makes a size of."""
+    if func is number_of:
+        return given
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return []
+    if func is torch.ops.aten.index.Tensor:  # picks a known number of elements, unless a mask picks
+        return [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+    return given[1:] if func is torch.ops.aten.masked_select.default else given
+
+
 class Lists(torch.overrides.TorchFunctionMode):
     """Tells `Sources` of the values that Python takes without an operator."""
 
@@ -167,10 +178,23 @@ class Lists(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Draws(TorchDispatchMode):
+    """Sees whether random numbers are drawn: those of a call are not those of the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen = self.seen or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
 class KnownValues(torch.overrides.TorchFunctionMode):
     """Computes, within a block that is traced, what follows from known tensors alone, outside of the trace.
 
-    Where a known tensor meets another one, a copy of it becomes a constant of the graph.
+    What draws random numbers is traced. Where a known tensor meets another one, a copy of it becomes a constant of the
+    graph.
 
     State: `_known`, the known tensors by identity; `_constants`, their copies, by identity and version.
     """
@@ -185,14 +209,22 @@ class KnownValues(torch.overrides.TorchFunctionMode):
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         known = [tensor for tensor in tensors if id(tensor) in self._known]
         if len(known) == len(tensors) and (tensors or func in _FACTORIES):
-            with outside_of_modes(), without_torch_function_modes():
+            with outside_of_modes(), without_torch_function_modes(), _Draws() as drawn:
                 result = func(*args, **kwargs)
-            pytree.tree_map(self._keep, result)
-            return result
+            if not drawn.seen:
+                pytree.tree_map(self._keep, result)
+                return result
         if known:
             self._check_write(func, args, kwargs)
+            if func in _SIZED:
+                args, kwargs = pytree.tree_map(self._size, (args, kwargs))
             args, kwargs = pytree.tree_map(self._constant, (args, kwargs))
         return func(*args, **kwargs)
+
+    def _size(self, value: Any) -> Any:
+        """Return a known whole number as a Python number, as it is needed where it is a size."""
+        is_number = isinstance(value, torch.Tensor) and id(value) in self._known and value.dim() == 0
+        return int(value) if is_number and not value.is_floating_point() else value
 
     def _keep(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):

@@ -54,6 +54,29 @@ def test_sizes_of_pictures_train_bit_for_bit(budget: str) -> None:
     assert len(run.model.offmate.plans) == 2  # one for each of the batch's sizes
 
 
+class Chosen(nn.Module):
+    """Patches that are chosen by chance among as many as there are, as in ViLT; the number repeats a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        rows = [torch.multinomial(torch.ones(length).float(), 2) for length in lengths.tolist()]
+        chosen = torch.stack([row[picked] for row, picked in zip(x, rows)])
+        return (self.a(chosen) * torch.ones(1, 1, 1).to(x).repeat(1, lengths.min(), 1)[:, :2]).square().mean()
+
+
+@pytest.mark.parametrize("budget", (parity.AMPLE, parity.LEAST))
+def test_numbers_that_are_drawn_by_known_sizes_differ_in_every_call(budget: str) -> None:
+    batches = [
+        {"x": torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(step)), "lengths": torch.tensor([4, 6])}
+        for step in range(5)
+    ]
+    case = parity.Case("known draws", Chosen, lambda: batches, loss=lambda output, batch: output)
+    parity.check(case, budget, None)
+
+
 def test_more_values_than_a_plan_can_be_for_are_refused() -> None:
     class Mean(nn.Module):
         def __init__(self) -> None:
