@@ -20,7 +20,7 @@ from ..runtime.torch_names import trees as pytree
 from ..runtime.torch_names.tracing import FakeTensor, FakeTensorMode
 from ..transformers_names import DECIDERS, PACKED, deciders_replaced, experts_as_in_export, masking, masks_as_in_eager
 from .data_dependent import named
-from .known import VALUES, Foreseen, fixed_leaves, values_of
+from .known import VALUES, Foreseen, Lists, Sources, fixed_leaves, values_of
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,10 @@ def record(
     module = masking()
     if module is None or not _may_decide(model):
         return values
-    with Foreseen(checks=False) if fixes_values else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if fixes_values:
+            stack.enter_context(Lists(Sources([])))
+            stack.enter_context(Foreseen(checks=False))
         return values + _recorded(module, model, args, kwargs)
 
 

@@ -33,6 +33,7 @@ MOST_VALUES = 4096
 """Elements of a tensor whose values may be part of what a plan is for."""
 
 _LISTS = (torch.Tensor.tolist, torch.Tensor.numpy)
+_INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _SIZED = (torch.Tensor.repeat, torch.Tensor.expand, torch.Tensor.view, torch.Tensor.reshape, torch.reshape)
 _FACTORIES = (torch.arange, torch.ones, torch.tensor, torch.as_tensor)
 # What is asked of single values, and whether a finite one passes; what makes one answer of these; what combines them.
@@ -175,7 +176,18 @@ class Lists(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _LISTS:
             self._sources.found |= self._sources.of([args[0]])
+        if func in _INDEXED and isinstance(args[0], FakeTensor):
+            args = (args[0], _by_numbers(args[1], lambda mask: not isinstance(mask, FakeTensor)), *args[2:])
         return func(*args, **(kwargs or {}))
+
+
+def _by_numbers(index: Any, is_known: Callable[[torch.Tensor], bool]) -> Any:
+    """Return an index in which known masks are the numbers of the elements that they pick: these have a size."""
+    found: list[Any] = []
+    for part in index if isinstance(index, tuple) else (index,):
+        is_mask = isinstance(part, torch.Tensor) and part.dtype is torch.bool
+        found += part.nonzero(as_tuple=True) if is_mask and is_known(part) else [part]
+    return tuple(found) if len(found) != 1 or isinstance(index, tuple) else found[0]
 
 
 class _Draws(TorchDispatchMode):
@@ -216,6 +228,10 @@ class KnownValues(torch.overrides.TorchFunctionMode):
                 return result
         if known:
             self._check_write(func, args, kwargs)
+            if func in _INDEXED:
+                with outside_of_modes(), without_torch_function_modes():
+                    index = _by_numbers(args[1], lambda mask: id(mask) in self._known)
+                args = (args[0], index, *args[2:])
             if func in _SIZED:
                 args, kwargs = pytree.tree_map(self._size, (args, kwargs))
             args, kwargs = pytree.tree_map(self._constant, (args, kwargs))

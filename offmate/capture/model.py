@@ -22,6 +22,7 @@ from .captured import Captured
 from .casts import Reads
 from .chain import Chain, partition, run_fake
 from .converted import check_converted
+from .data_dependent import named
 from .export import capture, check_dense
 from .fake import memory_of
 from .gradient_layouts import incoming_strides
@@ -89,7 +90,8 @@ def trace_model(
     trainable = frozenset(n for n, name in captured.params.items() if gradients and params[name].requires_grad)
     part_heads(captured.graph, trainable)
     say("blocks", 0.0)
-    chain = partition(captured, trainable)
+    with named():
+        chain = partition(captured, trainable)
     check_shared_buffers(model, captured, chain, gradients)
     if gradients:
         _advise(model, captured, chain)

@@ -54,6 +54,30 @@ def test_sizes_of_pictures_train_bit_for_bit(budget: str) -> None:
     assert len(run.model.offmate.plans) == 2  # one for each of the batch's sizes
 
 
+class Masked(nn.Module):
+    """Picks and replaces the elements that a mask of the batch names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+        h = self.a(x).clone()
+        h[kinds == 1] = self.b(h[kinds == 2][:2])
+        return torch.tanh(h[kinds != 0]).square().mean()
+
+
+@pytest.mark.parametrize("budget", (parity.AMPLE, parity.LEAST))
+def test_elements_that_a_mask_of_the_batch_picks(budget: str) -> None:
+    kinds = [torch.tensor(row) for row in ([[0, 1, 2], [2, 1, 0]], [[1, 2, 0], [0, 2, 1]])]
+    batches = [
+        {"x": torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(step)), "kinds": kinds[step % 3 // 2]}
+        for step in range(5)
+    ]
+    case = parity.Case("known masks", Masked, lambda: batches, loss=lambda output, batch: output)
+    parity.check(case, budget, None)
+
+
 class Chosen(nn.Module):
     """Patches that are chosen by chance among as many as there are, as in ViLT; the number repeats a mask."""
 
