@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import sys
@@ -21,6 +22,7 @@ from .lists import LISTS
 
 # The outcomes of a census, the gravest first. The last three say nothing of offmate: nothing could be compared.
 ORDER = ("different", "failed", "too long", "crashed", "refused", "equal", "unstable", "plain_fails", "not built")
+_FOLDERS = re.compile(r"/\S*/site-packages/")  # of this machine, before the names of files
 _TOGETHER = 8  # cases that one process checks: to start one takes seconds
 
 
@@ -144,4 +146,5 @@ def _checked(list_name: str, name: str) -> Row:
     outcome, words = min(found, key=lambda row: ORDER.index(row[0]))
     if len(found) > 1 and outcome != "equal":
         words = f"{sum(row[0] == outcome for row in found)} of {len(found)} inputs: {words}"
-    return Row(name, outcome, words[:600], round(time.perf_counter() - start_s, 1))
+    words = _FOLDERS.sub("", words)[:600]
+    return Row(name, outcome, words, round(time.perf_counter() - start_s, 1))

@@ -20,7 +20,8 @@ from ..runtime.torch_names import trees as pytree
 from ..runtime.torch_names.tracing import FakeTensor, FakeTensorMode
 from ..transformers_names import DECIDERS, PACKED, deciders_replaced, experts_as_in_export, masking, masks_as_in_eager
 from .data_dependent import named
-from .known import VALUES, Foreseen, Lists, Sources, fixed_leaves, values_of
+from .foreseen import Foreseen
+from .known import VALUES, Lists, Sources, fixed_leaves, values_of
 
 
 @dataclass(frozen=True)
