@@ -29,11 +29,10 @@ def main() -> None:
     """Check what the arguments name, and write results and table."""
     arguments = _arguments()
     rows = _known(arguments.json) if arguments.resume or arguments.again else {}
-    if arguments.again:
-        rows = {key: row for key, row in rows.items() if row["outcome"] == "equal" and key[0] in LISTS}
+    done = {key for key, row in rows.items() if not arguments.again or row["outcome"] == "equal"}
     for name in arguments.lists:
         wanted = [case for case in LISTS[name].names() if not arguments.only or case in arguments.only]
-        todo = [case for case in wanted if (name, case) not in rows]
+        todo = [case for case in wanted if (name, case) not in done]
         print(f"{name}: {len(todo)} of {len(wanted)} to check", flush=True)
         start_s = time.perf_counter()
         for row in checked(name, todo, arguments.processes, arguments.seconds):
