@@ -48,6 +48,14 @@ class ValuesTaken(CaptureError):
     """Raised for a size or a Python number that a forward makes from a tensor's values."""
 
 
+class NotFollowed(CaptureError):
+    """Raised where a graph for given values cannot follow a forward either; it says more than `ValuesTaken`."""
+
+
+class NotFixed(CaptureError):
+    """Raised for a batch tensor whose values cannot be part of what a plan is for."""
+
+
 class LineWanted(ValuesTaken):
     """Raised for a node of a graph; it names the model's line if the graph was captured with stack traces."""
 

@@ -26,7 +26,7 @@ from ..runtime.torch_names.tracing import FakeTensor
 from ..transformers_names import forwards_as_in_eager
 from . import batch_decisions
 from .captured import Captured, Region
-from .data_dependent import LineWanted, ValuesTaken, named
+from .data_dependent import LineWanted, NotFixed, NotFollowed, ValuesTaken, named
 from .effects import updates_stats, writes
 from .fake import fake_batch, faked
 from .functions import functions_kept
@@ -69,9 +69,17 @@ def capture(
     """
     try:
         return _captured(model, args, kwargs, real, device, fixes_values=False)
-    except ValuesTaken:
+    except ValuesTaken as error:
+        first = error
+    try:
         # To fix values makes plans for fewer batches, and to find which ones takes another forward.
         return _captured(model, args, kwargs, real, device, fixes_values=True)
+    except NotFollowed:
+        raise
+    except NotFixed as more:
+        raise CaptureError(f"{first}. {more}") from first
+    except Exception:  # what cannot be captured for given values either is refused as it was
+        raise first from None
 
 
 def _captured(

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from ..errors import CaptureError
 from ..runtime.operators.checks import check_flag
-from .data_dependent import line_now
+from .data_dependent import NotFollowed, line_now
 
 # What is asked of single values, and whether a finite one passes; what makes one answer of these; what combines them.
 _ASKED: dict[Any, bool] = {torch.isfinite: True, torch.isnan: False, torch.isinf: False}
@@ -62,7 +61,7 @@ class Foreseen(torch.overrides.TorchFunctionMode):
 
     def _read(self, answer: torch.Tensor, kind: str, expected: bool) -> bool:
         if kind == "chance":
-            raise CaptureError(
+            raise NotFollowed(
                 f"the forward draws a random number and decides by it in Python{line_now()}, as LayerDrop does to "
                 "leave out whole layers, which no plan can follow. Set that probability to 0, for example by "
                 "model.config.layerdrop = 0.0"

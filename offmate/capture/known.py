@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 
-from ..errors import CaptureError
 from ..runtime.torch_names import trees as pytree
 from ..runtime.torch_names.autograd import without_torch_function_modes
 from ..runtime.torch_names.operators import number_of, schema_of
 from ..runtime.torch_names.tensors import storage_key, version_of
 from ..runtime.torch_names.tracing import FakeTensor, TorchDispatchMode, outside_of_modes
-from .data_dependent import line_now
+from .data_dependent import NotFixed, NotFollowed, line_now
 from .foreseen import Foreseen
 from .plain import forward_replaced
 
@@ -178,7 +177,7 @@ class KnownValues(torch.overrides.TorchFunctionMode):
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         written = [*(args[:1] if writes else ()), *pytree.tree_leaves(kwargs.get("out"))]
         if any(id(value) in self._known for value in written):
-            raise CaptureError(
+            raise NotFollowed(
                 f"{name}{line_now()} writes hidden values into a tensor that was computed from a batch's values, "
                 "which a plan takes for known; make the tensor from one of the model's own (torch.zeros_like)"
             )
@@ -194,7 +193,7 @@ def fixed_leaves(
     run: runs the model on fake parameters and this batch. args, kwargs: the batch, with values.
 
     Returns: their indices in flattening order.
-    Raises: CaptureError if one has too many values, or values that are no whole numbers.
+    Raises: NotFixed if one has too many values, or values that are no whole numbers.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     leaves = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -204,8 +203,8 @@ def fixed_leaves(
     found = tuple(sorted(sources.found))
     for tensor in (leaves[index] for index in found):
         if tensor.is_floating_point() or tensor.is_complex() or tensor.numel() > MOST_VALUES:
-            raise CaptureError(
-                f"the forward takes numbers or sizes out of a batch tensor of {tensor.numel():,} {tensor.dtype} values "
+            raise NotFixed(
+                f"The forward takes numbers or sizes out of a batch tensor of {tensor.numel():,} {tensor.dtype} values "
                 f"(shape {tuple(tensor.shape)}). Whole numbers, at most {MOST_VALUES:,} of them, can be part of what a "
                 "plan is for; keep others tensors (torch.where, masked_fill), or pass the numbers as arguments"
             )
@@ -236,7 +235,7 @@ def values_known(model: torch.nn.Module, fixed: dict[int, torch.Tensor], order: 
             output = original(*args, **kwargs)
         for index, tensor in fixed.items():
             if version_of(tensor) != before[index]:
-                raise CaptureError(
+                raise NotFollowed(
                     f"the forward takes numbers out of a batch tensor of shape {tuple(tensor.shape)} and writes into "
                     "it, too, which a replay would not do; let it write into a copy (tensor.clone())"
                 )
