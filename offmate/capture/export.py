@@ -101,19 +101,7 @@ def _capture(
     device: torch.device | None,
     fixes_values: bool,
 ) -> Captured:
-    args, kwargs = pytree.tree_map(_distinct, (args, kwargs))
-    with rng_untouched(device), _checkpointing_off(model), python_restored(model), inner_calls_followed():
-        with python_restored(model), only_packages_hooks(model):
-            values = real or pytree.tree_map(_on_host, (args, kwargs))
-            taken = batch_decisions.record(model, values[0], values[1], fixes_values)
-        known = _known(model, taken, values, device) if fixes_values else contextlib.nullcontext()
-        with (
-            _on_device(model, args, kwargs, device) as batch,
-            batch_decisions.hold(taken),
-            caches_dropped(model),
-            known,
-        ):
-            program, observed = _observed_export(model, batch, taken)
+    program, observed, taken = _exported(model, args, kwargs, real, device, fixes_values)
     graph = fx.Graph()
     _inline(program.graph_module, graph)
     tidy(graph)
@@ -155,6 +143,25 @@ def _capture(
         free=observed.free,
         changed=tuple((holder, name, value) for holder, name, value, _ in observed.changed.values()),
     )
+
+
+def _exported(
+    model: torch.nn.Module, args: Any, kwargs: Any, real: Any, device: torch.device | None, fixes_values: bool
+) -> tuple[Any, Observer, tuple[batch_decisions.Decision, ...]]:
+    """Return the exported program, what its forward was seen to do, and the decisions of rule 1."""
+    args, kwargs = pytree.tree_map(_distinct, (args, kwargs))
+    with rng_untouched(device), _checkpointing_off(model), python_restored(model), inner_calls_followed():
+        with python_restored(model), only_packages_hooks(model):
+            values = real or pytree.tree_map(_on_host, (args, kwargs))
+            taken = batch_decisions.record(model, values[0], values[1], fixes_values)
+        known = _known(model, taken, values, device) if fixes_values else contextlib.nullcontext()
+        with (
+            _on_device(model, args, kwargs, device) as batch,
+            batch_decisions.hold(taken),
+            caches_dropped(model),
+            known,
+        ):
+            return (*_observed_export(model, batch, taken), taken)
 
 
 def _known(

@@ -1,38 +1,37 @@
-"""The check that a matrix could be decomposed or inverted, as an operator that a trace can hold.
+"""Checks that raise an error by the values, as operators that a trace can hold.
 
-PyTorch's own raises an error by the values, and is marked as an effect, which a functional trace does not take.
+PyTorch's own check of matrices is marked as an effect, which a functional trace does not take.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from ..torch_names.operators import keep_in_graphs, linalg_check
 
 _LIBRARY = torch.library.Library("offmate", "FRAGMENT")
-_LIBRARY.define("check_matrix(Tensor info, str name, bool is_matrix) -> ()")
 
 
-def _check_matrix(info: torch.Tensor, name: str, is_matrix: bool) -> None:
-    linalg_check(info, name, is_matrix=is_matrix)
-
-
-_LIBRARY.impl("check_matrix", _check_matrix, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("offmate::check_matrix", lib=_LIBRARY)
-def _(info, name, is_matrix):
-    return None
-
-
-check_matrix = torch.ops.offmate.check_matrix.default
-"""check_matrix(info, name, is_matrix): raise torch.linalg.LinAlgError in the name of a function if `info` says so."""
-keep_in_graphs(check_matrix)
-_LIBRARY.define("check_flag(Tensor flag, bool expected, str line) -> ()")
+def _operator(schema: str, kernel: Callable[..., None]) -> Any:
+    """Return an operator that computes nothing, may raise, and stays in graphs."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(f"{schema} -> ()")
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"offmate::{name}", lambda *arguments: None, lib=_LIBRARY)
+    operator = getattr(torch.ops.offmate, name).default
+    keep_in_graphs(operator)
+    return operator
 
 
 class OtherPath(RuntimeError):
     """Values for which the forward would take another path than the one that was captured."""
+
+
+def _check_matrix(info: torch.Tensor, name: str, is_matrix: bool) -> None:
+    linalg_check(info, name, is_matrix=is_matrix)
 
 
 def _check_flag(flag: torch.Tensor, expected: bool, line: str) -> None:
@@ -44,16 +43,11 @@ def _check_flag(flag: torch.Tensor, expected: bool, line: str) -> None:
         )
 
 
-_LIBRARY.impl("check_flag", _check_flag, "CompositeExplicitAutograd")
+check_matrix = _operator("check_matrix(Tensor info, str name, bool is_matrix)", _check_matrix)
+"""check_matrix(info, name, is_matrix): raise torch.linalg.LinAlgError in the name of a function if `info` says so."""
 
-
-@torch.library.register_fake("offmate::check_flag", lib=_LIBRARY)
-def _(flag, expected, line):
-    return None
-
-
-check_flag = torch.ops.offmate.check_flag.default
+check_flag = _operator("check_flag(Tensor flag, bool expected, str line)", _check_flag)
 """check_flag(flag, expected, line): raise OtherPath, naming the model's line, if a flag is not as it was captured."""
-keep_in_graphs(check_flag)
+
 CHECKS = (check_matrix, check_flag)
 """The operators that compute nothing and may raise."""
