@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..runtime.operators.checks import check_flag
+from ..runtime.torch_names.tensors import version_of
 from .data_dependent import NotFollowed, line_now
 
 # What is asked of single values, and whether a finite one passes; what makes one answer of these; what combines them.
@@ -34,7 +35,8 @@ class Foreseen(torch.overrides.TorchFunctionMode):
     dropped by chance (LayerDrop) only if the probability lies in between, which no plan can follow.
 
     State: `_answers`, tensors that are questions under way: what they are (an answer per element, one for all of them,
-    how many are not finite, a random number, one answer that is certain, one by chance) and what is expected.
+    how many are not finite, a random number, one answer that is certain, one by chance) and what is expected;
+    `_versions`, theirs when they were noted.
 
     Parameters
     ----------
@@ -45,6 +47,7 @@ class Foreseen(torch.overrides.TorchFunctionMode):
         super().__init__()
         self._checks = checks
         self._answers: dict[int, tuple[torch.Tensor, str, bool]] = {}
+        self._versions: dict[int, int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind, expected = self._answer(args[0]) if args else ("", False)
@@ -60,6 +63,11 @@ class Foreseen(torch.overrides.TorchFunctionMode):
         return result
 
     def _read(self, answer: torch.Tensor, kind: str, expected: bool) -> bool:
+        if version_of(answer) != self._versions[id(answer)]:
+            raise NotFollowed(
+                f"the forward writes into the answer to a question about hidden values and decides by it{line_now()}, "
+                "which no plan can follow; make a new tensor instead of writing in place"
+            )
         if kind == "chance":
             raise NotFollowed(
                 f"the forward draws a random number and decides by it in Python{line_now()}, as LayerDrop does to "
@@ -72,6 +80,9 @@ class Foreseen(torch.overrides.TorchFunctionMode):
 
     def _follow(self, func: Any, args: Any, result: Any, kind: str, expected: bool) -> None:
         """Note what an operator makes of a question."""
+        if version_of(args[0]) != self._versions[id(args[0])]:
+            del self._answers[id(args[0])]  # it was written into
+            return
         other = args[1] if len(args) > 1 else None
         number = other if type(other) in (int, float) else None
         if kind == "each" and func in (_ALL if expected else _ANY):
@@ -92,3 +103,4 @@ class Foreseen(torch.overrides.TorchFunctionMode):
 
     def _note(self, result: Any, kind: str, expected: bool) -> None:
         self._answers[id(result)] = result, kind, expected
+        self._versions[id(result)] = version_of(result)

@@ -211,6 +211,26 @@ def _compiled(model: nn.Module) -> Any:
     return offmate.compile(model, "1GiB", device="emulated", config=offmate.Config(cache_dir=None))
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_answers_that_are_written_into_are_not_foreseen(late: bool) -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            drawn = torch.rand([])
+            if not late:
+                drawn.sub_(2.0)
+            below = drawn < 0.0
+            if late:
+                below.fill_(True)
+            return self.a(x).mean() if below else self.a(x).sum()
+
+    with pytest.raises(offmate.CaptureError, match=r"decides by it|takes a Python number"):
+        _compiled(Writes())(torch.randn(3, 4))
+
+
 def test_evaluation_asks_again_too() -> None:
     compiled = _compiled(Checked(ASKS["isfinite"])).eval()
     with torch.no_grad():
