@@ -128,9 +128,9 @@ def _slowed(slower: float) -> Iterator[float]:
     link = {Resource.IN: card.in_bytes_per_s / slower, Resource.OUT: card.out_bytes_per_s / slower}
     step_one = Updater.step_one
 
-    def waiting(self: Updater, hyper: Any, param: torch.Tensor, grad: torch.Tensor, state: Any) -> None:
+    def waiting(self: Updater, hyper: Any, param: torch.Tensor, *rest: Any, **options: Any) -> None:
         due = time.perf_counter() + param.nbytes / host_bytes_per_s
-        step_one(self, hyper, param, grad, state)
+        step_one(self, hyper, param, *rest, **options)
         if threading.current_thread() is not threading.main_thread():  # the host's, not the device's
             time.sleep(max(0.0, due - time.perf_counter()))
 
