@@ -1,6 +1,7 @@
 """Benchmarks that patch offmate's own code still run; their figures are not tested."""
 
 import torch
+
 from benchmarks import gate
 
 
