@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -12,13 +13,16 @@ from typing import Any
 
 import torch
 
-from offmate.check.subject import Batch, Subject, WithLoss, own_loss
+from offmate.check.subject import Batch, Subject, WithLoss, called, own_loss
 from offmate.errors import OffmateError
 
 _SMALL = re.compile(r"test|atto|femto|pico|nano|tiny|micro|small|mini|xxs|xs|_s\b|lite|18|b0|_050|_0_5")
-_MOST_PARAMETERS = 70_000_000
+_MOST_PARAMETERS = 140_000_000
 _TRIED = 6  # models of a family, of which the smallest is taken
 _BATCH = 2
+_SIZES = (64, 96, 128, 224, 256, 299)
+_FRAMES = 16  # of a video
+_MOST_OBJECTS = 2  # in an image, to be detected
 
 
 def timm_names() -> list[str]:
@@ -46,7 +50,11 @@ def torchvision_subjects(name: str) -> Iterator[Subject]:
     """Yield the smallest model of a family of torchvision."""
     models = import_torchvision().models
     names = [model for model in models.list_models() if _family(model) == name]
-    yield _image_subject(name, names, functools.partial(models.get_model, weights=None, weights_backbone=None))
+    settings = {"weights": None}
+    if "weights_backbone" in inspect.signature(models.get_model_builder(names[0])).parameters:
+        settings["weights_backbone"] = None
+    kind, _, _ = name.rpartition(".")
+    yield _image_subject(name, names, functools.partial(models.get_model, **settings), _BATCHES.get(kind, _images))
 
 
 def _family(name: str) -> str:
@@ -75,36 +83,62 @@ def import_torchvision() -> Any:
 _LIBRARIES: dict[str, torch.library.Library] = {}
 
 
-def _image_subject(family: str, names: list[str], make: Callable[..., torch.nn.Module]) -> Subject:
-    """Make a subject of the smallest model that trains on small random images."""
+def _image_subject(
+    family: str,
+    names: list[str],
+    make: Callable[..., torch.nn.Module],
+    batch: Callable[[int, int], Batch] | None = None,
+) -> Subject:
+    """Make a subject of the smallest model that trains on small random images.
+
+    Parameters
+    ----------
+    batch: makes the batch of a step from the images' size and the step; None makes images.
+    """
+    batch = batch or _images
+    sized, said = _by_size(names, make)
+    for count, name, settings in sized:
+        if count > _MOST_PARAMETERS:
+            said = f"{name} has {count:,} parameters"
+            break
+        build = functools.partial(_with_loss, functools.partial(make, name, **settings))
+        for size in _SIZES:
+            try:
+                torch.manual_seed(0)
+                loss = own_loss(called(build().train(), batch(size, 0)), ())
+            except Exception as error:
+                said = f"{name}: {type(error).__name__}: {error}"
+                continue
+            if loss.requires_grad:
+                return Subject(f"{family}: {name}", build, functools.partial(batch, size))
+    raise OffmateError(f"no model of {family} could be built and run: {said}")
+
+
+def _by_size(
+    names: list[str], make: Callable[..., torch.nn.Module]
+) -> tuple[list[tuple[int, str, dict[str, Any]]], str]:
+    """Return parameters, name and settings of a family's small models, the smallest first, and what failed last."""
     small = [name for name in names if _SMALL.search(name)] or names
     sized: list[tuple[int, str, dict[str, Any]]] = []
     said = "it has no model"
     for name in sorted(small, key=lambda name: (not name.startswith("test"), len(name)))[:_TRIED]:
         for settings in ({"img_size": 64}, {"image_size": 64}, {}):
             try:
-                with torch.device("meta"):
-                    count = sum(parameter.numel() for parameter in make(name, **settings).parameters())
+                sized.append((_n_parameters(functools.partial(make, name, **settings)), name, settings))
             except Exception as error:
                 said = f"{name}: {type(error).__name__}: {error}"
                 continue
-            sized.append((count, name, settings))
             break
-    for count, name, settings in sorted(sized, key=lambda row: row[:2]):
-        if count > _MOST_PARAMETERS:
-            said = f"{name} has {count:,} parameters"
-            break
-        for size in (64, 96, 224, 256, 299):
-            try:
-                build = functools.partial(_with_loss, functools.partial(make, name, **settings))
-                torch.manual_seed(0)
-                loss = own_loss(build().train()(torch.randn(_BATCH, 3, size, size)), ())
-            except Exception as error:
-                said = f"{name}: {type(error).__name__}: {error}"
-                continue
-            if loss.requires_grad:
-                return Subject(f"{family}: {name}", build, functools.partial(_images, size))
-    raise OffmateError(f"no model of {family} could be built and run: {said}")
+    return sorted(sized, key=lambda row: row[:2]), said
+
+
+def _n_parameters(make: Callable[[], torch.nn.Module]) -> int:
+    try:
+        with torch.device("meta"):
+            model = make()
+    except NotImplementedError:  # its initialisation reads numbers
+        model = make()
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _with_loss(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
@@ -113,6 +147,33 @@ def _with_loss(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
 
 def _images(size: int, step: int) -> Batch:
     return (torch.randn(_BATCH, 3, size, size),)
+
+
+def _videos(size: int, step: int) -> Batch:
+    return (torch.randn(_BATCH, 3, _FRAMES, size, size),)
+
+
+def _pairs(size: int, step: int) -> Batch:
+    return (torch.randn(_BATCH, 3, size, size), torch.randn(_BATCH, 3, size, size))
+
+
+def _objects(size: int, step: int) -> Batch:
+    """Make images, and for each the boxes, classes, masks and key points of what is to be detected."""
+    targets = []
+    for _ in range(_BATCH):
+        corners = torch.rand(_MOST_OBJECTS, 2) * size / 2
+        targets.append(
+            {
+                "boxes": torch.cat((corners, corners + size / 4), dim=1),
+                "labels": torch.ones(_MOST_OBJECTS, dtype=torch.int64),
+                "masks": torch.ones(_MOST_OBJECTS, size, size, dtype=torch.uint8),
+                "keypoints": torch.cat((corners[:, None] + torch.rand(1, 17, 2), torch.ones(_MOST_OBJECTS, 17, 1)), 2),
+            }
+        )
+    return (list(torch.rand(_BATCH, 3, size, size)), targets)
+
+
+_BATCHES = {"video": _videos, "optical_flow": _pairs, "detection": _objects}
 
 
 def diffusers_names() -> list[str]:
