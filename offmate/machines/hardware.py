@@ -34,8 +34,9 @@ _OPTIONAL = (
     "instruction_s",
 )
 
-# Rates of updates with float32 copies, relative to float32. On a CPU casts take instructions: 0.62 was measured on two
-# cores of an AMD EPYC, 0.48 on two of an Intel Xeon at 2.8 GHz. On a device they take memory: 40 bytes instead of 28.
+# Rates of updates with float32 copies, relative to float32, where a file does not say. On a CPU that memory does not
+# limit, casts take instructions: 0.62 was measured on two cores of an AMD EPYC, 0.48 on two of an Intel Xeon at
+# 2.8 GHz. On a device they take memory: 40 bytes instead of 28.
 _MASTERS_ON_CPU = 0.55
 _MASTERS_ON_DEVICE = 28 / 40
 
