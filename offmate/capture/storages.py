@@ -88,10 +88,22 @@ def let_backward_read(
                     view.meta["val"] = value.as_strided(*layout)
                 for reader in readers:
                     reader.replace_input_with(source, view)
+                _put_readers_after(graph, view)
                 break
             copy = _copy_before(graph, result.next, result, value.stride())
             results[:] = [copy if r is result else r for r in results]
             writes.update({index: copy for index, r in writes.items() if r is result})
+
+
+def _put_readers_after(graph: fx.Graph, value: fx.Node) -> None:
+    """Move what reads a value, and what reads that in turn, behind it; the order stays as it was otherwise."""
+    before = list(graph.nodes)[: list(graph.nodes).index(value)]
+    moved, last = {value}, value
+    for node in before:
+        if moved.intersection(node.all_input_nodes):
+            last.append(node)
+            moved.add(node)
+            last = node
 
 
 def _made_again_for(source: fx.Node, handed: list[fx.Node]) -> fx.Node | None:

@@ -56,6 +56,11 @@ torch.utils._pytree.register_pytree_node(
     Pathless, lambda one: (list(one.values()), list(one)), lambda values, names: Pathless(zip(names, values))
 )
 
+def _instance_norms() -> nn.Sequential:
+    rows = [(nn.Conv2d(4, 4, 3, padding=1), nn.InstanceNorm2d(4), nn.ReLU(inplace=True)) for _ in range(3)]
+    return nn.Sequential(*(layer for row in rows for layer in row))
+
+
 CASES = [
     _case(
         "pathless",
@@ -75,6 +80,12 @@ CASES = [
         lambda: Net(
             lambda net, x: {"loss": net.a(x)[0].square().mean()}, a=nn.GRU(16, 8, bidirectional=True, batch_first=True)
         ),
+    ),
+    # A block hands on a view of what its backward reads through another view.
+    _case(
+        "instance norms",
+        lambda: Net(lambda net, x: {"loss": net.layers(x).square().mean()}, layers=_instance_norms()),
+        shape=(2, 4, 8, 8),
     ),
 ]
 
