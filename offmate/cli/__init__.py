@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from ..errors import InfeasibleBudget, OffmateError
+from ..errors import ArgumentTypeError, ArgumentValueError, InfeasibleBudget, OffmateError
 from ..files import reason
 from . import check, doctor, plan, profile, show
 from .arguments import Help, count, device, output_file, size, with_options
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _FAILED
     except OffmateError as error:
         print(f"offmate: {error}", file=sys.stderr)
-        return _FAILED
+        return _CANNOT_START if isinstance(error, ArgumentValueError | ArgumentTypeError) else _FAILED
     except BrokenPipeError:
         # The reader of the output has gone, as with `| head`; Python must not complain about it at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -79,14 +79,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _subject(arguments: argparse.Namespace) -> Subject:
-    from ..errors import OffmateError
+    from ..errors import ArgumentValueError, OffmateError
 
     path = Path(arguments.model).expanduser()
     if path.suffix == ".py":
         from ..check.files import subject_in
 
         if not path.is_file():
-            raise OffmateError(f"{arguments.model!r}: no such file")
+            raise ArgumentValueError(f"{arguments.model!r}: no such file")
         return subject_in(path)
     if importlib.util.find_spec("transformers") is None:
         raise OffmateError('an architecture needs transformers: pip install "offmate[hf]"; a Python file needs nothing')

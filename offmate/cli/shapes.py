@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..errors import OffmateError
+from ..errors import ArgumentValueError, OffmateError
 from ..optim.masters import with_master_weights
 
 MASTERS = "bf16-master"  # bfloat16 parameters, and float32 copies of them that the optimizer updates
@@ -56,7 +56,7 @@ def batch_for(model: Any, batch: int, seq_len: int) -> dict[str, torch.Tensor]:
     """
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and seq_len > positions:
-        raise OffmateError(f"a sequence of {seq_len} tokens is longer than the model's {positions} positions")
+        raise ArgumentValueError(f"a sequence of {seq_len} tokens is longer than the model's {positions} positions")
     tokens = torch.zeros(batch, seq_len, dtype=torch.long, device="meta")
     return {"input_ids": tokens, "labels": tokens}
 
@@ -92,7 +92,7 @@ def configuration(model: str) -> Any:
     if model.lower() in shapes:
         return AutoConfig.for_model(**shapes[model.lower()])
     if path.is_dir() and not (path / "config.json").is_file():
-        raise OffmateError(f"model {model!r}: the folder has no config.json; it is not a transformers model")
+        raise ArgumentValueError(f"model {model!r}: the folder has no config.json; it is not a transformers model")
     if not path.exists():
         _check_hub_id(model, tuple(shapes))
     try:
@@ -106,11 +106,11 @@ def configuration(model: str) -> Any:
 def _check_hub_id(model: str, known: tuple[str, ...]) -> None:
     """Refuse a name that cannot be a Hub id (owner/name) before using the network."""
     if model.startswith((".", "/", "~")) or model.endswith(".json") or model.count("/") > 1:
-        raise OffmateError(f"model {model!r}: no such file or folder")
+        raise ArgumentValueError(f"model {model!r}: no such file or folder")
     if "/" not in model:
         near = difflib.get_close_matches(model.lower(), known, n=3, cutoff=0.4)
         hint = f"Did you mean {' or '.join(near)}? " if near else ""
-        raise OffmateError(
+        raise ArgumentValueError(
             f"model {model!r} is not known. {hint}Known models: {', '.join(known)}. Or name a folder with a "
             "config.json, or a Hub id as OWNER/NAME"
         )

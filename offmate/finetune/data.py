@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import OffmateError
+from ..errors import ArgumentValueError, OffmateError
 
 _TEXT = (".txt", ".md", ".text")
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -44,7 +44,7 @@ def check_source(data: str) -> None:
             raise OffmateError(f"data {data!r} needs Hugging Face datasets: pip install datasets")
         return
     if sum(file.stat().st_size for file in source_files(data)) == 0:
-        raise OffmateError(f"data {data!r} is empty")
+        raise ArgumentValueError(f"data {data!r} is empty")
 
 
 def source_files(data: str) -> list[Path]:
@@ -54,12 +54,14 @@ def source_files(data: str) -> list[Path]:
     """
     path = Path(data)
     if not path.exists():
-        raise OffmateError(f"data {data!r}: no such file; write a data set of the Hub as hf:NAME or hf:NAME:SPLIT")
+        raise ArgumentValueError(
+            f"data {data!r}: no such file; write a data set of the Hub as hf:NAME or hf:NAME:SPLIT"
+        )
     if path.is_file():
         return [path]
     files = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in _TEXT + _JSON_LINES)
     if not files:
-        raise OffmateError(f"data {data!r}: the folder holds no {', '.join(_TEXT + _JSON_LINES)} file")
+        raise ArgumentValueError(f"data {data!r}: the folder holds no {', '.join(_TEXT + _JSON_LINES)} file")
     return files
 
 

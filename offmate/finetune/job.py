@@ -18,7 +18,7 @@ import torch
 from ..api import compile as compile_model
 from ..api import plan as plan_model
 from ..config import Config
-from ..errors import InfeasibleBudget, OffmateError, PlanFileError
+from ..errors import ArgumentValueError, InfeasibleBudget, OffmateError, PlanFileError
 from ..machines.devices import EMULATED, device_kind
 from ..plans.plan import Plan, load_plan
 from ..split import Split
@@ -125,17 +125,17 @@ def _settings(given: Mapping[str, Any], resume: bool) -> Settings:
         output = Path(settings.output)
         if not is_free(output):
             hint = "continue it with --resume, or " if (output / SETTINGS).is_file() else ""
-            raise OffmateError(f"output {settings.output!r} exists already; {hint}name another folder")
+            raise ArgumentValueError(f"output {settings.output!r} exists already; {hint}name another folder")
         return settings
     if not given.get("output"):
-        raise OffmateError("--resume needs --output, the folder of the run to continue")
+        raise ArgumentValueError("--resume needs --output, the folder of the run to continue")
     path = Path(given["output"]) / SETTINGS
     if not path.is_file():
-        raise OffmateError(f"there is no run to resume in {given['output']!r}: it has no {SETTINGS}")
+        raise ArgumentValueError(f"there is no run to resume in {given['output']!r}: it has no {SETTINGS}")
     saved = make_settings(read_yaml(path))
     found = differences(saved, given)
     if found:
-        raise OffmateError(
+        raise ArgumentValueError(
             "the run was started with other settings, and the new ones would change its numbers:\n  "
             + "\n  ".join(found)
             + "\nResume without the new settings, or start a new run in another folder"
@@ -148,7 +148,7 @@ def _resolved(settings: Settings, folder: Path) -> Settings:
     limit = getattr(load_config(folder).get_text_config(), "max_position_embeddings", None)
     length = settings.sequence_length
     if length is not None and limit is not None and length > limit:
-        raise OffmateError(f"sequence_length is {length}; the model takes at most {limit} tokens")
+        raise ArgumentValueError(f"sequence_length is {length}; the model takes at most {limit} tokens")
     length = length or min(_DEFAULT_LENGTH, limit or _DEFAULT_LENGTH)
     return replace(settings, sequence_length=length, learning_rate=base_learning_rate(settings))
 

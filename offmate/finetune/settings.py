@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ..errors import OffmateError
+from ..errors import ArgumentValueError
 from ..files import write_whole
 from ..sizes import parse_budget
 
@@ -46,7 +46,7 @@ class Lora:
         _whole("lora alpha", self.alpha, 1)
         _number("lora dropout", self.dropout, 0.0, below=1.0)
         if not all(isinstance(target, str) and target for target in self.targets):
-            raise OffmateError(f"lora targets is {self.targets!r}; name layers, such as q_proj and v_proj")
+            raise ArgumentValueError(f"lora targets is {self.targets!r}; name layers, such as q_proj and v_proj")
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Settings:
         for name in ("model", "data", "output"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
-                raise OffmateError(f"{name} is {value!r}; give it as --{name} or in the configuration file")
+                raise ArgumentValueError(f"{name} is {value!r}; give it as --{name} or in the configuration file")
         for name in ("epochs", "checkpoint_every", "keep_checkpoints"):
             _whole(name, getattr(self, name), 1)
         _whole("batch_size", self.batch_size, 1, _MOST_SEQUENCES)
@@ -162,7 +162,7 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
     known = {f.name: f for f in dataclasses.fields(Settings)}
     for name in values:
         if name not in known:
-            raise OffmateError(f"there is no setting {name!r}; known settings: {', '.join(known)}")
+            raise ArgumentValueError(f"there is no setting {name!r}; known settings: {', '.join(known)}")
     values = {"model": "", "data": "", "output": "", **values}
     converted = {name: _CONVERSIONS.get(name, _same)(value) for name, value in values.items()}
     return Settings(**converted)
@@ -176,15 +176,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         data = yaml.safe_load(path.read_text())
     except FileNotFoundError:
-        raise OffmateError(f"{path}: no such configuration file") from None
+        raise ArgumentValueError(f"{path}: no such configuration file") from None
     except (OSError, ValueError, yaml.YAMLError) as error:  # no UTF-8, or a null byte in the name
-        raise OffmateError(f"{path}: cannot be read as YAML: {error}") from None
+        raise ArgumentValueError(f"{path}: cannot be read as YAML: {error}") from None
     except RecursionError:
-        raise OffmateError(f"{path}: cannot be read as YAML: its lists are nested too deeply") from None
+        raise ArgumentValueError(f"{path}: cannot be read as YAML: its lists are nested too deeply") from None
     if data is None:
         return {}
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        raise OffmateError(f"{path}: the file must map names to values, such as 'learning_rate: 2e-5'")
+        raise ArgumentValueError(f"{path}: the file must map names to values, such as 'learning_rate: 2e-5'")
     return data
 
 
@@ -204,20 +204,20 @@ def parse_lora(value: Any) -> Lora | None:
         return value
     if isinstance(value, str):
         if value.strip().isdecimal():
-            raise OffmateError(f"lora is {_short(value)}; write r={value.strip()[:12]} for a rank")
+            raise ArgumentValueError(f"lora is {_short(value)}; write r={value.strip()[:12]} for a rank")
         parts = [part.partition("=") for part in value.split(",")]
         value = {name.strip(): text.strip() for name, _, text in parts}
         if isinstance(value.get("targets"), str):
             value["targets"] = value["targets"].split("+")
     example = "write r=16, or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
     if not isinstance(value, Mapping) or "r" not in value or not value.keys() <= {"r", "alpha", "dropout", "targets"}:
-        raise OffmateError(f"lora is {_short(value)}; {example}")
+        raise ArgumentValueError(f"lora is {_short(value)}; {example}")
     try:
         r, alpha = int(value["r"]), int(value.get("alpha", Lora.alpha))
         dropout = float(value.get("dropout", Lora.dropout))
         targets = tuple(value.get("targets") or ())
     except (TypeError, ValueError, OverflowError):
-        raise OffmateError(f"lora is {_short(dict(value))}; {example}") from None
+        raise ArgumentValueError(f"lora is {_short(dict(value))}; {example}") from None
     return Lora(r, alpha, dropout, targets)
 
 
@@ -235,7 +235,9 @@ def _float(value: Any) -> Any:
 
 def _names(value: Any) -> tuple[Any, ...]:
     if value is not None and not isinstance(value, str | list | tuple):
-        raise OffmateError(f"report is {_short(value)}; it must be one of {', '.join(REPORTERS)}, or a list of them")
+        raise ArgumentValueError(
+            f"report is {_short(value)}; it must be one of {', '.join(REPORTERS)}, or a list of them"
+        )
     return (value,) if isinstance(value, str) else tuple(value or ())
 
 
@@ -251,14 +253,14 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 def _whole(name: str, value: Any, least: int, most: int = _MOST) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         upper = f" and at most {most:,}" if isinstance(value, int) and value > most else ""
-        raise OffmateError(f"{name} is {_short(value)}; it must be a whole number of at least {least}{upper}")
+        raise ArgumentValueError(f"{name} is {_short(value)}; it must be a whole number of at least {least}{upper}")
 
 
 def _number(name: str, value: Any, least: float, *, above: bool = False, below: float = math.inf) -> None:
     good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if not good or value < least or (above and value <= least) or value >= below:
         upper = f" and less than {below:g}" if math.isfinite(below) else ", and finite"
-        raise OffmateError(
+        raise ArgumentValueError(
             f"{name} is {_short(value)}; it must be {'more than' if above else 'at least'} {least:g}{upper}"
         )
 
@@ -270,7 +272,7 @@ def _short(value: Any) -> str:
 
 def _choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise OffmateError(f"{name} is {_short(value)}; it must be one of {', '.join(choices)}")
+        raise ArgumentValueError(f"{name} is {_short(value)}; it must be one of {', '.join(choices)}")
 
 
 def _size(name: str, value: str) -> None:
@@ -279,4 +281,4 @@ def _size(name: str, value: str) -> None:
     try:
         parse_budget(value)
     except (TypeError, ValueError) as error:
-        raise OffmateError(f"{name}: {error}") from None
+        raise ArgumentValueError(f"{name}: {error}") from None

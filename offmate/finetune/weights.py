@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..errors import OffmateError
+from ..errors import ArgumentValueError, OffmateError
 from ..transformers_names import kept_in_float32
 from .settings import Lora, Settings
 
@@ -35,10 +35,10 @@ def model_folder(model: str) -> Path:
     path = Path(model)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise OffmateError(f"model {model!r}: the folder has no config.json; it is not a transformers model")
+            raise ArgumentValueError(f"model {model!r}: the folder has no config.json; it is not a transformers model")
         return path
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise OffmateError(f"model {model!r}: no such folder")
+        raise ArgumentValueError(f"model {model!r}: no such folder")
     from huggingface_hub import snapshot_download
 
     try:

@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..errors import OffmateError
+from ..errors import ArgumentValueError
 from .curve import DIRECTIONS, Copied, fitted
 
 FORMAT = 1
@@ -117,7 +117,7 @@ def load(name_or_path: str) -> Hardware:
     Raises: OffmateError naming the nearest names, or what is wrong in the file.
     """
     if not isinstance(name_or_path, str | os.PathLike):
-        raise OffmateError(
+        raise ArgumentValueError(
             f"hardware is {reprlib.repr(name_or_path)}; it must be a name ({', '.join(names())}) or the path of a file"
         )
     name_or_path = os.fspath(name_or_path)
@@ -126,18 +126,20 @@ def load(name_or_path: str) -> Hardware:
     if not os.path.isfile(name_or_path):  # unlike Path.is_file, it never raises
         near = difflib.get_close_matches(name_or_path.lower(), names(), n=3, cutoff=0.4)
         hint = f"Did you mean {' or '.join(near)}? " if near else ""
-        raise OffmateError(
+        raise ArgumentValueError(
             f"hardware {name_or_path!r} is not known. {hint}Known are {', '.join(names())}; or name a file that "
             "`offmate profile --json FILE` wrote"
         )
     try:
         data = json.loads(Path(name_or_path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise OffmateError(f"{name_or_path}: cannot be read: {error.strerror}") from None
+        raise ArgumentValueError(f"{name_or_path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise OffmateError(f"{name_or_path}: not JSON: {error}") from None
+        raise ArgumentValueError(f"{name_or_path}: not JSON: {error}") from None
     except RecursionError:
-        raise OffmateError(f"{name_or_path}: not JSON of a hardware file: its brackets are nested too deeply") from None
+        raise ArgumentValueError(
+            f"{name_or_path}: not JSON of a hardware file: its brackets are nested too deeply"
+        ) from None
     return _parse(data, name_or_path)
 
 
@@ -147,19 +149,21 @@ def _folder() -> Any:
 
 def _parse(data: Any, where: str) -> Hardware:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise OffmateError(f"{where}: not a hardware file of format {FORMAT}")
+        raise ArgumentValueError(f"{where}: not a hardware file of format {FORMAT}")
     figures = {key: _figure(data, key, where, least=0.0 if key == "launch_s" else 1.0) for key in _RATES}
     shared_cores = data.get("shared_cores", False)
     if not isinstance(shared_cores, bool):
-        raise OffmateError(f"{where}: shared_cores is {reprlib.repr(shared_cores)}; it must be true or false")
+        raise ArgumentValueError(f"{where}: shared_cores is {reprlib.repr(shared_cores)}; it must be true or false")
     products = data.get("matrix_flops_per_s")
     if not isinstance(products, dict) or "float32" not in products:
-        raise OffmateError(f"{where}: matrix_flops_per_s must name at least float32")
+        raise ArgumentValueError(f"{where}: matrix_flops_per_s must name at least float32")
     flops = tuple(sorted((dtype, _figure(products, dtype, where, least=1.0)) for dtype in products))
     optional = {key: _figure(data, key, where) if key in data else 0.0 for key in _OPTIONAL}
     for key in ("host_memory_bytes_per_s", "cpu_master_update_bytes_per_s"):
         if 0 < optional[key] < 1:
-            raise OffmateError(f"{where}: {key} is {optional[key]!r}; it must be 1 or more, or 0 if it is not known")
+            raise ArgumentValueError(
+                f"{where}: {key} is {optional[key]!r}; it must be 1 or more, or 0 if it is not known"
+            )
     return Hardware(
         name=str(data.get("name", where)),
         device_memory_bytes=int(_figure(data, "device_memory_bytes", where, least=1.0)),
@@ -179,12 +183,12 @@ def _per_copy_s(data: dict[str, Any], where: str) -> float:
     """Return the seconds per copy that follow from a file's copies; 0 if it has none."""
     rows = data.get("copies", [])
     if not isinstance(rows, list):
-        raise OffmateError(f"{where}: copies must be a list, found {str(rows)[:40]}")
+        raise ArgumentValueError(f"{where}: copies must be a list, found {str(rows)[:40]}")
     curve = []
     for number, row in enumerate(rows):
         figures = [row.get(one.name) for one in fields(Copied)] if isinstance(row, dict) else [None]
         if figures[0] not in DIRECTIONS or not all(_is_positive(figure) for figure in figures[1:]):
-            raise OffmateError(
+            raise ArgumentValueError(
                 f"{where}: copies[{number}] must have a direction ({', '.join(DIRECTIONS)}), and bytes and bytes_per_s "
                 f"from 1 to {_LARGEST:g}, found {str(row)[:80]}"
             )
@@ -192,7 +196,7 @@ def _per_copy_s(data: dict[str, Any], where: str) -> float:
     try:
         return fitted(curve).per_copy_s if curve else 0.0
     except ValueError as error:
-        raise OffmateError(f"{where}: copies: {error}") from None
+        raise ArgumentValueError(f"{where}: copies: {error}") from None
 
 
 def _is_positive(value: object) -> bool:
@@ -202,11 +206,13 @@ def _is_positive(value: object) -> bool:
 def _figure(data: dict[str, Any], key: str, where: str, least: float = 0.0) -> float:
     entry = data.get(key)
     if not isinstance(entry, dict) or "value" not in entry or not entry.get("source"):
-        raise OffmateError(f'{where}: {key} must be {{"value": number, "source": text}}, found {reprlib.repr(entry)}')
+        raise ArgumentValueError(
+            f'{where}: {key} must be {{"value": number, "source": text}}, found {reprlib.repr(entry)}'
+        )
     value = entry["value"]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not (least <= value <= _LARGEST):
         words = "not negative" if least == 0 else f"{least:g} or more"
-        raise OffmateError(
+        raise ArgumentValueError(
             f"{where}: {key} is {str(value)[:40]}; it must be a number, {words} and at most {_LARGEST:g}"
         )
     return float(value)

@@ -56,6 +56,7 @@ torch.utils._pytree.register_pytree_node(
     Pathless, lambda one: (list(one.values()), list(one)), lambda values, names: Pathless(zip(names, values))
 )
 
+
 def _instance_norms() -> nn.Sequential:
     rows = [(nn.Conv2d(4, 4, 3, padding=1), nn.InstanceNorm2d(4), nn.ReLU(inplace=True)) for _ in range(3)]
     return nn.Sequential(*(layer for row in rows for layer in row))

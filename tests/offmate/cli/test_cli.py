@@ -6,7 +6,7 @@ import pytest
 
 from offmate import __version__, cli
 from offmate.cli.arguments import output_file, with_options
-from offmate.errors import DeviceError, InfeasibleBudget
+from offmate.errors import ArgumentValueError, DeviceError, InfeasibleBudget
 
 
 def refused(capsys, *argv: str) -> str:
@@ -84,6 +84,7 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
     ("error", "status"),
     [
         (DeviceError("no device"), 1),
+        (ArgumentValueError("an unknown model"), 2),
         (InfeasibleBudget("raise gpu_budget", 1), 1),
         (OSError(28, "No space left on device", "a.json"), 1),
         (OSError(28, "No space left on device"), 1),

@@ -149,7 +149,7 @@ def test_a_sweep_agrees_with_plans(monkeypatch, cache, tmp_path):
     ],
 )
 def test_names_and_sizes_that_make_no_sense(monkeypatch, cache, capsys, argv, said):
-    assert run(monkeypatch, cache, *argv) == 1
+    assert run(monkeypatch, cache, *argv) == 2
     assert said in capsys.readouterr().err
 
 
