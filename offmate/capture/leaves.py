@@ -32,8 +32,9 @@ def check_leaves(model: torch.nn.Module, captured: Captured) -> None:
 def check_elements(model: torch.nn.Module, captured: Captured) -> None:
     """Raise CaptureError if the forward reads a parameter without elements, which cannot be moved."""
     params = dict(model.named_parameters(remove_duplicate=False))
-    for name in captured.params.values():
-        if name in params and not params[name].numel():
+    read = {node.name for node in captured.graph.nodes if node.users}
+    for placeholder, name in captured.params.items():
+        if placeholder in read and name in params and not params[name].numel():
             raise CaptureError(
                 f"the forward reads {name}, a parameter of shape {tuple(params[name].shape)} without elements, which "
                 "no plan can hold. Make it a buffer, or leave it out if it has no elements"

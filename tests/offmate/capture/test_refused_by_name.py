@@ -250,6 +250,18 @@ def test_parameters_without_elements_are_refused_if_they_are_read(planned: bool)
         made(Gappy, True, planned)[0](torch.randn(3, 8))
 
 
+def test_a_parameter_without_elements_that_is_not_read_does_not_matter():
+    class Gappy(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.none = torch.nn.Parameter(torch.randn(0, 8))
+
+    model, optimizer = made(Gappy, True, True)
+    model(torch.randn(3, 8)).square().mean().backward()
+    optimizer.step()
+    assert len(optimizer.state_dict()["state"]) == len(list(model.parameters())) - 1
+
+
 def test_two_compiled_models_share_no_parameter():
     first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
     second.weight = first.weight
