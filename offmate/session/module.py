@@ -22,6 +22,7 @@ from ..runtime.clocks import clock_of
 from ..runtime.torch_names.modules import conversion
 from ..runtime.trace import Recorder
 from ..split import Split
+from .generation import generated
 from .parameters import give_classes
 
 log = logging.getLogger("offmate")
@@ -223,12 +224,8 @@ def take_over(model: torch.nn.Module, session: Any) -> None:
     def generate(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         session = self.__dict__["_offmate_session"]
         session.read("generate()")
-        session.say_once(
-            "generate() runs on the host as plain PyTorch does, cache included, outside of any plan; to generate on a "
-            "device save the model with save_pretrained() and load it there"
-        )
         with session.plain() as model:
-            return model.generate(*args, **kwargs)
+            return generated(session, model, args, kwargs)
 
     members: dict[str, Any] = {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__}
     for own in (save_pretrained, generate):
