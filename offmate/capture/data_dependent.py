@@ -101,11 +101,14 @@ def _line_of_frames(frames: list[tuple[FrameType, int]]) -> str:
 
 def _line(frames: list[tuple[Any, ...]]) -> str:
     """Format the innermost frame (file, line, code, module) that belongs to the model."""
-    own = [frame for frame in frames if _is_the_models(frame[0])]
+    own = [frame for frame in frames if _is_the_models(frame[0]) and frame[2].strip()]
+    inner = next((module for *_, module in reversed(frames) if module), "")
     if not own:
-        return ""
+        return f" (in {inner})" if inner else ""
     file, number, code, module = own[-1]
-    return f" (`{code.strip()}`, {file}, line {number}{f', in {module}' if module else ''})"
+    inside = f", in {module}" if module else ""
+    calls = f", which calls {inner}" if module and inner != module and frames[-1] is not own[-1] else ""
+    return f" (`{code.strip()}`, {file}, line {number}{inside}{calls})"
 
 
 def _is_the_models(file: str) -> bool:

@@ -175,18 +175,6 @@ def _known(
     return values_known(model, {index: leaves[index].to(on, copy=True) for index in fixed}, tuple(batch[1]))
 
 
-def check_dense(model: torch.nn.Module) -> None:
-    """Raise CaptureError if a trained module asks for sparse gradients, naming it."""
-    for name, module in model.named_modules():
-        trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-        if trained and isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
-            kind = type(module).__name__
-            raise CaptureError(
-                f"{name or kind} is an nn.{kind} with sparse=True, whose gradient is a sparse tensor, which "
-                "cannot be planned; build it with sparse=False, or set its `sparse` to False"
-            )
-
-
 def _fixed(kinds: dict[InputKind, dict[str, Any]], graph: fx.Graph, program: Any, observed: Observer) -> frozenset[str]:
     """Return placeholders whose values no call changes: constants that the forward does not set, unwritten buffers."""
     written = {a.name for n in graph.nodes if writes(n) or updates_stats(n) for a in n.all_input_nodes}

@@ -28,10 +28,12 @@ VALUES = "values"
 MOST_VALUES = 4096
 """Elements of a tensor whose values may be part of what a plan is for."""
 
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MASKED = -1e4  # and below: what a mask adds to the scores of what is not attended to
 _LISTS = (torch.Tensor.tolist, torch.Tensor.numpy)
 _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _SIZED = (torch.Tensor.repeat, torch.Tensor.expand, torch.Tensor.view, torch.Tensor.reshape, torch.reshape)
-_FACTORIES = (torch.arange, torch.ones, torch.tensor, torch.as_tensor)
+_FACTORIES = (torch.arange, torch.ones, torch.full, torch.eye, torch.tensor, torch.as_tensor)
 
 
 class Sources(TorchDispatchMode):
@@ -202,18 +204,29 @@ def fixed_leaves(
         run(model, *pytree.tree_unflatten(leaves, spec))
     found = tuple(sorted(sources.found))
     for tensor in (leaves[index] for index in found):
-        if tensor.is_floating_point() or tensor.is_complex() or tensor.numel() > MOST_VALUES:
+        if tensor.numel() > MOST_VALUES or not (_is_whole(tensor) or _is_mask(tensor)):
             raise NotFixed(
                 f"The forward takes numbers or sizes out of a batch tensor of {tensor.numel():,} {tensor.dtype} values "
-                f"(shape {tuple(tensor.shape)}). Whole numbers, at most {MOST_VALUES:,} of them, can be part of what a "
-                "plan is for; keep others tensors (torch.where, masked_fill), or pass the numbers as arguments"
+                f"(shape {tuple(tensor.shape)}). Whole numbers, and masks of 0, 1 and -inf, of at most {MOST_VALUES:,} "
+                "elements, can be part of what a plan is for; keep others tensors (torch.where, masked_fill), or pass "
+                "the numbers as arguments"
             )
     return found
 
 
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _is_mask(tensor: torch.Tensor) -> bool:
+    """Return whether all values are 0, 1 or very negative, as in masks of attention; other numbers differ by batch."""
+    return tensor.is_floating_point() and bool(((tensor == 0) | (tensor == 1) | (tensor <= _MASKED)).all())
+
+
 def values_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what a plan is for of a tensor that is part of it: its values."""
-    return tuple(tensor.flatten().tolist())
+    """Return what a plan is for of a tensor that is part of it: its values, of floating-point numbers the bits."""
+    flat = tensor.flatten()
+    return tuple((flat.view(_BITS[flat.element_size()]) if tensor.is_floating_point() else flat).tolist())
 
 
 @contextlib.contextmanager

@@ -23,11 +23,12 @@ from .casts import Reads
 from .chain import Chain, partition, run_fake
 from .converted import check_converted
 from .data_dependent import named
-from .export import capture, check_dense
+from .export import capture
 from .fake import memory_of
 from .gradient_layouts import incoming_strides
 from .kv_caches import with_cache_if_needed
 from .late_heads import part_heads
+from .layers import check_layers
 from .leaves import check_elements, check_fast_path, check_leaves, check_outputs, check_shared_buffers
 from .left_out import LeftOut
 from .spec import Joint, storages_of
@@ -75,7 +76,7 @@ def trace_model(
     real, device: as in `capture`.
     """
     say("capture", 0.0)
-    (check_dense if gradients else check_fast_path)(model)
+    (check_layers if gradients else check_fast_path)(model)
     with torch.set_grad_enabled(gradients):
         captured = capture(model, args, kwargs, real, device)
         if gradients and (again := with_cache_if_needed(model, captured, kwargs)) is not None:

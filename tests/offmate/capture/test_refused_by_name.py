@@ -250,6 +250,40 @@ def test_parameters_without_elements_are_refused_if_they_are_read(planned: bool)
         made(Gappy, True, planned)[0](torch.randn(3, 8))
 
 
+class Layer(torch.nn.Module):
+    """One layer that is given, then a linear one."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer, self.a = layer, torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(self.layer(x)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("layer", "batch", "words"),
+    [
+        (torch.nn.Embedding(4, 8, max_norm=1.0), torch.tensor([0, 2]), "layer is an nn.Embedding with max_norm=1,"),
+        (torch.nn.BatchNorm1d(8, momentum=None), torch.randn(4, 8), "layer is an nn.BatchNorm1d with momentum=None"),
+        (torch.nn.EmbeddingBag(4, 8, sparse=True), torch.tensor([[0, 2]]), "layer is an nn.EmbeddingBag with sparse"),
+    ],
+)
+def test_layers_with_settings_that_no_plan_can_follow(layer: torch.nn.Module, batch: torch.Tensor, words: str):
+    model = offmate.compile(Layer(layer), "1GiB", device="emulated", config=offmate.Config(cache_dir=None))
+    with pytest.raises(CaptureError, match=words):
+        model(batch)
+
+
+def test_a_batch_norm_that_counts_its_calls_is_evaluated():
+    model = Layer(torch.nn.BatchNorm1d(8, momentum=None)).eval()
+    batch = torch.randn(4, 8)
+    with torch.no_grad():
+        expected = model(batch)
+        offmate.compile(model, "1GiB", device="emulated", config=offmate.Config(cache_dir=None))
+        assert torch.equal(model(batch), expected)
+
+
 def test_a_parameter_without_elements_that_is_not_read_does_not_matter():
     class Gappy(Net):
         def __init__(self) -> None:
