@@ -85,6 +85,7 @@ def measure_machine(
     return {
         "format": FORMAT,
         "name": f"{'emulated device' if card is None else words(card)} on {machine_words()}",
+        "basis": "measured",
         "shared_cores": card is None,
         **{name: _figure(value, source) for name, (value, source) in figures.items()},
         "matrix_flops_per_s": {

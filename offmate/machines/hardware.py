@@ -6,7 +6,7 @@ import difflib
 import json
 import os
 import reprlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ _RATES = (
     "device_update_bytes_per_s",
 )
 _LARGEST = 1e30  # of a figure, in any unit
+BASES = ("data sheets", "paper", "measured")
 _OPTIONAL = (
     "host_memory_bytes",
     "host_memory_bytes_per_s",
@@ -62,6 +63,8 @@ class Hardware:
     instruction_s: seconds of the CPU to replay and launch one operator; 0 if the file does not say, and where the
         device is the CPU.
     shared_cores: compute, copies and CPU updates share the same cores (the emulated device).
+    basis: where most figures are from, in `BASES`: "data sheets" with assumed shares of their peaks, a "paper", or
+        "measured" by `offmate profile`; "" if the file does not say. No plan depends on it.
     """
 
     name: str
@@ -81,6 +84,7 @@ class Hardware:
     per_copy_s: float = 0.0
     instruction_s: float = 0.0
     shared_cores: bool = False
+    basis: str = field(default="", repr=False, compare=False)
 
     @property
     def default_budget_bytes(self) -> int:
@@ -151,6 +155,11 @@ def _parse(data: Any, where: str) -> Hardware:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ArgumentValueError(f"{where}: not a hardware file of format {FORMAT}")
     figures = {key: _figure(data, key, where, least=0.0 if key == "launch_s" else 1.0) for key in _RATES}
+    basis = data.get("basis", "")
+    if basis not in ("", *BASES):
+        raise ArgumentValueError(
+            f"{where}: basis is {reprlib.repr(basis)}; it must be one of {', '.join(BASES)}, or be left out"
+        )
     shared_cores = data.get("shared_cores", False)
     if not isinstance(shared_cores, bool):
         raise ArgumentValueError(f"{where}: shared_cores is {reprlib.repr(shared_cores)}; it must be true or false")
