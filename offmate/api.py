@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
@@ -22,6 +24,7 @@ from .machines.host_memory import default_host_budget_bytes
 from .optim.probe import check_optimizer
 from .optim.updater import Updater, parameter_names
 from .planning.batch_size import batch_size_of, check_batch_size, fastest_batch_size, planned_within, resized
+from .planning.outlook import Outlook, outlooks_elsewhere
 from .planning.placement import fitted, pockets
 from .planning.planner import make_plan, plan_elsewhere, trace_once
 from .planning.request import Prepared, Request
@@ -157,20 +160,62 @@ def plan(
     )
     names = _planned_names(model, optimizer, config)
     _check_unscaling(scaler, names, request.device)
-    args = example_inputs if isinstance(example_inputs, tuple) else ()
-    kwargs = example_inputs if isinstance(example_inputs, dict) else {}
     machine = _machine(hardware, model)
     if machine is not None:
         request = _elsewhere(request, machine, gpu_budget)
     updater = Updater(optimizer, names, request.device) if optimizer is not None else None
+    with _ready(model, example_inputs, accelerator(request.device) if machine is None else None) as (batch, say):
+        return _sized(model, batch, batch_size, request, updater, machine, say)
+
+
+def outlooks(
+    model: torch.nn.Module,
+    gpu_budget: int | str,
+    *,
+    example_inputs: dict[str, Any] | tuple[Any, ...],
+    optimizers: Sequence[torch.optim.Optimizer | None],
+    hardware: str,
+    max_grad_norm: float | None = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
+    accumulation_steps: int = 1,
+    cpu_budget: int | str | None = None,
+) -> Iterator[Outlook]:
+    """Yield what `plan` would plan for with each optimizer on another machine, without planning it.
+
+    Parameters
+    ----------
+    optimizers: of the same model, one after the other. The others: as in `plan`.
+
+    Raises: as `plan`, except that a budget may be too small.
+    """
+    check_model(model)
+    scaler = grad_scaler is not None and grad_scaler.is_enabled()
+    config = _checked(None)
+    request = _request(gpu_budget, cpu_budget, "emulated", config, None)
+    request = replace(request, micro_batches=accumulation_steps, clips=max_grad_norm is not None, scales=scaler)
+    machine = load(hardware)
+    request = _elsewhere(request, machine, gpu_budget)
+    updaters = [
+        None if one is None else Updater(one, _planned_names(model, one, config), request.device) for one in optimizers
+    ]
+    with _ready(model, example_inputs, None) as ((args, kwargs), say):
+        yield from outlooks_elsewhere(model, args, kwargs, request, updaters, machine, say)
+
+
+@contextlib.contextmanager
+def _ready(
+    model: torch.nn.Module, example_inputs: dict[str, Any] | tuple[Any, ...], where: torch.device | None
+) -> Iterator[tuple[tuple[tuple[Any, ...], dict[str, Any]], Progress]]:
+    """Put a model into training mode for a plan; give its batch and what reports progress, and leave all as it was."""
+    args = example_inputs if isinstance(example_inputs, tuple) else ()
+    kwargs = example_inputs if isinstance(example_inputs, dict) else {}
     modes = {module: module.training for module in model.modules()}
     if not model.training:
         model.train()
     kwargs = without_cache(model, kwargs)
     try:
-        where = accelerator(request.device) if machine is None else None
         with planning_progress() as say, torch.enable_grad(), rng_untouched(where), entered(where):
-            return _sized(model, (args, kwargs), batch_size, request, updater, machine, say)
+            yield (args, kwargs), say
     finally:
         for module, mode in modes.items():
             module.training = mode

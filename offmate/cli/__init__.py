@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from .. import __version__
 from ..errors import ArgumentTypeError, ArgumentValueError, InfeasibleBudget, OffmateError
 from ..files import reason
-from . import check, doctor, plan, profile, show
+from . import cards, check, doctor, fits, plan, profile, show
 from .arguments import Help, count, device, output_file, size, with_options
 from .finetune import add_parser as add_finetune
 from .screen import console
@@ -93,6 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--quiet", action="store_true", help="print nothing but errors")
     demo.set_defaults(run=_demo)
     plan.add_parser(verbs)
+    fits.add_parser(verbs)
+    cards.add_parser(verbs)
     show.add_parser(verbs)
     check.add_parser(verbs)
     profile.add_parser(verbs)

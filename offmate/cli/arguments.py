@@ -30,6 +30,24 @@ class Help(argparse.HelpFormatter):
         return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name a card and the RAM beside it; they set `hardware` and `cpu_budget`."""
+    card = parser.add_mutually_exclusive_group()
+    card.add_argument(
+        "--card",
+        dest="hardware",
+        default="rtx3060",
+        metavar="NAME",
+        help="a card that `offmate cards` lists, or the path of a hardware file (default: %(default)s)",
+    )
+    card.add_argument("--hardware", default=argparse.SUPPRESS, metavar="NAME", help="the same as --card")
+    ram = parser.add_mutually_exclusive_group()
+    ram.add_argument(
+        "--ram", dest="cpu_budget", type=size, metavar="SIZE", help="CPU memory (default: the machine's, if known)"
+    )
+    ram.add_argument("--cpu-budget", type=size, default=argparse.SUPPRESS, metavar="SIZE", help="the same as --ram")
+
+
 def with_options(message: str) -> str:
     """Return a message about a budget with the names of the command line's options."""
     for argument, option in _OPTIONS:

@@ -12,7 +12,7 @@ from .arguments import Help
 
 _EXAMPLES = """examples:
   offmate finetune --model ./llama --data notes.txt --output ./tuned --dry-run
-  offmate finetune --config run.yaml --gpu-budget 11GiB --lora r=16
+  offmate finetune --config run.yaml --gpu-budget 11GiB --lora 16
   offmate finetune --config run.yaml --resume
 """
 _CANNOT_START = 2
@@ -38,7 +38,7 @@ _SETTINGS: tuple[tuple[str, Any, str, str], ...] = (
     ("weight-decay", float, "RATE", "the optimizer's weight decay (default: 0)"),
     ("max-grad-norm", float, "NORM", "clip gradients to this global norm (default: no clipping)"),
     ("precision", str, "NAME", "fp32, bf16, or bf16-master for bf16 with fp32 master weights (default: fp32)"),
-    ("lora", str, "SPEC", "train a low-rank adapter: r=16, or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"),
+    ("lora", str, "SPEC", "train a low-rank adapter: 16, or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"),
     ("seed", int, "N", "seed of data order, dropout and adapters (default: 0)"),
     (
         "train-on",

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import os
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from .arguments import Help, count, output_file, positive, size, sweep, with_options
+from .arguments import Help, add_machine, count, output_file, positive, size, sweep
+from .training import Training, missing_packages, parse_adapter, short
 
 if TYPE_CHECKING:
     from ..machines.hardware import Hardware
@@ -19,12 +17,12 @@ if TYPE_CHECKING:
 _CANNOT_START = 2
 _DOES_NOT_FIT = 1
 _EXAMPLES = """examples:
-  offmate plan llama2-7b --gpu-budget 12GiB
-  offmate plan mistral-7b --gpu-budget 22GiB --hardware rtx4090 --what-if
+  offmate plan llama3-8b --lora 16 --card rtx3060 --ram 32GiB
+  offmate plan mistral-7b --gpu-budget 22GiB --card rtx4090 --what-if
   offmate plan llama3-8b --dtype bf16-master --max-grad-norm 1 --accumulation 8
   offmate plan ./my-model --gpu-budget 10GiB --json plan.json
   offmate show plan.json --html plan.html
-  offmate plan llama3-8b --sweep 6GiB:24GiB:2GiB --hardware rtx3090
+  offmate plan llama3-8b --sweep 6GiB:24GiB:2GiB --card rtx3090
 exit status: 0 it fits, 1 it does not fit or failed, 2 the arguments cannot work
 """
 
@@ -35,7 +33,8 @@ def add_parser(verbs: Any) -> None:
         "plan",
         help="plan a model's training step for a GPU, without the weights and without the GPU",
         description="Plan one training step of a language model within a GPU memory budget: whether it fits, the step "
-        "time, the memory and what limits the step. Nothing is trained and no weights are needed.",
+        "time, the memory and what limits the step. If it does not fit, what does. Nothing is trained and no weights are "
+        "needed.",
         epilog=_EXAMPLES,
         formatter_class=Help,
     )
@@ -50,12 +49,7 @@ def add_parser(verbs: Any) -> None:
     budget.add_argument(
         "--sweep", type=sweep, metavar="LOW:HIGH:STEP", help="plan for several budgets and show the curve"
     )
-    parser.add_argument(
-        "--cpu-budget", type=size, metavar="SIZE", help="CPU memory (RAM; default: the machine's, if known)"
-    )
-    parser.add_argument(
-        "--hardware", default="rtx3060", metavar="NAME", help="a hardware file's name or path (default: %(default)s)"
-    )
+    add_machine(parser)
     parser.add_argument("--batch", type=count, default=4, metavar="N", help="sequences per step (default: %(default)s)")
     parser.add_argument(
         "--seq-len", type=count, default=512, metavar="N", help="tokens per sequence (default: %(default)s)"
@@ -69,6 +63,12 @@ def add_parser(verbs: Any) -> None:
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     """Add the options that say what training will do."""
+    parser.add_argument(
+        "--lora",
+        metavar="RANK",
+        help="train a low-rank adapter on all linear layers, with the model frozen: 16, or as in `offmate finetune` "
+        "r=16,alpha=32,targets=q_proj+v_proj",
+    )
     parser.add_argument(
         "--optimizer",
         default="adamw",
@@ -114,24 +114,40 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns: the exit status. Raises: OffmateError for everything that cannot work, except a budget that is too small.
     """
-    if importlib.util.find_spec("transformers") is None:
-        print('offmate: plan needs transformers: pip install "offmate[hf]"', file=sys.stderr)
-        return _CANNOT_START
+    if missing := missing_packages(lora=arguments.lora is not None):
+        return missing
     from ..machines.hardware import load
     from ..progress import quiet
 
     _check(arguments)
     machine = load(arguments.hardware)
-    for variable in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
-        os.environ.setdefault(variable, "error")  # the warnings concern weights, and no weights are loaded
+    training = Training(
+        arguments.model,
+        arguments.dtype,
+        arguments.optimizer,
+        arguments.batch,
+        arguments.seq_len,
+        parse_adapter(arguments.lora),
+        arguments.autocast,
+        arguments.max_grad_norm,
+        arguments.grad_scaler,
+        arguments.accumulation,
+    )
     with quiet(arguments.quiet):
-        return _sweep(arguments, machine) if arguments.sweep else _plan(arguments, machine)
+        if arguments.sweep:
+            return _sweep(arguments, training, machine)
+        return _plan(arguments, training, machine)
 
 
 def _check(arguments: argparse.Namespace) -> None:
     """Raise OffmateError for options that do not go together."""
-    from ..errors import OffmateError
+    from ..errors import ArgumentValueError, OffmateError
 
+    if arguments.lora is not None and arguments.dtype == "bf16-master":
+        raise ArgumentValueError(
+            "--dtype bf16-master keeps float32 copies of what is trained, and an adapter of --lora is float32 already; "
+            "leave --dtype out"
+        )
     if arguments.autocast and arguments.dtype != "fp32":
         raise OffmateError(
             f"--autocast casts float32 weights, and --dtype is {arguments.dtype}; for mixed precision say --dtype fp32 "
@@ -152,88 +168,57 @@ def _check(arguments: argparse.Namespace) -> None:
         )
 
 
-def _plan(arguments: argparse.Namespace, machine: Hardware) -> int:
-    from rich.text import Text
-
+def _plan(arguments: argparse.Namespace, training: Training, machine: Hardware) -> int:
     from ..errors import InfeasibleBudget
-    from .screen import console, pairs
+    from .advice import print_refusal
+    from .screen import console
     from .summary import print_plan
 
-    screen = console()
+    screen = console(arguments.quiet)
+    budget_bytes = arguments.gpu_budget or machine.default_budget_bytes
     try:
-        plan, headline = _make(arguments, machine, arguments.gpu_budget or machine.default_budget_bytes)
+        plan, headline = _make(arguments, training, machine, budget_bytes)
     except InfeasibleBudget as error:
         if not arguments.quiet:
-            screen.print(pairs([("fits", Text.assemble(("no", "red"), f": {with_options(str(error))}"))]))
+            print_refusal(screen, error, training, arguments, machine, budget_bytes)
         return _DOES_NOT_FIT
     if arguments.json is not None:
         plan.save(arguments.json)
-    if not arguments.quiet:
-        screen.print(headline, markup=False)
-        print_plan(
-            screen, plan, tokens=arguments.accumulation * arguments.batch * arguments.seq_len, offers=arguments.what_if
-        )
+    print_plan(screen, plan, tokens=training.tokens, offers=arguments.what_if, headline=headline)
     return 0
 
 
-def _make(arguments: argparse.Namespace, machine: Hardware, budget_bytes: int) -> tuple[Plan, str]:
+def _make(arguments: argparse.Namespace, training: Training, machine: Hardware, budget_bytes: int) -> tuple[Plan, str]:
     """Return the plan, and a line that names the model, batch and machine."""
-    import torch
-
     import offmate
 
     from ..sizes import format_bytes
-    from .shapes import autocast, batch_for, build, optimizer_for
+    from .shapes import autocast
 
-    model = build(arguments.model, arguments.dtype)
-    batch = batch_for(model, arguments.batch, arguments.seq_len)
-    with autocast(arguments.autocast):
+    model, batch = training.built()
+    with autocast(training.autocast):
         plan = offmate.plan(
             model,
             budget_bytes,
             example_inputs=batch,
-            optimizer=optimizer_for(model, arguments.optimizer, arguments.dtype),
-            max_grad_norm=arguments.max_grad_norm,
-            grad_scaler=torch.amp.GradScaler("cpu") if arguments.grad_scaler else None,
-            accumulation_steps=arguments.accumulation,
+            optimizer=training.optimizer_of(model),
             cpu_budget=arguments.cpu_budget,
             hardware=arguments.hardware,
+            **training.arguments(),
         )
     n_params = sum(p.numel() for p in model.parameters())
     beyond = machine.device_memory_bytes < budget_bytes
     warning = f", which has only {format_bytes(machine.device_memory_bytes)}" if beyond else ""
-    return plan, (
-        f"{arguments.model}: {_short(n_params)} parameters in {_dtype_words(arguments)}, {_update_words(arguments)}, "
-        f"{_batch_words(arguments)}, on {machine.name}{warning}\n"
-    )
+    return plan, (f"{training.model}: {short(n_params)} parameters in {training.words()}, on {machine.name}{warning}\n")
 
 
-def _dtype_words(arguments: argparse.Namespace) -> str:
-    dtype = "bf16 with float32 copies" if arguments.dtype == "bf16-master" else arguments.dtype
-    return f"{dtype} under autocast to {arguments.autocast}" if arguments.autocast else dtype
-
-
-def _update_words(arguments: argparse.Namespace) -> str:
-    if arguments.optimizer == "none":
-        return "your own optimizer"
-    words = [arguments.optimizer]
-    words += ["losses scaled"] if arguments.grad_scaler else []
-    words += [f"gradients clipped to {arguments.max_grad_norm:g}"] if arguments.max_grad_norm is not None else []
-    return ", ".join(words)
-
-
-def _batch_words(arguments: argparse.Namespace) -> str:
-    batch = f"{arguments.batch} × {arguments.seq_len} tokens"
-    return batch if arguments.accumulation == 1 else f"{arguments.accumulation} micro-batches of {batch}"
-
-
-def _sweep(arguments: argparse.Namespace, machine: Hardware) -> int:
+def _sweep(arguments: argparse.Namespace, training: Training, machine: Hardware) -> int:
     from ..plans.sweep import sweep as solve_each
     from ..progress import planning_progress
     from .screen import console
     from .summary import curve
 
-    plan, headline = _make(arguments, machine, max(*arguments.sweep, machine.device_memory_bytes))
+    plan, headline = _make(arguments, training, machine, max(*arguments.sweep, machine.device_memory_bytes))
     points = []
     with planning_progress() as say:
         for point in solve_each(plan, arguments.sweep):
@@ -247,9 +232,3 @@ def _sweep(arguments: argparse.Namespace, machine: Hardware) -> int:
         screen.print(headline, markup=False)
         screen.print(curve(points, plan.endless_s, screen.width))
     return 0 if any(point.fits for point in points) else _DOES_NOT_FIT
-
-
-def _short(number: int) -> str:
-    """Format a number in B, M or K: 6.74 B, 124 M, 125 K."""
-    unit, name = next(((u, n) for u, n in ((10**9, "B"), (10**6, "M"), (10**3, "K")) if number >= u), (1, ""))
-    return f"{number / unit:.3g} {name}".strip()

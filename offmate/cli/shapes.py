@@ -62,7 +62,7 @@ def batch_for(model: Any, batch: int, seq_len: int) -> dict[str, torch.Tensor]:
 
 
 def optimizer_for(model: Any, name: str, dtype: str = "bf16") -> torch.optim.Optimizer | None:
-    """Make an optimizer of all parameters; None for "none": the user's code updates.
+    """Make an optimizer of all parameters that are trained; None for "none": the user's code updates.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ def optimizer_for(model: Any, name: str, dtype: str = "bf16") -> torch.optim.Opt
         return None
     settings: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9} if name == "sgd" else {}
     kind = with_master_weights(OPTIMIZERS[name]) if dtype == MASTERS else OPTIMIZERS[name]
-    made: torch.optim.Optimizer = kind(model.parameters(), **settings)
+    made: torch.optim.Optimizer = kind([p for p in model.parameters() if p.requires_grad], **settings)
     return made
 
 

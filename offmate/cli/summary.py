@@ -29,19 +29,30 @@ _WORDS = {
     "host memory": "host memory",
 }
 _BESIDE_BAR = {False: 34, True: 46}  # screen columns beside the bar, without and with the CPU memory's
+_UNLIMITED_BYTES = 2**60  # a RAM budget beyond this was not named
+_USUAL_RAM_BYTES = 32 << 30
 _BUSY = 0.7  # a resource that works for at least this part of a phase is named
 
 
 def print_plan(
-    console: Console, plan: Plan, *, tokens: int = 0, offers: bool = False, every_block: bool = False
+    console: Console,
+    plan: Plan,
+    *,
+    tokens: int = 0,
+    offers: bool = False,
+    every_block: bool = False,
+    headline: str = "",
 ) -> None:
-    """Print a plan.
+    """Print a plan; the first line says how much memory it needs.
 
     Parameters
     ----------
-    tokens: number that one step sees, 0 if unknown. offers: also solve for what other changes would gain.
+    headline: what is planned, if known. tokens: number that one step sees, 0 if unknown. offers: also solve for what other changes would gain.
     every_block: print a row per set of blocks that are treated alike, instead of per class.
     """
+    console.print(verdict(plan))
+    if headline:
+        console.print(headline, markup=False)
     rows = list(summary(plan, tokens))
     if plan.problem is not None:
         rows += _limit_rows(plan.limits(offers))
@@ -89,20 +100,32 @@ def _classes(plan: Plan) -> Iterator[str]:
             yield f"{row.class_id}={'.'.join(parts[:end]) or 'the model'}"
 
 
+def verdict(plan: Plan) -> Text:
+    """Say in a line how much memory of each kind a plan needs; in yellow if that is much RAM and none was named."""
+    device, host = format_bytes(plan.predicted_peak_bytes), format_least_bytes(plan.host_bytes)
+    named_bytes = plan.problem.host_budget_bytes if plan.problem is not None else plan.schedule.host_budget_bytes
+    if named_bytes < _UNLIMITED_BYTES:
+        ram, style = f"{host} of RAM, of {format_bytes(named_bytes)}", ""
+    elif plan.host_bytes > _USUAL_RAM_BYTES:
+        ram, style = f"{host} of RAM (--ram SIZE says how much there is)", "yellow"
+    else:
+        ram, style = f"{host} of RAM", ""
+    return Text.assemble(("fits", "green"), f": {device} of GPU memory and ", (ram, style))
+
+
 def summary(plan: Plan, tokens: int = 0) -> Iterator[tuple[str, str | Text]]:
     """Yield the most important figures, each as a label and a text."""
     step_s, endless_s = plan.predicted_step_s, plan.endless_s
     into, out = plan.moved_bytes
     peak, budget = format_bytes(plan.predicted_peak_bytes), format_bytes(plan.budget_bytes)
     rate = f", {tokens / step_s:,.0f} tokens/s" if tokens else ""
-    least = f"; the least budget that works is {format_least_bytes(plan.least_budget_bytes)}"
-    yield "fits", Text.assemble(("yes", "green"), least)
     yield "one step", f"{format_seconds(step_s)} predicted{rate}"
     yield (
         "overhead",
         f"{_percent(step_s / endless_s - 1)} over unlimited GPU memory ({format_seconds(endless_s)}, updates included)",
     )
-    yield "GPU memory", f"{peak} at most, budget {budget}"
+    least = format_least_bytes(plan.least_budget_bytes)
+    yield "GPU memory", f"{peak} at most, budget {budget}; the least budget that works is {least}"
     yield "CPU memory", f"{format_bytes(plan.host_bytes)} of tensors"
     yield "moved", f"{format_bytes(into)} in and {format_bytes(out)} out per step"
     yield "bound", f"{plan.bound_words}; {plan.status}"

@@ -34,7 +34,12 @@ _FREE = ("gpu_budget", "cpu_budget", "eval_every", "checkpoint_every", "keep_che
 
 @dataclass(frozen=True)
 class Lora:
-    """A low-rank adapter: rank, scale, dropout, and names of the layers that get one (empty: peft's choice)."""
+    """A low-rank adapter: rank, scale, dropout, and names of the layers that get one.
+
+    Parameters
+    ----------
+    targets: "all-linear" alone stands for all linear layers but the head; empty for peft's choice.
+    """
 
     r: int
     alpha: int = 16
@@ -199,17 +204,18 @@ def differences(saved: Settings, given: Mapping[str, Any]) -> list[str]:
 
 
 def parse_lora(value: Any) -> Lora | None:
-    """Parse a LoRA setting from text such as "r=16,alpha=32,targets=q_proj+v_proj", or from a mapping."""
+    """Parse a LoRA setting: a rank, text such as "r=16,alpha=32,targets=q_proj+v_proj", or a mapping."""
     if value is None or isinstance(value, Lora):
         return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
     if isinstance(value, str):
-        if value.strip().isdecimal():
-            raise ArgumentValueError(f"lora is {_short(value)}; write r={value.strip()[:12]} for a rank")
-        parts = [part.partition("=") for part in value.split(",")]
+        given = f"r={value}" if value.strip().isdecimal() else value
+        parts = [part.partition("=") for part in given.split(",")]
         value = {name.strip(): text.strip() for name, _, text in parts}
         if isinstance(value.get("targets"), str):
             value["targets"] = value["targets"].split("+")
-    example = "write r=16, or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
+    example = "write 16 for a rank, or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
     if not isinstance(value, Mapping) or "r" not in value or not value.keys() <= {"r", "alpha", "dropout", "targets"}:
         raise ArgumentValueError(f"lora is {_short(value)}; {example}")
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,9 @@ def build_model(settings: Settings, folder: Path, checkpoint: Path | None) -> to
     model = load_model(folder, dtype)
     # peft writes the base model's name into the adapter's configuration.
     model.name_or_path = settings.model
-    return _with_adapter(model, settings.lora, checkpoint).train()
+    if checkpoint is not None:
+        return _peft().PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True).train()
+    return with_adapter(model, settings.lora).train()
 
 
 def load_model(folder: Path, dtype: torch.dtype) -> Any:
@@ -126,24 +129,33 @@ def load_model(folder: Path, dtype: torch.dtype) -> Any:
     return model
 
 
-def _with_adapter(model: Any, lora: Lora, checkpoint: Path | None) -> torch.nn.Module:
-    try:
-        import peft
-    except ImportError:
-        raise OffmateError('lora needs peft: pip install "offmate[finetune]"') from None
-    if checkpoint is not None:
-        return peft.PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True)
+def with_adapter(model: Any, lora: Lora) -> Any:
+    """Put a new adapter on a causal language model, whose own parameters are frozen.
+
+    Raises: OffmateError if peft is missing, or refuses the setting.
+    """
+    peft = _peft()
     config = peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=list(lora.targets) or None,
+        target_modules="all-linear" if lora.targets == ("all-linear",) else list(lora.targets) or None,
         task_type="CAUSAL_LM",
     )
     try:
-        return peft.get_peft_model(model, config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft reads what transformers has renamed
+            return peft.get_peft_model(model, config)
     except ValueError as error:
         raise OffmateError(f"lora: {error}") from error
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise OffmateError('lora needs peft: pip install "offmate[finetune]"') from None
+    return peft
 
 
 def _read_weights(folder: Path, dtype: torch.dtype, exact: list[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -184,6 +184,7 @@ def _parse(data: Any, where: str) -> Hardware:
         instruction_s=optional["instruction_s"],
         per_copy_s=optional["per_copy_s"] if "per_copy_s" in data else _per_copy_s(data, where),
         shared_cores=shared_cores,
+        basis=basis,
         **figures,
     )
 

@@ -40,9 +40,11 @@ from .fingerprint import differences, fingerprint_of
 from .refusal import block_rows, refusal
 from .request import Prepared, Request
 from .restore import cached, fitting, kernel_bytes, restore_class
-from .subject import Subject, costs_of, fixed_bytes, lower, relower, user_bytes_of, with_steps
+from .subject import Subject, fixed_bytes, lower, relower, state, user_bytes_of, with_steps
 
 log = logging.getLogger("offmate")
+
+_TOLERANCE = 2e-6  # the least budget is rounded up by about as much
 
 
 def make_plan(
@@ -260,14 +262,16 @@ def _follow(subject: Subject, near: tuple[Prepared, ...]) -> tuple[Plan, Lowered
 
 def _search(subject: Subject, fingerprint: str, start: float) -> tuple[Plan, Lowered]:
     """Measure, solve the options, and formulate and solve the problem."""
-    traced, request, say = subject.traced, subject.request, subject.say
+    request, say = subject.request, subject.say
     config = request.config
-    measured = costs_of(subject)
-    classes = {b.key: restore_class(b, measured.options[b.key], measured.costs[b.key]) for b in traced.blocks}
+    measured, lowered, fixed = state(subject)
+    before, problem = measured.costs.get("", {}), lowered.problem
+    say("least budget", 0.0)
+    # That nothing fits shows within seconds; a search for a plan would take minutes to find out.
+    least = least_budget(problem, time_limit_s=config.solver_time_limit_s, backend=config.solver)
+    if least.resource == "host" or least.bytes * (1 - _TOLERANCE) > problem.device_budget_bytes:
+        raise refusal(lowered, request, fixed)
     say("solve", 0.0)
-    before = measured.costs.get("", {})
-    lowered, fixed = lower(subject, classes, before, measured.updates, measured.rates)
-    problem = lowered.problem
     found = solve_problem(
         problem,
         time_limit_s=config.solver_time_limit_s,
@@ -277,8 +281,6 @@ def _search(subject: Subject, fingerprint: str, start: float) -> tuple[Plan, Low
     )
     if found.schedule is None:
         raise refusal(lowered, request, fixed)
-    say(f"least budget (this plan is within {found.solution.gap:.1%} of the bound)", 0.0)
-    least = least_budget(problem, time_limit_s=config.solver_time_limit_s, backend=config.solver)
     plan = Plan(
         fingerprint=fingerprint,
         schedule=found.schedule,

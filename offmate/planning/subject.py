@@ -82,6 +82,18 @@ def costs_of(subject: Subject) -> Measured:
     return measured
 
 
+def state(subject: Subject) -> tuple[Measured, Lowered, int]:
+    """State the subject as a problem; return it with its costs and the bytes on the device that no decision changes.
+
+    Raises: InfeasibleBudget if the budget does not even hold these bytes.
+    """
+    measured = costs_of(subject)
+    blocks = {b.key: b for b in subject.traced.blocks}
+    classes = {key: restore_class(b, measured.options[key], measured.costs[key]) for key, b in blocks.items()}
+    lowered, fixed = lower(subject, classes, measured.costs.get("", {}), measured.updates, measured.rates)
+    return measured, lowered, fixed
+
+
 def lower(
     subject: Subject,
     classes: dict[str, BlockClass],

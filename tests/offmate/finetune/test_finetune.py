@@ -62,6 +62,11 @@ def test_settings_survive_yaml(tmp_path):
     assert make_settings(read_yaml(tmp_path / "s.yaml")) == settings
 
 
+@pytest.mark.parametrize("rank", ["16", 16, "r=16", {"r": 16}])
+def test_a_rank_is_enough_for_lora(rank):
+    assert make_settings({**NAMED, "lora": rank}).lora == Lora(16)
+
+
 @pytest.mark.parametrize(
     ("given_values", "said"),
     [
@@ -77,16 +82,15 @@ def test_settings_survive_yaml(tmp_path):
         ({"precision": "fp8"}, "precision is 'fp8'"),
         ({"optimizer": "best"}, "optimizer is 'best'"),
         ({"gpu_budget": "12Gb"}, "gpu_budget: '12Gb' is a size in bits"),
-        ({"lora": "16"}, "write r=16"),
-        ({"lora": "r=no"}, "write r=16"),
+        ({"lora": "r=no"}, "write 16 for a rank"),
         ({"lora": {"r": 0}}, "lora r is 0"),
         ({"report": ["fax"]}, "report is 'fax'"),
         ({"report": 3}, "report is 3; it must be one of tensorboard, wandb, or a list"),
         ({"seed": 10**30}, "it must be a whole number of at least 0 and at most 1,000,000,000,000"),
         ({"batch_size": 10**9}, "batch_size is 1000000000; it must be a whole number of at least 1 and at most 65,536"),
         ({"learning_rate": 10**400}, "it must be more than 0, and finite"),
-        ({"lora": {"r": 1, "targets": 3}}, "lora is {'r': 1, 'targets': 3}; write r=16"),
-        ({"lora": {"r": float("inf")}}, "lora is {'r': inf}; write r=16"),
+        ({"lora": {"r": 1, "targets": 3}}, "lora is {'r': 1, 'targets': 3}; write 16 for a rank"),
+        ({"lora": {"r": float("inf")}}, "lora is {'r': inf}; write 16 for a rank"),
     ],
 )
 def test_bad_settings_are_named(given_values, said):

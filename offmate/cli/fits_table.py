@@ -1,0 +1,128 @@
+"""The table of `offmate fits`, printed row by row as rows are found."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from ..reports.units import format_seconds
+from ..sizes import format_bytes, format_least_bytes
+
+if TYPE_CHECKING:
+    from ..machines.hardware import Hardware
+    from .fits import Row
+
+_MODEL, _WAY, _STEP, _RATE, _LEAST, _PEAK, _RAM = 15, 18, 8, 9, 10, 10, 10
+_WIDE = _MODEL + _WAY + _STEP + _RATE + _LEAST + _PEAK + _RAM + 6  # columns of the screen
+
+
+class FitsTable:
+    """Rows on a screen; nothing but the last model's name is kept.
+
+    Parameters
+    ----------
+    arguments: those of `offmate fits`. machine: the card.
+    """
+
+    def __init__(self, screen: Console, arguments: argparse.Namespace, machine: Hardware) -> None:
+        self._screen, self._arguments, self._machine = screen, arguments, machine
+        self._model = ""
+
+    def begin(self, n_models: int, seconds: float, adapters: bool) -> None:
+        """Print what is asked, how long the answer takes, and the headings."""
+        asked = self._arguments
+        ram = "any amount" if asked.cpu_budget is None else format_bytes(asked.cpu_budget)
+        self._say(
+            f"{self._machine.name}, {format_bytes(asked.gpu_budget)} of GPU memory, {ram} of RAM, "
+            f"{asked.batch} × {asked.seq_len} tokens, AdamW"
+        )
+        if "bfloat16" not in dict(self._machine.matrix_flops_per_s):
+            self._say("This card has no matrix rate for bfloat16, so that products take as long as in float32.")
+        if not adapters:
+            self._say('LoRA is left out, as peft is not installed: pip install "offmate[finetune]"')
+        if seconds:
+            minutes = max(1, round(seconds / 60))
+            self._say(
+                f"{n_models} models: about {minutes} minute{'s' * (minutes > 1)} on two idle cores for what is not known "
+                "yet; rows come as they are found, and are kept."
+            )
+        self._screen.print()
+        if self._screen.width >= _WIDE:
+            headings = (
+                "model".ljust(_MODEL), "way".ljust(_WAY), "s/step".rjust(_STEP), "tokens/s".rjust(_RATE),
+                "least GPU".rjust(_LEAST), "GPU peak".rjust(_PEAK), "RAM".rjust(_RAM),
+            )  # fmt: skip
+            self._screen.print(" ".join(headings), style="bold")
+
+    def add(self, row: Row) -> None:
+        """Print a row; the model's name comes once."""
+        new, self._model = row.model != self._model, row.model
+        lacks = self._lacks(row)
+        if self._screen.width < _WIDE:
+            self._add_lines(row, new, lacks)
+            return
+        name = row.model if new else ""
+        start = f"{name.ljust(_MODEL)} {row.way.ljust(_WAY)} "
+        if lacks:
+            room = self._screen.width - len(start)
+            self._screen.print(Text.assemble(start, (_cut(lacks, room), "yellow")))
+            return
+        assert row.step_s is not None and row.tokens_per_s is not None
+        cells = (
+            f"{row.step_s:.3g}".rjust(_STEP), f"{row.tokens_per_s:,.0f}".rjust(_RATE),
+            _size(row.least_device_bytes, up=True).rjust(_LEAST), _size(row.device_bytes).rjust(_PEAK),
+            _size(row.host_bytes, up=True).rjust(_RAM),
+        )  # fmt: skip
+        self._screen.print(start + " ".join(cells), markup=False)
+
+    def end(self) -> None:
+        """Print what the figures are."""
+        self._screen.print()
+        self._screen.print(
+            "Predicted from the card's rates, with few of the planner's passes; `offmate plan` finds plans that are up to "
+            "a few percent faster. least GPU: the least GPU memory that works, more slowly. RAM: what the plan uses; "
+            "with less, there may be a slower one.",
+            style="dim",
+        )
+
+    def _add_lines(self, row: Row, new: bool, lacks: str) -> None:
+        if new:
+            self._screen.print(row.model, style="bold", markup=False)
+        if lacks:
+            self._screen.print(Text.assemble(f"  {row.way}: ", (lacks, "yellow")))
+            return
+        assert row.step_s is not None and row.tokens_per_s is not None
+        self._say(
+            f"  {row.way}: {format_seconds(row.step_s)}, {row.tokens_per_s:,.0f} tokens/s, "
+            f"{_size(row.device_bytes)} GPU, {_size(row.host_bytes, up=True)} RAM"
+        )
+
+    def _lacks(self, row: Row) -> str:
+        """Say what a row lacks; empty if it fits."""
+        if row.refused:
+            return f"refused: {row.refused}"
+        if row.step_s is not None:
+            return ""
+        if row.least_host_bytes is None:
+            least = (
+                f"{format_least_bytes(row.least_device_bytes)} of " if row.least_device_bytes is not None else "more "
+            )
+            return f"needs {least}GPU memory"
+        return f"needs about {format_least_bytes(row.least_host_bytes)} of RAM"
+
+    def _say(self, words: str) -> None:
+        self._screen.print(words, markup=False)
+
+
+def _size(size_bytes: int | None, up: bool = False) -> str:
+    if size_bytes is None:
+        return "-"
+    return format_least_bytes(size_bytes) if up else format_bytes(size_bytes)
+
+
+def _cut(words: str, room: int) -> str:
+    first = words.splitlines()[0]
+    return first if len(first) <= room else f"{first[: room - 4]} ..."

@@ -1,0 +1,125 @@
+"""What a step of training is, as the command line says it: the model, its adapter, optimizer and batch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..finetune.settings import Lora
+
+_ALL_LINEAR = ("all-linear",)
+_CANNOT_START = 2
+
+
+@dataclass(frozen=True)
+class Training:
+    """One step of training.
+
+    Parameters
+    ----------
+    model, dtype, optimizer, autocast: as in `offmate.cli.shapes`. batch, seq_len: sequences per micro-batch, and the
+        tokens of each. lora: an adapter on a frozen model; None trains the model itself.
+    max_grad_norm, grad_scaler, accumulation: as in `offmate.plan`.
+    """
+
+    model: str
+    dtype: str = "bf16"
+    optimizer: str = "adamw"
+    batch: int = 1
+    seq_len: int = 2048
+    lora: Lora | None = None
+    autocast: str | None = None
+    max_grad_norm: float | None = None
+    grad_scaler: bool = False
+    accumulation: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """The tokens that one step sees."""
+        return self.accumulation * self.batch * self.seq_len
+
+    def built(self) -> tuple[Any, dict[str, Any]]:
+        """Build the model and a batch on the meta device.
+
+        Raises: OffmateError if there is no such model, or no adapter for it.
+        """
+        from .shapes import batch_for, build
+
+        model = build(self.model, self.dtype)
+        batch = batch_for(model, self.batch, self.seq_len)
+        if self.lora is None:
+            return model, batch
+        from ..finetune.weights import with_adapter
+
+        return with_adapter(model, self.lora).train(), batch
+
+    def optimizer_of(self, model: Any) -> Any:
+        """Make the optimizer of a model that was built for this; None if the user's code updates."""
+        from .shapes import optimizer_for
+
+        return optimizer_for(model, self.optimizer, self.dtype)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return those arguments of `offmate.plan` that say how training updates."""
+        import torch
+
+        return {
+            "max_grad_norm": self.max_grad_norm,
+            "grad_scaler": torch.amp.GradScaler("cpu") if self.grad_scaler else None,
+            "accumulation_steps": self.accumulation,
+        }
+
+    def words(self) -> str:
+        """Describe dtype, adapter, updates and batch."""
+        dtype = "bf16 with float32 copies" if self.dtype == "bf16-master" else self.dtype
+        words = [f"{dtype} under autocast to {self.autocast}" if self.autocast else dtype]
+        words += [f"LoRA of rank {self.lora.r}"] if self.lora else []
+        words += ["your own optimizer" if self.optimizer == "none" else self.optimizer]
+        words += ["losses scaled"] if self.grad_scaler else []
+        words += [f"gradients clipped to {self.max_grad_norm:g}"] if self.max_grad_norm is not None else []
+        batch = f"{self.batch} × {self.seq_len} tokens"
+        words += [batch if self.accumulation == 1 else f"{self.accumulation} micro-batches of {batch}"]
+        return ", ".join(words)
+
+
+def missing_packages(lora: bool) -> int:
+    """Say which extra is missing for models of transformers, and for adapters; make the others quiet.
+
+    Returns: the exit status, 0 if nothing is missing.
+    """
+    needed = {"transformers": "hf", **({"peft": "finetune", "yaml": "finetune"} if lora else {})}
+    for package, extra in needed.items():
+        if importlib.util.find_spec(package) is None:
+            print(f'offmate: this needs {package}: pip install "offmate[{extra}]"', file=sys.stderr)
+            return _CANNOT_START
+    for variable in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
+        os.environ.setdefault(variable, "error")  # the warnings concern weights, and no weights are loaded
+    return 0
+
+
+def has_adapters() -> bool:
+    """Return whether what adapters need is installed."""
+    return all(importlib.util.find_spec(package) is not None for package in ("peft", "yaml"))
+
+
+def parse_adapter(text: str | None) -> Lora | None:
+    """Parse `--lora`, as `offmate finetune` does; all linear layers get an adapter if none are named.
+
+    Raises: ArgumentValueError with an example.
+    """
+    from dataclasses import replace
+
+    from ..finetune.settings import parse_lora
+
+    lora = parse_lora(text)
+    return lora if lora is None or lora.targets else replace(lora, targets=_ALL_LINEAR)
+
+
+def short(number: int) -> str:
+    """Format a number in B, M or K: 6.74 B, 124 M, 125 K."""
+    unit, name = next(((u, n) for u, n in ((10**9, "B"), (10**6, "M"), (10**3, "K")) if number >= u), (1, ""))
+    return f"{number / unit:.3g} {name}".strip()
