@@ -56,6 +56,9 @@ def print_refusal(
         return
     screen.print(_refused(_lack(asked, error, machine)))
     screen.print(f"{training.model}: {training.words()}, on {machine.name}\n", markup=False)
+    least = asked.least_device_bytes or error.least_budget_bytes
+    if asked.least_host_bytes is None and least is not None and least <= machine.device_memory_bytes:
+        return  # the card has more than was asked for
     screen.print("Looking for what does fit: an adapter, another optimizer, half the sequence ...", style="dim")
     fitting, others = [], []
     for way in ways(training, budgets):
@@ -130,7 +133,8 @@ def outlooks_of(training: Training, budgets: dict[str, object], others: list[str
 
     Parameters
     ----------
-    others: names of optimizers; "-master" after a name is one with float32 copies. budgets: gpu_budget, cpu_budget and hardware of `offmate.plan`.
+    others: names of optimizers; "-master" after a name is one with float32 copies.
+    budgets: gpu_budget, cpu_budget and hardware of `offmate.plan`.
     """
     from ..api import outlooks
     from ..progress import quiet

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _DOES_NOT_FIT = 1
 _TOY = "tiny-"  # shapes for trying commands, which nobody trains
-_SECONDS = 20  # about what a row takes on two cores, if it has to be worked out
+_SECONDS = 12  # about what a row takes on two cores, if it has to be worked out
 _EXAMPLES = """examples:
   offmate fits --card rtx3060 --ram 32GiB
   offmate fits --card rtx4090 --only llama3-8b qwen2.5-7b --seq-len 4096

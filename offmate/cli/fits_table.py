@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..machines.hardware import Hardware
     from .fits import Row
 
-_MODEL, _WAY, _STEP, _RATE, _LEAST, _PEAK, _RAM = 15, 18, 8, 9, 10, 10, 10
+_MODEL, _WAY, _STEP, _RATE, _LEAST, _PEAK, _RAM = 15, 11, 8, 9, 10, 10, 10
 _WIDE = _MODEL + _WAY + _STEP + _RATE + _LEAST + _PEAK + _RAM + 6  # columns of the screen
 
 
@@ -44,10 +44,10 @@ class FitsTable:
         if not adapters:
             self._say('LoRA is left out, as peft is not installed: pip install "offmate[finetune]"')
         if seconds:
-            minutes = max(1, round(seconds / 60))
+            minutes, plural = max(1, round(seconds / 60)), "s" * (n_models > 1)
             self._say(
-                f"{n_models} models: about {minutes} minute{'s' * (minutes > 1)} on two idle cores for what is not known "
-                "yet; rows come as they are found, and are kept."
+                f"{n_models} model{plural}: about {minutes} min on two idle cores for what is not known yet; rows come "
+                "as they are found, and are kept"
             )
         self._screen.print()
         if self._screen.width >= _WIDE:
@@ -82,8 +82,8 @@ class FitsTable:
         """Print what the figures are."""
         self._screen.print()
         self._screen.print(
-            "Predicted from the card's rates, with few of the planner's passes; `offmate plan` finds plans that are up to "
-            "a few percent faster. least GPU: the least GPU memory that works, more slowly. RAM: what the plan uses; "
+            "Predicted from the card's rates, with few of the planner's passes; `offmate plan` finds plans that are a "
+            "few percent faster. least GPU: the least GPU memory that works, more slowly. RAM: what the plan uses; "
             "with less, there may be a slower one.",
             style="dim",
         )
@@ -107,10 +107,8 @@ class FitsTable:
         if row.step_s is not None:
             return ""
         if row.least_host_bytes is None:
-            least = (
-                f"{format_least_bytes(row.least_device_bytes)} of " if row.least_device_bytes is not None else "more "
-            )
-            return f"needs {least}GPU memory"
+            least = row.least_device_bytes
+            return f"needs {'more' if least is None else f'{format_least_bytes(least)} of'} GPU memory"
         return f"needs about {format_least_bytes(row.least_host_bytes)} of RAM"
 
     def _say(self, words: str) -> None:

@@ -33,8 +33,8 @@ def add_parser(verbs: Any) -> None:
         "plan",
         help="plan a model's training step for a GPU, without the weights and without the GPU",
         description="Plan one training step of a language model within a GPU memory budget: whether it fits, the step "
-        "time, the memory and what limits the step. If it does not fit, what does. Nothing is trained and no weights are "
-        "needed.",
+        "time, the memory and what limits the step; or, if it does not fit, what does. Nothing is trained, and no "
+        "weights are needed.",
         epilog=_EXAMPLES,
         formatter_class=Help,
     )

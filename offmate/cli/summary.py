@@ -47,7 +47,8 @@ def print_plan(
 
     Parameters
     ----------
-    headline: what is planned, if known. tokens: number that one step sees, 0 if unknown. offers: also solve for what other changes would gain.
+    headline: what is planned, if known. tokens: number that one step sees, 0 if unknown.
+    offers: also solve for what other changes would gain.
     every_block: print a row per set of blocks that are treated alike, instead of per class.
     """
     console.print(verdict(plan))

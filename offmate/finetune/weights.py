@@ -144,7 +144,7 @@ def with_adapter(model: Any, lora: Lora) -> Any:
     )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # peft reads what transformers has renamed
+            warnings.simplefilter("ignore")  # of names in transformers, and of layouts that peft sees for itself
             return peft.get_peft_model(model, config)
     except ValueError as error:
         raise OffmateError(f"lora: {error}") from error

@@ -15,7 +15,7 @@ import offmate
 from offmate.cli.shapes import batch_for, build
 from offmate.errors import OffmateError
 from offmate.machines.devices import make_device
-from offmate.machines.hardware import load, names
+from offmate.machines.hardware import BASES, load, names
 from offmate.machines.links import measure_copies, measure_host_memory, measure_link
 
 FOLDER = resources.files("offmate") / "machines"
@@ -33,7 +33,33 @@ def test_rates_are_sensible(name: str) -> None:
 
 def test_the_machines_that_are_promised() -> None:
     promised = {"emulated", "rtx3060", "rtx3090", "rtx4090", "a100-40", "h100", "h200", "gh200"}
+    promised |= {"rtx3070", "rtx3080", "rtx4060-8", "rtx4060ti-16", "rtx4070", "rtx4080", "rtx5070", "rtx5070ti"}
+    promised |= {"rtx5080", "rtx5090", "laptop-rtx3060-6", "laptop-rtx4050-6", "laptop-rtx4060-8"}
+    promised |= {"t4", "l4", "a10g", "a6000", "l40s", "a100-80"}
     assert promised | {"offmate-rtx3060", "offmate-rtx3090"} <= set(names())
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_figure_names_its_source_and_every_file_its_basis(name: str) -> None:
+    data = json.loads((FOLDER / f"{name}.json").read_text())
+    figures = [value for value in data.values() if isinstance(value, dict) and "value" in value]
+    figures += data["matrix_flops_per_s"].values()
+    assert len(figures) > 8 and all(len(figure["source"]) > 8 for figure in figures)
+    assert load(name).basis == data["basis"] in BASES
+    if data["basis"] == "data sheets":
+        assert "share" in data["matrix_flops_per_s"]["float16"]["source"]
+        assert "share" in data["memory_bytes_per_s"]["source"]
+
+
+def test_an_unknown_basis_is_refused_and_none_is_allowed(tmp_path: Path) -> None:
+    data = json.loads((FOLDER / "h100.json").read_text())
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(data | {"basis": "rumours"}))
+    with pytest.raises(OffmateError, match="basis is 'rumours'; it must be one of data sheets, paper, measured"):
+        load(str(path))
+    del data["basis"]
+    path.write_text(json.dumps(data))
+    assert load(str(path)) == replace(load("h100"), basis="")
 
 
 def test_unknown_and_damaged(tmp_path: Path) -> None:
