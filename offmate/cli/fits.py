@@ -6,11 +6,12 @@ import argparse
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arguments import Help, add_machine, count, output_file, size
+from .fits_table import FitsTable, Row
 from .training import Training, missing_packages, parse_adapter
 
 if TYPE_CHECKING:
@@ -25,29 +26,6 @@ _EXAMPLES = """examples:
   offmate fits --card rtx4090 --only llama3-8b qwen2.5-7b --seq-len 4096
 exit status: 0 something fits, 1 nothing does, 2 the arguments cannot work
 """
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way to train one model.
-
-    Parameters
-    ----------
-    step_s, tokens_per_s: predicted; None if it does not fit. device_bytes: at most on the GPU within the card's budget.
-    least_device_bytes: the least GPU budget that works with the RAM. host_bytes: RAM that the rough plan uses.
-    least_host_bytes: about the least RAM with which it fits on the card, if it is more than there is.
-    refused: why nothing is known.
-    """
-
-    model: str
-    way: str
-    step_s: float | None = None
-    tokens_per_s: float | None = None
-    device_bytes: int | None = None
-    least_device_bytes: int | None = None
-    host_bytes: int | None = None
-    least_host_bytes: int | None = None
-    refused: str = ""
 
 
 def add_parser(verbs: Any) -> None:
@@ -85,7 +63,6 @@ def run(arguments: argparse.Namespace) -> int:
     if missing := missing_packages(lora=False):
         return missing
     from ..machines.hardware import load
-    from .fits_table import FitsTable
     from .screen import console
     from .shapes import configuration, names
 
@@ -119,7 +96,7 @@ def _worked_out(model: str, arguments: argparse.Namespace) -> Iterator[Row]:
     from .training import has_adapters
 
     full = Training(model, batch=arguments.batch, seq_len=arguments.seq_len)
-    asked = [(full, ("full bf16", "fp32 copies"), ["adamw-master"])]
+    asked: list[tuple[Training, tuple[str, ...], list[str]]] = [(full, ("full bf16", "fp32 copies"), ["adamw-master"])]
     if has_adapters():
         asked.append((replace(full, lora=parse_adapter("16")), ("LoRA 16",), []))
     budgets = {

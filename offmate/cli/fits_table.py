@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -13,10 +14,32 @@ from ..sizes import format_bytes, format_least_bytes
 
 if TYPE_CHECKING:
     from ..machines.hardware import Hardware
-    from .fits import Row
 
 _MODEL, _WAY, _STEP, _RATE, _LEAST, _PEAK, _RAM = 15, 11, 8, 9, 10, 10, 10
 _WIDE = _MODEL + _WAY + _STEP + _RATE + _LEAST + _PEAK + _RAM + 6  # columns of the screen
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train one model.
+
+    Parameters
+    ----------
+    step_s, tokens_per_s: predicted; None if it does not fit. device_bytes: at most on the GPU within the card's budget.
+    least_device_bytes: the least GPU budget that works with the RAM. host_bytes: RAM that the rough plan uses.
+    least_host_bytes: about the least RAM with which it fits on the card, if it is more than there is.
+    refused: why nothing is known.
+    """
+
+    model: str
+    way: str
+    step_s: float | None = None
+    tokens_per_s: float | None = None
+    device_bytes: int | None = None
+    least_device_bytes: int | None = None
+    host_bytes: int | None = None
+    least_host_bytes: int | None = None
+    refused: str = ""
 
 
 class FitsTable:
