@@ -31,7 +31,7 @@ MOST_VALUES = 4096
 _LISTS = (torch.Tensor.tolist, torch.Tensor.numpy)
 _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _SIZED = (torch.Tensor.repeat, torch.Tensor.expand, torch.Tensor.view, torch.Tensor.reshape, torch.reshape)
-_FACTORIES = (torch.arange, torch.ones, torch.tensor, torch.as_tensor)
+_FACTORIES = (torch.arange, torch.ones, torch.full, torch.tensor, torch.as_tensor)
 
 
 class Sources(TorchDispatchMode):
