@@ -17,7 +17,7 @@ from ..runtime.torch_names.operators import schema_of
 from ..runtime.torch_names.tensors import storage_key
 from .captured import Captured
 from .casts import Casts, Reads, Together, Watch
-from .effects import is_random, updates_stats, writes
+from .effects import is_random, refused_write, updates_stats, writes
 from .functions import as_eager
 from .late_heads import linear_before, weight_later
 from .losses import overwritten
@@ -208,10 +208,7 @@ def _check_writes(captured: Captured, facts: dict[fx.Node, Facts], computing: li
             owner = owners.get(storage)
             if owner is not None and owner.name not in captured.buffers:
                 what = f"parameter {captured.params[owner.name]}" if owner.name in captured.params else owner.name
-                raise CaptureError(
-                    f"{node.format_node()} writes into {what}; a replay could not repeat it. "
-                    "Let the forward make a new tensor instead of writing in place"
-                )
+                raise CaptureError(refused_write(node, what))
 
 
 def _cuts(chain: list[fx.Node], facts: dict[fx.Node, Facts], captured: Captured) -> list[int]:

@@ -54,6 +54,18 @@ def writes(node: fx.Node) -> bool:
     return bool(schema_of(node.target).is_mutable)
 
 
+def refused_write(node: fx.Node, what: str) -> str:
+    """Say that a node writes into what no forward may write into, and what to do instead."""
+    start = f"{node.target} writes into {what}; a replay could not repeat it. "
+    if node.target is torch.ops.aten.embedding_renorm_.default:
+        return start + (
+            "An embedding with max_norm scales its weight so in every forward: leave max_norm out, and call "
+            "torch.embedding_renorm_(weight, ids, max_norm, norm_type) under torch.no_grad() in the loop, before the "
+            "model, which gives the same numbers"
+        )
+    return start + "Let the forward make a new tensor instead of writing in place"
+
+
 def written_into(node: fx.Node) -> fx.Node | None:
     """Return the argument that a node writes into and returns, as `add_` does; None for any other node."""
     if not writes(node):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import offmate
 from offmate import CaptureError
 
 from .test_capture_rules import traced
@@ -122,3 +123,42 @@ def clamped(layer: Any, x: torch.Tensor) -> torch.Tensor:
 def test_what_no_plan_can_hold_is_named_with_its_line(call: Callable[..., Any], words: str) -> None:
     with pytest.raises(CaptureError, match=words):
         traced(Model(call), (torch.randn(4, 16),))
+
+
+def test_what_torchs_own_modules_do_is_said_by_their_names() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16, momentum=None))
+    with pytest.raises(CaptureError, match=r"\(in BatchNorm1d\) takes a Python number"):
+        traced(model, (torch.randn(4, 16),))
+
+
+def test_an_embedding_that_scales_its_weight_is_refused_with_the_remedy() -> None:
+    model = nn.Sequential(nn.Embedding(10, 16, max_norm=1.0))
+    with pytest.raises(
+        CaptureError, match=r"^aten.embedding_renorm_.default writes into parameter 0.weight; .*max_norm.*in the loop"
+    ):
+        traced(model, (torch.tensor([1, 2]),))
+
+
+def test_the_remedy_for_an_embedding_that_scales_its_weight() -> None:
+    plain, planned = (_scaled_in_the_loop(compiles) for compiles in (False, True))
+    assert all(torch.equal(expected, found) for expected, found in zip(plain, planned, strict=True))
+
+
+def _scaled_in_the_loop(compiles: bool) -> list[torch.Tensor]:
+    """Train an embedding with max_norm, or one without it whose weight the loop scales."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Embedding(10, 16, max_norm=None if compiles else 1.0), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    if compiles:
+        model = offmate.compile(
+            model, "1GiB", optimizer=optimizer, device="emulated", config=offmate.Config(cache_dir=None)
+        )
+    for step in range(3):
+        ids = torch.randint(0, 10, (6,), generator=torch.Generator().manual_seed(step))
+        if compiles:
+            with torch.no_grad():
+                torch.embedding_renorm_(model[0].weight, ids, 1.0, 2.0)
+        model(ids).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.state_dict().values())
