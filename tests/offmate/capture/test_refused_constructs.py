@@ -22,6 +22,7 @@ class Layer(nn.Module):
     def __init__(self, call: Callable[..., Any]) -> None:
         super().__init__()
         self.call, self.linear, self.table = call, nn.Linear(16, 16), nn.Embedding(10, 16)
+        self.rnn = nn.GRU(16, 16, batch_first=True)
         if call is sparse_buffer:
             self.register_buffer("sparse", torch.eye(4).to_sparse(), persistent=False)
 
@@ -100,9 +101,15 @@ def clamped(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return layer.linear(x)
 
 
+def packed(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    sequences = nn.utils.rnn.pack_padded_sequence(layer.linear(x)[None], torch.tensor([3]), batch_first=True)
+    return layer.rnn(sequences)[1]
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (packed, r"`return layer.rnn\(sequences\)\[1\]`.*packed sequence.*torch.gather"),
         (masked, r"aten.index.Tensor \(`return self.call\(self, x\)`.*in layer, a Layer.*torch.where, masked_fill"),
         (branching, r"`return layer.linear\(x\) if x.sum\(\) > 0 else x`.*an `if`.*torch.where"),
         (mixture, r"aten.where.default.*in layer, a Layer.*whose shape depends on values.*fixed size"),
