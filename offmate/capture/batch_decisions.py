@@ -22,6 +22,7 @@ from ..transformers_names import DECIDERS, PACKED, deciders_replaced, experts_as
 from .data_dependent import named
 from .foreseen import Foreseen
 from .known import VALUES, Lists, Sources, fixed_leaves, values_of
+from .recipes import Recipe, Recipes
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,14 @@ class Decision:
     ----------
     decider: name of the function that decided; `VALUES` for Python code that takes numbers out of a tensor.
     outcome: True if it found nothing special (no mask is needed, nothing is packed); the numbers in the tensor.
-    source: index of the batch tensor it looked at, in flattening order; None if it looked at none.
+    source: how the tensor that it looked at is computed from the batch, None if it is not; for `VALUES` the index of
+        the tensor, in flattening order.
     args: its other arguments, kept to call it again.
     """
 
     decider: str
     outcome: Any
-    source: int | None
+    source: Recipe | int | None
     args: tuple[Any, ...] = ()
 
 
@@ -78,35 +80,12 @@ def _fixed_values(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
 def _recorded(
     module: Any, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Decision, ...]:
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    calls = _listen(module, model, *pytree.tree_unflatten(leaves, spec))
-    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    decisions = []
-    for position, call in enumerate(calls):
-        candidates = [i for i, leaf in enumerate(tensors) if _same(leaves[leaf], call.looked_at)]
-        if len(candidates) > 1:
-            candidates = [
-                i for i in candidates if _depends(module, model, leaves, spec, tensors[i], position, call.looked_at)
-            ]
-        source = candidates[0] if candidates else None
-        decisions.append(Decision(call.decider, call.outcome, source, call.rest if candidates else ()))
-    return tuple(decisions)
-
-
-@dataclass(frozen=True)
-class _Call:
-    decider: str
-    outcome: bool
-    looked_at: torch.Tensor | None
-    rest: tuple[Any, ...]
-
-
-def _listen(module: Any, model: torch.nn.Module, args: Any, kwargs: Any) -> list[_Call]:
-    calls: list[_Call] = []
+    decisions: list[Decision] = []
+    args, kwargs = pytree.tree_map(_own, (args, kwargs))
+    recipes = Recipes([leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
 
     def listen(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*call_args: Any, **call_kwargs: Any) -> Any:
-            result = original(*call_args, **call_kwargs)
             bound = inspect.signature(original).bind(*call_args, **call_kwargs)
             bound.apply_defaults()
             looked_at, *rest = bound.arguments.values()
@@ -115,14 +94,16 @@ def _listen(module: Any, model: torch.nn.Module, args: Any, kwargs: Any) -> list
                     "an attention mask depends on parameters, so what it lets the model skip cannot be known before "
                     "the batch runs; pass the mask as an input, or use attn_implementation='eager'"
                 )
-            calls.append(_Call(name, _outcome(name, result), looked_at, tuple(rest)))
+            source = None if looked_at is None else recipes.recipe(looked_at)
+            result = original(*call_args, **call_kwargs)
+            decisions.append(Decision(name, _outcome(name, result), source, tuple(rest) if source else ()))
             return result
 
         return wrapper
 
-    with deciders_replaced(module, listen):
+    with deciders_replaced(module, listen), recipes:
         _run_on_fakes(model, args, kwargs)
-    return calls
+    return tuple(decisions)
 
 
 def _run_on_fakes(model: torch.nn.Module, args: Any, kwargs: Any) -> None:
@@ -151,28 +132,6 @@ def _outcome(decider: str, result: Any) -> bool:
     return result is None if decider == PACKED else bool(result)
 
 
-def _same(tensor: torch.Tensor | None, looked_at: torch.Tensor | None) -> bool:
-    if tensor is None or looked_at is None or tensor.shape != looked_at.shape:
-        return False
-    return torch.equal(tensor.to(looked_at.device, looked_at.dtype), looked_at)
-
-
-def _depends(
-    module: Any,
-    model: torch.nn.Module,
-    leaves: list[Any],
-    spec: Any,
-    leaf: int,
-    position: int,
-    looked_at: torch.Tensor | None,
-) -> bool:
-    """Return whether the decider's tensor changes with that batch tensor, since several may hold the same values."""
-    changed = list(leaves)
-    changed[leaf] = (leaves[leaf] == 0).to(leaves[leaf].dtype)
-    calls = _listen(module, model, *pytree.tree_unflatten(changed, spec))
-    return position >= len(calls) or not _same(calls[position].looked_at, looked_at)
-
-
 def _may_decide(model: torch.nn.Module) -> bool:
     return any(type(m).__module__.startswith("transformers.") for m in model.modules())
 
@@ -192,12 +151,10 @@ def ask_again(decisions: tuple[Decision, ...], batch: list[torch.Tensor]) -> tup
         if decision.source is None:
             outcomes.append(decision.outcome)
             continue
-        tensor = batch[decision.source]
-        if decision.decider == VALUES:
-            outcomes.append(values_of(tensor))
+        if not isinstance(decision.source, Recipe):
+            outcomes.append(values_of(batch[decision.source]))
             continue
-        looked_at = tensor if decision.decider == PACKED else tensor.to(torch.bool)
-        result = getattr(module, decision.decider)(looked_at, *decision.args)
+        result = getattr(module, decision.decider)(decision.source.made_of(batch), *decision.args)
         outcomes.append(_outcome(decision.decider, result))
     return tuple(outcomes)
 

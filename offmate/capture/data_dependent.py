@@ -18,6 +18,7 @@ from torch import fx
 
 from ..errors import CaptureError
 from ..runtime.torch_names import trees as pytree
+from ..runtime.torch_names.modules import CAUSAL_MASK_FINDER
 from ..runtime.torch_names.tracing import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -67,9 +68,14 @@ def named() -> Iterator[None]:
         yield
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         number = isinstance(error, DataDependentOutputException)
-        raise _refusal(error.func, line_of(error), number) from error
+        raise _refusal(error.func, line_of(error), number, _asks_for_a_causal_mask(error)) from error
     except GuardOnDataDependentSymNode as error:
-        raise _refusal("the forward", line_of(error), number=True) from error
+        raise _refusal("the forward", line_of(error), True, _asks_for_a_causal_mask(error)) from error
+
+
+def _asks_for_a_causal_mask(error: BaseException) -> bool:
+    """Return whether an error comes from torch's own layers, as they look whether a mask is the causal one."""
+    return any(frame.f_code.co_name == CAUSAL_MASK_FINDER for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def line_of(error: BaseException) -> str:
@@ -101,18 +107,19 @@ def _line_of_frames(frames: list[tuple[FrameType, int]]) -> str:
 
 def _line(frames: list[tuple[Any, ...]]) -> str:
     """Format the innermost frame (file, line, code, module) that belongs to the model."""
-    own = [frame for frame in frames if _is_the_models(frame[0]) and frame[2].strip()]
-    inner = next((module for *_, module in reversed(frames) if module), "")
-    if not own:
+    own = [frame for frame in frames if _is_the_models(frame[0])]
+    inner = next((module for _, _, _, module in reversed(frames) if module), "")
+    if not own:  # a model that is made of torch's modules alone has no line of its own
         return f" (in {inner})" if inner else ""
     file, number, code, module = own[-1]
-    inside = f", in {module}" if module else ""
-    calls = f", which calls {inner}" if module and inner != module and frames[-1] is not own[-1] else ""
-    return f" (`{code.strip()}`, {file}, line {number}{inside}{calls})"
+    place = f"in {module}" if module in ("", inner) else f"in {module}, which calls {inner}"
+    return f" (`{code.strip()}`, {file}, line {number}{f', {place}' if module else ''})"
 
 
 def _is_the_models(file: str) -> bool:
-    # Outside a virtual environment, packages are in a folder of the standard library.
+    # Outside a virtual environment, packages are in a folder of the standard library. Torch runs strings, too.
+    if file == "<string>":
+        return False
     return not file.startswith(_PACKAGES) and (not file.startswith(_STANDARD) or "site-packages" in file)
 
 
@@ -120,7 +127,13 @@ def _has_symbols(tensor: torch.Tensor) -> bool:
     return any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride()))
 
 
-def _refusal(culprit: Any, line: str, number: bool) -> ValuesTaken:
+def _refusal(culprit: Any, line: str, number: bool, causal: bool = False) -> ValuesTaken:
+    if causal:
+        return ValuesTaken(
+            f"{culprit}{line} looks whether an attention mask is the causal one, but a plan is made before its values "
+            "are known. Say it with the mask: is_causal=True or False (tgt_is_causal= in nn.Transformer and its "
+            "decoder), or make the mask in the forward"
+        )
     if number:
         return ValuesTaken(
             f"{culprit}{line} takes a Python number out of a tensor (.item(), .tolist(), int(), an `if` or a bound of "

@@ -32,7 +32,7 @@ from .fake import fake_batch, faked
 from .functions import functions_kept
 from .hooks import only_packages_hooks
 from .inner_calls import inner_calls_followed
-from .known import VALUES, values_known
+from .known import values_known
 from .kv_caches import caches_dropped
 from .losses import tile_losses
 from .lstm_precision import LstmPrecision
@@ -170,7 +170,7 @@ def _known(
     """Let the forward find the tensors whose values were decisions with these values, on the device to capture for."""
     leaves = pytree.tree_leaves(batch)
     tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    fixed = [tensors[d.source] for d in taken if d.decider == VALUES and d.source is not None]
+    fixed = [tensors[d.source] for d in taken if isinstance(d.source, int)]
     on = next(model.parameters()).device if device is None else device
     return values_known(model, {index: leaves[index].to(on, copy=True) for index in fixed}, tuple(batch[1]))
 

@@ -22,8 +22,9 @@ def check_layers(model: torch.nn.Module) -> None:
         if isinstance(module, _EMBEDDINGS) and module.max_norm is not None:
             raise CaptureError(
                 f"{name or kind} is an nn.{kind} with max_norm={module.max_norm:g}, whose forward rescales its own "
-                "weight in place; a replay could not repeat it. Set its `max_norm` to None, and limit the norms in the "
-                "loop, after optimizer.step()"
+                "weight in place; a replay could not repeat it. Set its `max_norm` to None, and call "
+                "torch.embedding_renorm_(weight, ids, max_norm, norm_type) under torch.no_grad() in the loop, before "
+                "the model, which gives the same numbers"
             )
         if _counts_in_python(module):
             raise CaptureError(

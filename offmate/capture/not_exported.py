@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import traceback
 
 import torch
 from torch import fx
+from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import CaptureError
 from ..runtime.torch_names.operators import OpOverload, schema_of
@@ -20,6 +22,11 @@ _SPARSE = (
 _VMAP = (
     "torch.vmap or a transform of torch.func, whose tensors stand for others and have no memory of their own. Write "
     "the batch as a dimension of the tensors (torch.einsum, torch.bmm, broadcasting), or loop over it"
+)
+_PACKED = (
+    "it runs a recurrent module on a packed sequence (pack_padded_sequence), whose numbers of rows are known only from "
+    "values. Give it the padded sequences, and pick the steps that count by masks or torch.gather, or leave "
+    "this model to plain PyTorch"
 )
 _REASONS = (
     ("do not have strides", f"it reads {_SPARSE}"),
@@ -47,6 +54,8 @@ def refusal(model: torch.nn.Module, error: Exception) -> CaptureError:
     text = str(error).strip()
     first = text.splitlines()[0] if text else type(error).__name__
     start = f"{type(model).__name__} does not export{line_of(error)}: "
+    if _runs_on_packed(error):
+        return CaptureError(start + _PACKED)
     for part, words in _REASONS:
         if part in text:
             where = _ATTRIBUTE.search(text)
@@ -58,6 +67,17 @@ def refusal(model: torch.nn.Module, error: Exception) -> CaptureError:
         "follows no branch on a tensor's values, no data-dependent shape and no object it does not know (a cache, "
         "for example); run torch.export.export(model, args, kwargs, strict=False) to see its full message, replace "
         "that construct, or choose attn_implementation='sdpa' or 'eager' for a Hugging Face model"
+    )
+
+
+def _runs_on_packed(error: Exception) -> bool:
+    """Return whether a recurrent module had a packed sequence when the error was raised."""
+    frames = (frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(
+        isinstance(value, PackedSequence)
+        for names in frames
+        if isinstance(names.get("self"), torch.nn.RNNBase)
+        for value in names.values()
     )
 
 

@@ -12,6 +12,7 @@ import torch
 
 from ..capture import batch_decisions
 from ..capture.byproducts import ByProduct
+from ..capture.recipes import Recipe
 from ..errors import CaptureError
 from ..planning.request import Prepared
 from ..runtime.memory.reserve import MemoryLayout
@@ -22,7 +23,8 @@ from ..solver.items import ItemKind, names_of
 
 _COUNT = "num_items_in_batch"
 
-_Questions = tuple[tuple[str, int | None], ...]  # what was decided, of which tensor of the batch
+# What was decided, and of which tensor: one of the batch, or how it is computed from the batch.
+_Questions = tuple[tuple[str, Recipe | int | None], ...]
 
 
 class CallKind(NamedTuple):

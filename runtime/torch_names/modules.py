@@ -33,6 +33,9 @@ RECURRENT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
 CALL = "_call_impl"
 """The method that calling a module runs, hooks included; an instance attribute of this name runs instead of it."""
 
+CAUSAL_MASK_FINDER = "_detect_is_causal_mask"
+"""The function by which `nn.Transformer`'s encoder and decoder look whether a mask is the causal one."""
+
 _GLOBAL_HOOKS = (
     "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks",
 )  # fmt: skip

@@ -73,10 +73,10 @@ def test_all_ones_mask_that_equals_another_tensor_is_told_apart() -> None:
     batch = text_batches("ones")[0]
     batch["labels"] = torch.ones_like(batch["labels"])
     captured = capture(llama(), (), batch)
-    names = sorted(batch, key=list(batch).index)
-    sources = {d.source for d in captured.taken if d.decider == "_ignore_causal_mask_sdpa"}
-    tensors = [names.index("attention_mask")]
-    assert sources == set(tensors)
+    changed = {name: torch.zeros_like(batch[name]) for name in ("attention_mask", "labels")}
+    for name, outcome in (("attention_mask", False), ("labels", True)):
+        others = decisions.ask_again(captured.taken, list({**batch, name: changed[name]}.values()))
+        assert set(others) == {outcome}
     assert attention_masks(captured) == {"causal"}
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import offmate
 from offmate import CaptureError
 
 from .test_capture_rules import traced
@@ -21,6 +22,7 @@ class Layer(nn.Module):
     def __init__(self, call: Callable[..., Any]) -> None:
         super().__init__()
         self.call, self.linear, self.table = call, nn.Linear(16, 16), nn.Embedding(10, 16)
+        self.rnn = nn.GRU(16, 16, batch_first=True)
         if call is sparse_buffer:
             self.register_buffer("sparse", torch.eye(4).to_sparse(), persistent=False)
 
@@ -99,9 +101,15 @@ def clamped(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return layer.linear(x)
 
 
+def packed(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    sequences = nn.utils.rnn.pack_padded_sequence(layer.linear(x)[None], torch.tensor([3]), batch_first=True)
+    return layer.rnn(sequences)[1]
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (packed, r"`return layer.rnn\(sequences\)\[1\]`.*packed sequence.*torch.gather"),
         (masked, r"aten.index.Tensor \(`return self.call\(self, x\)`.*in layer, a Layer.*torch.where, masked_fill"),
         (branching, r"`return layer.linear\(x\) if x.sum\(\) > 0 else x`.*an `if`.*torch.where"),
         (mixture, r"aten.where.default.*in layer, a Layer.*whose shape depends on values.*fixed size"),
@@ -122,3 +130,28 @@ def clamped(layer: Any, x: torch.Tensor) -> torch.Tensor:
 def test_what_no_plan_can_hold_is_named_with_its_line(call: Callable[..., Any], words: str) -> None:
     with pytest.raises(CaptureError, match=words):
         traced(Model(call), (torch.randn(4, 16),))
+
+
+def test_the_remedy_for_an_embedding_that_scales_its_weight() -> None:
+    plain, planned = (_scaled_in_the_loop(compiles) for compiles in (False, True))
+    assert all(torch.equal(expected, found) for expected, found in zip(plain, planned, strict=True))
+
+
+def _scaled_in_the_loop(compiles: bool) -> list[torch.Tensor]:
+    """Train an embedding with max_norm, or one without it whose weight the loop scales."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Embedding(10, 16, max_norm=None if compiles else 1.0), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    if compiles:
+        model = offmate.compile(
+            model, "1GiB", optimizer=optimizer, device="emulated", config=offmate.Config(cache_dir=None)
+        )
+    for step in range(3):
+        ids = torch.randint(0, 10, (6,), generator=torch.Generator().manual_seed(step))
+        if compiles:
+            with torch.no_grad():
+                torch.embedding_renorm_(model[0].weight, ids, 1.0, 2.0)
+        model(ids).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.state_dict().values())
