@@ -11,7 +11,7 @@ from typing import Any
 from .arguments import Help
 
 _EXAMPLES = """examples:
-  offmate finetune --model ./chat --data chats.jsonl --output ./tuned --lora 16 --dry-run
+  offmate finetune --model chat --data chats.jsonl --output tuned --dry-run
   offmate finetune --config run.yaml --gpu-budget 11GiB --lora 16
   offmate finetune --config run.yaml --resume
 """
