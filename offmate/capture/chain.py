@@ -90,9 +90,11 @@ def partition(captured: Captured, trainable: frozenset[str]) -> Chain:
     dependence.add_edges_from(_reads_of_writes(captured, facts))
     sources |= {n for n in graph.nodes if is_random(n)} | _touching_state(captured, facts)
     chained: set[fx.Node] = set(sources)
-    for source in sources:
-        if source not in chained or dependence.out_degree(source):
-            chained |= nx.descendants(dependence, source)
+    ahead = list(sources)
+    while ahead:
+        new = [node for node in dependence.successors(ahead.pop()) if node not in chained]
+        chained.update(new)
+        ahead += new
     chained |= _written_late(graph, facts, chained)
     computing = [n for n in graph.nodes if n.op == "call_function"]
     chain = [n for n in computing if n in chained]

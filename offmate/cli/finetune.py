@@ -11,7 +11,7 @@ from typing import Any
 from .arguments import Help
 
 _EXAMPLES = """examples:
-  offmate finetune --model ./llama --data notes.txt --output ./tuned --dry-run
+  offmate finetune --model chat --data chats.jsonl --output tuned --dry-run
   offmate finetune --config run.yaml --gpu-budget 11GiB --lora 16
   offmate finetune --config run.yaml --resume
 """
@@ -21,11 +21,17 @@ _NEEDED = ("transformers", "tokenizers", "safetensors", "yaml")
 # The options that are also settings: name, type, placeholder of its value, help.
 _SETTINGS: tuple[tuple[str, Any, str, str], ...] = (
     ("model", str, "DIR_OR_ID", "folder of a transformers model, or its id on the Hub"),
-    ("data", str, "FILE", "text, JSON lines with 'text' or chat 'messages', a folder of those, or hf:NAME[:SPLIT]"),
+    (
+        "data",
+        str,
+        "FILE",
+        "text, JSON, JSON lines, CSV or Parquet, a folder of those, or hf:NAME[:SPLIT]; rows are text, messages, "
+        "ShareGPT, Alpaca or prompt/completion",
+    ),
     ("output", str, "DIR", "folder of the result and its checkpoints; must not exist"),
     ("gpu-budget", str, "SIZE", "GPU memory, such as 12GiB (default: what is free, less a margin)"),
     ("cpu-budget", str, "SIZE", "CPU memory (RAM; default: what is available, less a margin)"),
-    ("device", str, "DEVICE", "cuda, cuda:1, ..., or emulated (default: an accelerator if there is one)"),
+    ("device", str, "DEVICE", "cuda, cuda:1, ..., or emulated (default: a GPU; without one, the run asks)"),
     ("sequence-length", int, "N", "tokens per sequence (default: 1024, or the model's limit if that is less)"),
     ("batch-size", int, "N", "sequences per micro-batch (default: 4)"),
     ("accumulation", int, "N", "micro-batches per step (default: 1)"),
@@ -33,18 +39,30 @@ _SETTINGS: tuple[tuple[str, Any, str, str], ...] = (
     ("steps", int, "N", "number of steps, instead of epochs"),
     ("learning-rate", float, "RATE", "learning rate after warm-up (default: 2e-5, with LoRA 2e-4)"),
     ("schedule", str, "NAME", "cosine, linear or constant (default: cosine)"),
-    ("warmup-steps", int, "N", "steps of linear warm-up (default: 0)"),
+    ("warmup-steps", int, "N", "steps of linear warm-up (default: 3 %% of all steps)"),
     ("optimizer", str, "NAME", "adamw, adam, sgd or adafactor (default: adamw)"),
     ("weight-decay", float, "RATE", "the optimizer's weight decay (default: 0)"),
-    ("max-grad-norm", float, "NORM", "clip gradients to this global norm (default: no clipping)"),
-    ("precision", str, "NAME", "fp32, bf16, or bf16-master for bf16 with fp32 master weights (default: fp32)"),
-    ("lora", str, "SPEC", "train a low-rank adapter: 16, or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"),
+    ("max-grad-norm", str, "NORM", "clip gradients to this global norm, or none (default: 1)"),
+    (
+        "precision",
+        str,
+        "NAME",
+        "fp32, bf16, bf16-master (bf16 with fp32 copies that are updated), or auto: fp32 for a float32 checkpoint; for "
+        "a 16-bit one bf16-master, with LoRA bf16 (default: auto)",
+    ),
+    (
+        "lora",
+        str,
+        "SPEC",
+        "low-rank adapter: its rank (16), or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj (default of targets: "
+        "all-linear)",
+    ),
     ("seed", int, "N", "seed of data order, dropout and adapters (default: 0)"),
     (
         "train-on",
         str,
         "WHAT",
-        "all tokens, or only the assistant's in chats, if the template marks them (default: all)",
+        "all tokens, or assistant: only what the assistant says in chats, and completions (default: assistant)",
     ),
     ("eval-fraction", float, "SHARE", "share of the documents held out for evaluation (default: 0.05)"),
     ("eval-every", int, "N", "steps between evaluations (default: with every checkpoint)"),
@@ -62,9 +80,9 @@ def add_parser(subparsers: Any) -> None:
     """
     parser = subparsers.add_parser(
         "finetune",
-        help="fine-tune a language model on a text file within a GPU memory budget",
-        description="Fine-tune a causal language model on a text file within a GPU memory budget. The result is a "
-        "folder that plain transformers (or peft) loads. Every setting can also be given in a YAML file, with _ for -.",
+        help="fine-tune a language model on your text or chats within a GPU memory budget",
+        description="Fine-tune a causal language model on your text or chats within a GPU memory budget. The result is "
+        "a folder that plain transformers (or peft) loads. A YAML file can give every setting, too, with _ for -.",
         argument_default=argparse.SUPPRESS,
         epilog=_EXAMPLES,
         formatter_class=Help,
@@ -74,7 +92,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--report", nargs="+", metavar="NAME", help="where else to report: tensorboard, wandb")
     parser.add_argument("--config", type=Path, metavar="FILE", default=None, help="settings in YAML; options override")
     parser.add_argument("--resume", action="store_true", default=False, help="continue the run in --output")
-    parser.add_argument("--dry-run", action="store_true", default=False, help="show the plan and stop")
+    parser.add_argument("--dry-run", action="store_true", default=False, help="say what the run takes; read no weights")
     parser.add_argument("--yes", action="store_true", default=False, help="continue even if something looks wrong")
     loud = parser.add_mutually_exclusive_group()
     loud.add_argument("--quiet", dest="mode", action="store_const", const="quiet", help="print nothing but errors")

@@ -1,37 +1,28 @@
-"""Documents from text files, JSON lines and data sets, read one at a time, each with its place of origin."""
+"""Documents from files of text, JSON, CSV and Parquet and from data sets, read one at a time, each with its place."""
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentValueError, OffmateError
+from .rows import EXAMPLES, Piece, read_row
 
 _TEXT = (".txt", ".md", ".text")
-_JSON_LINES = (".jsonl", ".ndjson", ".json")
+_JSON = (".jsonl", ".ndjson", ".json")
+_CSV, _PARQUET = ".csv", ".parquet"
+_READ = (*_TEXT, *_JSON, _CSV, _PARQUET)
 _DATASET = "hf:"
 # Text files are cut at line ends into pieces of about this size, so that no file has to fit into memory.
 _PIECE_CHARACTERS = 1024
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A document, or a part of a long one.
-
-    Parameters
-    ----------
-    content: text, or the messages of a chat. place: file and line, or data set and row, for error messages.
-    first, last: whether it is the first, and the last, piece of its document.
-    """
-
-    content: str | list[dict[str, Any]]
-    place: str
-    first: bool = True
-    last: bool = True
+# The most characters of a field of CSV; Python's own limit of 131,072 is short for a chat.
+_MOST_FIELD_CHARACTERS = 2**31 - 1
 
 
 def check_source(data: str) -> None:
@@ -40,15 +31,16 @@ def check_source(data: str) -> None:
     Raises: OffmateError if it is missing, empty, of an unknown kind, or needs a library that is not installed.
     """
     if data.startswith(_DATASET):
-        if importlib.util.find_spec("datasets") is None:
-            raise OffmateError(f"data {data!r} needs Hugging Face datasets: pip install datasets")
+        _check_datasets(data)
         return
+    if any(file.suffix.lower() == _PARQUET for file in source_files(data)):
+        _check_datasets(data)
     if sum(file.stat().st_size for file in source_files(data)) == 0:
         raise ArgumentValueError(f"data {data!r} is empty")
 
 
 def source_files(data: str) -> list[Path]:
-    """List the files of a source: the file itself, or a folder's files with text or JSON lines, sorted by name.
+    """List the files of a source: the file itself, or a folder's files of known kinds, sorted by name.
 
     Raises: OffmateError if there are no such files.
     """
@@ -59,9 +51,9 @@ def source_files(data: str) -> list[Path]:
         )
     if path.is_file():
         return [path]
-    files = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in _TEXT + _JSON_LINES)
+    files = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in _READ)
     if not files:
-        raise ArgumentValueError(f"data {data!r}: the folder holds no {', '.join(_TEXT + _JSON_LINES)} file")
+        raise ArgumentValueError(f"data {data!r}: the folder holds no {', '.join(_READ)} file")
     return files
 
 
@@ -75,11 +67,25 @@ def pieces(data: str) -> Iterator[Piece]:
         return
     for file in source_files(data):
         try:
-            yield from _json_lines(file) if file.suffix.lower() in _JSON_LINES else _text(file)
+            yield from _of_file(file)
         except UnicodeDecodeError as error:
             raise OffmateError(f"{file}: not UTF-8 text: {error.reason} near byte {error.start}") from None
         except OSError as error:
             raise OffmateError(f"{file}: cannot be read: {error.strerror}") from None
+
+
+def _check_datasets(data: str) -> None:
+    if importlib.util.find_spec("datasets") is None:
+        raise OffmateError(f"data {data!r} needs Hugging Face datasets: pip install datasets")
+
+
+def _of_file(file: Path) -> Iterator[Piece]:
+    suffix = file.suffix.lower()
+    if suffix in _JSON:
+        return _json_list(file) if suffix == ".json" and _is_list(file) else _json_lines(file)
+    if suffix == _CSV:
+        return _csv(file)
+    return _parquet(file) if suffix == _PARQUET else _text(file)
 
 
 def _text(file: Path) -> Iterator[Piece]:
@@ -107,10 +113,77 @@ def _json_lines(file: Path) -> Iterator[Piece]:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise OffmateError(f"{place}: broken JSON: {error}") from None
-            piece = _document(row, place)
+                raise _broken(place, error) from None
+            piece = read_row(row, place)
             if piece is not None:
                 yield piece
+
+
+def _is_list(file: Path) -> bool:
+    """Return whether a file's JSON is a list of rows; a list on its first line alone may also be a line of its own."""
+    with file.open(encoding="utf-8-sig") as text:
+        while block := text.read(_PIECE_CHARACTERS):
+            if block.strip():
+                return block.lstrip().startswith("[")
+    return False
+
+
+def _json_list(file: Path) -> Iterator[Piece]:
+    """Yield the rows of a JSON list, of which the text is in memory, but one row at a time."""
+    text, decoder = file.read_text(encoding="utf-8-sig"), json.JSONDecoder()
+    at, number = _skip(text, text.index("[") + 1, ""), 0
+    while text[at : at + 1] != "]":
+        number += 1
+        place = f"{file}, item {number}"
+        try:
+            row, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            raise _broken(place, error) from None
+        piece = read_row(row, place)
+        if piece is not None:
+            yield piece
+        at = _skip(text, at, ",")
+
+
+def _skip(text: str, at: int, separator: str) -> int:
+    """Return the position of what follows blanks and at most one separator."""
+    while text[at : at + 1].isspace():
+        at += 1
+    if separator and text[at : at + 1] == separator:
+        return _skip(text, at + 1, "")
+    return at
+
+
+def _csv(file: Path) -> Iterator[Piece]:
+    """Yield the rows of a table; every field stays the text that it is, "42" and "NA" too."""
+    csv.field_size_limit(_MOST_FIELD_CHARACTERS)
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        table = csv.DictReader(lines, strict=True)
+        try:
+            for row in table:
+                fields = {name: value for name, value in row.items() if name is not None}
+                piece = read_row(fields, f"{file}, line {table.line_num}")
+                if piece is not None:
+                    yield piece
+        except csv.Error as error:
+            raise OffmateError(
+                f"{file}, line {table.line_num}: broken CSV: {error}; the first line names the columns, such as "
+                "prompt,completion, and a field with a comma, quote or line break stands in double quotes"
+            ) from None
+
+
+def _parquet(file: Path) -> Iterator[Piece]:
+    import datasets
+
+    try:
+        rows = datasets.load_dataset("parquet", data_files=str(file), split="train", streaming=True)
+    except Exception as error:
+        raise OffmateError(f"{file}: cannot be read as Parquet: {error}") from error
+    yield from _numbered(rows, str(file), "cannot be read as Parquet")
+
+
+def _broken(place: str, error: Exception) -> OffmateError:
+    return OffmateError(f"{place}: broken JSON: {error}. A good line is {EXAMPLES['messages']}")
 
 
 def _rows(data: str) -> Iterator[Piece]:
@@ -121,37 +194,18 @@ def _rows(data: str) -> Iterator[Piece]:
         rows = datasets.load_dataset(name, split=split or "train", streaming=True)
     except Exception as error:
         raise OffmateError(f"data {data!r} cannot be loaded: {error}") from error
-    for number, row in enumerate(rows, start=1):
-        piece = _document(row, f"{data}, row {number}")
+    yield from _numbered(rows, data, "cannot be loaded")
+
+
+def _numbered(rows: Any, name: str, fault: str) -> Iterator[Piece]:
+    numbered = enumerate(rows, start=1)
+    while True:
+        try:
+            number, row = next(numbered)
+        except StopIteration:
+            return
+        except Exception as error:  # the library's own, while it reads on
+            raise OffmateError(f"data {name!r} {fault}: {type(error).__name__}: {error}") from error
+        piece = read_row(row, f"{name}, row {number}")
         if piece is not None:
             yield piece
-
-
-def _document(row: Any, place: str) -> Piece | None:
-    """Return a row's document; None if its text is empty."""
-    if not isinstance(row, dict):
-        raise OffmateError(f"{place}: a {type(row).__name__} instead of an object with 'text' or 'messages'")
-    if isinstance(row.get("text"), str):
-        _check_characters(row["text"], place)
-        return Piece(row["text"], place) if row["text"] else None
-    messages = row.get("messages")
-    if isinstance(messages, list) and messages:
-        for message in messages:
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-                raise OffmateError(f"{place}: a message without 'role' and 'content': {str(message)[:80]}")
-        _check_characters(json.dumps(messages, ensure_ascii=False, default=str), place)
-        return Piece(messages, place)
-    raise OffmateError(f"{place}: no usable 'text' or 'messages' (keys: {', '.join(map(str, row))})")
-
-
-def _check_characters(text: str, place: str) -> None:
-    """Raise OffmateError for half of a character that UTF-16 writes as two, which is no text in UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = ascii(text[error.start])
-        near = ascii(text[max(0, error.start - 20) : error.start])
-        raise OffmateError(
-            f"{place}: {half} is half of a character, such as an emoji that was cut in two (after {near}); mend or "
-            "remove the line"
-        ) from None

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import islice
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,14 @@ import torch
 
 from ..errors import OffmateError
 from ..files import reason
-from .data import Piece, pieces
+from .data import pieces
+from .tokenizing import tokenized
 
 Batch = dict[str, torch.Tensor]
 
 IGNORED = -100  # the label that losses ignore
-_BATCH_PIECES = 1024
+_TOLD_PIECES = 1024  # between two reports of how far tokenizing is
+_SCANNED = 2**22  # tokens that are looked at at a time
 _TOKEN_BYTES = 4
 _TRAIN, _EVAL, _META = "train.bin", "eval.bin", "tokens.json"
 
@@ -37,11 +39,13 @@ class Packed:
     ----------
     train, eval: all tokens of each split. A token that is read but not trained on is stored as its bitwise complement,
         which is negative. digest: hash of both splits, by which a resumed run recognises them.
+    tally: number of documents by format, and of those that are left out; empty for tokens of older versions.
     """
 
     train: np.ndarray
     eval: np.ndarray
     digest: str
+    tally: dict[str, int] = field(default_factory=dict)
 
 
 def write_tokens(
@@ -59,12 +63,13 @@ def write_tokens(
 
     Raises: OffmateError with the place of an entry that cannot be used.
     """
+    tally: Counter[str] = Counter()
     aside = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
-    pieces_of = tokenized(pieces(data), tokenizer, assistant_only)
+    pieces_of = tokenized(pieces(data), tokenizer, assistant_only, tally)
     try:
         aside.mkdir(parents=True)
-        _write(pieces_of, Fraction(str(eval_fraction)), aside, say)
+        _write(pieces_of, Fraction(str(eval_fraction)), aside, say, tally)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(aside, folder)
     except OSError as error:
@@ -75,7 +80,9 @@ def write_tokens(
     return read_tokens(folder)
 
 
-def _write(pieces_of: Iterator[list[int]], share: Fraction, folder: Path, say: Callable[[int], None]) -> None:
+def _write(
+    pieces_of: Iterator[list[int]], share: Fraction, folder: Path, say: Callable[[int], None], tally: Counter[str]
+) -> None:
     """Write the tokens of all pieces, and what is known of them, into a folder."""
     counts = [0, 0]
     hashes = [hashlib.sha256(), hashlib.sha256()]
@@ -86,10 +93,11 @@ def _write(pieces_of: Iterator[list[int]], share: Fraction, folder: Path, say: C
             (train, held_out)[split].write(encoded)
             hashes[split].update(encoded)
             counts[split] += len(ids)
-            if number % _BATCH_PIECES == 0:
+            if number % _TOLD_PIECES == 0:
                 say(sum(counts))
     digest = hashlib.sha256("".join(h.hexdigest() for h in hashes).encode()).hexdigest()
-    (folder / _META).write_text(json.dumps({"train": counts[0], "eval": counts[1], "digest": digest}))
+    known = {"train": counts[0], "eval": counts[1], "digest": digest, "tally": dict(tally)}
+    (folder / _META).write_text(json.dumps(known))
 
 
 def read_tokens(folder: Path) -> Packed:
@@ -100,13 +108,13 @@ def read_tokens(folder: Path) -> Packed:
     try:
         meta = json.loads((folder / _META).read_text())
         splits = [_mapped(folder / name, meta[key]) for name, key in ((_TRAIN, "train"), (_EVAL, "eval"))]
-        digest = meta["digest"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        digest, tally = meta["digest"], {str(kind): int(count) for kind, count in meta.get("tally", {}).items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise OffmateError(
             f"{folder}: the run's tokens are damaged ({_META}: {type(error).__name__}: {error}); remove that folder "
             "and resume, and they are made again from the data"
         ) from None
-    return Packed(splits[0], splits[1], digest)
+    return Packed(splits[0], splits[1], digest, tally)
 
 
 def verify_tokens(packed: Packed) -> bool:
@@ -114,8 +122,8 @@ def verify_tokens(packed: Packed) -> bool:
     hashes = []
     for split in (packed.train, packed.eval):
         digest = hashlib.sha256()
-        for start in range(0, len(split), 2**22):
-            digest.update(split[start : start + 2**22].tobytes())
+        for start in range(0, len(split), _SCANNED):
+            digest.update(split[start : start + _SCANNED].tobytes())
         hashes.append(digest.hexdigest())
     return hashlib.sha256("".join(hashes).encode()).hexdigest() == packed.digest
 
@@ -127,7 +135,8 @@ class Batches:
     Parameters
     ----------
     tokens: those of the training split. sequence_length: in tokens. batch_size: in sequences.
-    accumulation: batches per step.
+    accumulation: batches per step. keeps_all: use sequences without a token to train on, too, as older versions did,
+        although a batch of nothing else has no loss.
     """
 
     tokens: np.ndarray
@@ -135,11 +144,32 @@ class Batches:
     batch_size: int
     accumulation: int
     seed: int
+    keeps_all: bool = False
 
     @property
     def n_sequences(self) -> int:
-        """The number of whole sequences in the split."""
-        return len(self.tokens) // self.sequence_length
+        """The number of whole sequences that are used."""
+        return len(self._used)
+
+    @property
+    def n_unused(self) -> int:
+        """The number of whole sequences without a token to train on, which are left out."""
+        return len(self.tokens) // self.sequence_length - self.n_sequences
+
+    @cached_property
+    def _used(self) -> np.ndarray:
+        """The numbers of the sequences that are used."""
+        length = self.sequence_length
+        n_whole = len(self.tokens) // length
+        if self.keeps_all:
+            return np.arange(n_whole)
+        learns = np.empty(n_whole, dtype=bool)
+        some = max(1, _SCANNED // length)
+        for start in range(0, n_whole, some):
+            rows = self.tokens[start * length : min(start + some, n_whole) * length].reshape(-1, length)
+            # Nothing predicts the first token of a sequence.
+            learns[start : start + some] = (rows[:, 1:] >= 0).any(axis=1)
+        return np.flatnonzero(learns)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -150,8 +180,9 @@ class Batches:
         """Raise OffmateError if there are not enough tokens for one step."""
         if self.steps_per_epoch == 0:
             needed = self.sequence_length * self.batch_size * self.accumulation
+            unused = f" ({self.n_unused} sequences have none to train on)" if self.n_unused else ""
             raise OffmateError(
-                f"the data hold {len(self.tokens)} training tokens, fewer than the {needed} of one step "
+                f"the data hold {len(self.tokens)} training tokens{unused}, fewer than the {needed} of one step "
                 f"({self.batch_size} × {self.sequence_length} × accumulation {self.accumulation}); use more "
                 "data or a smaller step"
             )
@@ -162,7 +193,7 @@ class Batches:
         while True:
             epoch = step // self.steps_per_epoch
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            order = torch.randperm(self.n_sequences, generator=generator).tolist()
+            order = self._used[torch.randperm(self.n_sequences, generator=generator).numpy()].tolist()
             for within in range(step % self.steps_per_epoch, self.steps_per_epoch):
                 first = within * self.accumulation * self.batch_size
                 yield [
@@ -172,7 +203,7 @@ class Batches:
                 step += 1
 
     def batch(self, numbers: list[int]) -> Batch:
-        """Return the given sequences as `input_ids` and `labels`."""
+        """Return the sequences of these numbers as `input_ids` and `labels`."""
         length = self.sequence_length
         rows = np.stack([self.tokens[n * length : (n + 1) * length] for n in numbers])
         input_ids, labels = _read_and_trained(rows)
@@ -203,68 +234,3 @@ def _mapped(path: Path, n_tokens: int) -> np.ndarray:
     if path.stat().st_size != n_tokens * _TOKEN_BYTES:
         raise OSError(f"{path.name} has {path.stat().st_size} bytes, not {n_tokens * _TOKEN_BYTES}")
     return np.memmap(path, dtype="<i4", mode="r") if n_tokens else np.empty(0, dtype="<i4")
-
-
-def tokenized(source: Iterator[Piece], tokenizer: Any, assistant_only: bool = False) -> Iterator[list[int]]:
-    """Yield the token ids of every piece, tokenizing many pieces at a time.
-
-    Parameters
-    ----------
-    assistant_only: store a chat's tokens that are not the assistant's as their complements.
-
-    Raises: OffmateError if the tokenizer has no chat template, or one that does not mark the assistant's tokens.
-    """
-    while some := list(islice(source, _BATCH_PIECES)):
-        ids = _ids(some, tokenizer)
-        for piece, own in zip(some, ids):
-            yield _marked(piece, own, tokenizer) if assistant_only and not isinstance(piece.content, str) else own
-
-
-def _marked(piece: Piece, ids: list[int], tokenizer: Any) -> list[int]:
-    template = tokenizer.get_chat_template()
-    if not re.search(r"\{%-?\s*generation\s*-?%\}", template):
-        raise OffmateError(
-            f"{piece.place}: the tokenizer's chat template does not mark what the assistant says (no "
-            "{% generation %} in it), so train_on='assistant' cannot tell; train on all, or mark it in the template"
-        )
-    marked = tokenizer.apply_chat_template(
-        piece.content, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
-    assert list(marked["input_ids"]) == ids, "a chat template must yield the same tokens every time"
-    return [i if own else ~i for i, own in zip(ids, marked["assistant_masks"])]
-
-
-def _ids(some: list[Piece], tokenizer: Any) -> Iterator[list[int]]:
-    texts = [_text(piece, tokenizer) for piece in some]
-    # A chat template writes the special tokens itself, and a later piece continues its document.
-    opens = [piece.first and isinstance(piece.content, str) for piece in some]
-    with_special = iter(_encode(tokenizer, [t for t, o in zip(texts, opens) if o], special=True))
-    without = iter(_encode(tokenizer, [t for t, o in zip(texts, opens) if not o], special=False))
-    end = tokenizer.eos_token_id
-    for piece, own in zip(some, opens):
-        ids = next(with_special if own else without)
-        if ids and ids[-1] == end and not piece.last:
-            ids = ids[:-1]
-        elif isinstance(piece.content, str) and piece.last and end is not None and (not ids or ids[-1] != end):
-            ids = [*ids, end]
-        yield ids
-
-
-def _encode(tokenizer: Any, texts: list[str], special: bool) -> list[list[int]]:
-    if not texts:
-        return []
-    return tokenizer(texts, add_special_tokens=special, verbose=False, return_attention_mask=False)["input_ids"]
-
-
-def _text(piece: Piece, tokenizer: Any) -> str:
-    if isinstance(piece.content, str):
-        return piece.content
-    if not getattr(tokenizer, "chat_template", None):
-        raise OffmateError(
-            f"{piece.place}: chat messages, but the tokenizer has no chat template; use the tokenizer of a chat model, "
-            "or write each conversation as 'text'"
-        )
-    try:
-        return tokenizer.apply_chat_template(piece.content, tokenize=False)
-    except Exception as error:
-        raise OffmateError(f"{piece.place}: the tokenizer's chat template refuses the messages: {error}") from error

@@ -1,4 +1,4 @@
-"""A forecast of a run in five lines, and warnings about what looks wrong."""
+"""A forecast of a run in a few lines, and warnings about what looks wrong."""
 
 from __future__ import annotations
 
@@ -6,16 +6,65 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import OffmateError
-from ..machines.host_memory import available_host_bytes
+from ..machines.devices import EMULATED
 from ..plans.plan import Plan
+from ..reports.units import format_count
 from ..sizes import format_bytes, format_least_bytes
+from .needs import Needs, device_words, memory_doubt
 from .packing import Batches, Packed
 from .report import format_left
-from .settings import Settings
+from .settings import ALL_LINEAR, Settings
+from .tokenizing import BEGIN, END, LEFT_OUT, Example
 
 _SLOW, _SLOW_S = 5.0, 1.0  # multiple of the compute; steps of fewer seconds are never called slow
 _LONG_S = 7 * 24 * 3600
+
+
+@dataclass(frozen=True)
+class Work:
+    """The tokens of a run, the sequences that its steps read, and the number of steps of the whole run."""
+
+    packed: Packed
+    batches: Batches
+    n_steps: int
+
+    def lines(self, settings: Settings) -> list[str]:
+        """Write how much of which data there is, what of it is trained on, and what a step does."""
+        return [self._data_line(settings), self._training_line(settings)]
+
+    def _data_line(self, settings: Settings) -> str:
+        batches, tally = self.batches, self.packed.tally
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in tally.items() if kind != LEFT_OUT)
+        without = {
+            "documents": tally.get(LEFT_OUT, 0),
+            "sequences": batches.n_unused,
+        }
+        unused = "".join(
+            f"{count:,} {name} left out, with nothing to learn; " for name, count in without.items() if count
+        )
+        trained = "the assistant's tokens of chats, completions and text" if settings.assistant_only else "all tokens"
+        return (
+            f"data: {f'documents: {kinds}; ' if kinds else ''}{unused}{batches.n_sequences:,} sequences of "
+            f"{batches.sequence_length} tokens, {batches.steps_per_epoch:,} steps per epoch; "
+            f"{len(self.packed.eval):,} tokens held out; training on {trained}"
+        )
+
+    def _training_line(self, settings: Settings) -> str:
+        clipped = "no clipping" if settings.max_grad_norm is None else f"clipping at {settings.max_grad_norm:g}"
+        return (
+            f"training: {settings.optimizer}, learning rate {settings.learning_rate:g} ({settings.schedule}, "
+            f"{settings.warmup(self.n_steps):,} warm-up steps), {clipped}, weight decay {settings.weight_decay:g}, "
+            f"{settings.accumulation} × {settings.batch_size} sequences per step"
+        )
+
+    def doubts(self, settings: Settings) -> list[str]:
+        """List what looks wrong whatever the plan is."""
+        found, warmup = [], settings.warmup(self.n_steps)
+        if warmup >= self.n_steps > 1 or warmup > self.n_steps:
+            found.append(f"warmup_steps is {warmup} of {self.n_steps} steps, so the warm-up never ends")
+        if settings.eval_fraction > 0 and len(self.packed.eval) < 2:
+            found.append("no document is held out, so nothing is evaluated; raise eval_fraction, or set it to 0")
+        return found
 
 
 @dataclass(frozen=True)
@@ -24,23 +73,22 @@ class Preview:
 
     Parameters
     ----------
-    n_steps: number of steps of the whole run. done: steps that an earlier run has done.
-    weights_bytes, states_bytes: sizes of a checkpoint's weights and states on disk.
+    kind: the device, as `device_kind` returns it. done: steps that an earlier run has done.
+    held_bytes: what this process already holds of the run's CPU memory.
     """
 
     settings: Settings
+    kind: str
+    needs: Needs
     plan: Plan
-    packed: Packed
-    batches: Batches
-    n_steps: int
+    work: Work
     done: int
-    weights_bytes: int
-    states_bytes: int
+    held_bytes: int = 0
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens that one update sees."""
-        return self.batches.sequence_length * self.settings.batch_size * self.settings.accumulation
+        return self.work.batches.sequence_length * self.settings.batch_size * self.settings.accumulation
 
     @property
     def step_s(self) -> float:
@@ -50,40 +98,47 @@ class Preview:
     @property
     def left_s(self) -> float:
         """Predicted seconds to the end."""
-        return self.step_s * (self.n_steps - self.done)
+        return self.step_s * (self.work.n_steps - self.done)
 
     @property
     def host_bytes(self) -> int:
-        """Predicted host memory of tensors."""
-        return self.plan.host_bytes
-
-    @property
-    def disk_bytes(self) -> int:
-        """The most disk that checkpoints and the result take: a new checkpoint is written before an old one goes."""
-        one = self.weights_bytes + self.states_bytes
-        return one * (self.settings.keep_checkpoints + 1) + self.weights_bytes
+        """Predicted memory of tensors in RAM, which also holds those of a device that the CPU emulates."""
+        emulated = self.plan.predicted_peak_bytes if self.kind == EMULATED else 0
+        return max(self.plan.host_bytes + emulated, self.needs.weights_bytes)
 
     def lines(self) -> list[str]:
-        """Write five lines: whether it fits, how fast it is, host memory, how much data, how long it takes."""
-        plan, settings = self.plan, self.settings
-        sequences = f"{self.batches.n_sequences:,} sequences of {self.batches.sequence_length} tokens"
-        held_out = f"{len(self.packed.eval):,} tokens held out"
+        """Write a line each: data, training, whether it fits, CPU memory and disk, speed, how long it takes."""
+        plan = self.plan
         return [
+            *self.work.lines(self.settings),
             f"fits: GPU memory peak {format_bytes(plan.predicted_peak_bytes)} of {format_bytes(plan.budget_bytes)}; "
             f"the least budget that works is {format_least_bytes(plan.least_budget_bytes)}",
-            f"speed: {self.step_s:.3g} s per step predicted, {self.tokens_per_step / self.step_s:,.0f} tokens/s",
-            f"CPU memory: {format_bytes(self.host_bytes)} of tensors; {format_bytes(self.disk_bytes)} of disk for "
-            f"{settings.keep_checkpoints} checkpoints and the result",
-            f"data: {sequences}, {self.batches.steps_per_epoch:,} steps per epoch; {held_out}; training on "
-            + ("only the assistant's tokens of chats" if settings.assistant_only else "all tokens"),
-            f"end: after {self.n_steps:,} steps"
-            + (f", of which {self.done:,} are done" if self.done else "")
-            + f"; {format_left(self.left_s)} from now",
+            f"CPU memory: {format_bytes(self.host_bytes)} of tensors{self._of_device()}; "
+            f"{format_bytes(self.needs.disk_bytes(self.settings))} of disk for {self.settings.keep_checkpoints} "
+            "checkpoints and the result",
+            *self.speed_lines("the device's rates"),
         ]
 
-    def doubts(self) -> list[str]:
-        """List what looks wrong, a sentence each; empty if nothing does."""
-        settings, found = self.settings, []
+    def speed_lines(self, source: str) -> list[str]:
+        """Write the predicted speed, with what it is predicted from, and when the run ends."""
+        done = f", of which {self.done:,} are done" if self.done else ""
+        return [
+            f"speed: {self.step_s:.3g} s per step predicted from {source}, "
+            f"{self.tokens_per_step / self.step_s:,.0f} tokens/s",
+            f"end: after {self.work.n_steps:,} steps{done}; {format_left(self.left_s)} from now",
+        ]
+
+    def _of_device(self) -> str:
+        return ", those of the emulated device included" if self.kind == EMULATED else ""
+
+    def doubts(self, memory: bool = True) -> list[str]:
+        """List what looks wrong, a sentence each; empty if nothing does.
+
+        Parameters
+        ----------
+        memory: include a lack of CPU memory.
+        """
+        found = self.work.doubts(self.settings)
         schedule = self.plan.schedule
         compute_s = schedule.micro_batches * sum(c.seconds for c in schedule.computes.values())
         if self.plan.predicted_step_s > max(_SLOW * compute_s, _SLOW_S):
@@ -93,26 +148,64 @@ class Preview:
             )
         if self.left_s > _LONG_S:
             found.append(f"the run takes {self.left_s / 86400:.0f} days; try fewer steps or a shorter sequence_length")
-        if settings.warmup_steps >= self.n_steps:
-            found.append(f"warmup_steps is {settings.warmup_steps} of {self.n_steps} steps, so the warm-up never ends")
-        if settings.eval_fraction > 0 and len(self.packed.eval) < 2:
-            found.append("no document is held out, so nothing is evaluated; raise eval_fraction, or set it to 0")
-        available = available_host_bytes()
-        if self.host_bytes > available:
-            found.append(
-                f"the run needs {format_bytes(self.host_bytes)} of CPU memory, but {format_bytes(available)} are free"
-            )
-        return found
+        return found + (memory_doubt(self.host_bytes - self.held_bytes) if memory else [])
 
 
-def check_disk(folder: Path, needed_bytes: int) -> None:
-    """Raise OffmateError if a folder's disk has less room than is needed."""
+def device_line(kind: str) -> str:
+    """Write the first line of a run."""
+    return f"device: {device_words(kind)}"
+
+
+def first_lines(settings: Settings, kind: str, needs: Needs) -> list[str]:
+    """Write what is known before anything is planned: the model, and what it needs at the least."""
+    return [
+        model_line(settings, needs),
+        f"needs at least: {format_least_bytes(needs.host_bytes(kind))} of CPU memory, "
+        f"{format_least_bytes(needs.largest_bytes)} of GPU memory, "
+        f"{format_bytes(needs.disk_bytes(settings))} of disk; at best {needs.tokens_per_s:,.0f} tokens/s",
+    ]
+
+
+def model_line(settings: Settings, needs: Needs) -> str:
+    """Write how many parameters are trained, and in which precision."""
+    precision = {
+        "fp32": "in fp32",
+        "bf16": "in bf16",
+        "bf16-master": "in bf16, with fp32 copies that are updated",
+    }[settings.precision]
+    if settings.lora is None:
+        return f"model: {format_count(needs.n_params)} parameters {precision}, all of them trained"
+    lora, base = settings.lora, needs.n_params - needs.n_trained
+    layers = {(ALL_LINEAR,): "all linear layers", (): "the layers that peft chooses"}
+    where = layers.get(lora.targets, ", ".join(lora.targets))
+    own = "" if settings.precision == "fp32" else " in fp32"
+    return (
+        f"model: {format_count(base)} frozen parameters {precision}; LoRA of rank {lora.r} (alpha {lora.alpha}, "
+        f"dropout {lora.dropout:g}) on {where} trains {format_count(needs.n_trained)}{own}"
+    )
+
+
+def example_lines(shown: list[Example]) -> list[str]:
+    """Write examples, each as a heading and its text."""
+    found = []
+    for number, example in enumerate(shown, start=1):
+        found.append(
+            f"example {number}: {example.place} ({example.kind}), {example.n_tokens:,} tokens, "
+            f"{example.n_trained:,} trained on, between {BEGIN} and {END}"
+        )
+        found += ["  " + line for line in example.text.splitlines()]
+    return found
+
+
+def disk_doubt(folder: Path, needed_bytes: int) -> list[str]:
+    """Return a sentence if a folder's disk has less room than is needed."""
     place = folder
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
-    if free < needed_bytes:
-        raise OffmateError(
-            f"{folder}: checkpoints and the result need up to {format_bytes(needed_bytes)}, but the disk has "
-            f"{format_bytes(free)} free; keep fewer (keep_checkpoints), or write elsewhere"
-        )
+    if free >= needed_bytes:
+        return []
+    return [
+        f"{folder}: checkpoints and the result need up to {format_bytes(needed_bytes)}, but the disk has "
+        f"{format_bytes(free)} free; keep fewer (keep_checkpoints), or write elsewhere"
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import reprlib
 import sys
@@ -19,13 +20,23 @@ from ..sizes import parse_budget
 
 SCHEDULES = ("cosine", "linear", "constant")
 OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")
-PRECISIONS = ("fp32", "bf16", "bf16-master")
+AUTO = "auto"
+PRECISIONS = ("fp32", "bf16", "bf16-master", AUTO)
 TRAINED_ON = ("all", "assistant")
 REPORTERS = ("tensorboard", "wandb")
+ALL_LINEAR = "all-linear"  # peft's name for every linear layer but the last, which predicts the words
 
 # Beyond these, a number is a slip: torch could not hold the tensors, or the seed of an epoch's order.
 _MOST = 10**12
 _MOST_MICRO_BATCHES, _MOST_SEQUENCES, _MOST_TOKENS, _MOST_RANK = 10**6, 2**16, 2**24, 2**16
+
+_WARMUP_SHARE = 0.03
+_NONE = ("none", "null", "off")
+
+# Values that leave a setting to the run. A run stores what it took, so such a value asks for no change of it.
+_OPEN: dict[str, Any] = {
+    "precision": AUTO, "device": None, "sequence_length": None, "learning_rate": None, "warmup_steps": None,
+}  # fmt: skip
 
 # Settings that do not change the numbers, so a run may be resumed with other values. Budgets are among them, since
 # checkpoints store who updates what and a resumed run keeps that split.
@@ -38,13 +49,13 @@ class Lora:
 
     Parameters
     ----------
-    targets: "all-linear" alone stands for all linear layers but the head; empty for peft's choice.
+    targets: parts of the layers' names, or `ALL_LINEAR` alone; empty for peft's choice, as runs of older versions have.
     """
 
     r: int
     alpha: int = 16
     dropout: float = 0.0
-    targets: tuple[str, ...] = ()
+    targets: tuple[str, ...] = (ALL_LINEAR,)
 
     def __post_init__(self) -> None:
         _whole("lora r", self.r, 1, _MOST_RANK)
@@ -65,12 +76,14 @@ class Settings:
     sequence_length: tokens per sequence; None takes 1024, or the model's limit if that is less.
     batch_size: sequences per micro-batch. accumulation: micro-batches per step.
     epochs, steps: length of the run; steps wins if both are given.
-    learning_rate: None takes 2e-5, or 2e-4 with LoRA. warmup_steps: number of steps in which it rises from zero.
+    learning_rate: None takes 2e-5, or 2e-4 with LoRA. warmup_steps: number of steps in which it rises from zero; None
+        takes 3 % of the steps.
     max_grad_norm: gradients are clipped to this global norm; None does not clip, so that updates can begin during the
         backward.
-    precision: "bf16-master" computes in bf16 and updates fp32 copies, which are part of the optimizer's state.
-    train_on: "all" tokens, or in chats only the "assistant"'s, if the tokenizer's template marks them; plain text is
-        always trained on as a whole.
+    precision: "bf16-master" computes in bf16 and updates fp32 copies, which are part of the optimizer's state. "auto"
+        takes "bf16-master" for a 16-bit checkpoint, with LoRA "bf16", and "fp32" for a float32 one.
+    train_on: "all" tokens, or only the "assistant"'s of a chat and the completion of a prompt; plain text is always
+        trained on as a whole.
     eval_fraction: share of the documents that is held out. eval_every: in steps; None evaluates with every checkpoint.
     keep_checkpoints: number of newest checkpoints that stay on disk. report: "tensorboard", "wandb".
 
@@ -90,14 +103,14 @@ class Settings:
     steps: int | None = None
     learning_rate: float | None = None
     schedule: str = "cosine"
-    warmup_steps: int = 0
+    warmup_steps: int | None = None
     optimizer: str = "adamw"
     weight_decay: float = 0.0
-    max_grad_norm: float | None = None
-    precision: str = "fp32"
+    max_grad_norm: float | None = 1.0
+    precision: str = AUTO
     lora: Lora | None = None
     seed: int = 0
-    train_on: str = "all"
+    train_on: str = "assistant"
     eval_fraction: float = 0.05
     eval_every: int | None = None
     checkpoint_every: int = 500
@@ -113,12 +126,11 @@ class Settings:
             _whole(name, getattr(self, name), 1)
         _whole("batch_size", self.batch_size, 1, _MOST_SEQUENCES)
         _whole("accumulation", self.accumulation, 1, _MOST_MICRO_BATCHES)
-        for name in ("steps", "eval_every"):
+        for name, least in (("steps", 1), ("eval_every", 1), ("warmup_steps", 0)):
             if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), 1)
+                _whole(name, getattr(self, name), least)
         if self.sequence_length is not None:
             _whole("sequence_length", self.sequence_length, 2, _MOST_TOKENS)
-        _whole("warmup_steps", self.warmup_steps, 0)
         _whole("seed", self.seed, 0)
         for name in ("learning_rate", "max_grad_norm"):
             if getattr(self, name) is not None:
@@ -136,8 +148,12 @@ class Settings:
 
     @property
     def assistant_only(self) -> bool:
-        """Whether only the assistant's tokens of a chat are trained on."""
+        """Whether only the assistant's tokens of a chat, and only the completion of a prompt, are trained on."""
         return self.train_on == "assistant"
+
+    def warmup(self, n_steps: int) -> int:
+        """Return the number of warm-up steps of a run."""
+        return math.ceil(_WARMUP_SHARE * n_steps) if self.warmup_steps is None else self.warmup_steps
 
     @property
     def gate(self) -> dict[str, Any]:
@@ -162,12 +178,14 @@ class Settings:
 def make_settings(values: Mapping[str, Any]) -> Settings:
     """Make settings from plain values; absent ones take their defaults.
 
-    Raises: OffmateError for an unknown name (with all known ones), a missing or a bad value.
+    Raises: OffmateError for an unknown name (with the nearest ones), a missing or a bad value.
     """
-    known = {f.name: f for f in dataclasses.fields(Settings)}
+    known = [f.name for f in dataclasses.fields(Settings)]
     for name in values:
         if name not in known:
-            raise ArgumentValueError(f"there is no setting {name!r}; known settings: {', '.join(known)}")
+            near = difflib.get_close_matches(name.replace("-", "_"), known, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"known settings: {', '.join(known)}"
+            raise ArgumentValueError(f"there is no setting {name!r}; {hint}")
     values = {"model": "", "data": "", "output": "", **values}
     converted = {name: _CONVERSIONS.get(name, _same)(value) for name, value in values.items()}
     return Settings(**converted)
@@ -195,12 +213,18 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def differences(saved: Settings, given: Mapping[str, Any]) -> list[str]:
     """List the given settings that would change a run's numbers, each as "NAME: SAVED in the run, GIVEN now"."""
-    wanted = make_settings({**saved.to_dict(), **given})
+    wanted = continued(saved, given)
     return [
         f"{name}: {getattr(saved, name)!r} in the run, {getattr(wanted, name)!r} now"
         for name in given
         if name not in _FREE and getattr(saved, name) != getattr(wanted, name)
     ]
+
+
+def continued(saved: Settings, given: Mapping[str, Any]) -> Settings:
+    """Return a run's settings with the given ones in their place; one that leaves a value open changes nothing."""
+    asked = {name: value for name, value in given.items() if name not in _OPEN or value != _OPEN[name]}
+    return make_settings({**saved.to_dict(), **asked})
 
 
 def parse_lora(value: Any) -> Lora | None:
@@ -214,14 +238,14 @@ def parse_lora(value: Any) -> Lora | None:
         parts = [part.partition("=") for part in given.split(",")]
         value = {name.strip(): text.strip() for name, _, text in parts}
         if isinstance(value.get("targets"), str):
-            value["targets"] = value["targets"].split("+")
+            value["targets"] = [name.strip() for name in value["targets"].split("+")]
     example = "write 16 for a rank, or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
     if not isinstance(value, Mapping) or "r" not in value or not value.keys() <= {"r", "alpha", "dropout", "targets"}:
         raise ArgumentValueError(f"lora is {_short(value)}; {example}")
     try:
         r, alpha = int(value["r"]), int(value.get("alpha", Lora.alpha))
         dropout = float(value.get("dropout", Lora.dropout))
-        targets = tuple(value.get("targets") or ())
+        targets = tuple(value.get("targets", Lora.targets) or ())
     except (TypeError, ValueError, OverflowError):
         raise ArgumentValueError(f"lora is {_short(dict(value))}; {example}") from None
     return Lora(r, alpha, dropout, targets)
@@ -239,6 +263,10 @@ def _float(value: Any) -> Any:
         return value
 
 
+def _norm(value: Any) -> Any:
+    return None if isinstance(value, str) and value.strip().lower() in _NONE else _float(value)
+
+
 def _names(value: Any) -> tuple[Any, ...]:
     if value is not None and not isinstance(value, str | list | tuple):
         raise ArgumentValueError(
@@ -252,7 +280,8 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "report": _names,
     "gpu_budget": str,
     "cpu_budget": str,
-    **dict.fromkeys(("learning_rate", "weight_decay", "max_grad_norm", "eval_fraction"), _float),
+    "max_grad_norm": _norm,
+    **dict.fromkeys(("learning_rate", "weight_decay", "eval_fraction"), _float),
 }
 
 

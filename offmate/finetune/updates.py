@@ -25,7 +25,7 @@ def base_learning_rate(settings: Settings) -> float:
 
 def learning_rate(settings: Settings, step: int, n_steps: int) -> float:
     """Compute the learning rate of a step: linear warm-up, then the schedule, down to nearly zero at the last step."""
-    base, warm = base_learning_rate(settings), settings.warmup_steps
+    base, warm = base_learning_rate(settings), settings.warmup(n_steps)
     if step < warm:
         return base * (step + 1) / warm
     if settings.schedule == "constant":
@@ -83,6 +83,8 @@ def _optimizer(params: list[torch.Tensor], settings: Settings) -> torch.optim.Op
     if not params:
         raise OffmateError("the model has no parameter to train")
     kind, more = _KINDS[settings.optimizer]
+    if params[0].device.type == "meta":  # nothing will be updated, and torch has no fused kernel there
+        more = {**more, "fused": False} if "fused" in more else more
     if settings.precision == "bf16-master":
         kind = with_master_weights(kind)
     return kind(params, lr=base_learning_rate(settings), weight_decay=settings.weight_decay, **more)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 
 from ..errors import ArgumentValueError, OffmateError
 from ..transformers_names import kept_in_float32
-from .settings import Lora, Settings
+from .settings import ALL_LINEAR, Lora, Settings
 
 log = logging.getLogger("offmate")
 
@@ -28,8 +30,15 @@ _SAFETENSORS = {
 }  # fmt: skip
 
 
-def model_folder(model: str) -> Path:
+_DESCRIPTION = ["*.json", "*.model", "*.txt", "*.jinja"]  # all of a model on the Hub but its weights
+
+
+def model_folder(model: str, *, weights: bool = True) -> Path:
     """Return the local folder of a model, downloaded first if it is a Hub id.
+
+    Parameters
+    ----------
+    weights: whether the weights of a Hub model are downloaded, too.
 
     Raises: OffmateError if neither a folder nor a Hub model has that name.
     """
@@ -43,7 +52,7 @@ def model_folder(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+        return Path(snapshot_download(model, allow_patterns=_DESCRIPTION + ["*.safetensors"] * weights))
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise OffmateError(
@@ -105,13 +114,10 @@ def load_model(folder: Path, dtype: torch.dtype) -> Any:
 
     Raises: OffmateError if weights are missing or cannot be read.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
+    from transformers import GenerationConfig
 
     config = load_config(folder)
-    classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    choices = classes if isinstance(classes, tuple | list) else (classes,)
-    named = [c for c in choices if getattr(c, "__name__", "") in (config.architectures or ())]
-    model_class: Any = (named or choices)[0]
+    model_class = model_class_of(config)
     # The modules that a class keeps in float32 must not lose digits while they are read.
     exact = kept_in_float32(model_class)
     state = dict(_read_weights(folder, dtype, exact))
@@ -129,6 +135,16 @@ def load_model(folder: Path, dtype: torch.dtype) -> Any:
     return model
 
 
+def model_class_of(config: Any) -> Any:
+    """Return the class of causal language models that a configuration is of; the one that it names, if it names one."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    choices = classes if isinstance(classes, tuple | list) else (classes,)
+    named = [c for c in choices if getattr(c, "__name__", "") in (config.architectures or ())]
+    return (named or choices)[0]
+
+
 def with_adapter(model: Any, lora: Lora) -> Any:
     """Put a new adapter on a causal language model, whose own parameters are frozen.
 
@@ -139,7 +155,7 @@ def with_adapter(model: Any, lora: Lora) -> Any:
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules="all-linear" if lora.targets == ("all-linear",) else list(lora.targets) or None,
+        target_modules=ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets) or None,
         task_type="CAUSAL_LM",
     )
     try:
@@ -147,7 +163,31 @@ def with_adapter(model: Any, lora: Lora) -> Any:
             warnings.simplefilter("ignore")  # of names in transformers, and of layouts that peft sees for itself
             return peft.get_peft_model(model, config)
     except ValueError as error:
-        raise OffmateError(f"lora: {error}") from error
+        raise ArgumentValueError(f"lora: {error}") from error
+
+
+def stored_dtype(folder: Path, config: Any) -> torch.dtype:
+    """Return the dtype that most of a checkpoint is in: from the headers of its files, else from its configuration.
+
+    Raises: OffmateError if the weights are quantised, or in a dtype that cannot be trained.
+    """
+    counted: Counter[str] = Counter()
+    for file in folder.glob("*.safetensors"):
+        try:
+            with file.open("rb", buffering=0) as source:
+                for name, entry in _header(file, source)[1].items():
+                    if name != "__metadata__":
+                        counted[entry["dtype"]] += math.prod(entry["shape"])
+        except _DAMAGE:
+            continue  # loading names the fault
+    stored = counted.most_common(1)[0][0] if counted else None
+    dtype = _SAFETENSORS.get(stored) if stored else getattr(config.get_text_config(), "dtype", None) or config.dtype
+    if getattr(config, "quantization_config", None) or (stored and (dtype is None or not dtype.is_floating_point)):
+        raise ArgumentValueError(
+            f"{folder}: the weights are quantised ({stored or 'as config.json says'}), which cannot be trained within "
+            "a budget yet; name the model's version in bf16, fp16 or fp32"
+        )
+    return dtype or torch.float32
 
 
 def _peft() -> Any:
@@ -184,19 +224,24 @@ def _weight_files(folder: Path) -> list[Path]:
 def _read_file(file: Path, dtype: torch.dtype, exact: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Read a file without mapping it: mapped pages count as process memory, and a conversion would touch them all."""
     with file.open("rb", buffering=0) as source:
-        size = int.from_bytes(source.read(8), "little")
-        if size > file.stat().st_size:
-            raise ValueError("the header is longer than the file")
-        header = json.loads(source.read(size))
+        begin, header = _header(file, source)
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
             stored = _SAFETENSORS[entry["dtype"]]
             keep = not stored.is_floating_point or any(part in exact for part in name.split("."))
             tensor = torch.empty(entry["shape"], dtype=stored if keep else dtype)
-            source.seek(8 + size + entry["data_offsets"][0])
+            source.seek(begin + entry["data_offsets"][0])
             _fill(tensor, stored, source)
             yield name, tensor
+
+
+def _header(file: Path, source: Any) -> tuple[int, dict[str, Any]]:
+    """Return where a file's data begin, and what it says of every tensor."""
+    size = int.from_bytes(source.read(8), "little")
+    if size > file.stat().st_size:
+        raise ValueError("the header is longer than the file")
+    return 8 + size, json.loads(source.read(size))
 
 
 def _fill(tensor: torch.Tensor, stored: torch.dtype, source: Any) -> None:

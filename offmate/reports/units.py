@@ -1,4 +1,4 @@
-"""Readable seconds, and round numbers for axes."""
+"""Readable seconds and counts, and round numbers for axes."""
 
 from __future__ import annotations
 
@@ -41,3 +41,9 @@ def byte_ticks(end_bytes: float, about: int = 5) -> list[int]:
     """
     unit = 1024 ** int(math.log(max(end_bytes, 1), 1024))
     return [round(tick * unit) for tick in ticks(end_bytes / unit, about)]
+
+
+def format_count(number: int) -> str:
+    """Format a number in B, M or K to three digits: 6.74 B, 124 M, 125 K."""
+    unit, name = next(((u, n) for u, n in ((10**9, "B"), (10**6, "M"), (10**3, "K")) if number >= u), (1, ""))
+    return f"{number / unit:.3g} {name}".strip()

@@ -62,9 +62,9 @@ def test_settings_survive_yaml(tmp_path):
     assert make_settings(read_yaml(tmp_path / "s.yaml")) == settings
 
 
-@pytest.mark.parametrize("rank", ["16", 16, "r=16", {"r": 16}])
-def test_a_rank_is_enough_for_lora(rank):
-    assert make_settings({**NAMED, "lora": rank}).lora == Lora(16)
+@pytest.mark.parametrize("value", ["16", " 16 ", 16, "r=16", {"r": 16}])
+def test_a_bare_rank_is_a_lora_setting(value):
+    assert make_settings({**NAMED, "lora": value}).lora == Lora(16)
 
 
 @pytest.mark.parametrize(
@@ -82,15 +82,17 @@ def test_a_rank_is_enough_for_lora(rank):
         ({"precision": "fp8"}, "precision is 'fp8'"),
         ({"optimizer": "best"}, "optimizer is 'best'"),
         ({"gpu_budget": "12Gb"}, "gpu_budget: '12Gb' is a size in bits"),
-        ({"lora": "r=no"}, "write 16 for a rank"),
+        ({"lora": "r=no"}, "write 16 for a rank, or r=16"),
+        ({"lora": True}, "lora is True; write 16 for a rank"),
         ({"lora": {"r": 0}}, "lora r is 0"),
+        ({"lora": "0"}, "lora r is 0"),
         ({"report": ["fax"]}, "report is 'fax'"),
         ({"report": 3}, "report is 3; it must be one of tensorboard, wandb, or a list"),
         ({"seed": 10**30}, "it must be a whole number of at least 0 and at most 1,000,000,000,000"),
         ({"batch_size": 10**9}, "batch_size is 1000000000; it must be a whole number of at least 1 and at most 65,536"),
         ({"learning_rate": 10**400}, "it must be more than 0, and finite"),
-        ({"lora": {"r": 1, "targets": 3}}, "lora is {'r': 1, 'targets': 3}; write 16 for a rank"),
-        ({"lora": {"r": float("inf")}}, "lora is {'r': inf}; write 16 for a rank"),
+        ({"lora": {"r": 1, "targets": 3}}, "lora is {'r': 1, 'targets': 3}; write 16"),
+        ({"lora": {"r": float("inf")}}, "lora is {'r': inf}; write 16"),
     ],
 )
 def test_bad_settings_are_named(given_values, said):
@@ -125,7 +127,7 @@ def test_a_bad_configuration_file(tmp_path, text, said):
 def test_schedules():
     rates = [learning_rate(make_settings({**NAMED, "learning_rate": 1.0, "warmup_steps": 2}), s, 6) for s in range(6)]
     assert rates == pytest.approx([0.5, 1.0, 1.0, 0.8536, 0.5, 0.1464], abs=1e-4)
-    linear = make_settings({**NAMED, "learning_rate": 1.0, "schedule": "linear"})
+    linear = make_settings({**NAMED, "learning_rate": 1.0, "schedule": "linear", "warmup_steps": 0})
     assert [learning_rate(linear, s, 4) for s in range(4)] == [1.0, 0.75, 0.5, 0.25]
 
 
@@ -153,7 +155,7 @@ def test_text_pieces_are_the_text(tmp_path_factory, text):
     [
         ("a.jsonl", '{"text": "x"}\n\n{"text": \n', "a.jsonl, line 3: broken JSON"),
         ("a.jsonl", "[1]\n", "line 1: a list instead of an object"),
-        ("a.jsonl", '{"body": "x"}\n', "line 1: no usable 'text' or 'messages' (keys: body)"),
+        ("a.jsonl", '{"body": "x"}\n', "line 1: none of the known formats (keys: body)"),
         ("a.jsonl", '{"messages": [{"role": "user"}]}\n', "line 1: a message without 'role' and 'content'"),
         ("a.txt", b"abc\xff", "not UTF-8 text"),
         ("a.jsonl", '{"text": "so"}\n{"text": "oh \\ud83d no"}\n', "line 2: '\\ud83d' is half of a character"),
@@ -217,9 +219,6 @@ def test_of_chats_only_the_assistant_is_trained_on(tmp_path, base):
         {"text": "t"},
     ]
     file = written(tmp_path, "a.jsonl", "\n".join(map(json.dumps, rows)))
-    tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}</s>\n{% endfor %}"
-    with pytest.raises(OffmateError, match=r"line 1: .*does not mark what the assistant says.*train on all"):
-        write_tokens(file, tokenizer, 0.0, tmp_path / "tokens", assistant_only=True)
     tokenizer.chat_template = (
         "{% for m in messages %}[{{ m['role'] }}]{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
         "</s>{% endgeneration %}{% else %}{{ m['content'] }}</s>{% endif %}{% endfor %}"
@@ -517,10 +516,14 @@ def test_bad_input_is_refused_before_anything_runs(base, tmp_path, capsys):
         assert not out.exists()
 
 
-def test_too_little_disk_is_refused(tmp_path, monkeypatch):
+def test_too_little_disk_is_refused(base, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(preview.shutil, "disk_usage", lambda place: types.SimpleNamespace(free=10))
-    with pytest.raises(OffmateError, match="need up to 11 B, but the disk has 10 B free"):
-        preview.check_disk(tmp_path / "not" / "yet", 11)
+    (doubt,) = preview.disk_doubt(tmp_path / "not" / "yet", 11)
+    assert "need up to 11 B, but the disk has 10 B free" in doubt
+    assert preview.disk_doubt(tmp_path, 10) == []
+    text = Path(written(tmp_path, "a.txt", TEXT[:2000]))
+    assert "the disk has 10 B free" in refused(arguments(base / "llama", text, tmp_path / "out", yes=True), capsys)
+    assert not (tmp_path / "out").exists()
 
 
 def test_reporters_that_are_not_installed_are_named(tmp_path, monkeypatch):

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
+import shutil
 import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offmate import cli
 from offmate.errors import OffmateError
 from offmate.finetune import checkpoint, loop
+from offmate.finetune.settings import read_yaml
 from offmate.optim.updater import Updater
 
 from ...warm import run
@@ -61,10 +67,12 @@ def usual(base: Path, output: Path, model: str = "llama", **more: object) -> lis
     settings = {"steps": STEPS, "learning_rate": 1e-2, "warmup_steps": 2, "checkpoint_every": 2, "eval_fraction": 0}
     # How fast a tiny model seems depends on what else the machine does.
     settings["yes"] = True
+    # Without a gate, so that updates begin during the backward and the budget decides who makes them.
+    settings["max_grad_norm"] = "none"
     return arguments(base / model, base / "text.txt", output, **(settings | more))
 
 
-@pytest.mark.parametrize(("model", "more"), [("llama", {}), ("gpt2", GATED)])
+@pytest.mark.parametrize(("model", "more"), [("llama", {}), ("llama", {"max_grad_norm": None}), ("gpt2", GATED)])
 def test_equals_plain_pytorch_bit_for_bit(base, tmp_path, model, more):
     output = tmp_path / "out"
     events = finetune(usual(base, output, model, eval_fraction=0.04, **more))
@@ -123,7 +131,7 @@ def test_dropout_and_float32_copies_resume_bit_for_bit(base, tmp_path, monkeypat
     with pytest.raises(OffmateError, match="stopped by the test"):
         finetune_raising(usual(base, broken, "gpt2", precision="bf16-master", **GATED))
     monkeypatch.undo()
-    finetune(usual(base, broken, "gpt2", resume=True))
+    finetune(usual(base, broken, "gpt2", resume=True, max_grad_norm=None))
     assert same(weights(broken), weights(unbroken))
     assert weights(broken)["transformer.wte.weight"].dtype == torch.bfloat16
 
@@ -206,10 +214,143 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(base, tmp_path, capsys, monk
     monkeypatch.undo()
 
 
-def test_dry_run_shows_five_lines_and_leaves_nothing(base, tmp_path):
-    (event,) = finetune(usual(base, tmp_path / "out", dry_run=True))
-    assert event["event"] == "plan" and len(event["lines"]) == 5
+def test_dry_run_says_what_the_run_takes_reads_no_weights_and_leaves_nothing(base, tmp_path, monkeypatch):
+    monkeypatch.setattr("offmate.finetune.job.build_model", None)
+    events = {event["event"]: event for event in finetune(usual(base, tmp_path / "out", dry_run=True))}
+    assert list(events) == ["device", "needs", "examples", "plan"]
+    assert "EMULATED ON THE CPU" in events["device"]["words"]
+    words = [line.split(":")[0] for name in ("needs", "plan") for line in events[name]["lines"]]
+    assert words == ["model", "needs at least", "data", "training", "fits", "CPU memory", "speed", "end"]
+    shown = events["examples"]["examples"]
+    assert [example["kind"] for example in shown] == ["text"] * 3
+    assert all(example["text"].startswith("⟦") and example["text"].endswith("⟧") for example in shown)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_prints_every_doubt_and_a_run_is_not_begun(base, tmp_path, capsys, monkeypatch):
+    for name in ("needs.available_host_bytes", "job.default_host_budget_bytes"):
+        monkeypatch.setattr(f"offmate.finetune.{name}", lambda: 2**17)
+    monkeypatch.setattr("offmate.finetune.preview.shutil.disk_usage", lambda place: SimpleNamespace(free=10))
+    monkeypatch.setattr("offmate.finetune.preview._LONG_S", 0)
+    more = {"device": None, "cpu_budget": None, "warmup_steps": 99, "eval_fraction": 0.01}
+    found = [
+        "NO GPU WAS FOUND",
+        "KiB of CPU memory, but 128 KiB are free",
+        "the disk has 10 B free",
+        "never ends",
+        "days",
+    ]
+    events = {event["event"]: event for event in finetune(usual(base, tmp_path / "out", dry_run=True, **more))}
+    assert all(any(said in doubt for doubt in events["plan"]["doubts"]) for said in found), events["plan"]["doubts"]
+    argv = [a for a in usual(base, tmp_path / "out", dry_run=True, **more) if a != "--json"]
+    monkeypatch.setenv("COLUMNS", "1000")
+    assert cli.main(argv) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("device: EMULATED ON THE CPU")
+    assert all(words in said for words in found)
+    assert said.count("DOUBT") == len(events["plan"]["doubts"])
+
+
+def test_a_dry_run_that_does_not_fit_says_so_after_its_other_doubts(base, tmp_path, capsys):
+    assert cli.main(usual(base, tmp_path / "out", dry_run=True, gpu_budget="70KiB", device=None)) == 1
+    captured = capsys.readouterr()
+    plan = [json.loads(line) for line in captured.out.splitlines()][-1]
+    assert "NO GPU WAS FOUND" in plan["doubts"][0] and "the least that does is" in plan["doubts"][-1]
+    assert "the least that does is" in captured.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("folds", [40, 80, 120])
+def test_the_preview_folds_to_the_terminal(base, tmp_path, capsys, monkeypatch, folds):
+    monkeypatch.setenv("COLUMNS", str(folds))
+    argv = [a for a in usual(base, tmp_path / "out", dry_run=True) if a != "--json"]
+    assert cli.main(argv) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= folds
+
+
+def test_without_a_card_a_run_asks_or_needs_the_device_by_name(base, tmp_path, capsys):
+    argv = [a for a in usual(base, tmp_path / "out", device=None) if a != "--yes"]
+    said = refused(argv, capsys)
+    assert "NO GPU WAS FOUND" in said and "add --device emulated" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_without_a_named_device_keeps_the_one_that_it_began_on(base, tmp_path, monkeypatch):
+    output = tmp_path / "out"
+    stop_after(monkeypatch, 2)
+    with pytest.raises(OffmateError, match="stopped by the test"):
+        finetune_raising(usual(base, output, device=None))
+    monkeypatch.undo()
+    assert read_yaml(output / "finetune.yaml")["device"] == "emulated"
+    argv = [a for a in usual(base, output, device=None, resume=True) if a != "--yes"]
+    assert len(losses(finetune(argv))) == STEPS - 2
+
+
+def as_older_versions_wrote(output: Path) -> None:
+    """A run's settings with an open device, and its tokens without counts of formats."""
+    settings = read_yaml(output / "finetune.yaml")
+    (output / "finetune.yaml").write_text(yaml.safe_dump({**settings, "device": None}))
+    known = json.loads((output / "tokens" / "tokens.json").read_text())
+    (output / "tokens" / "tokens.json").write_text(json.dumps({k: v for k, v in known.items() if k != "tally"}))
+
+
+@pytest.mark.parametrize("more", [{}, {"device": "emulated"}])
+def test_a_run_of_an_older_version_resumes_without_a_question(base, unbroken, tmp_path, monkeypatch, more):
+    events, whole = unbroken
+    output = tmp_path / "out"
+    stop_after(monkeypatch, 2)
+    with pytest.raises(OffmateError, match="stopped by the test"):
+        finetune_raising(usual(base, output))
+    monkeypatch.undo()
+    as_older_versions_wrote(output)
+    argv = [a for a in usual(base, output, resume=True, **{"device": None, **more}) if a != "--yes"]
+    assert losses(finetune(argv)) == losses(events)[2:]
+    assert same(weights(output), weights(whole))
+
+
+def test_what_was_left_open_is_stored_as_it_was_taken(base, tmp_path, monkeypatch):
+    """So that a resumed run, given the same open values, keeps it."""
+    output, scratch = tmp_path / "out", tmp_path / "bf16"
+    AutoModelForCausalLM.from_pretrained(base / "llama").to(torch.bfloat16).save_pretrained(scratch)
+    for file in (base / "llama").glob("*token*"):
+        shutil.copy(file, scratch)
+    open_values = {"warmup_steps": None, "learning_rate": None, "precision": "auto", "lora": 4}
+    default = {"max_grad_norm": None}
+    argv = usual(base, output, **open_values, **default)
+    argv[argv.index(str(base / "llama"))] = str(scratch)
+    stop_after(monkeypatch, 2)
+    with pytest.raises(OffmateError, match="stopped by the test"):
+        finetune_raising(argv)
+    monkeypatch.undo()
+    kept = read_yaml(output / "finetune.yaml")
+    assert {name: kept[name] for name in open_values} == {
+        "warmup_steps": 1, "learning_rate": 2e-4, "precision": "bf16",
+        "lora": {"r": 4, "alpha": 16, "dropout": 0.0, "targets": ["all-linear"]},
+    }  # fmt: skip
+    assert kept["max_grad_norm"] == 1.0 and kept["train_on"] == "assistant"
+    assert len(losses(finetune([*argv, "--resume"]))) == STEPS - 2
+    adapter = load_file(output / "adapter_model.safetensors")
+    assert {value.dtype for value in adapter.values()} == {torch.float32}
+    assert {name.split(".")[-3] for name in adapter} == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    }  # fmt: skip
+
+
+def test_a_chat_is_trained_on_what_the_assistant_says(base, tmp_path):
+    """Sequences without a word of the assistant would have no loss, and are left out."""
+    model, data = tmp_path / "chat", tmp_path / "chats.jsonl"
+    shutil.copytree(base / "llama", model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}</s>{% endfor %}"
+    tokenizer.save_pretrained(model)
+    asked = [{"from": "human", "value": "why " * 80}, {"from": "gpt", "value": "because"}]
+    data.write_text("\n".join([json.dumps({"conversations": asked})] * 60))
+    events = finetune(arguments(model, data, tmp_path / "out", steps=3, yes=True))
+    assert all(math.isfinite(loss) for loss in losses(events))
+    plan = next(event for event in events if event["event"] == "plan")
+    assert (
+        "documents: 60 ShareGPT" in plan["lines"][0] and "sequences left out, with nothing to learn" in plan["lines"][0]
+    )
 
 
 def test_a_budget_that_does_not_work_is_refused_and_leaves_nothing(base, tmp_path, capsys):

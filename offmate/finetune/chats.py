@@ -1,0 +1,150 @@
+"""Chats as the model reads them, and which of their tokens are the assistant's."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from typing import Any
+
+from ..errors import OffmateError
+from .rows import Message, Piece
+
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_REMEDY = (
+    "Train on all tokens (--train-on all), or mark the assistant's part in the tokenizer's chat template with "
+    "{% generation %} and {% endgeneration %}"
+)
+
+
+def rendered(messages: list[Message], place: str, tokenizer: Any, *, asks: bool = False) -> str:
+    """Return a chat as the tokenizer's template writes it.
+
+    Parameters
+    ----------
+    asks: end with the words after which the assistant speaks (the generation prompt).
+
+    Raises: OffmateError if the tokenizer has no template, or if the template refuses the messages.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise OffmateError(
+            f"{place}: chat messages, but the tokenizer has no chat template; use the tokenizer of a chat model, or "
+            'write each conversation as text, such as {"text": "Question: ... Answer: ..."}'
+        )
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
+    except Exception as error:
+        raise OffmateError(f"{place}: the tokenizer's chat template refuses the messages: {error}") from error
+
+
+def assistants(piece: Piece, ids: list[int], tokenizer: Any) -> list[bool]:
+    """Return for every token of a chat whether it is one that the assistant says and learns.
+
+    The template's own marks count if it has some. Otherwise the tokens up to each answer, and those up to its end, must
+    be the beginning of the whole chat's: what lies between them is the answer. If the template writes earlier messages
+    in another way once later ones follow, TRL's template for training decides, if it writes the same text.
+
+    Parameters
+    ----------
+    ids: the whole chat's tokens.
+
+    Raises: OffmateError with the place if none of these ways can tell.
+    """
+    messages = _messages(piece)
+    if _MARK.search(tokenizer.get_chat_template()):
+        mask = _by_marks(messages, ids, tokenizer, None)
+        if mask is None:
+            raise AssertionError("a chat template must yield the same tokens every time")
+    else:
+        spans, fault = _by_prefixes(messages, piece.place, ids, tokenizer)
+        mask = _mask(spans, len(ids)) if not fault else _by_marks(messages, ids, tokenizer, _training(tokenizer))
+        if mask is None:
+            raise OffmateError(f"{piece.place}: which tokens are the assistant's cannot be told: {fault}. {_REMEDY}")
+    if piece.trained_from:
+        begin = len(_encode(rendered(messages[: piece.trained_from], piece.place, tokenizer), tokenizer))
+        mask = [own and number >= begin for number, own in enumerate(mask)]
+    return mask
+
+
+def _messages(piece: Piece) -> list[Message]:
+    assert isinstance(piece.content, list)
+    return piece.content
+
+
+def _by_prefixes(
+    messages: list[Message], place: str, ids: list[int], tokenizer: Any
+) -> tuple[list[tuple[int, int]], str]:
+    """Return where each answer begins and ends among the tokens, and what keeps that from being told."""
+    whole = rendered(messages, place, tokenizer)
+    spans = []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        edges = []
+        for count, asks in ((number, True), (number + 1, False)):
+            try:
+                text = rendered(messages[:count], place, tokenizer, asks=asks)
+            except OffmateError as error:
+                return [], f"its first {count} messages alone cannot be written ({error})"
+            tokens = _encode(text, tokenizer)
+            if not whole.startswith(text):
+                return [], (
+                    f"the chat template writes the first {count} of {len(messages)} messages in another way once "
+                    "later ones follow"
+                )
+            if ids[: len(tokens)] != tokens:
+                words = "begins" if asks else "ends"
+                return [], (
+                    f"where message {number + 1} {words}, a token reaches across; remove blanks and line breaks at "
+                    "both ends of that message"
+                )
+            edges.append(len(tokens))
+        begin, end = edges
+        spans.append((begin, _end_of_turn(ids, begin, end, tokenizer)))
+    return spans, ""
+
+
+def _end_of_turn(ids: list[int], begin: int, end: int, tokenizer: Any) -> int:
+    """Return where an answer ends: behind its last special token, if nothing but blanks of the template follow it."""
+    special = set(tokenizer.all_special_ids) | {
+        number for number, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
+    for position in range(end - 1, begin - 1, -1):
+        if ids[position] in special:
+            return position + 1
+        if tokenizer.decode([ids[position]]).strip():
+            break
+    return end
+
+
+def _mask(spans: list[tuple[int, int]], length: int) -> list[bool]:
+    mask = [False] * length
+    for begin, end in spans:
+        mask[begin:end] = [True] * (end - begin)
+    return mask
+
+
+def _by_marks(messages: list[Message], ids: list[int], tokenizer: Any, template: str | None) -> list[bool] | None:
+    """Return the tokens that a template marks; None if its tokens are not these, or if there is no such template."""
+    if template is None and not _MARK.search(tokenizer.get_chat_template()):
+        return None
+    marked = tokenizer.apply_chat_template(
+        messages, chat_template=template, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    return [bool(own) for own in marked["assistant_masks"]] if list(marked["input_ids"]) == ids else None
+
+
+def _training(tokenizer: Any) -> str | None:
+    """Return TRL's template for training that belongs to the tokenizer's; None without TRL, or if it has none."""
+    if importlib.util.find_spec("trl") is None:
+        return None
+    try:
+        from trl.chat_template_utils import get_training_chat_template
+
+        return get_training_chat_template(tokenizer)
+    except (ImportError, ValueError):  # another version, or a template that it does not know
+        return None
+
+
+def _encode(text: str, tokenizer: Any) -> list[int]:
+    # A chat template writes the special tokens itself.
+    return tokenizer(text, add_special_tokens=False, verbose=False, return_attention_mask=False)["input_ids"]
