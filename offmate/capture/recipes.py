@@ -102,7 +102,8 @@ class Recipes(TorchDispatchMode):
 
         Raises: CaptureError if random numbers were drawn for it.
         """
-        needed, steps = _storages([tensor]), []
+        needed = _storages([tensor])
+        steps: list[_Step] = []
         for step in reversed(self._steps):
             if step.touches & needed:
                 needed |= step.reads
