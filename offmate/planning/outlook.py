@@ -23,6 +23,7 @@ from ..solver.schedule import Schedule
 from ..solver.simulate import simulate
 from ..solver.solve import least_budget
 from .request import Request
+from .solver_errors import solver_errors
 from .subject import Subject, state, user_bytes_of
 
 _AMPLE_HOST_BYTES = 2**44  # more than any machine has, and few enough for the solver's arithmetic
@@ -71,7 +72,8 @@ class Outlook:
             return None
         # A byte more on the host saves at most about a byte on the device, so this comes near from below.
         for _ in range(_ROUNDS):
-            found = least_budget(replace(self.problem, host_budget_bytes=host))
+            with solver_errors():
+                found = least_budget(replace(self.problem, host_budget_bytes=host))
             if found.resource == "host":
                 host = found.bytes
             elif found.bytes + self.fixed_bytes > budget:
@@ -84,7 +86,8 @@ class Outlook:
         """Make a plan with few of the planner's passes, a few percent slower than its own; None if none is found."""
         problem = self.problem
         quick = replace(problem, rates=problem.rates.with_endless_host_memory)
-        found = solve_problem(quick, ladder=(Improve(),))
+        with solver_errors():
+            found = solve_problem(quick, ladder=(Improve(),))
         if found.schedule is None:
             return None
         schedule: Schedule = replace(found.schedule, rates=problem.rates)
@@ -92,7 +95,8 @@ class Outlook:
         return Rough(simulation.step_s, simulation.peak_bytes + self.fixed_bytes, schedule.host_bytes)
 
     def _least_device_bytes(self, host_budget_bytes: int) -> int | None:
-        found = least_budget(replace(self.problem, host_budget_bytes=host_budget_bytes))
+        with solver_errors():
+            found = least_budget(replace(self.problem, host_budget_bytes=host_budget_bytes))
         return None if found.resource == "host" else found.bytes + self.fixed_bytes
 
 

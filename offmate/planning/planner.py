@@ -16,7 +16,7 @@ from ..capture.arrivals import arrivals
 from ..capture.fake import fake_batch, faked, stand_in
 from ..capture.model import Traced, structure, trace_model
 from ..capture.true_strides import fake_kernels_believed
-from ..errors import PlanFileError, SolverError
+from ..errors import PlanFileError
 from ..files import keep
 from ..guards.surroundings import autocast_on_cpu
 from ..lowering.bind import bind
@@ -31,7 +31,6 @@ from ..plans.plan import Plan
 from ..plans.saved import to_text
 from ..profile.figures import measure
 from ..progress import Progress
-from ..solver.backends import BackendError
 from ..solver.plan import plan as solve_problem
 from ..solver.scheduling.follow import follow
 from ..solver.solve import least_budget
@@ -40,6 +39,7 @@ from .fingerprint import differences, fingerprint_of
 from .refusal import block_rows, refusal
 from .request import Prepared, Request
 from .restore import cached, fitting, kernel_bytes, restore_class
+from .solver_errors import solver_errors
 from .subject import Subject, fixed_bytes, lower, relower, state, user_bytes_of, with_steps
 
 log = logging.getLogger("offmate")
@@ -139,10 +139,8 @@ def _planned(
     if followed := _follow(subject, near):
         plan, lowered = followed
         return replace(plan, fingerprint=fingerprint, plan_s=time.perf_counter() - start), lowered
-    try:
+    with solver_errors():
         plan, lowered = _search(subject, fingerprint, start)
-    except BackendError as error:
-        raise SolverError(f"no plan can be made: {error}") from error
     path = _path(request, fingerprint)
     if path is not None:
         keep(path, to_text(plan))
