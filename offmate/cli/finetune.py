@@ -90,6 +90,7 @@ def add_parser(subparsers: Any) -> None:
     for name, kind, metavar, words in _SETTINGS:
         parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=words)
     parser.add_argument("--report", nargs="+", metavar="NAME", help="where else to report: tensorboard, wandb")
+    parser.add_argument("--merge", action="store_true", help="with --lora, also write the merged model, in DIR/merged")
     parser.add_argument("--config", type=Path, metavar="FILE", default=None, help="settings in YAML; options override")
     parser.add_argument("--resume", action="store_true", default=False, help="continue the run in --output")
     parser.add_argument("--dry-run", action="store_true", default=False, help="say what the run takes; read no weights")
@@ -112,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..finetune.job import finetune
     from ..finetune.settings import read_yaml
 
-    names = [name.replace("-", "_") for name, *_ in _SETTINGS] + ["report"]
+    names = [name.replace("-", "_") for name, *_ in _SETTINGS] + ["report", "merge"]
     options = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
     given = {**(read_yaml(arguments.config) if arguments.config else {}), **options}
     finetune(given, resume=arguments.resume, dry_run=arguments.dry_run, yes=arguments.yes, mode=arguments.mode)

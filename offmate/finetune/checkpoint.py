@@ -143,13 +143,19 @@ def _readable(file: Path) -> Iterator[None]:
         ) from error
 
 
-def save_result(output: Path, model: Any, tokenizer: Any) -> None:
-    """Write the folder that transformers or peft loads; its configuration, which makes it loadable, appears last."""
+def save_result(output: Path, model: Any, tokenizer: Any, card: str) -> None:
+    """Write the folder that transformers or peft loads; its configuration, which makes it loadable, appears last.
+
+    Parameters
+    ----------
+    card: the text of its README.md.
+    """
 
     def write(aside: Path) -> None:
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
         _verify_weights(aside, model)
+        (aside / "README.md").write_text(card, encoding="utf-8")
 
     aside = output / "result"
     _write_aside(aside, write, "the result")
@@ -159,6 +165,17 @@ def save_result(output: Path, model: Any, tokenizer: Any) -> None:
             os.replace(file, output / file.name)
     _sync_folder(output)
     shutil.rmtree(aside)
+
+
+def save_merged(folder: Path, model: Any, tokenizer: Any) -> Path:
+    """Write a merged model as a folder that transformers loads, and return the folder."""
+
+    def write(aside: Path) -> None:
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+
+    _write_aside(folder, write, "the merged model")
+    return folder
 
 
 def checkpoint_bytes(model: torch.nn.Module, updates: UpdateRule, lora: bool) -> tuple[int, int]:

@@ -32,6 +32,7 @@ from .needs import Needs, device_words, machine_of, memory_doubt, model_without_
 from .packing import Batch, Batches, read_tokens, verify_tokens, write_tokens
 from .preview import Preview, Work, device_line, disk_doubt, example_lines, first_lines
 from .report import check_reporters, make_reporters
+from .result import MERGED, LastFigures, card, merge
 from .settings import AUTO, Settings
 from .start import SETTINGS, check_vocabulary, resolved, settings_of
 from .talk import Talk
@@ -99,6 +100,8 @@ def finetune(given: Mapping[str, Any], *, resume: bool, dry_run: bool, yes: bool
     output = Path(settings.output)
     if resume and _finished(output):
         talk.say([f"{output}: the run is finished"], event="finished")
+        if settings.merge and not dry_run and not (output / MERGED).exists():
+            _merge(resolved(settings, model_folder(settings.model)), talk)
         return
     check_reporters(settings.report)
     kind = device_kind(settings.device)
@@ -129,6 +132,9 @@ def _run(at: _Position, shown: list[Example], talk: Talk, begun: list[bool]) -> 
     talk.agree(preview.doubts() if not asked else [])
     begun.append(True)
     _train(at, loaded, plan, config, work, talk.mode)
+    del loaded, plan, preview  # a merge reads the base again
+    if at.settings.merge:
+        _merge(at.settings, talk)
     loads_with = "peft" if at.settings.lora else "transformers"
     talk.say([f"done: {at.settings.output} loads with plain {loads_with}"], event="done")
 
@@ -324,7 +330,8 @@ def _train(at: _Position, loaded: _Loaded, plan: Plan, config: Config, work: Wor
         plan=plan,
         config=config,
     )
-    reporters = make_reporters(settings.report, output, settings.to_dict(), mode)
+    figures = LastFigures()
+    reporters = [*make_reporters(settings.report, output, settings.to_dict(), mode), figures]
     if at.checkpoint is not None:
         restore_random(at.checkpoint)
     else:
@@ -338,8 +345,14 @@ def _train(at: _Position, loaded: _Loaded, plan: Plan, config: Config, work: Wor
     finally:
         for reporter in reporters:
             reporter.close()
-    save_result(output, model, at.tokenizer)
+    save_result(output, model, at.tokenizer, card(settings, work.n_steps, figures))
     shutil.rmtree(output / TOKENS)
+
+
+def _merge(settings: Settings, talk: Talk) -> None:
+    gc.collect()
+    where = merge(settings, model_folder(settings.model))
+    talk.say([f"merged: {where} loads with plain transformers"], event="merged", folder=str(where))
 
 
 # -- surroundings -----------------------------------------------------------------------------------------------------

@@ -50,7 +50,8 @@ class Needs:
 
     def disk_bytes(self, settings: Settings) -> int:
         """Return the most that checkpoints and the result take: a new checkpoint is written before an old one goes."""
-        return (self.saved_bytes + self.states_bytes) * (settings.keep_checkpoints + 1) + self.saved_bytes
+        merged = self.weights_bytes if settings.merge else 0
+        return (self.saved_bytes + self.states_bytes) * (settings.keep_checkpoints + 1) + self.saved_bytes + merged
 
     def host_bytes(self, kind: str) -> int:
         """Return the least CPU memory; where the CPU emulates the device, that also holds the states."""

@@ -40,7 +40,7 @@ _OPEN: dict[str, Any] = {
 
 # Settings that do not change the numbers, so a run may be resumed with other values. Budgets are among them, since
 # checkpoints store who updates what and a resumed run keeps that split.
-_FREE = ("gpu_budget", "cpu_budget", "eval_every", "checkpoint_every", "keep_checkpoints", "report", "output")
+_FREE = ("gpu_budget", "cpu_budget", "eval_every", "checkpoint_every", "keep_checkpoints", "report", "output", "merge")
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ class Settings:
         trained on as a whole.
     eval_fraction: share of the documents that is held out. eval_every: in steps; None evaluates with every checkpoint.
     keep_checkpoints: number of newest checkpoints that stay on disk. report: "tensorboard", "wandb".
+    merge: at the end, the adapter is merged into the base model in a folder of its own.
 
     Raises: OffmateError with the setting, its value and the values that it may have.
     """
@@ -116,6 +117,7 @@ class Settings:
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
     report: tuple[str, ...] = field(default=())
+    merge: bool = False
 
     def __post_init__(self) -> None:
         for name in ("model", "data", "output"):
@@ -143,6 +145,12 @@ class Settings:
         _choice("train_on", self.train_on, TRAINED_ON)
         for name in self.report:
             _choice("report", name, REPORTERS)
+        if not isinstance(self.merge, bool):
+            raise ArgumentValueError(f"merge is {_short(self.merge)}; it must be true or false")
+        if self.merge and self.lora is None:
+            raise ArgumentValueError(
+                "merge is for adapters, and this run trains all parameters; add --lora, or leave it"
+            )
         for name in ("gpu_budget", "cpu_budget"):
             _size(name, getattr(self, name))
 

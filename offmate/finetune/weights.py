@@ -166,6 +166,17 @@ def with_adapter(model: Any, lora: Lora) -> Any:
         raise ArgumentValueError(f"lora: {error}") from error
 
 
+def with_saved_adapter(model: Any, folder: Path) -> Any:
+    """Put the adapter of a finished run on its base model.
+
+    Raises: OffmateError if peft is missing, or the adapter cannot be read.
+    """
+    try:
+        return _peft().PeftModel.from_pretrained(model, str(folder))
+    except _DAMAGE as error:
+        raise OffmateError(f"{folder}: the adapter cannot be read: {error}") from error
+
+
 def stored_dtype(folder: Path, config: Any) -> torch.dtype:
     """Return the dtype that most of a checkpoint is in: from the headers of its files, else from its configuration.
 

@@ -1,0 +1,91 @@
+"""The result of a run: its model card, and the adapter merged into the base model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..version import VERSION
+from .checkpoint import save_merged
+from .report import StepRow
+from .settings import Settings
+from .weights import DTYPES, load_model, load_tokenizer, with_saved_adapter
+
+MERGED = "merged"
+
+
+@dataclass
+class LastFigures:
+    """A reporter that remembers a run's last losses for its card; None for those that this run has not seen."""
+
+    loss: float | None = None
+    held_out_loss: float | None = None
+
+    def start(self, step: int, n_steps: int) -> None:
+        """Do nothing."""
+
+    def step(self, row: StepRow) -> None:
+        """Remember the loss of a step."""
+        self.loss = row.loss
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """Remember the held-out loss."""
+        self.held_out_loss = loss
+
+    def checkpoint(self, step: int, path: Path) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def card(settings: Settings, n_steps: int, figures: LastFigures) -> str:
+    """Write a model card: base model, data, steps, losses, command, and how to load the result."""
+    tokens = settings.batch_size * settings.accumulation * (settings.sequence_length or 0)
+    what = f"a LoRA adapter of rank {settings.lora.r}" if settings.lora else "all parameters"
+    trained_on = "the assistant's tokens of chats" if settings.assistant_only else "all tokens"
+    losses = [
+        f"{name} {value:.4f}"
+        for name, value in (("last step's loss", figures.loss), ("held-out loss", figures.held_out_loss))
+        if value is not None
+    ]
+    given = " ".join(
+        ["offmate finetune", *(f"--{name} {getattr(settings, name)}" for name in ("model", "data", "output"))]
+    )
+    rows = [
+        f"- Base model: `{settings.model}`",
+        f"- Trained: {what}, in {settings.precision}, on the data `{settings.data}` ({trained_on})",
+        f"- Steps: {n_steps:,}, of {tokens:,} tokens each; {settings.optimizer}, learning rate "
+        f"{settings.learning_rate or 0:g}, seed {settings.seed}",
+        *([f"- Losses: {', '.join(losses)}"] if losses else []),
+        f"- Made with offmate {VERSION}: `{given}`; `finetune.yaml` has every setting",
+    ]
+    head = ["---", f"base_model: {settings.model}", "library_name: " + ("peft" if settings.lora else "transformers")]
+    title = f"# {Path(settings.output).name}"
+    return "\n".join([*head, "---", "", title, "", *rows, "", "```python", *_loading(settings), "```", ""])
+
+
+def _loading(settings: Settings) -> list[str]:
+    kind = "AutoPeftModelForCausalLM" if settings.lora else "AutoModelForCausalLM"
+    return [
+        f"from {'peft' if settings.lora else 'transformers'} import {kind}",
+        "from transformers import AutoTokenizer",
+        "",
+        f'model = {kind}.from_pretrained("{settings.output}", dtype="auto")',
+        f'tokenizer = AutoTokenizer.from_pretrained("{settings.output}")',
+    ]
+
+
+def merge(settings: Settings, folder: Path) -> Path:
+    """Merge a run's adapter into its base model, and write the whole model, as peft's `merge_and_unload` makes it.
+
+    Parameters
+    ----------
+    folder: that of the base model.
+
+    Returns: the folder with the merged model, which plain transformers loads.
+    Raises: OffmateError if the base cannot be read or the disk is full.
+    """
+    output = Path(settings.output)
+    model = with_saved_adapter(load_model(folder, DTYPES[settings.precision]), output)
+    return save_merged(output / MERGED, model.merge_and_unload(), load_tokenizer(folder))
