@@ -132,7 +132,7 @@ def _refusal(culprit: Any, line: str, number: bool, causal: bool = False) -> Val
         return ValuesTaken(
             f"{culprit}{line} looks whether an attention mask is the causal one, but a plan is made before its values "
             "are known. Say it with the mask: is_causal=True or False (tgt_is_causal= in nn.Transformer and its "
-            "decoder), or make the mask in the forward"
+            "decoder), or make the mask in the forward by nn.Transformer.generate_square_subsequent_mask"
         )
     if number:
         return ValuesTaken(

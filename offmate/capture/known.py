@@ -8,6 +8,9 @@ shapes are. What the forward computes from it alone is computed while it is capt
 from __future__ import annotations
 
 import contextlib
+import itertools
+import sys
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +18,7 @@ import torch
 
 from ..runtime.torch_names import trees as pytree
 from ..runtime.torch_names.autograd import without_torch_function_modes
+from ..runtime.torch_names.modules import CAUSAL_MASK_MAKER
 from ..runtime.torch_names.operators import number_of, schema_of
 from ..runtime.torch_names.tensors import storage_key, version_of
 from ..runtime.torch_names.tracing import FakeTensor, TorchDispatchMode, outside_of_modes
@@ -33,7 +37,8 @@ _MASKED = -1e4  # and below: what a mask adds to the scores of what is not atten
 _LISTS = (torch.Tensor.tolist, torch.Tensor.numpy)
 _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _SIZED = (torch.Tensor.repeat, torch.Tensor.expand, torch.Tensor.view, torch.Tensor.reshape, torch.reshape)
-_FACTORIES = (torch.arange, torch.ones, torch.full, torch.eye, torch.tensor, torch.as_tensor)
+_FACTORIES = (torch.arange, torch.ones, torch.tensor, torch.as_tensor)
+_NEAR = 4  # calls between a function and the mode that sees it
 
 
 class Sources(TorchDispatchMode):
@@ -121,6 +126,12 @@ class _Draws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _makes_a_causal_mask(func: Any) -> bool:
+    """Return whether torch's own transformer makes a mask; models write hidden values into other full tensors."""
+    callers = itertools.islice(traceback.walk_stack(sys._getframe(1)), _NEAR)
+    return func is torch.full and any(frame.f_code.co_name == CAUSAL_MASK_MAKER for frame, _ in callers)
+
+
 class KnownValues(torch.overrides.TorchFunctionMode):
     """Computes, within a block that is traced, what follows from known tensors alone, outside of the trace.
 
@@ -139,7 +150,7 @@ class KnownValues(torch.overrides.TorchFunctionMode):
         kwargs = kwargs or {}
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         known = [tensor for tensor in tensors if id(tensor) in self._known]
-        if len(known) == len(tensors) and (tensors or func in _FACTORIES):
+        if len(known) == len(tensors) and (tensors or func in _FACTORIES or _makes_a_causal_mask(func)):
             with outside_of_modes(), without_torch_function_modes(), _Draws() as drawn:
                 result = func(*args, **kwargs)
             if not drawn.seen:

@@ -36,6 +36,9 @@ CALL = "_call_impl"
 CAUSAL_MASK_FINDER = "_detect_is_causal_mask"
 """The function by which `nn.Transformer`'s encoder and decoder look whether a mask is the causal one."""
 
+CAUSAL_MASK_MAKER = "_generate_square_subsequent_mask"
+"""The function that makes the causal mask, for them and for `nn.Transformer.generate_square_subsequent_mask`."""
+
 _GLOBAL_HOOKS = (
     "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks",
 )  # fmt: skip

@@ -55,6 +55,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torch.nn.Module._backward_hooks": "refusing backward hooks inside a model",
         "torch.nn.Module._call_impl": "capturing a model without its own hooks",
         "torch.nn.modules.transformer._detect_is_causal_mask": "saying what to do about a mask that is looked at",
+        "torch.nn.modules.transformer._generate_square_subsequent_mask": "planning masks that the forward makes",
         "torch.nn.modules.module._global_forward_pre_hooks": "refusing hooks on all modules",
         "torch.nn.modules.module._global_forward_hooks": "refusing hooks on all modules",
         "torch.nn.modules.module._global_backward_pre_hooks": "refusing hooks on all modules",

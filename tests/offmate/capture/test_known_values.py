@@ -266,6 +266,29 @@ def test_layers_that_are_dropped_by_chance_are_refused() -> None:
         _compiled(Dropping(0.1))(torch.randn(4, 8))
 
 
+class Filled(nn.Module):
+    """Writes hidden values into a full tensor, and takes sizes out of its batch, as Grounding DINO does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        parts = torch.split(self.a(x), lengths.tolist())
+        scores = torch.full((len(x), 12), -2.0)
+        scores[:, :8] = torch.cat([part - part.mean(0) for part in parts])
+        return scores.square().mean()
+
+
+def test_full_tensors_into_which_hidden_values_are_written() -> None:
+    batches = [
+        {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(step)), "lengths": torch.tensor([1, 3])}
+        for step in range(3)
+    ]
+    case = parity.Case("filled", Filled, lambda: batches, loss=lambda output, batch: output)
+    parity.check(case, parity.AMPLE, None)
+
+
 def _compiled(model: nn.Module) -> Any:
     return offmate.compile(model, "1GiB", device="emulated", config=offmate.Config(cache_dir=None))
 
