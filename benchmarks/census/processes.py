@@ -22,7 +22,8 @@ from .lists import LISTS
 
 # The outcomes of a census, the gravest first. The last three say nothing of offmate: nothing could be compared.
 ORDER = ("different", "failed", "too long", "crashed", "refused", "equal", "unstable", "plain_fails", "not built")
-_FOLDERS = re.compile(r"/\S*/site-packages/")  # of this machine, before the names of files
+# Of this machine, before the names of files.
+_FOLDERS = re.compile(r"(?<![\w.])/(?:[^\s,:`]*?/site-packages/|(?:[^/\s,:`]+/)+)")
 _TOGETHER = 8  # cases that one process checks: to start one takes seconds
 
 

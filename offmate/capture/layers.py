@@ -29,7 +29,7 @@ def check_layers(model: torch.nn.Module) -> None:
         if _counts_in_python(module):
             raise CaptureError(
                 f"{name or kind} is an nn.{kind} with momentum=None, which divides by the number of its calls in "
-                "Python; a plan would divide by the first number for ever. Give it a momentum, such as 0.1"
+                "Python; a plan would always divide by the first count. Give it a momentum, such as 0.1"
             )
 
 

@@ -24,9 +24,9 @@ _VMAP = (
     "the batch as a dimension of the tensors (torch.einsum, torch.bmm, broadcasting), or loop over it"
 )
 _PACKED = (
-    "it runs a recurrent module on a packed sequence (pack_padded_sequence), whose numbers of rows are known only from "
-    "values. Give it the padded sequences, and pick the steps that count by masks or torch.gather, or leave "
-    "this model to plain PyTorch"
+    "it runs a recurrent module on a packed sequence (pack_padded_sequence), whose batch size at each step depends on "
+    "the values of its lengths. Give it the padded sequences, and pick the steps that count by masks or torch.gather, "
+    "or leave this model to plain PyTorch"
 )
 _REASONS = (
     ("do not have strides", f"it reads {_SPARSE}"),

@@ -111,6 +111,7 @@ class Observer:
                 raise CaptureError(
                     f"the forward draws from {name}, so one graph cannot stand for several calls; draw with torch "
                     "(torch.rand, torch.bernoulli), whose numbers are as in plain PyTorch, or outside of the forward"
+                    + _spec_augment(self.model)
                 )
         for path, state in _sources(before).items():
             if state != sources[path]:
@@ -291,3 +292,10 @@ def _versions(module: torch.nn.Module) -> list[int]:
 
 def _is_torch(frame: Any) -> bool:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("torch", "offmate")
+
+
+def _spec_augment(model: torch.nn.Module) -> str:
+    """Return how to switch off what draws in the speech models of transformers."""
+    if not getattr(getattr(model, "config", None), "apply_spec_augment", False):
+        return ""
+    return ". This model draws for SpecAugment: model.config.apply_spec_augment = False switches that off"

@@ -25,7 +25,7 @@ class Outcome(enum.Enum):
     """What a check has found, as a sentence."""
 
     EQUAL = "equal: all numbers are plain PyTorch's, bit for bit"
-    REFUSED = "refused: offmate says why it cannot train this model"
+    REFUSED = "refused: offmate cannot train this model"
     DIFFERENT = "different: offmate's numbers are not plain PyTorch's, which is a fault of offmate; please report it"
     FAILED = "failed: offmate ended with an error that is not its own, which is a fault of offmate; please report it"
     UNSTABLE = "unstable: plain PyTorch differs from itself when it is run twice, so nothing can be compared"

@@ -142,7 +142,7 @@ def batch():
     status, printed = _check(capsys, str(tmp_path / "chosen.py"))
 
     assert status == 1
-    assert "refused: offmate says why it cannot train this model" in printed
+    assert "refused: offmate cannot train this model" in printed
     assert "within the ample budget: " not in printed and "h[h > 0]" in printed
 
 
