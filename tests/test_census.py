@@ -79,12 +79,24 @@ def test_a_model_that_ends_its_process_or_takes_too_long_costs_one_row(tmp_path:
     assert found["cannot be built"][1] == "ImportError: no such package"
 
 
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [
+        ("`x`, /home/me/lib/site-packages/timm/layers.py, line 3", "`x`, timm/layers.py, line 3"),
+        ("`x / 2`, /home/me/benchmarks/census/lists.py, line 3", "`x / 2`, lists.py, line 3"),
+        ("a and/or b", "a and/or b"),
+    ],
+)
+def test_rows_name_no_folder_of_the_machine(said: str, kept: str) -> None:
+    assert processes.without_folders(said) == kept
+
+
 def test_the_page_counts_shares_among_what_was_compared() -> None:
     rows = [
         Row("a", "equal", "", 1.0),
         Row("b", "equal", "", 1.0),
         Row("c", "equal", "", 1.0),
-        Row("d|", "refused", "a [list] of *marks*, /home/me/lib/site-packages/timm/layers.py, line 3", 1.0),
+        Row("d|", "refused", "a [list] of *marks*, timm/layers.py, line 3", 1.0),
         Row("e", "not built", "no data", 1.0),
     ]
     found = {

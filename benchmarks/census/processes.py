@@ -22,7 +22,7 @@ from .lists import LISTS
 
 # The outcomes of a census, the gravest first. The last three say nothing of offmate: nothing could be compared.
 ORDER = ("different", "failed", "too long", "crashed", "refused", "equal", "unstable", "plain_fails", "not built")
-# Of this machine, before the names of files.
+_MOST_LETTERS = 600  # of a reason
 _FOLDERS = re.compile(r"(?<![\w.])/(?:[^\s,:`]*?/site-packages/|(?:[^/\s,:`]+/)+)")
 _TOGETHER = 8  # cases that one process checks: to start one takes seconds
 
@@ -147,5 +147,10 @@ def _checked(list_name: str, name: str) -> Row:
     outcome, words = min(found, key=lambda row: ORDER.index(row[0]))
     if len(found) > 1 and outcome != "equal":
         words = f"{sum(row[0] == outcome for row in found)} of {len(found)} inputs: {words}"
-    words = _FOLDERS.sub("", words)[:600]
+    words = without_folders(words)[:_MOST_LETTERS]
     return Row(name, outcome, words, round(time.perf_counter() - start_s, 1))
+
+
+def without_folders(words: str) -> str:
+    """Return words without the folders of the machine that they come from, which concern nobody."""
+    return _FOLDERS.sub("", words)
