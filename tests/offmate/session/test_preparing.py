@@ -155,7 +155,7 @@ def test_a_smaller_batch_behind_a_gate_keeps_the_update_phase_of_the_larger_one(
     given = {"optimizer": optimizers[0], "max_grad_norm": 0.1, **settings}
     least = offmate.plan(models[0], AMPLE, example_inputs=(torch.ones(16, 64),), **given).least_budget_bytes
     offmate.compile(models[0], 2 * least, **given)
-    # A plan is made again where the first iteration held a few bytes more than were reserved: the larger one settles first.
+    # A plan is made again where the first iteration held more than was reserved: the larger one settles first.
     for rows in (16, 16, 4, 4):
         for ours, model, optimizer in zip((True, False), models, optimizers):
             model(torch.ones(rows, 64)).pow(2).sum().backward()
