@@ -68,6 +68,13 @@ _SETTINGS: tuple[tuple[str, Any, str, str], ...] = (
     ("eval-every", int, "N", "steps between evaluations (default: with every checkpoint)"),
     ("checkpoint-every", int, "N", "steps between checkpoints (default: 500)"),
     ("keep-checkpoints", int, "N", "number of newest checkpoints to keep (default: 2)"),
+    ("sample-tokens", int, "N", "new tokens of each sample at most (default: 64)"),
+    (
+        "push",
+        str,
+        "REPOSITORY",
+        "the Hub's repository for the result, such as me/my-model; a new one is private",
+    ),
 )
 
 
@@ -90,6 +97,9 @@ def add_parser(subparsers: Any) -> None:
     for name, kind, metavar, words in _SETTINGS:
         parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=words)
     parser.add_argument("--report", nargs="+", metavar="NAME", help="where else to report: tensorboard, wandb")
+    parser.add_argument(
+        "--sample", nargs="+", metavar="PROMPT", help="let the model continue these prompts after each evaluation"
+    )
     parser.add_argument("--merge", action="store_true", help="with --lora, also write the merged model, in DIR/merged")
     parser.add_argument("--config", type=Path, metavar="FILE", default=None, help="settings in YAML; options override")
     parser.add_argument("--resume", action="store_true", default=False, help="continue the run in --output")
@@ -113,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..finetune.job import finetune
     from ..finetune.settings import read_yaml
 
-    names = [name.replace("-", "_") for name, *_ in _SETTINGS] + ["report", "merge"]
+    names = [name.replace("-", "_") for name, *_ in _SETTINGS] + ["report", "sample", "merge"]
     options = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
     given = {**(read_yaml(arguments.config) if arguments.config else {}), **options}
     finetune(given, resume=arguments.resume, dry_run=arguments.dry_run, yes=arguments.yes, mode=arguments.mode)

@@ -19,6 +19,7 @@ from ..errors import OffmateError
 from .checkpoint import Moment, save_checkpoint
 from .packing import IGNORED, Batch, Batches, Packed, eval_batches
 from .report import Reporter, StepRow, host_bytes
+from .samples import Prompts, write_samples
 from .settings import Settings
 from .updates import UpdateRule, learning_rate
 
@@ -34,7 +35,7 @@ class TrainingRun:
     Parameters
     ----------
     model: compiled, in training mode. start: number of steps already done. n_steps: number of steps of the whole run.
-    checkpoints: folder of the checkpoints.
+    checkpoints: folder of the checkpoints. tokenizer, prompts: of the samples.
     """
 
     settings: Settings
@@ -46,6 +47,8 @@ class TrainingRun:
     n_steps: int
     checkpoints: Path
     reporters: list[Reporter]
+    tokenizer: Any
+    prompts: Prompts
 
 
 def train(run: TrainingRun) -> None:
@@ -137,6 +140,8 @@ def _evaluate(run: TrainingRun, done: int) -> None:
     loss = evaluate(run.model, eval_batches(run.packed.eval, length, size))
     if loss is not None:
         _tell(run, lambda r: r.evaluation(done, loss))
+    for sample in write_samples(run.model, run.tokenizer, run.prompts, run.settings.sample_tokens):
+        _tell(run, lambda r, sample=sample: r.sample(done, sample))
 
 
 def _save(run: TrainingRun, done: int) -> None:

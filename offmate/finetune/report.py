@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import json
 import os
 import resource
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -15,9 +17,11 @@ from typing import Any, Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
 
 from ..errors import OffmateError
 from ..sizes import format_bytes
+from .samples import Sample
 
 _LINES_EVERY_S = 5.0
 
@@ -53,6 +57,9 @@ class Reporter(Protocol):
 
     def evaluation(self, step: int, loss: float) -> None:
         """Report the held-out loss after a step."""
+
+    def sample(self, step: int, sample: Sample) -> None:
+        """Report what the model wrote after a prompt."""
 
     def checkpoint(self, step: int, path: Path) -> None:
         """Report that a checkpoint is on disk."""
@@ -120,6 +127,10 @@ class ConsoleReporter:
     def evaluation(self, step: int, loss: float) -> None:
         self._console.print(f"step {step}: held-out loss {loss:.4f}")
 
+    def sample(self, step: int, sample: Sample) -> None:
+        words = Text(f"step {step}: after {sample.prompt!r} the model writes\n")
+        self._console.print(words + Text(textwrap.indent(sample.text, "  ")))
+
     def checkpoint(self, step: int, path: Path) -> None:
         self._console.print(f"step {step}: checkpoint {path}")
 
@@ -143,6 +154,9 @@ class JsonReporter:
     def evaluation(self, step: int, loss: float) -> None:
         self._say(event="evaluation", step=step, loss=loss)
 
+    def sample(self, step: int, sample: Sample) -> None:
+        self._say(event="sample", step=step, **asdict(sample))
+
     def checkpoint(self, step: int, path: Path) -> None:
         self._say(event="checkpoint", step=step, path=str(path))
 
@@ -154,15 +168,21 @@ class JsonReporter:
 
 
 class ScalarReporter:
-    """A reporter of named numbers per step, for services that draw curves.
+    """A reporter of named numbers and texts per step, for services that draw curves.
 
     Parameters
     ----------
-    log: called with numbers by name, and their step. close: ends the service's run.
+    log: called with numbers by name, and their step. write: called with a name, a text and its step.
+    close: ends the service's run.
     """
 
-    def __init__(self, log: Callable[[dict[str, float], int], None], close: Callable[[], None]) -> None:
-        self._log, self._close = log, close
+    def __init__(
+        self,
+        log: Callable[[dict[str, float], int], None],
+        write: Callable[[str, str, int], None],
+        close: Callable[[], None],
+    ) -> None:
+        self._log, self._write, self._close = log, write, close
 
     def start(self, step: int, n_steps: int) -> None:
         """Do nothing: there is no number to report."""
@@ -173,6 +193,9 @@ class ScalarReporter:
 
     def evaluation(self, step: int, loss: float) -> None:
         self._log({"eval/loss": loss}, step)
+
+    def sample(self, step: int, sample: Sample) -> None:
+        self._write(f"sample/{sample.prompt}", sample.text, step)
 
     def checkpoint(self, step: int, path: Path) -> None:
         """Do nothing: there is no number to draw."""
@@ -191,7 +214,7 @@ def tensorboard_reporter(output: Path, settings: dict[str, Any]) -> ScalarReport
         for name, value in numbers.items():
             writer.add_scalar(name, value, step)
 
-    return ScalarReporter(log, writer.close)
+    return ScalarReporter(log, writer.add_text, writer.close)
 
 
 def wandb_reporter(output: Path, settings: dict[str, Any]) -> ScalarReporter:
@@ -199,7 +222,11 @@ def wandb_reporter(output: Path, settings: dict[str, Any]) -> ScalarReporter:
     import wandb
 
     run = wandb.init(dir=str(output), config=settings, name=output.name)
-    return ScalarReporter(lambda numbers, step: run.log(numbers, step=step), run.finish)
+
+    def write(name: str, text: str, step: int) -> None:
+        run.log({name: wandb.Html(html.escape(text))}, step=step)
+
+    return ScalarReporter(lambda numbers, step: run.log(numbers, step=step), write, run.finish)
 
 
 def host_bytes() -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import textwrap
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..version import VERSION
 from .checkpoint import save_merged
 from .report import StepRow
+from .samples import Sample
 from .settings import Settings
 from .weights import DTYPES, load_model, load_tokenizer, with_saved_adapter
 
@@ -16,10 +18,11 @@ MERGED = "merged"
 
 @dataclass
 class LastFigures:
-    """A reporter that remembers a run's last losses for its card; None for those that this run has not seen."""
+    """A reporter that remembers a run's last losses and samples for its card; None for losses it has not seen."""
 
     loss: float | None = None
     held_out_loss: float | None = None
+    samples: dict[str, str] = field(default_factory=dict)
 
     def start(self, step: int, n_steps: int) -> None:
         """Do nothing."""
@@ -31,6 +34,10 @@ class LastFigures:
     def evaluation(self, step: int, loss: float) -> None:
         """Remember the held-out loss."""
         self.held_out_loss = loss
+
+    def sample(self, step: int, sample: Sample) -> None:
+        """Remember what the model wrote last after a prompt."""
+        self.samples[sample.prompt] = sample.text
 
     def checkpoint(self, step: int, path: Path) -> None:
         """Do nothing."""
@@ -62,7 +69,13 @@ def card(settings: Settings, n_steps: int, figures: LastFigures) -> str:
     ]
     head = ["---", f"base_model: {settings.model}", "library_name: " + ("peft" if settings.lora else "transformers")]
     title = f"# {Path(settings.output).name}"
-    return "\n".join([*head, "---", "", title, "", *rows, "", "```python", *_loading(settings), "```", ""])
+    written = [
+        line
+        for prompt, text in figures.samples.items()
+        for line in ("", f"After {prompt!r} the model wrote:", "", textwrap.indent(text, "    ") or "    (nothing)")
+    ]
+    code = ["```python", *_loading(settings), "```"]
+    return "\n".join([*head, "---", "", title, "", *rows, "", *code, *written, ""])
 
 
 def _loading(settings: Settings) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import reprlib
 import sys
 from collections.abc import Callable, Mapping
@@ -30,6 +31,7 @@ ALL_LINEAR = "all-linear"  # peft's name for every linear layer but the last, wh
 _MOST = 10**12
 _MOST_MICRO_BATCHES, _MOST_SEQUENCES, _MOST_TOKENS, _MOST_RANK = 10**6, 2**16, 2**24, 2**16
 
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _WARMUP_SHARE = 0.03
 _NONE = ("none", "null", "off")
 
@@ -40,7 +42,10 @@ _OPEN: dict[str, Any] = {
 
 # Settings that do not change the numbers, so a run may be resumed with other values. Budgets are among them, since
 # checkpoints store who updates what and a resumed run keeps that split.
-_FREE = ("gpu_budget", "cpu_budget", "eval_every", "checkpoint_every", "keep_checkpoints", "report", "output", "merge")
+_FREE = (
+    "gpu_budget", "cpu_budget", "eval_every", "checkpoint_every", "keep_checkpoints", "report", "output", "merge",
+    "sample", "sample_tokens", "push",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,8 @@ class Settings:
     eval_fraction: share of the documents that is held out. eval_every: in steps; None evaluates with every checkpoint.
     keep_checkpoints: number of newest checkpoints that stay on disk. report: "tensorboard", "wandb".
     merge: at the end, the adapter is merged into the base model in a folder of its own.
+    sample: prompts that the model continues after each evaluation. sample_tokens: new tokens of each at most.
+    push: the Hub's repository, as "NAME/REPOSITORY", to which the result goes at the end.
 
     Raises: OffmateError with the setting, its value and the values that it may have.
     """
@@ -118,6 +125,9 @@ class Settings:
     keep_checkpoints: int = 2
     report: tuple[str, ...] = field(default=())
     merge: bool = False
+    sample: tuple[str, ...] = field(default=())
+    sample_tokens: int = 64
+    push: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("model", "data", "output"):
@@ -145,6 +155,12 @@ class Settings:
         _choice("train_on", self.train_on, TRAINED_ON)
         for name in self.report:
             _choice("report", name, REPORTERS)
+        _whole("sample_tokens", self.sample_tokens, 1, _MOST_TOKENS)
+        for prompt in self.sample:
+            if not isinstance(prompt, str) or not prompt.strip():
+                raise ArgumentValueError(f"sample is {_short(prompt)}; write a prompt, or a list of them")
+        if self.push is not None and not (isinstance(self.push, str) and _REPOSITORY.fullmatch(self.push)):
+            raise ArgumentValueError(f"push is {_short(self.push)}; name a repository of the Hub, such as me/my-model")
         if not isinstance(self.merge, bool):
             raise ArgumentValueError(f"merge is {_short(self.merge)}; it must be true or false")
         if self.merge and self.lora is None:
@@ -173,7 +189,7 @@ class Settings:
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain data for YAML and JSON."""
         plain = dataclasses.asdict(self)
-        plain["report"] = list(self.report)
+        plain["report"], plain["sample"] = list(self.report), list(self.sample)
         if self.lora is not None:
             plain["lora"]["targets"] = list(self.lora.targets)
         return plain
@@ -276,16 +292,23 @@ def _norm(value: Any) -> Any:
 
 
 def _names(value: Any) -> tuple[Any, ...]:
+    return _several("report", value, f"it must be one of {', '.join(REPORTERS)}, or a list of them")
+
+
+def _prompts(value: Any) -> tuple[Any, ...]:
+    return _several("sample", value, "write a prompt, or a list of them")
+
+
+def _several(name: str, value: Any, hint: str) -> tuple[Any, ...]:
     if value is not None and not isinstance(value, str | list | tuple):
-        raise ArgumentValueError(
-            f"report is {_short(value)}; it must be one of {', '.join(REPORTERS)}, or a list of them"
-        )
+        raise ArgumentValueError(f"{name} is {_short(value)}; {hint}")
     return (value,) if isinstance(value, str) else tuple(value or ())
 
 
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "lora": parse_lora,
     "report": _names,
+    "sample": _prompts,
     "gpu_budget": str,
     "cpu_budget": str,
     "max_grad_norm": _norm,

@@ -55,14 +55,18 @@ def resolved(settings: Settings, folder: Path) -> Settings:
 
     Raises: OffmateError if the model takes no such sequences, or if its weights cannot be trained.
     """
-    config = load_config(folder)
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    limit = n_positions(folder)
     length = settings.sequence_length
     if length is not None and limit is not None and length > limit:
         raise ArgumentValueError(f"sequence_length is {length}; the model takes at most {limit} tokens")
     length = length or min(_DEFAULT_LENGTH, limit or _DEFAULT_LENGTH)
-    settings = resolved_precision(settings, stored_dtype(folder, config))
+    settings = resolved_precision(settings, stored_dtype(folder, load_config(folder)))
     return replace(settings, sequence_length=length, learning_rate=base_learning_rate(settings))
+
+
+def n_positions(folder: Path) -> int | None:
+    """Return how many tokens a model takes at most; None if its configuration does not say."""
+    return getattr(load_config(folder).get_text_config(), "max_position_embeddings", None)
 
 
 def check_vocabulary(tokenizer: Any, folder: Path) -> None:

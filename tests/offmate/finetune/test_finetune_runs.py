@@ -228,7 +228,7 @@ def test_dry_run_says_what_the_run_takes_reads_no_weights_and_leaves_nothing(bas
 
 
 def test_a_dry_run_prints_every_doubt_and_a_run_is_not_begun(base, tmp_path, capsys, monkeypatch):
-    for name in ("needs.available_host_bytes", "job.default_host_budget_bytes"):
+    for name in ("needs.available_host_bytes", "forecast.default_host_budget_bytes"):
         monkeypatch.setattr(f"offmate.finetune.{name}", lambda: 2**17)
     monkeypatch.setattr("offmate.finetune.preview.shutil.disk_usage", lambda place: SimpleNamespace(free=10))
     monkeypatch.setattr("offmate.finetune.preview._LONG_S", 0)

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 import offmate
-from offmate.session import generation
+from offmate.session import generation, generation_fit
 from offmate.session.streaming import Held
 from tests.accelerator.loops import without_allocator
 from tests.offmate.loops import adamw
 
 transformers = pytest.importorskip("transformers")
 
-CPU = torch.device("cpu")
 SIZES = {"vocab_size": 256, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3}
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
@@ -52,7 +51,7 @@ def asked(**more: Any) -> dict[str, Any]:
 
 
 def working_bytes(model: Any, call: dict[str, Any]) -> int:
-    return generation._rehearsed(model, generation._asked(model, (), call))[0]
+    return generation_fit._rehearsed(model, generation._asked(model, (), call))[0]
 
 
 @pytest.fixture(params=[llama, tied, gpt2, adapted], ids=lambda make: make.__name__)
@@ -150,9 +149,10 @@ def test_a_parameter_that_is_read_outside_of_its_module_stays() -> None:
 
     torch.manual_seed(0)
     model = Head(transformers.LlamaConfig(**SIZES, **TOKENS, intermediate_size=128)).eval()
-    _, elsewhere = generation._rehearsed(model, generation._asked(model, (), asked()))
+    _, elsewhere = generation_fit._rehearsed(model, generation._asked(model, (), asked()))
     assert elsewhere == {(model.lm_head, "weight")}
-    fit = generation._fit(model, working_bytes(model, asked()) + 300_000, generation._asked(model, (), asked()), CPU)
+    budget = working_bytes(model, asked()) + 300_000
+    fit = generation_fit.fit(model, budget, generation._asked(model, (), asked()), emulated=True)
     assert id(model.lm_head.weight) in fit.stays and fit.streamed_bytes
 
 

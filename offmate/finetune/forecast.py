@@ -1,0 +1,197 @@
+"""What a run will take, found and said before anything of the weights is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..api import plan as plan_model
+from ..config import Config
+from ..errors import InfeasibleBudget, OffmateError, PlanFileError
+from ..machines.devices import EMULATED, check_budget, default_budget_bytes
+from ..machines.host_memory import default_host_budget_bytes
+from ..plans.plan import Plan, load_plan
+from ..sizes import parse_budget
+from .checkpoint import PLAN, Moment
+from .data import check_source, pieces
+from .needs import Needs, machine_of, memory_doubt, model_without_weights, needs_of, no_card
+from .packing import Batch, Batches, read_tokens, verify_tokens, write_tokens
+from .preview import Preview, Work, disk_doubt, example_lines, first_lines
+from .samples import Prompts, sample_lines
+from .settings import AUTO, Settings
+from .start import SETTINGS
+from .talk import Talk
+from .tokenizing import Example, examples
+from .updates import UpdateRule
+
+TOKENS = "tokens"
+OUTPUTS = ("loss",)  # nothing else is read of a training forward
+
+_GLIMPSE_PIECES = 256
+_SHOWN_EXAMPLES = 3
+_AMPLE_BYTES = 2**44  # more CPU memory than any machine has, and few enough for the solver's arithmetic
+# A forecast need not be the best plan: hours to a few percent, in less time. Measuring is followed by a full search.
+_FORECAST_GAP = 0.05
+
+
+@dataclass(frozen=True)
+class Position:
+    """A run that is prepared: its device, its folders, and the newest checkpoint of an earlier run.
+
+    Parameters
+    ----------
+    kind: the device, as `device_kind` returns it. folder: the model's. place: that of tokens and checkpoints.
+    """
+
+    settings: Settings
+    kind: str
+    folder: Path
+    tokenizer: Any
+    prompts: Prompts
+    place: Path
+    checkpoint: Path | None
+    moment: Moment | None
+
+    @property
+    def done(self) -> int:
+        """Steps that are done."""
+        return self.moment.step if self.moment is not None else 0
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A run's model with its optimizer; on the meta device for a forecast."""
+
+    model: torch.nn.Module
+    updates: UpdateRule
+
+
+def prepared(at: Position, shown: list[Example], talk: Talk) -> tuple[Position, Work, Needs, list[str]]:
+    """Say what a run takes, ask where something looks wrong, and make its tokens; nothing of the weights is read.
+
+    Returns: the position with every setting that was open, tokens and steps, what the run needs, and all doubts.
+    """
+    bare = model_without_weights(at.settings, at.folder)
+    forecast = Loaded(bare, UpdateRule(bare, at.settings))
+    machine, strange = machine_of(at.kind)
+    needs = needs_of(at.settings, bare, forecast.updates, machine)
+    disk = disk_doubt(Path(at.settings.output), needs.disk_bytes(at.settings))
+    first = _first_doubts(at, needs) + [strange] * bool(strange) + disk
+    lines = first_lines(at.settings, at.kind, needs)
+    talk.say(lines, event="needs", lines=lines, doubts=first)
+    if disk and not talk.dry_run:
+        raise OffmateError(disk[0])
+    talk.agree(first)
+    at = _settled(at, talk)
+    work = _work(at)
+    at = replace(at, settings=replace(at.settings, warmup_steps=at.settings.warmup(work.n_steps)))
+    _keep_settings(at, talk)
+    talk.say(example_lines(shown), event="examples", examples=[vars(example) for example in shown])
+    doubts = first
+    if talk.dry_run or at.checkpoint is None:
+        doubts = _forecast(at, work, needs, forecast, machine, first, talk)
+    return at, work, needs, doubts
+
+
+def glimpse(settings: Settings, tokenizer: Any) -> list[Example]:
+    """Return the first documents as the model sees them, after a look at more of them."""
+    check_source(settings.data)
+    seen = list(examples(islice(pieces(settings.data), _GLIMPSE_PIECES), tokenizer, settings.assistant_only))
+    return seen[:_SHOWN_EXAMPLES]
+
+
+def _first_doubts(at: Position, needs: Needs) -> list[str]:
+    """List what looks wrong before anything is planned."""
+    found = [no_card()] if at.settings.device is None and at.kind == EMULATED and not _was_emulated(at) else []
+    return found + memory_doubt(needs.host_bytes(at.kind))
+
+
+def _was_emulated(at: Position) -> bool:
+    """Return whether the earlier run trained on the emulated device, too."""
+    plan = saved_plan(at.checkpoint)
+    return plan is not None and plan.problem is not None and plan.problem.rates.shared_cores
+
+
+def _settled(at: Position, talk: Talk) -> Position:
+    """Return the position with the device that the user has agreed to; a new run can be resumed from here on."""
+    if at.kind == EMULATED:
+        at = replace(at, settings=replace(at.settings, device=EMULATED))
+    _keep_settings(at, talk)
+    return at
+
+
+def _keep_settings(at: Position, talk: Talk) -> None:
+    if not talk.dry_run and at.checkpoint is None:
+        at.settings.save(at.place / SETTINGS)
+
+
+def _work(at: Position) -> Work:
+    """Return the tokens of a run, made or found, and its steps. Raises: OffmateError if they are too few, or others."""
+    settings, folder = at.settings, at.place / TOKENS
+    if not folder.is_dir():
+        packed = write_tokens(
+            settings.data, at.tokenizer, settings.eval_fraction, folder, assistant_only=settings.assistant_only
+        )
+    else:
+        packed = read_tokens(folder)
+        if not verify_tokens(packed):
+            raise OffmateError(f"{folder}: the run's tokens have changed; start a new run in another folder")
+    if at.moment is not None and packed.digest != at.moment.tokens:
+        raise OffmateError(f"{settings.data!r} is not the data that the run began with; restore it, or start a new run")
+    length, size = settings.sequence_length or 0, settings.batch_size
+    batches = Batches(packed.train, length, size, settings.accumulation, settings.seed, keeps_all=not packed.tally)
+    batches.check()
+    return Work(packed, batches, settings.steps or settings.epochs * batches.steps_per_epoch)
+
+
+def _forecast(
+    at: Position, work: Work, needs: Needs, bare: Loaded, machine: str, first: list[str], talk: Talk
+) -> list[str]:
+    """Plan the run without weights, say what it takes, and ask if something looks wrong.
+
+    Returns: all doubts. Raises: InfeasibleBudget, after everything else is said.
+    """
+    settings = at.settings
+    budget = default_budget_bytes(at.kind) if settings.gpu_budget == AUTO else parse_budget(settings.gpu_budget)
+    check_budget(at.kind, budget)
+    host = default_host_budget_bytes() if settings.cpu_budget == AUTO else parse_budget(settings.cpu_budget)
+    short = needs.host_bytes(at.kind) > host
+    try:
+        plan = plan_model(
+            bare.model,
+            budget,
+            example_inputs=batch_of(settings, "meta"),
+            optimizer=bare.updates.optimizer,
+            **settings.gate,
+            cpu_budget=_AMPLE_BYTES if short else host,
+            hardware=machine,
+            config=Config(outputs=OUTPUTS, solver_gap=_FORECAST_GAP),
+        )
+    except InfeasibleBudget as error:
+        talk.say(work.lines(settings), event="plan", lines=work.lines(settings), doubts=[*first, str(error)])
+        raise
+    preview = Preview(settings, at.kind, needs, plan, work, at.done)
+    new = preview.doubts(memory=not short)
+    lines = preview.lines() + sample_lines(settings, at.prompts, bare.model, budget, at.kind, machine)
+    talk.say(lines, event="plan", lines=lines, doubts=first + new)
+    talk.agree(new)
+    return first + new
+
+
+def batch_of(settings: Settings, device: str) -> Batch:
+    ids = torch.zeros(settings.batch_size, settings.sequence_length or 0, dtype=torch.long, device=device)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def saved_plan(checkpoint: Path | None) -> Plan | None:
+    """Return the plan that a checkpoint holds; None if there is none that can be read."""
+    if checkpoint is None:
+        return None
+    try:
+        return load_plan(checkpoint / PLAN)
+    except PlanFileError:
+        return None
