@@ -141,7 +141,8 @@ def _evaluate(run: TrainingRun, done: int) -> None:
     if loss is not None:
         _tell(run, lambda r: r.evaluation(done, loss))
     for sample in write_samples(run.model, run.tokenizer, run.prompts, run.settings.sample_tokens):
-        _tell(run, lambda r, sample=sample: r.sample(done, sample))
+        for reporter in run.reporters:
+            reporter.sample(done, sample)
 
 
 def _save(run: TrainingRun, done: int) -> None:
