@@ -55,7 +55,7 @@ class Problem:
         on the device then run in turn-around steps, and their gradients stay on the device until then. Updates on the
         host run in turn-around steps and may continue into the next forward.
     gate_s: seconds from the last gradient to the first update, for the verdict on all gradients.
-    micro_batches: M, forwards and backwards per update. More than one needs a gate.
+    micro_batches: N, forwards and backwards per update. More than one needs a gate.
     """
 
     blocks: tuple[Block, ...]

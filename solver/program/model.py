@@ -32,7 +32,7 @@ Flow): `Flow.upto(t)` has moved by the end of step t, `Flow.before(t)` by its be
 With several micro-batches the steps hold up to three passes (see problem.py). Decisions within a pass (Comp, Z, d, and
 the gradients of all passes but the last) are made once and count in each pass; so are those about the gaps between
 passes. f is the first pass's, g the last's. The device part's total of gradients stays from the first pass's last
-gradient until u. For M micro-batches the seconds of the middle pass's steps count M - 2 times.
+gradient until u. For N micro-batches the seconds of the middle pass's steps count N - 2 times.
 
 Splitting ParOut into two parts costs nothing: the released part may be assumed to have left first. Bytes and seconds
 are scaled only in this file: a budget is 1000 units, and so are the seconds that no plan can avoid.
