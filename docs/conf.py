@@ -14,6 +14,7 @@ html_theme = "furo"
 html_title = "offmate"
 html_static_path: list[str] = []
 myst_heading_anchors = 3
+highlight_language = "none"  # blocks without a language are commands and their output, not Python
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 autodoc_preserve_defaults = True
