@@ -69,7 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     machine = load(arguments.hardware)
     arguments.gpu_budget = arguments.gpu_budget or machine.default_budget_bytes
     models = arguments.only or [name for name in names() if not name.startswith(_TOY)]
-    asked = [(model, str(configuration(model).to_dict())) for model in models]
+    configurations = {model: configuration(model) for model in models}
+    asked = [(model, str(config.to_dict())) for model, config in configurations.items()]
     known = {model: _kept(_path(shape, arguments, machine)) for model, shape in asked}
     screen = console(arguments.quiet)
     table = FitsTable(screen, arguments, machine)
@@ -78,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     rows: list[Row] = []
     for model, shape in asked:
         found = []
-        for row in known[model] or _worked_out(model, arguments):
+        for row in known[model] or _worked_out(model, _length(configurations[model], arguments.seq_len), arguments):
             table.add(row)
             found.append(row)
         if known[model] is None:
@@ -90,12 +91,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if any(row.step_s is not None for row in rows) else _DOES_NOT_FIT
 
 
-def _worked_out(model: str, arguments: argparse.Namespace) -> Iterator[Row]:
+def _length(config: Any, seq_len: int) -> int:
+    """Return the tokens per sequence that are asked for, or the most that a model takes."""
+    return min(seq_len, getattr(config, "max_position_embeddings", None) or seq_len)
+
+
+def _worked_out(model: str, seq_len: int, arguments: argparse.Namespace) -> Iterator[Row]:
     from ..errors import OffmateError
     from .advice import outlooks_of
     from .training import has_adapters
 
-    full = Training(model, batch=arguments.batch, seq_len=arguments.seq_len)
+    full = Training(model, batch=arguments.batch, seq_len=seq_len)
     asked: list[tuple[Training, tuple[str, ...], list[str]]] = [(full, ("full bf16", "fp32 copies"), ["adamw-master"])]
     if has_adapters():
         asked.append((replace(full, lora=parse_adapter("16")), ("LoRA 16",), []))
@@ -109,16 +115,19 @@ def _worked_out(model: str, arguments: argparse.Namespace) -> Iterator[Row]:
                 yield _row(training, way, outlook)
                 done += 1
         except OffmateError as error:
-            yield from (Row(model, way, refused=str(error)) for way in ways[done:])
+            yield from (Row(model, way, seq_len, refused=str(error)) for way in ways[done:])
 
 
 def _row(training: Training, way: str, outlook: Outlook) -> Row:
     rough = outlook.rough() if outlook.fits else None
     least = outlook.least_device_bytes
     if rough is None:
-        return Row(training.model, way, least_device_bytes=least, least_host_bytes=outlook.least_host_bytes)
+        return Row(
+            training.model, way, training.seq_len, least_device_bytes=least, least_host_bytes=outlook.least_host_bytes
+        )
     return Row(
-        training.model, way, rough.step_s, training.tokens / rough.step_s, rough.device_bytes, least, rough.host_bytes
+        training.model, way, training.seq_len, rough.step_s, training.tokens / rough.step_s, rough.device_bytes, least,
+        rough.host_bytes,
     )  # fmt: skip
 
 

@@ -25,7 +25,8 @@ class Row:
 
     Parameters
     ----------
-    step_s, tokens_per_s: predicted; None if it does not fit. device_bytes: at most on the GPU within the card's budget.
+    seq_len: tokens per sequence. step_s, tokens_per_s: predicted; None if it does not fit.
+    device_bytes: at most on the GPU within the card's budget.
     least_device_bytes: the least GPU budget that works with the RAM. host_bytes: RAM that the rough plan uses.
     least_host_bytes: about the least RAM with which it fits on the card, if it is more than there is.
     refused: why nothing is known.
@@ -33,6 +34,7 @@ class Row:
 
     model: str
     way: str
+    seq_len: int
     step_s: float | None = None
     tokens_per_s: float | None = None
     device_bytes: int | None = None
@@ -43,7 +45,7 @@ class Row:
 
 
 class FitsTable:
-    """Rows on a screen; nothing but the last model's name is kept.
+    """Rows on a screen; of them, the last model's name is kept, and which models take no sequences of that length.
 
     Parameters
     ----------
@@ -53,6 +55,7 @@ class FitsTable:
     def __init__(self, screen: Console, arguments: argparse.Namespace, machine: Hardware) -> None:
         self._screen, self._arguments, self._machine = screen, arguments, machine
         self._model = ""
+        self._shorter: list[str] = []
 
     def begin(self, n_models: int, seconds: float, adapters: bool) -> None:
         """Print what is asked, how long the answer takes, and the headings."""
@@ -83,6 +86,8 @@ class FitsTable:
     def add(self, row: Row) -> None:
         """Print a row; the model's name comes once."""
         new, self._model = row.model != self._model, row.model
+        if new and row.seq_len < self._arguments.seq_len:
+            self._shorter.append(f"{row.model} at {row.seq_len:,}")
         lacks = self._lacks(row)
         if self._screen.width < _WIDE:
             self._add_lines(row, new, lacks)
@@ -104,6 +109,8 @@ class FitsTable:
     def end(self) -> None:
         """Print what the figures are."""
         self._screen.print()
+        if self._shorter:
+            self._say(f"Fewer tokens per sequence, as these models take no more: {', '.join(self._shorter)}.")
         self._screen.print(
             "Predicted from the card's rates, with few of the planner's passes; `offmate plan` finds plans that are a "
             "few percent faster. least GPU: the least GPU memory that works, more slowly. RAM: what the plan uses; "
