@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-NO_TRAINING = ("common.py", "three_blocks.py")
+NO_TRAINING = ("ask.py", "common.py", "three_blocks.py", "tiny_chat.py")
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in NO_TRAINING)
 PAGE = EXAMPLES.parent / "docs" / "extending-the-solver.md"
 
