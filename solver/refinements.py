@@ -26,16 +26,16 @@ _LEAST_STEPS = 3  # of the turn-around: updates start, and what they made can le
 
 @dataclass(frozen=True)
 class Improve:
-    """Local moves on Algorithm 1's schedule: earlier updates and prefetches, later frees."""
+    """Local moves on every schedule that is still as it was built: earlier updates and prefetches, later frees."""
 
     name: str = "improve"
 
     def accepts(self, search: Search) -> bool:
-        return search.best.schedule is search.best.rounded
+        return any(one.schedule is one.rounded for one in search.found)
 
     def candidates(self, search: Search) -> Iterator[Candidate]:
-        rounded = search.best.rounded
-        yield candidate(search.solution, rounded, improve(rounded))
+        for one in [one for one in search.found if one.schedule is one.rounded]:
+            yield candidate(one.near, one.rounded, improve(one.rounded))
 
 
 @dataclass(frozen=True)
