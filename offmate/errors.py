@@ -50,6 +50,10 @@ class InfeasibleBudget(OffmateError):
         return str(self.args[0])
 
 
+class LibraryError(OffmateError, ImportError):
+    """A library is not installed or does not load; names it, what it does here, and the line for pip."""
+
+
 class CaptureError(OffmateError):
     """The model cannot be captured as a graph; names the construct and what to try."""
 

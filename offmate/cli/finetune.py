@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
+from ..libraries import check_installed
 from .arguments import Help
 
 _EXAMPLES = """examples:
@@ -15,7 +14,6 @@ _EXAMPLES = """examples:
   offmate finetune --config run.yaml --gpu-budget 11GiB --lora 16
   offmate finetune --config run.yaml --resume
 """
-_CANNOT_START = 2
 _NEEDED = ("transformers", "tokenizers", "safetensors", "yaml")
 
 # The options that are also settings: name, type, placeholder of its value, help.
@@ -106,10 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns: the exit status, as in `offmate.cli.main`. Raises: OffmateError for everything that cannot work.
     """
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        print(f'offmate: finetune needs {missing[0]}: pip install "offmate[finetune]"', file=sys.stderr)
-        return _CANNOT_START
+    check_installed(*_NEEDED)
     from ..finetune.job import finetune
     from ..finetune.settings import read_yaml
 

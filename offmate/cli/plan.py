@@ -8,13 +8,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from .arguments import Help, add_machine, count, output_file, positive, size, sweep
-from .training import Training, missing_packages, parse_adapter, short
+from .training import Training, check_packages, parse_adapter, short
 
 if TYPE_CHECKING:
     from ..machines.hardware import Hardware
     from ..plans.plan import Plan
 
-_CANNOT_START = 2
 _DOES_NOT_FIT = 1
 _EXAMPLES = """examples:
   offmate plan llama3-8b --lora 16 --card rtx3060 --ram 32GiB
@@ -114,8 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns: the exit status. Raises: OffmateError for everything that cannot work, except a budget that is too small.
     """
-    if missing := missing_packages(lora=arguments.lora is not None):
-        return missing
+    check_packages(lora=arguments.lora is not None)
     from ..machines.hardware import load
     from ..progress import quiet
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import resource
@@ -16,7 +15,7 @@ from typing import Any, Protocol, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from ..errors import OffmateError
+from ..libraries import check_installed
 from ..sizes import format_bytes
 
 _LINES_EVERY_S = 5.0
@@ -68,7 +67,7 @@ def make_reporters(names: tuple[str, ...], output: Path, settings: dict[str, Any
     ----------
     mode: "normal", "quiet" (nothing but errors) or "json" (lines on stdout).
 
-    Raises: OffmateError if a library is not installed.
+    Raises: LibraryError if a library is not installed.
     """
     shown: list[Reporter] = []
     if mode == "json":
@@ -84,10 +83,9 @@ def make_reporters(names: tuple[str, ...], output: Path, settings: dict[str, Any
 
 
 def check_reporters(names: tuple[str, ...]) -> None:
-    """Raise OffmateError if a reporter's library is not installed."""
+    """Raise LibraryError if a reporter's library is not installed."""
     for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise OffmateError(f"report {name!r}: the library is not installed; pip install {name}")
+        check_installed(name)
 
 
 class ConsoleReporter:
