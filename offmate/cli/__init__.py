@@ -9,17 +9,24 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from ..errors import ArgumentTypeError, ArgumentValueError, InfeasibleBudget, LibraryError, OffmateError
+from ..errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    InfeasibleBudget,
+    LibraryError,
+    OffmateError,
+    PlanFileError,
+)
 from ..files import reason
 from ..libraries import check_installed, library_errors
-from . import cards, check, doctor, fits, plan, profile, show
+from . import cards, check, doctor, fits, init, plan, profile, show
 from .arguments import Help, count, device, output_file, size, with_options
 from .finetune import add_parser as add_finetune
 
 _FAILED = 1
 _CANNOT_START = 2
 _INTERRUPTED = 130
-_NOT_STARTED = (ArgumentValueError, ArgumentTypeError, LibraryError)
+_NOT_STARTED = (ArgumentValueError, ArgumentTypeError, LibraryError, PlanFileError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns: the exit status: 0 success, 1 failure, 2 it could not start (bad arguments, a missing extra),
     130 interrupted.
     """
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if not hasattr(arguments, "run"):
+        parser.print_help()
+        return _CANNOT_START
     # Before torch is loaded: its profiler warns of memory from before it began, which is no fault and no news.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
@@ -66,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="offmate", description="Train within a GPU memory budget, with plain PyTorch's numbers."
     )
     parser.add_argument("--version", action="version", version=f"offmate {__version__}")
-    verbs = parser.add_subparsers(metavar="COMMAND", required=True)
+    verbs = parser.add_subparsers(metavar="COMMAND")
 
     demo = verbs.add_parser(
         "demo",
@@ -100,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_parser(verbs)
     profile.add_parser(verbs)
     doctor.add_parser(verbs)
+    init.add_parser(verbs)
     add_finetune(verbs)
     return parser
 

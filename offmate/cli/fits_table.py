@@ -62,8 +62,8 @@ class FitsTable:
             f"{self._machine.name}, {format_bytes(asked.gpu_budget)} of GPU memory, {ram} of RAM, "
             f"{asked.batch} × {asked.seq_len} tokens, AdamW"
         )
-        if "bfloat16" not in dict(self._machine.matrix_flops_per_s):
-            self._say("This card has no matrix rate for bfloat16, so that products take as long as in float32.")
+        if slow := self._machine.rate_words("bfloat16"):
+            self._say(f"{slow}.")
         if not adapters:
             self._say(f"LoRA is left out: {missing('peft')}")
         if seconds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from ..finetune.settings import Lora
 
 _ALL_LINEAR = ("all-linear",)
+_MATRIX_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _FOR_ADAPTERS = ("peft", "yaml")
 
 
@@ -41,6 +43,11 @@ class Training:
     def tokens(self) -> int:
         """The tokens that one step sees."""
         return self.accumulation * self.batch * self.seq_len
+
+    @property
+    def matrix_dtype(self) -> str:
+        """The dtype of most matrix products, by torch's name."""
+        return _MATRIX_DTYPES[(self.autocast or self.dtype).removesuffix("-master")]
 
     def built(self) -> tuple[Any, dict[str, Any]]:
         """Build the model and a batch on the meta device.
@@ -92,6 +99,7 @@ def check_packages(lora: bool) -> None:
     Raises: LibraryError for one that is not installed.
     """
     check_installed("transformers", *(_FOR_ADAPTERS if lora else ()))
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     for variable in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
         os.environ.setdefault(variable, "error")  # the warnings concern weights, and no weights are loaded
 

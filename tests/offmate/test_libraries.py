@@ -1,4 +1,4 @@
-"""A library that is missing or broken is a sentence, wherever it is first needed. A child process meets the broken one."""
+"""A library that is missing or broken is a sentence, where it is first needed. A child process meets the broken one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import offmate
 from offmate.errors import LibraryError, OffmateError
 from offmate.libraries import LIBRARIES, check_installed, explained, load
 
@@ -131,6 +132,12 @@ def _absent(name):
         load(name)
     finally:
         sys.modules = kept
+
+
+def test_completion_shows_what_is_public_before_its_first_use():
+    code = "import sys, offmate; print(*dir(offmate)); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == {*offmate.__all__, "errors", "runtime", "solver"}
 
 
 def test_other_errors_are_not_explained():
