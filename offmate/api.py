@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import torch
 
-from .capture.checks import check_model
+from .capture.checks import as_batch, check_model
 from .capture.fake import is_without_memory
 from .capture.kv_caches import without_cache
 from .config import Config
@@ -207,13 +207,7 @@ def _ready(
     model: torch.nn.Module, example_inputs: dict[str, Any] | tuple[Any, ...], where: torch.device | None
 ) -> Iterator[tuple[tuple[tuple[Any, ...], dict[str, Any]], Progress]]:
     """Put a model into training mode for a plan; give its batch and what reports progress, and leave all as it was."""
-    if not isinstance(example_inputs, tuple | Mapping):
-        raise ArgumentTypeError(
-            f"example_inputs is a {type(example_inputs).__name__}; it must be a tuple of positional arguments, such as "
-            "(x,), or a dict of keyword arguments, such as {'input_ids': ids}"
-        )
-    args = example_inputs if isinstance(example_inputs, tuple) else ()
-    kwargs = {} if isinstance(example_inputs, tuple) else dict(example_inputs)
+    args, kwargs = as_batch(example_inputs)
     modes = {module: module.training for module in model.modules()}
     if not model.training:
         model.train()

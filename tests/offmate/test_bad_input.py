@@ -108,6 +108,8 @@ def test_inputs_that_are_no_batch(inputs):
     words = rf"example_inputs is a {type(inputs).__name__}; it must be a tuple of positional arguments, such as \(x,\)"
     with pytest.raises(OffmateError, match=words):
         offmate.plan(model, AMPLE, example_inputs=inputs, device="emulated", config=NO_CACHE)
+    with pytest.raises(OffmateError, match=words):
+        offmate.cast_weights(model, example_inputs=inputs)
 
 
 def test_a_hardware_file_may_be_a_path(tmp_path):
@@ -199,6 +201,8 @@ def test_arguments_that_are_of_another_kind():
             use(3)
     with pytest.raises(OffmateError, match="None is a NoneType, not a plan"):
         known.diff(None)
+    with pytest.raises(OffmateError, match="plot_sweep is given a int; it takes a list"):
+        offmate.plot_sweep(3)
 
 
 def test_a_plan_that_is_not_known_to_be_fast_says_so():
@@ -302,6 +306,10 @@ def test_missing_parameters():
     model = tiny()
     some = torch.optim.SGD(model.last.parameters(), lr=0.1)
     refuses(r"14 parameters require a gradient.*\(first.weight.*requires_grad_\(False\)", model, optimizer=some)
+
+
+def test_an_optimizer_that_has_not_been_made():
+    refuses(r"optimizer= is the class SGD; make an instance", tiny(), optimizer=torch.optim.SGD)
 
 
 def test_no_optimizer():
