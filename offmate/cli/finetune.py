@@ -70,19 +70,25 @@ _SETTINGS: tuple[tuple[str, Any, str, str], ...] = (
 )
 
 
-def settings_parser() -> argparse.ArgumentParser:
-    """Return a parser of the options that are settings, for commands to have it among their `parents`."""
+def settings_options() -> tuple[argparse.ArgumentParser, dict[str, str]]:
+    """Return a parser of the options that are settings, for the `parents` of a command, and what each setting means."""
     parser = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
-    for name, kind, metavar, words in _SETTINGS:
+    options: list[argparse.Action] = [
         parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=words)
-    parser.add_argument("--report", nargs="+", metavar="NAME", help="where else to report: tensorboard, wandb")
-    parser.add_argument("--merge", action="store_true", help="with --lora, also write the merged model, in DIR/merged")
-    return parser
+        for name, kind, metavar, words in _SETTINGS
+    ]
+    options += [
+        parser.add_argument("--report", nargs="+", metavar="NAME", help="where else to report: tensorboard, wandb"),
+        parser.add_argument(
+            "--merge", action="store_true", help="with --lora, also write the merged model, in DIR/merged"
+        ),
+    ]
+    return parser, {option.dest: (option.help or "").replace("%%", "%") for option in options}
 
 
 def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that a command line gives, by name."""
-    known = {action.dest for action in settings_parser()._actions}
+    _, known = settings_options()
     return {name: value for name, value in vars(arguments).items() if name in known}
 
 
@@ -99,7 +105,7 @@ def add_parser(subparsers: Any) -> None:
         description="Fine-tune a causal language model on your text or chats within a GPU memory budget. The result is "
         "a folder that plain transformers (or peft) loads. A YAML file can give every setting, too, with _ for -.",
         argument_default=argparse.SUPPRESS,
-        parents=[settings_parser()],
+        parents=[settings_options()[0]],
         epilog=_EXAMPLES,
         formatter_class=Help,
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..libraries import check_installed
 from .arguments import Help
-from .finetune import given_settings, settings_parser
+from .finetune import given_settings, settings_options
 
 _FIRST = ("model", "data", "output", "gpu_budget", "lora")  # what nearly every run has to say
 _WIDTH = 98
@@ -33,7 +33,7 @@ def add_parser(verbs: Any) -> None:
         help="print a configuration file for finetune, with every setting and what it means",
         description="Print a YAML file for `offmate finetune --config`: every setting with its default, or with the "
         "value that is given here, and what it means.",
-        parents=[settings_parser()],
+        parents=[settings_options()[0]],
         epilog=_EXAMPLES,
         formatter_class=Help,
     )
@@ -66,7 +66,7 @@ def lines(given: Mapping[str, Any]) -> Iterator[str]:
     needed = [field.name for field in fields(Settings) if field.default is field.default_factory is MISSING]
     values = make_settings({**dict.fromkeys(needed, "any"), **given}).to_dict()
     values |= {name: None for name in needed if name not in given}
-    words = {action.dest: (action.help or "").replace("%%", "%") for action in settings_parser()._actions}
+    _, words = settings_options()
     first = [name for name in (*needed, *_FIRST) if name in values]
     yield _HEAD
     yield "# ---- change these first\n"
