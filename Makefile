@@ -9,7 +9,8 @@
 # make docs    the documentation as HTML in docs/_build; a warning is an error
 # make release wheel and sdist in dist/, each tried in an environment of its own: the solver without torch, then all of it
 #
-# Each makes the virtual environment that it needs, and renews it when what it is made from has changed.
+# Each makes the virtual environment that it needs, and renews it when what it is made from has changed. `make demo` and
+# the others share .venv; the demo installs only what it runs, and the others add what they need.
 # PYTHON=python3.12 names the interpreter that a new environment is made with.
 
 PYTHON ?= python3
@@ -25,6 +26,8 @@ STANDIN_TORCH := 2.11.0
 STANDIN_HEADERS := 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-crt==13.0.*'
 # What TORCH makes of the constraint on torch, as a command of sed.
 TORCH_CONSTRAINT := $(if $(filter newest,$(TORCH)),/^torch==/d,$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/))
+# The sizes below were measured with PyTorch's build for CPUs.
+WITH_CUDA := (or several GB on Linux, if pip is not given the CPU index of PyTorch: its default build there is for CUDA)
 PIP_INSTALL = -m pip --disable-pip-version-check install -qq
 
 .PHONY: help demo test fast fuzz standin standin-environment lint types docs release
@@ -33,7 +36,7 @@ PIP_INSTALL = -m pip --disable-pip-version-check install -qq
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
-demo: $(VENV)/installed
+demo: $(VENV)/demo-installed
 	@$(VENV)/bin/python -m offmate demo $(ARGS)
 
 test: $(VENV)/installed
@@ -92,7 +95,8 @@ release:
 	@.venv-sdist/bin/python $(PIP_INSTALL) -c .venv-sdist/constraints.txt --force-reinstall dist/*.tar.gz
 	@cd .venv-sdist && bin/offmate --version && bin/python ../tests/released.py training
 
-# $(call make_venv,FOLDER): a new, empty environment, unless FOLDER is one whose interpreter still works.
+# $(call make_venv,FOLDER,WHAT IT FETCHES): a new, empty environment, unless FOLDER is one whose interpreter still works.
+# It fetches that the first time only: afterwards, what is there already stays.
 define make_venv
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo 'offmate needs Python 3.11 or later; $(PYTHON) is '"$$($(PYTHON) --version 2>&1)"'.' >&2; \
@@ -100,14 +104,21 @@ define make_venv
 	@$(1)/bin/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(1) || { \
 	  echo 'No virtual environment could be made; on Debian, Ubuntu and WSL2: sudo apt install python3-venv' >&2; \
 	  exit 1; }
-	@echo 'Setting up $(1): the first time this fetches torch and takes a few minutes ...'
+	@echo 'Setting up $(1). The first time, this downloads $(or $(2),what it needs) and takes a few minutes.'
 	@sed '$(TORCH_CONSTRAINT)' constraints.txt > $(1)/constraints.txt
 endef
 
-$(VENV)/installed: pyproject.toml constraints.txt
-	$(call make_venv,$(VENV))
-	@$(VENV)/bin/python $(PIP_INSTALL) -c $(VENV)/constraints.txt -e ".[hf,dev,docs]"
+# One environment with a stamp for each set of extras: what the demo has installed, the tests add to. The full set holds
+# the demo's, so that `make demo` after `make test` installs nothing.
+$(VENV)/demo-installed: pyproject.toml constraints.txt
+	$(call make_venv,$(VENV),0.3 GB $(WITH_CUDA))
+	@$(VENV)/bin/python $(PIP_INSTALL) -c $(VENV)/constraints.txt -e ".[hf]"
 	@touch $@
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(call make_venv,$(VENV),0.5 GB $(WITH_CUDA))
+	@$(VENV)/bin/python $(PIP_INSTALL) -c $(VENV)/constraints.txt -e ".[hf,dev,docs]"
+	@touch $(VENV)/demo-installed $@
 
 $(TYPES_VENV)/installed: pyproject.toml constraints.txt
 	$(call make_venv,$(TYPES_VENV))

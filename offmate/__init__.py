@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .libraries import library_errors
 from .version import VERSION
 
 if TYPE_CHECKING:
@@ -93,7 +94,13 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Load on first use: `import offmate.solver` needs no torch."""
     if name in _HOME:
-        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+        with library_errors():
+            return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
     if name in _SUBMODULES:
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List what is public, for completion: most of it is not loaded before its first use."""
+    return sorted([*__all__, *_SUBMODULES])

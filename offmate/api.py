@@ -10,11 +10,11 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from .capture.checks import check_model
+from .capture.checks import as_batch, check_model
 from .capture.fake import is_without_memory
 from .capture.kv_caches import without_cache
 from .config import Config
-from .errors import OffmateError
+from .errors import ArgumentTypeError, ArgumentValueError, OffmateError
 from .lowering.inductor import check_inductor
 from .machines.allocator import check_allocator
 from .machines.devices import accelerator, check_budget, default_budget_bytes, device_kind, rng_untouched
@@ -207,8 +207,7 @@ def _ready(
     model: torch.nn.Module, example_inputs: dict[str, Any] | tuple[Any, ...], where: torch.device | None
 ) -> Iterator[tuple[tuple[tuple[Any, ...], dict[str, Any]], Progress]]:
     """Put a model into training mode for a plan; give its batch and what reports progress, and leave all as it was."""
-    args = example_inputs if isinstance(example_inputs, tuple) else ()
-    kwargs = example_inputs if isinstance(example_inputs, dict) else {}
+    args, kwargs = as_batch(example_inputs)
     modes = {module: module.training for module in model.modules()}
     if not model.training:
         model.train()
@@ -286,7 +285,7 @@ def _sized(
 
 def _checked(config: Config | None) -> Config:
     if config is not None and not isinstance(config, Config):
-        raise OffmateError(f"config= is a {type(config).__name__}; it must be an offmate.Config(...), or None")
+        raise ArgumentTypeError(f"config= is a {type(config).__name__}; it must be an offmate.Config(...), or None")
     return config or Config()
 
 
@@ -294,7 +293,7 @@ def _check_gate(max_grad_norm: float | None, accumulation_steps: int, planned: b
     if max_grad_norm is not None:
         number = isinstance(max_grad_norm, int | float) and not isinstance(max_grad_norm, bool)
         if not number or not max_grad_norm > 0:
-            raise OffmateError(
+            raise ArgumentValueError(
                 f"max_grad_norm is {max_grad_norm!r}; it must be a number above 0, or None to leave gradients as they "
                 'are; float("inf") only measures the norm'
             )
@@ -305,7 +304,7 @@ def _check_gate(max_grad_norm: float | None, accumulation_steps: int, planned: b
             )
     whole = isinstance(accumulation_steps, int) and not isinstance(accumulation_steps, bool)
     if not whole or not 1 <= accumulation_steps <= _MOST_MICRO_BATCHES:
-        raise OffmateError(
+        raise ArgumentValueError(
             f"accumulation_steps is {accumulation_steps!r}; it must be a whole number from 1 to {_MOST_MICRO_BATCHES:,}"
         )
     if accumulation_steps > 1 and not planned:
@@ -320,7 +319,9 @@ def _enabled(scaler: torch.amp.GradScaler | None, planned: bool) -> torch.amp.Gr
     if scaler is None:
         return None
     if not isinstance(scaler, torch.amp.GradScaler):
-        raise OffmateError(f"grad_scaler= is a {type(scaler).__name__}; it must be a torch.amp.GradScaler, or None")
+        raise ArgumentTypeError(
+            f"grad_scaler= is a {type(scaler).__name__}; it must be a torch.amp.GradScaler, or None"
+        )
     if not scaler.is_enabled():
         return None
     if not planned:

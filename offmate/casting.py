@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .capture.captured import Captured
-from .capture.checks import check_model
+from .capture.checks import as_batch, check_model
 from .capture.converted import note_converted
 from .capture.export import capture
 from .capture.fake import fake_batch, faked, has_address, is_without_memory, stand_in
@@ -115,8 +115,8 @@ def _captured(
     """Capture a model in training or in evaluation."""
     for module in model.modules():  # not by `train()`, where some models change their weights
         module.training = training
-    args = inputs if isinstance(inputs, tuple) else ()
-    kwargs = without_cache(model, inputs if isinstance(inputs, dict) else {})
+    args, given = as_batch(inputs)
+    kwargs = without_cache(model, given)
     if not is_without_memory(model):
         return capture(model, args, kwargs, device=where)
     real = stand_in((args, kwargs))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,10 @@ def default_cache_dir() -> str:
     return str(folder / "offmate")
 
 
+def _asked_to_measure() -> bool:
+    return os.environ.get("OFFMATE_MEASURE_AGAIN") == "1"
+
+
 @dataclass(frozen=True)
 class Config:
     """Settings of planning and running, all with good defaults.
@@ -52,6 +57,9 @@ class Config:
         output.transpose(1, 2). Dimensions along which a gradient repeats one element, as that of a sum does, are left
         out. A gradient that arrives otherwise is copied, and a warning names the layout in which it came.
     cache_dir: folder of cached plans and profiles; None disables caching.
+    measure_again: measure operators, updates and copies again instead of taking cached figures. The new figures, and
+        the plans that follow from them, replace the cached ones. This takes as long as the first time, and is meant for
+        one run on an idle machine. The default is whether `OFFMATE_MEASURE_AGAIN` is 1 in the environment.
     solver: "highs" or "cbc"; None takes HiGHS if it is installed, otherwise CBC.
     turn_around_steps: steps without compute between the last backward and the next forward, for updates; None for as
         many as they need: three, or, behind a gate (clipping, accumulation), more if the device updates much.
@@ -78,12 +86,15 @@ class Config:
     gradients_into: Literal["auto"] | tuple[str, ...] = "auto"
     gradient_layouts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     cache_dir: str | None = field(default_factory=default_cache_dir)
+    measure_again: bool = field(default_factory=_asked_to_measure, repr=False)  # not shown: no plan depends on it
     solver: Literal["highs", "cbc"] | None = None
     turn_around_steps: int | None = None
     shape_buckets: tuple[int, ...] = ()
     max_plans: int = 16
     backend: Literal["eager", "inductor"] = "eager"
     updates: Updates | Split = "auto"
+    # When this was made: one run measures a model once, although it may plan for it more often.
+    _made_s: float = field(default_factory=time.monotonic, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_number("solver_time_limit_s", self.solver_time_limit_s)
@@ -108,6 +119,8 @@ class Config:
         _require(self.backend in _BACKENDS, "backend", self.backend, "'eager' or 'inductor'")
         known = isinstance(self.updates, Split) or self.updates in _UPDATES
         _require(known, "updates", self.updates, "'auto', 'host', 'device' or a Split, such as plan.split")
+        if not isinstance(self.measure_again, bool):
+            raise ArgumentTypeError(f"measure_again is {self.measure_again!r}; it must be True or False")
         _check_names("outputs", self.outputs, "all")
         _check_names("gradients_into", self.gradients_into, "auto")
         _check_layouts(self.gradient_layouts)
@@ -115,6 +128,11 @@ class Config:
             raise ArgumentTypeError(
                 f"cache_dir is {self.cache_dir!r}; it must be the path of a folder as text, or None"
             )
+
+    @property
+    def figures_since_s(self) -> float | None:
+        """The time of `time.monotonic` since when figures count; None if those of earlier runs count, too."""
+        return self._made_s if self.measure_again else None
 
 
 def _require(holds: bool, name: str, value: object, expected: str) -> None:

@@ -29,6 +29,7 @@ class InfeasibleBudget(OffmateError):
     least_budget_bytes: the smallest device budget that works, None if none does (too little host memory).
     block: name of the block that binds at the least budget, None if no block does.
     step: the step of the iteration that binds, None if no step does.
+    place: that block and step in words, None if there are none.
     """
 
     def __init__(
@@ -38,16 +39,22 @@ class InfeasibleBudget(OffmateError):
         least_budget_bytes: int | None = None,
         block: str | None = None,
         step: int | None = None,
+        place: str | None = None,
     ) -> None:
         # All values go into `args`, so that the error survives pickling on its way out of another process.
-        super().__init__(message, budget_bytes, least_budget_bytes, block, step)
+        super().__init__(message, budget_bytes, least_budget_bytes, block, step, place)
         self.budget_bytes = budget_bytes
         self.least_budget_bytes = least_budget_bytes
         self.block = block
         self.step = step
+        self.place = place
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class LibraryError(OffmateError, ImportError):
+    """A library is not installed or does not load; names it, what it does here, and the line for pip."""
 
 
 class CaptureError(OffmateError):
@@ -68,6 +75,10 @@ class SolverError(OffmateError):
 
 class DeviceError(OffmateError):
     """The device is absent, cannot do what is asked, or failed; parameters and states all belong to one update."""
+
+
+class UnknownDevice(DeviceError, ArgumentValueError):
+    """No device of this machine has the name that was given."""
 
 
 class BudgetExceeded(DeviceError):

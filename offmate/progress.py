@@ -6,9 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
-import rich.progress
-from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from .libraries import library_errors
 
 Progress = Callable[[str, float], None]
 """A callback that takes the phase of planning and the fraction of it that is done, from 0 to 1."""
@@ -32,6 +30,11 @@ def planning_progress(what: str = "planning") -> Iterator[Progress]:
     if _quiet or not sys.stderr.isatty():
         yield lambda phase, share: None
         return
+    with library_errors():
+        import rich.progress
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+
     columns = (TextColumn(f"{what}: {{task.description}}"), BarColumn(), TimeElapsedColumn())
     with rich.progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=1.0)

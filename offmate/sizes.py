@@ -12,7 +12,7 @@ from .errors import ArgumentTypeError, ArgumentValueError
 _EXAMPLES = '"12GiB", "12GB", "500 MiB", "1.5GiB" or a whole number of bytes'
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([A-Za-z]*)")
 _PREFIXES = "KMGTP"
-_LEAST_BARE_BYTES = 1 << 16
+_LEAST_BARE_BYTES = 1 << 20
 _UNIT_BYTES = {"": 1, "B": 1}
 _UNIT_BYTES |= {f"{prefix}B": 1000**power for power, prefix in enumerate(_PREFIXES, start=1)}
 _UNIT_BYTES |= {f"{prefix}IB": 1024**power for power, prefix in enumerate(_PREFIXES, start=1)}
@@ -56,7 +56,8 @@ def parse_budget(value: int | str, name: str = "") -> int:
         if isinstance(value, str) and value.strip().isdecimal() and size_bytes < _LEAST_BARE_BYTES:
             number = value.strip()
             raise ArgumentValueError(
-                f"{value!r} has no unit, and {number} bytes hold nothing; did you mean {number}GiB? Write {_EXAMPLES}"
+                f"{value!r} has no unit, and {number} bytes are too few for any model; did you mean "
+                f"{number}{'GiB' if size_bytes < 1024 else 'MiB'}? Write {_EXAMPLES}"
             )
     except (ArgumentTypeError, ArgumentValueError) as error:
         raise type(error)(f"{name}: {error}" if name else str(error)) from None

@@ -43,7 +43,7 @@ def masking() -> Any:
         return None
     try:
         return importlib.import_module("transformers.masking_utils")
-    except ImportError:
+    except (ImportError, OSError):
         return None
 
 

@@ -6,12 +6,12 @@ import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import fx
 
 from ..errors import CaptureError
 from ..guards.surroundings import inside_autocast
+from ..libraries import load
 from ..runtime.torch_names import trees as pytree
 from ..runtime.torch_names.operators import schema_of
 from ..runtime.torch_names.tensors import storage_key
@@ -85,7 +85,7 @@ def partition(captured: Captured, trainable: frozenset[str]) -> Chain:
     rounded = casts.rounded(captured.graph)
     graph = captured.graph
     sources = {n for n in graph.nodes if n.name in captured.params}
-    dependence = nx.DiGraph((a, n) for n in graph.nodes for a in n.all_input_nodes)
+    dependence = load("networkx").DiGraph((a, n) for n in graph.nodes for a in n.all_input_nodes)
     dependence.add_nodes_from(graph.nodes)
     dependence.add_edges_from(_reads_of_writes(captured, facts))
     sources |= {n for n in graph.nodes if is_random(n)} | _touching_state(captured, facts)

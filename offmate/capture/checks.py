@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from ..errors import OffmateError, ProtocolError
+from ..errors import ArgumentTypeError, OffmateError, ProtocolError
 from ..runtime.torch_names.autograd import hooks_on_saved, without_torch_function
 from ..runtime.torch_names.modules import BACKWARD_HOOKS, global_hooks, is_from_torch_compile
 from ..runtime.torch_names.tensors import gradient_hooks, late_gradient_hooks
@@ -17,6 +18,21 @@ _WRAPPERS = {
     "DistributedDataParallel": "DistributedDataParallel (DDP)",
     "FullyShardedDataParallel": "FullyShardedDataParallel (FSDP)",
 }
+
+
+def as_batch(example_inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and the keyword arguments of an example batch.
+
+    Raises: ArgumentTypeError if it is neither a tuple nor a mapping.
+    """
+    if isinstance(example_inputs, tuple):
+        return example_inputs, {}
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    raise ArgumentTypeError(
+        f"example_inputs is a {type(example_inputs).__name__}; it must be a tuple of positional arguments, such as "
+        "(x,), or a dict of keyword arguments, such as {'input_ids': ids}"
+    )
 
 
 def check_model(model: torch.nn.Module) -> None:

@@ -15,8 +15,9 @@ import torch
 from torch import fx
 from torch.export.graph_signature import InputKind
 
-from ..errors import CaptureError
+from ..errors import CaptureError, LibraryError
 from ..guards.python_state import python_restored
+from ..libraries import library_errors
 from ..machines.devices import rng_untouched
 from ..runtime.layouts import as_layout
 from ..runtime.torch_names import tracing
@@ -274,13 +275,13 @@ def _export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             forwards_as_in_eager(model),
             LstmPrecision(),
         ]
-        with warnings.catch_warnings(), contextlib.ExitStack() as stack, named():
+        with warnings.catch_warnings(), contextlib.ExitStack() as stack, named(), library_errors():
             for context in as_in_eager:
                 stack.enter_context(context)
             # Attributes that are set become by-products.
             warnings.filterwarnings("ignore", message="The tensor attribute")
             return torch.export.export(model, args, kwargs, strict=False)
-    except CaptureError:
+    except (CaptureError, LibraryError):
         raise
     except Exception as error:
         raise refusal(model, error) from error

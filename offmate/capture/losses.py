@@ -54,6 +54,14 @@ def tile_losses(graph: fx.Graph, device: torch.device) -> None:
             _tile(graph, node, device)
 
 
+def loss_logits(nodes: Iterable[fx.Node]) -> tuple[int, ...] | None:
+    """Return the sizes of the logits whose cross entropy a block's forward takes; None if it takes none."""
+    for node in nodes:
+        if node.target in (tiled_cross_entropy, _CROSS_ENTROPY, torch.ops.aten.nll_loss_forward.default):
+            return tuple(int(size) for size in _given(node, 0).meta["val"].shape)
+    return None
+
+
 def overwrite_logits(graph: fx.Graph, resting: Collection[fx.Node]) -> None:
     """Let a traced block's loss in tiles write the gradient over its logits, where no other backward reads them.
 

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from ..errors import ArgumentTypeError, ArgumentValueError, InfeasibleBudget, OffmateError
+from ..errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    InfeasibleBudget,
+    LibraryError,
+    OffmateError,
+    PlanFileError,
+)
 from ..files import reason
-from . import cards, check, doctor, fits, plan, profile, show
+from ..libraries import check_installed, library_errors
+from . import cards, check, doctor, fits, init, plan, profile, show
 from .arguments import Help, count, device, output_file, size, with_options
 from .finetune import add_parser as add_finetune
-from .screen import console
 
 _FAILED = 1
 _CANNOT_START = 2
 _INTERRUPTED = 130
+_NOT_STARTED = (ArgumentValueError, ArgumentTypeError, LibraryError, PlanFileError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,17 +39,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns: the exit status: 0 success, 1 failure, 2 it could not start (bad arguments, a missing extra),
     130 interrupted.
     """
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if not hasattr(arguments, "run"):
+        parser.print_help()
+        return _CANNOT_START
     # Before torch is loaded: its profiler warns of memory from before it began, which is no fault and no news.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
-        return arguments.run(arguments)
+        with library_errors():
+            return arguments.run(arguments)
     except InfeasibleBudget as error:
         print(f"offmate: {with_options(str(error))}", file=sys.stderr)
         return _FAILED
     except OffmateError as error:
         print(f"offmate: {error}", file=sys.stderr)
-        return _CANNOT_START if isinstance(error, ArgumentValueError | ArgumentTypeError) else _FAILED
+        return _CANNOT_START if isinstance(error, _NOT_STARTED) else _FAILED
     except BrokenPipeError:
         # The reader of the output has gone, as with `| head`; Python must not complain about it at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -65,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="offmate", description="Train within a GPU memory budget, with plain PyTorch's numbers."
     )
     parser.add_argument("--version", action="version", version=f"offmate {__version__}")
-    verbs = parser.add_subparsers(metavar="COMMAND", required=True)
+    verbs = parser.add_subparsers(metavar="COMMAND")
 
     demo = verbs.add_parser(
         "demo",
@@ -99,15 +111,15 @@ def _parser() -> argparse.ArgumentParser:
     check.add_parser(verbs)
     profile.add_parser(verbs)
     doctor.add_parser(verbs)
+    init.add_parser(verbs)
     add_finetune(verbs)
     return parser
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    if importlib.util.find_spec("transformers") is None:
-        print('offmate: the demo needs transformers: pip install "offmate[hf]"', file=sys.stderr)
-        return _CANNOT_START
+    check_installed("transformers")
     from .demo import run_demo
+    from .screen import console
 
     comparison = run_demo(arguments.gpu_budget, arguments.steps, arguments.device, console(arguments.quiet))
     if arguments.json is not None:

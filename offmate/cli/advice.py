@@ -95,7 +95,8 @@ def _lack(asked: Outlook, error: InfeasibleBudget, machine: Hardware) -> str:
         if least <= has
         else (f"the card has {format_bytes(has)}")
     )
-    return f"{device} of GPU memory are not enough; the least that works is {format_least_bytes(least)}: {end}"
+    place = f". The tightest point is {error.place}" if error.place else ""
+    return f"{device} of GPU memory are not enough; the least that works is {format_least_bytes(least)}: {end}{place}"
 
 
 def ways(training: Training, budgets: dict[str, object]) -> Iterator[Way]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..libraries import is_installed, missing
 from .arguments import Help, count, device, output_file
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _subject(arguments: argparse.Namespace) -> Subject:
-    from ..errors import ArgumentValueError, OffmateError
+    from ..errors import ArgumentValueError, LibraryError
 
     path = Path(arguments.model).expanduser()
     if path.suffix == ".py":
@@ -88,8 +88,8 @@ def _subject(arguments: argparse.Namespace) -> Subject:
         if not path.is_file():
             raise ArgumentValueError(f"{arguments.model!r}: no such file")
         return subject_in(path)
-    if importlib.util.find_spec("transformers") is None:
-        raise OffmateError('an architecture needs transformers: pip install "offmate[hf]"; a Python file needs nothing')
+    if not is_installed("transformers"):
+        raise LibraryError(f"{missing('transformers')}. A Python file instead of an architecture does not need it")
     from ..check.hugging_face import subject_of
     from .shapes import configuration
 

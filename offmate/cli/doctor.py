@@ -33,7 +33,7 @@ def add_parser(verbs: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Examine the machine and print the findings.
 
-    Returns: the exit status, 0; 1 if no solver works.
+    Returns: the exit status, 0; 1 if no plan can be made, since a solver is missing.
     """
     from ..machines.doctor import examine
     from .screen import console, pairs
@@ -43,7 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.json.write_text(json.dumps(found, indent=2) + "\n")
     if not arguments.quiet:
         console().print(pairs(_rows(found)))
-    return 0 if "works" in found["solvers"].values() else 1
+    solvers = found["solvers"]
+    return 0 if solvers["cp-sat"] == "works" and "works" in (solvers["highs"], solvers["cbc"]) else 1
 
 
 def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -65,10 +66,29 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for device in found["devices"]:
         yield "device", _device_words(device)
     pinned = found["pinned"]
-    limit = "no limit" if pinned["limit_bytes"] is None else f"at most {format_bytes(pinned['limit_bytes'])}"
-    yield "pinned", f"{limit} of locked memory; {pinned['probe']}"
+    yield "pinned", f"{_locked(pinned['limit_bytes'])}; {pinned['probe']}"
+    if system["wsl"]:
+        yield (
+            "WSL",
+            (
+                "Windows gives WSL2 half of its RAM; a line such as memory=28GB under [wsl2] in .wslconfig sets it. "
+                "The GPU's driver pins only a part of it, so that some copies take longer; plans take this into account"
+            ),
+        )
     yield "solvers", ", ".join(f"{name}: {words}" for name, words in found["solvers"].items())
     yield "cache", f"{found['cache']['files']} files, {format_bytes(found['cache']['bytes'])}"
+
+
+def _locked(limit_bytes: int | None) -> str:
+    """Say how much memory a process may lock."""
+    from ..sizes import format_bytes
+
+    if limit_bytes is None:
+        return "a process may lock any amount of memory (ulimit -l)"
+    return (
+        f"a process may lock {format_bytes(limit_bytes)} of memory (ulimit -l), which memlock in "
+        "/etc/security/limits.conf raises. If a GPU's driver keeps to it, some copies take longer"
+    )
 
 
 def _device_words(device: dict[str, Any]) -> str:

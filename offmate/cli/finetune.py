@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
+from ..libraries import check_installed
 from .arguments import Help
 
 _EXAMPLES = """examples:
+  offmate init --model chat --data chats.jsonl --output tuned > run.yaml
   offmate finetune --model chat --data chats.jsonl --output tuned --dry-run
   offmate finetune --config run.yaml --gpu-budget 11GiB --lora 16
   offmate finetune --config run.yaml --resume
 """
-_CANNOT_START = 2
 _NEEDED = ("transformers", "tokenizers", "safetensors", "yaml")
 
 # The options that are also settings: name, type, placeholder of its value, help.
@@ -78,6 +77,31 @@ _SETTINGS: tuple[tuple[str, Any, str, str], ...] = (
 )
 
 
+def settings_options() -> tuple[argparse.ArgumentParser, dict[str, str]]:
+    """Return a parser of the options that are settings, for the `parents` of a command, and what each setting means."""
+    parser = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    options: list[argparse.Action] = [
+        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=words)
+        for name, kind, metavar, words in _SETTINGS
+    ]
+    options += [
+        parser.add_argument("--report", nargs="+", metavar="NAME", help="where else to report: tensorboard, wandb"),
+        parser.add_argument(
+            "--sample", nargs="+", metavar="PROMPT", help="let the model continue these prompts after each evaluation"
+        ),
+        parser.add_argument(
+            "--merge", action="store_true", help="with --lora, also write the merged model, in DIR/merged"
+        ),
+    ]
+    return parser, {option.dest: (option.help or "").replace("%%", "%") for option in options}
+
+
+def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that a command line gives, by name."""
+    _, known = settings_options()
+    return {name: value for name, value in vars(arguments).items() if name in known}
+
+
 def add_parser(subparsers: Any) -> None:
     """Add the command `finetune` to a command line.
 
@@ -91,16 +115,10 @@ def add_parser(subparsers: Any) -> None:
         description="Fine-tune a causal language model on your text or chats within a GPU memory budget. The result is "
         "a folder that plain transformers (or peft) loads. A YAML file can give every setting, too, with _ for -.",
         argument_default=argparse.SUPPRESS,
+        parents=[settings_options()[0]],
         epilog=_EXAMPLES,
         formatter_class=Help,
     )
-    for name, kind, metavar, words in _SETTINGS:
-        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=words)
-    parser.add_argument("--report", nargs="+", metavar="NAME", help="where else to report: tensorboard, wandb")
-    parser.add_argument(
-        "--sample", nargs="+", metavar="PROMPT", help="let the model continue these prompts after each evaluation"
-    )
-    parser.add_argument("--merge", action="store_true", help="with --lora, also write the merged model, in DIR/merged")
     parser.add_argument("--config", type=Path, metavar="FILE", default=None, help="settings in YAML; options override")
     parser.add_argument("--resume", action="store_true", default=False, help="continue the run in --output")
     parser.add_argument("--dry-run", action="store_true", default=False, help="say what the run takes; read no weights")
@@ -116,15 +134,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns: the exit status, as in `offmate.cli.main`. Raises: OffmateError for everything that cannot work.
     """
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        print(f'offmate: finetune needs {missing[0]}: pip install "offmate[finetune]"', file=sys.stderr)
-        return _CANNOT_START
+    check_installed(*_NEEDED)
     from ..finetune.job import finetune
     from ..finetune.settings import read_yaml
 
-    names = [name.replace("-", "_") for name, *_ in _SETTINGS] + ["report", "sample", "merge"]
-    options = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
-    given = {**(read_yaml(arguments.config) if arguments.config else {}), **options}
+    given = {**(read_yaml(arguments.config) if arguments.config else {}), **given_settings(arguments)}
     finetune(given, resume=arguments.resume, dry_run=arguments.dry_run, yes=arguments.yes, mode=arguments.mode)
     return 0

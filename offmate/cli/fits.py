@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .arguments import Help, add_machine, count, output_file, size
 from .fits_table import FitsTable, Row
-from .training import Training, missing_packages, parse_adapter
+from .training import Training, check_packages, parse_adapter
 
 if TYPE_CHECKING:
     from ..machines.hardware import Hardware
@@ -60,8 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from .training import has_adapters
 
-    if missing := missing_packages(lora=False):
-        return missing
+    check_packages(lora=False)
     from ..machines.hardware import load
     from .screen import console
     from .shapes import configuration, names

@@ -6,13 +6,13 @@ import argparse
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.text import Text
-
+from ..libraries import missing
 from ..reports.units import format_seconds
 from ..sizes import format_bytes, format_least_bytes
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ..machines.hardware import Hardware
 
 _MODEL, _WAY, _STEP, _RATE, _LEAST, _PEAK, _RAM = 15, 11, 8, 9, 10, 10, 10
@@ -65,10 +65,10 @@ class FitsTable:
             f"{self._machine.name}, {format_bytes(asked.gpu_budget)} of GPU memory, {ram} of RAM, "
             f"{asked.batch} × {asked.seq_len} tokens, AdamW"
         )
-        if "bfloat16" not in dict(self._machine.matrix_flops_per_s):
-            self._say("This card has no matrix rate for bfloat16, so that products take as long as in float32.")
+        if slow := self._machine.rate_words("bfloat16"):
+            self._say(f"{slow}.")
         if not adapters:
-            self._say('LoRA is left out, as peft is not installed: pip install "offmate[finetune]"')
+            self._say(f"LoRA is left out: {missing('peft')}")
         if seconds:
             minutes, plural = max(1, round(seconds / 60)), "s" * (n_models > 1)
             self._say(
@@ -85,6 +85,8 @@ class FitsTable:
 
     def add(self, row: Row) -> None:
         """Print a row; the model's name comes once."""
+        from rich.text import Text
+
         new, self._model = row.model != self._model, row.model
         if new and row.seq_len < self._arguments.seq_len:
             self._shorter.append(f"{row.model} at {row.seq_len:,}")
@@ -119,6 +121,8 @@ class FitsTable:
         )
 
     def _add_lines(self, row: Row, new: bool, lacks: str) -> None:
+        from rich.text import Text
+
         if new:
             self._screen.print(row.model, style="bold", markup=False)
         if lacks:

@@ -8,13 +8,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from .arguments import Help, add_machine, count, output_file, positive, size, sweep
-from .training import Training, missing_packages, parse_adapter, short
+from .training import Training, check_packages, parse_adapter, short
 
 if TYPE_CHECKING:
     from ..machines.hardware import Hardware
     from ..plans.plan import Plan
 
-_CANNOT_START = 2
 _DOES_NOT_FIT = 1
 _EXAMPLES = """examples:
   offmate plan llama3-8b --lora 16 --card rtx3060 --ram 32GiB
@@ -114,8 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns: the exit status. Raises: OffmateError for everything that cannot work, except a budget that is too small.
     """
-    if missing := missing_packages(lora=arguments.lora is not None):
-        return missing
+    check_packages(lora=arguments.lora is not None)
     from ..machines.hardware import load
     from ..progress import quiet
 
@@ -140,8 +138,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raise OffmateError for options that do not go together."""
-    from ..errors import ArgumentValueError, OffmateError
+    """Raise ArgumentValueError for options that do not go together."""
+    from ..errors import ArgumentValueError
 
     if arguments.lora is not None and arguments.dtype == "bf16-master":
         raise ArgumentValueError(
@@ -149,7 +147,7 @@ def _check(arguments: argparse.Namespace) -> None:
             "leave --dtype out"
         )
     if arguments.autocast and arguments.dtype != "fp32":
-        raise OffmateError(
+        raise ArgumentValueError(
             f"--autocast casts float32 weights, and --dtype is {arguments.dtype}; for mixed precision say --dtype fp32 "
             "--autocast, for weights in lower precision leave --autocast out"
         )
@@ -162,7 +160,7 @@ def _check(arguments: argparse.Namespace) -> None:
     }
     needs = [option for option, is_given in given.items() if is_given]
     if arguments.optimizer == "none" and needs:
-        raise OffmateError(
+        raise ArgumentValueError(
             f"{' and '.join(needs)} cannot be planned with --optimizer none, since your own code then updates; name an "
             "optimizer, or leave the option out"
         )
@@ -209,7 +207,9 @@ def _make(arguments: argparse.Namespace, training: Training, machine: Hardware, 
     n_params = sum(p.numel() for p in model.parameters())
     beyond = machine.device_memory_bytes < budget_bytes
     warning = f", which has only {format_bytes(machine.device_memory_bytes)}" if beyond else ""
-    return plan, (f"{training.model}: {short(n_params)} parameters in {training.words()}, on {machine.name}{warning}\n")
+    slow = machine.rate_words(training.matrix_dtype)
+    said = f"{training.model}: {short(n_params)} parameters in {training.words()}, on {machine.name}{warning}\n"
+    return plan, f"{said}{slow}\n" if slow else said
 
 
 def _sweep(arguments: argparse.Namespace, training: Training, machine: Hardware) -> int:

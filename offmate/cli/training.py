@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from ..libraries import check_installed, is_installed
 
 if TYPE_CHECKING:
     from ..finetune.settings import Lora
 
 _ALL_LINEAR = ("all-linear",)
-_CANNOT_START = 2
+_MATRIX_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_FOR_ADAPTERS = ("peft", "yaml")
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,11 @@ class Training:
     def tokens(self) -> int:
         """The tokens that one step sees."""
         return self.accumulation * self.batch * self.seq_len
+
+    @property
+    def matrix_dtype(self) -> str:
+        """The dtype of most matrix products, by torch's name."""
+        return _MATRIX_DTYPES[(self.autocast or self.dtype).removesuffix("-master")]
 
     def built(self) -> tuple[Any, dict[str, Any]]:
         """Build the model and a batch on the meta device.
@@ -86,24 +93,20 @@ class Training:
         return ", ".join(words)
 
 
-def missing_packages(lora: bool) -> int:
-    """Say which extra is missing for models of transformers, and for adapters; make the others quiet.
+def check_packages(lora: bool) -> None:
+    """Look for what models of transformers need, and adapters; make the libraries quiet.
 
-    Returns: the exit status, 0 if nothing is missing.
+    Raises: LibraryError for one that is not installed.
     """
-    needed = {"transformers": "hf", **({"peft": "finetune", "yaml": "finetune"} if lora else {})}
-    for package, extra in needed.items():
-        if importlib.util.find_spec(package) is None:
-            print(f'offmate: this needs {package}: pip install "offmate[{extra}]"', file=sys.stderr)
-            return _CANNOT_START
+    check_installed("transformers", *(_FOR_ADAPTERS if lora else ()))
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     for variable in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
         os.environ.setdefault(variable, "error")  # the warnings concern weights, and no weights are loaded
-    return 0
 
 
 def has_adapters() -> bool:
     """Return whether what adapters need is installed."""
-    return all(importlib.util.find_spec(package) is not None for package in ("peft", "yaml"))
+    return all(map(is_installed, _FOR_ADAPTERS))
 
 
 def parse_adapter(text: str | None) -> Lora | None:

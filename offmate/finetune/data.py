@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentValueError, OffmateError
+from ..errors import ArgumentValueError, LibraryError, OffmateError
+from ..libraries import is_installed, missing
 from .rows import EXAMPLES, Piece, read_row
 
 _TEXT = (".txt", ".md", ".text")
@@ -75,8 +75,8 @@ def pieces(data: str) -> Iterator[Piece]:
 
 
 def _check_datasets(data: str) -> None:
-    if importlib.util.find_spec("datasets") is None:
-        raise OffmateError(f"data {data!r} needs Hugging Face datasets: pip install datasets")
+    if not is_installed("datasets"):
+        raise LibraryError(f"data {data!r} cannot be read: {missing('datasets')}")
 
 
 def _of_file(file: Path) -> Iterator[Piece]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import importlib.util
 import json
 import os
 import resource
@@ -19,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from ..errors import OffmateError
+from ..libraries import check_installed
 from ..sizes import format_bytes
 from .samples import Sample
 
@@ -75,7 +74,7 @@ def make_reporters(names: tuple[str, ...], output: Path, settings: dict[str, Any
     ----------
     mode: "normal", "quiet" (nothing but errors) or "json" (lines on stdout).
 
-    Raises: OffmateError if a library is not installed.
+    Raises: LibraryError if a library is not installed.
     """
     shown: list[Reporter] = []
     if mode == "json":
@@ -91,10 +90,9 @@ def make_reporters(names: tuple[str, ...], output: Path, settings: dict[str, Any
 
 
 def check_reporters(names: tuple[str, ...]) -> None:
-    """Raise OffmateError if a reporter's library is not installed."""
+    """Raise LibraryError if a reporter's library is not installed."""
     for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise OffmateError(f"report {name!r}: the library is not installed; pip install {name}")
+        check_installed(name)
 
 
 class ConsoleReporter:

@@ -133,7 +133,8 @@ class Settings:
         for name in ("model", "data", "output"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
-                raise ArgumentValueError(f"{name} is {value!r}; give it as --{name} or in the configuration file")
+                given = f"{name} is {_short(value)}" if value else f"no {name} is given"
+                raise ArgumentValueError(f"{given}; name it with --{name}, or with `{name}:` in the configuration file")
         for name in ("epochs", "checkpoint_every", "keep_checkpoints"):
             _whole(name, getattr(self, name), 1)
         _whole("batch_size", self.batch_size, 1, _MOST_SEQUENCES)
@@ -255,6 +256,7 @@ def parse_lora(value: Any) -> Lora | None:
     """Parse a LoRA setting: a rank, text such as "r=16,alpha=32,targets=q_proj+v_proj", or a mapping."""
     if value is None or isinstance(value, Lora):
         return value
+    typed = _short(value)
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     if isinstance(value, str):
@@ -265,13 +267,13 @@ def parse_lora(value: Any) -> Lora | None:
             value["targets"] = [name.strip() for name in value["targets"].split("+")]
     example = "write 16 for a rank, or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
     if not isinstance(value, Mapping) or "r" not in value or not value.keys() <= {"r", "alpha", "dropout", "targets"}:
-        raise ArgumentValueError(f"lora is {_short(value)}; {example}")
+        raise ArgumentValueError(f"lora is {typed}; {example}")
     try:
         r, alpha = int(value["r"]), int(value.get("alpha", Lora.alpha))
         dropout = float(value.get("dropout", Lora.dropout))
         targets = tuple(value.get("targets", Lora.targets) or ())
     except (TypeError, ValueError, OverflowError):
-        raise ArgumentValueError(f"lora is {_short(dict(value))}; {example}") from None
+        raise ArgumentValueError(f"lora is {typed}; {example}") from None
     return Lora(r, alpha, dropout, targets)
 
 

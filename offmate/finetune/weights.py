@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentValueError, OffmateError
+from ..libraries import load
 from ..transformers_names import kept_in_float32
 from .settings import ALL_LINEAR, Lora, Settings
 
@@ -202,11 +203,7 @@ def stored_dtype(folder: Path, config: Any) -> torch.dtype:
 
 
 def _peft() -> Any:
-    try:
-        import peft
-    except ImportError:
-        raise OffmateError('lora needs peft: pip install "offmate[finetune]"') from None
-    return peft
+    return load("peft")
 
 
 def _read_weights(folder: Path, dtype: torch.dtype, exact: list[str]) -> Iterator[tuple[str, torch.Tensor]]:

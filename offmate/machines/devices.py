@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import DeviceError
+from ..errors import DeviceError, UnknownDevice
 from ..runtime.devices.device import Device
 from ..runtime.devices.emulated import EmulatedDevice
 from ..runtime.devices.streams import StreamDevice
@@ -31,7 +31,7 @@ def device_kind(device: str | torch.device | None) -> str:
     ----------
     device: None takes an accelerator if there is one.
 
-    Raises: DeviceError if this machine has no such device.
+    Raises: UnknownDevice if this machine has no such device.
     """
     available = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
@@ -44,16 +44,16 @@ def device_kind(device: str | torch.device | None) -> str:
     try:
         asked = torch.device(name)
     except RuntimeError:
-        raise DeviceError(f"device={name!r} is not known; use 'cuda', 'cuda:1' or 'emulated'") from None
+        raise UnknownDevice(f"device={name!r} is not known; use 'cuda', 'cuda:1' or 'emulated'") from None
     if available is None or asked.type != available.type:
         found = "no accelerator" if available is None else f"only {available.type!r}"
-        raise DeviceError(
+        raise UnknownDevice(
             f"device={name!r}: torch {torch.__version__} sees {found} here; use device='emulated', which runs anywhere"
             + (", or install a torch build with CUDA" if asked.type == "cuda" else "")
         )
     index = torch.accelerator.current_device_index() if asked.index is None else asked.index
     if index >= torch.accelerator.device_count():
-        raise DeviceError(f"device={name!r}: the last of the devices here is {torch.accelerator.device_count() - 1}")
+        raise UnknownDevice(f"device={name!r}: the last of the devices here is {torch.accelerator.device_count() - 1}")
     return f"{asked.type}:{index}"
 
 

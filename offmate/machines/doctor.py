@@ -41,7 +41,7 @@ def examine() -> dict[str, Any]:
         },
         "devices": _devices(),
         "pinned": _pinned(),
-        "solvers": {name: _solver(name) for name in ("highs", "cbc")},
+        "solvers": {**{name: _solver(name) for name in ("highs", "cbc")}, "cp-sat": _cpsat()},
         "cache": _cache(Path(default_cache_dir())),
     }
 
@@ -116,6 +116,20 @@ def _solver(name: str) -> str:
 
     try:
         get(name)
+    except BackendError as error:
+        return str(error)
+    return "works"
+
+
+def _cpsat() -> str:
+    from ..solver.backends import BackendError
+    from ..solver.backends.cpsat import CpSat
+    from ..solver.block_graph import BlockGraph, Op, Storage
+
+    graph = BlockGraph((Op("a", 1.0, (0,), (1,), True),), (Storage(8, True), Storage(8, False)), frozenset({1}))
+    try:
+        with CpSat() as running:
+            running.least_kept(graph)
     except BackendError as error:
         return str(error)
     return "works"

@@ -34,6 +34,7 @@ _OPTIONAL = (
     "per_copy_s",
     "instruction_s",
 )
+_KEYS = {*_RATES, *_OPTIONAL, "device_memory_bytes", "matrix_flops_per_s"}
 
 # Rates of updates with float32 copies, relative to float32, where a file does not say. On a CPU that memory does not
 # limit, casts take instructions: 0.62 was measured on two cores of an AMD EPYC, 0.48 on two of an Intel Xeon at
@@ -109,6 +110,18 @@ class Hardware:
         rates = dict(self.matrix_flops_per_s)
         return rates.get(dtype, rates["float32"])
 
+    def rate_words(self, dtype: str) -> str:
+        """Say that products in a 16-bit dtype are planned with float32's rate; empty if the file has their own."""
+        rates = dict(self.matrix_flops_per_s)
+        if dtype in rates or dtype == "float32":
+            return ""
+        words = (
+            f"{self.name} has no matrix rate for {dtype}, so that products are planned with that of float32, "
+            f"{rates['float32'] / 1e12:.3g} TFLOP/s"
+        )
+        other = {"bfloat16": "float16", "float16": "bfloat16"}.get(dtype, "")
+        return f"{words}; in {other} it is {rates[other] / 1e12:.3g}" if other in rates else words
+
 
 def names() -> tuple[str, ...]:
     """Return the names of the hardware files that come with offmate."""
@@ -167,6 +180,7 @@ def _parse(data: Any, where: str) -> Hardware:
     if not isinstance(products, dict) or "float32" not in products:
         raise ArgumentValueError(f"{where}: matrix_flops_per_s must name at least float32")
     flops = tuple(sorted((dtype, _figure(products, dtype, where, least=1.0)) for dtype in products))
+    _check_optional(data, where)
     optional = {key: _figure(data, key, where) if key in data else 0.0 for key in _OPTIONAL}
     for key in ("host_memory_bytes_per_s", "cpu_master_update_bytes_per_s"):
         if 0 < optional[key] < 1:
@@ -187,6 +201,14 @@ def _parse(data: Any, where: str) -> Hardware:
         basis=basis,
         **figures,
     )
+
+
+def _check_optional(data: dict[str, Any], where: str) -> None:
+    """Raise ArgumentValueError for a key that is nearly that of an optional figure, which would then be left out."""
+    for key in data.keys() - _KEYS:
+        near = difflib.get_close_matches(key, [name for name in _OPTIONAL if name not in data], n=1, cutoff=0.85)
+        if near:
+            raise ArgumentValueError(f"{where}: {key!r} is not known; did you mean {near[0]!r}?")
 
 
 def _per_copy_s(data: dict[str, Any], where: str) -> float:
@@ -215,6 +237,8 @@ def _is_positive(value: object) -> bool:
 
 def _figure(data: dict[str, Any], key: str, where: str, least: float = 0.0) -> float:
     entry = data.get(key)
+    if entry is None and (near := difflib.get_close_matches(key, data.keys() - _KEYS, n=1)):
+        raise ArgumentValueError(f"{where}: there is no {key}, but {near[0]!r}, which is not known; is it misspelt?")
     if not isinstance(entry, dict) or "value" not in entry or not entry.get("source"):
         raise ArgumentValueError(
             f'{where}: {key} must be {{"value": number, "source": text}}, found {reprlib.repr(entry)}'

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import OffmateError, ProtocolError
+from ..errors import ArgumentTypeError, OffmateError, ProtocolError
 from ..machines.devices import EMULATED
 from ..machines.stopwatch import clock_of, launching_s
 from ..runtime.devices.cores import as_a_worker
@@ -288,6 +288,11 @@ def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     Raises: OffmateError if `optimizer` is not a torch.optim.Optimizer, or holds a tensor that is not a parameter of the
         model.
     """
+    if isinstance(optimizer, type):
+        raise ArgumentTypeError(
+            f"optimizer= is the class {optimizer.__name__}; make an instance of it, such as "
+            f"{optimizer.__name__}(model.parameters()), and pass that"
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OffmateError(
             f"optimizer= is of class {type(optimizer).__name__}, not a torch.optim.Optimizer; pass the one inside the "

@@ -129,7 +129,7 @@ def _planned(
     request, fingerprint = subject.request, known_as[0]
     if given is not None:
         return given, relower(subject, given)
-    stored = _earlier(request, known_as, kept)
+    stored = _earlier(request, known_as, kept, request.config.measure_again and subject.machine is None)
     if stored is not None:
         try:
             lowered = relower(subject, stored)
@@ -160,10 +160,17 @@ def _path(request: Request, fingerprint: str) -> Path | None:
     return Path(request.config.cache_dir, f"{fingerprint}{margin}.json") if request.config.cache_dir else None
 
 
-def _earlier(request: Request, known_as: list[str], kept: Mapping[str, Plan]) -> Plan | None:
-    """Find an earlier plan, made for this request or with the split left open but agreeing with the pinned one."""
+def _earlier(request: Request, known_as: list[str], kept: Mapping[str, Plan], outdated: bool) -> Plan | None:
+    """Find an earlier plan, made for this request or with the split left open but agreeing with the pinned one.
+
+    Parameters
+    ----------
+    outdated: whether plans on disk are based on figures that are to be measured again.
+    """
     for fingerprint in known_as:
-        plan = fitting(kept.get(fingerprint), request) or cached(_path(request, fingerprint), fingerprint, request)
+        plan = fitting(kept.get(fingerprint), request)
+        if plan is None and not outdated:
+            plan = cached(_path(request, fingerprint), fingerprint, request)
         if plan is not None and _as_pinned(plan, request):
             return plan
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ..capture.losses import loss_logits
 from ..config import Config
 from ..errors import InfeasibleBudget
 from ..lowering.problem import Lowered
@@ -13,7 +14,7 @@ from ..sizes import format_bytes, format_least_bytes
 from ..solver.items import ItemKind, names_of
 from ..solver.problem import Problem
 from ..solver.schedule import Kind, Schedule
-from ..solver.solve import least_budget, least_host
+from ..solver.solve import LeastBudget, least_budget, least_host
 from ..split import Split
 from .request import Request
 
@@ -43,7 +44,7 @@ def refusal(lowered: Lowered, request: Request, fixed: int) -> InfeasibleBudget:
             budget_bytes=budget_bytes,
             least_budget_bytes=needed,
         )
-    where = f"block {least.block} in step {least.step} of {problem.n_steps}"
+    place = _place(lowered, least)
     roomy = replace(problem, host_budget_bytes=_AMPLE_HOST_BYTES)
     alone = fixed + least_budget(roomy, time_limit_s=config.solver_time_limit_s, backend=config.solver).bytes
     host_words = ""
@@ -54,13 +55,25 @@ def refusal(lowered: Lowered, request: Request, fixed: int) -> InfeasibleBudget:
         )
     return InfeasibleBudget(
         f"a budget of {format_bytes(budget_bytes)} cannot work; the least that does is "
-        f"{format_least_bytes(needed)}, where {where} is the bottleneck{host_words}. Raise gpu_budget to that, or make "
-        "the batch or the sequence shorter, or keep fewer outputs (Config(outputs=...))" + sides,
+        f"{format_least_bytes(needed)}{host_words}. The tightest point is {place}. Raise gpu_budget, or make the batch "
+        "or the sequence shorter, or keep fewer outputs (Config(outputs=...))" + sides,
         budget_bytes=budget_bytes,
         least_budget_bytes=needed,
         block=least.block,
         step=least.step,
+        place=place,
     )
+
+
+def _place(lowered: Lowered, least: LeastBudget) -> str:
+    """Name the block and the step that bind; the block of the loss by what it is."""
+    number = f"block {least.block} in step {least.step} of {lowered.problem.n_steps}"
+    if not least.block.isdecimal():
+        return number
+    logits = loss_logits(lowered.blocks[int(least.block)].joint.forward)
+    if logits is None:
+        return number
+    return f"the loss ({' × '.join(f'{size:,}' for size in logits)} logits), {number}"
 
 
 def stream_refusal(problem: Problem, request: Request, least_bytes: int) -> InfeasibleBudget:

@@ -67,7 +67,9 @@ def costs_of(subject: Subject) -> Measured:
     )  # fmt: skip
     folder = request.config.cache_dir
     own = fingerprint_of(model, traced, request, updater, subject.machine, budgets=False)
-    measured = recall(own, folder)
+    # Figures of another machine are worked out from its rates, and do not age.
+    since_s = request.config.figures_since_s if subject.machine is None else None
+    measured = recall(own, folder, since_s)
     if measured is not None:
         return measured
     if subject.machine is None:

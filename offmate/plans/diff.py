@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from rich import box
-from rich.table import Table
-
+from ..libraries import load
 from ..reports.units import format_seconds
 from ..sizes import format_bytes
 from ..solver.items import ItemKind, names_of
 from ..solver.schedule import Kind, Schedule
 from .table import BlockRow
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _MANY = 10  # beyond this ratio a factor says more than a percentage
 _RATIO_FROM = 0.0005  # a smaller change is "the same" when it is printed as a percentage
@@ -76,7 +78,9 @@ class PlanDiff:
 
     def table(self) -> Table:
         """Return a table of the numbers of both plans, one row each."""
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, title="Two plans", title_justify="left")
+        table: Table = load("rich.table").Table(
+            box=load("rich.box").SIMPLE_HEAD, show_edge=False, title="Two plans", title_justify="left"
+        )
         table.add_column("")
         for heading in ("first", "second", "change"):
             table.add_column(heading, justify="right", no_wrap=True)

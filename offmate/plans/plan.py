@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from ..errors import ArgumentTypeError
 from ..files import as_path, write_whole
 from ..lowering.stored import StoredClass
@@ -31,6 +29,7 @@ from .table import BlockRow, plan_table
 if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
+    from rich.table import Table
 
 _WORTH_SAYING_BYTES = 1024
 _WORTH_SAYING_PART = 0.01  # of a step

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.table import Table
-
+from ..libraries import load
 from ..sizes import format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _SIZES = ("kept", "offloaded", "parameters", "never\nleave", "updated\non CPU")
 _MANY_UNITS = 1000  # above it decimals only widen the table
@@ -81,10 +82,10 @@ def _table(what: str, rows: Sequence[Any], blocks: Sequence[BlockRow]) -> Table:
         texts = [_number(size / unit_bytes, digits) for size in sizes]
         return [*texts[:2], str(recomputed or "-"), *texts[2:]]
 
-    table = Table(
+    table: Table = load("rich.table").Table(
         title=f"Plan: {unit} {what}",
         title_justify="left",
-        box=box.SIMPLE_HEAD,
+        box=load("rich.box").SIMPLE_HEAD,
         show_footer=True,
         caption="kept, offloaded: values that a forward leaves for its backward",
         caption_justify="left",

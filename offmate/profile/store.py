@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ log = logging.getLogger("offmate")
 FORMAT = 7
 
 _kept: dict[str, Measured] = {}
+_measured_s: dict[str, float] = {}  # when this process measured, by `time.monotonic`
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,15 @@ class Measured:
     options: dict[str, tuple[StoredOption, ...]]
 
 
-def recall(fingerprint: str, cache_dir: str | None) -> Measured | None:
-    """Return what was measured under this fingerprint, in this process or on disk; None if nothing was."""
+def recall(fingerprint: str, cache_dir: str | None, since_s: float | None = None) -> Measured | None:
+    """Return what was measured under this fingerprint, in this process or on disk; None if nothing was.
+
+    Parameters
+    ----------
+    since_s: a time of `time.monotonic`; only what this process has measured since then counts.
+    """
+    if since_s is not None:
+        return _kept[fingerprint] if _measured_s.get(fingerprint, -math.inf) >= since_s else None
     if fingerprint in _kept or cache_dir is None:
         return _kept.get(fingerprint)
     path = _path(fingerprint, cache_dir)
@@ -56,7 +66,7 @@ def recall(fingerprint: str, cache_dir: str | None) -> Measured | None:
 
 def remember(fingerprint: str, cache_dir: str | None, measured: Measured) -> None:
     """Keep a measurement, on disk as well if there is a cache folder."""
-    _kept[fingerprint] = measured
+    _kept[fingerprint], _measured_s[fingerprint] = measured, time.monotonic()
     if cache_dir is not None:
         keep(_path(fingerprint, cache_dir), _closed(_to_json(measured)))
 

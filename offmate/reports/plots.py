@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..errors import ArgumentValueError
+from ..errors import ArgumentTypeError, ArgumentValueError
 from ..sizes import format_bytes
 from ..solver.schedule import Schedule
 from .colours import KIND_COLOURS, STALL_COLOUR, block_colour
@@ -141,6 +141,10 @@ def plot_sweep(plans: Iterable[Point] | Mapping[str, Iterable[Point]], ax: Axes 
 
     Raises: ValueError if no plan fits; ImportError if matplotlib is not installed.
     """
+    if not isinstance(plans, Iterable):
+        raise ArgumentTypeError(
+            f"plot_sweep is given a {type(plans).__name__}; it takes a list of plans or points, or a dict of such lists"
+        )
     curves = plans if isinstance(plans, Mapping) else {"": plans}
     sorted_plans = {name: _that_fit(some) for name, some in curves.items()}
     if not any(sorted_plans.values()):

@@ -29,12 +29,12 @@ class Pace:
 
     Parameters
     ----------
-    cache_dir: folder of cached profiles, None if there is none. compiled: whether blocks are compiled; steps may then
+    compiled: whether blocks are compiled; steps may then
         be faster than predicted, since a plan predicts blocks that are not compiled.
     """
 
-    def __init__(self, cache_dir: str | None, compiled: bool = False) -> None:
-        self._cache_dir, self._compiled = cache_dir, compiled
+    def __init__(self, compiled: bool = False) -> None:
+        self._compiled = compiled
         self._plan: Plan | None = None
         self._steps = 0
         self._ended_s = 0.0
@@ -70,10 +70,10 @@ class Pace:
         measured_s = inside_s if slow else all_s
         if not (slow or fast) or max(measured_s, predicted_s) < _WORTH_SAYING_S:
             return
-        again = f"delete the cache folder {self._cache_dir} and start again" if self._cache_dir else "plan again"
         log.warning(
             "a step takes %s (median of steps %d to %d), its plan predicts %s: the plan is based on figures of another "
-            "machine, or of this one when it was %s. For one that fits, %s while nothing else runs",
+            "machine, or of this one when it was %s. To measure again, start once more while nothing else runs, with "
+            "config=offmate.Config(measure_again=True), or with OFFMATE_MEASURE_AGAIN=1 in the environment",
             format_seconds(measured_s), FIRST, LAST, format_seconds(predicted_s),
-            "less busy than now" if slow else "busier than now", again,
+            "less busy than now" if slow else "busier than now",
         )  # fmt: skip

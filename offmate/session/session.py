@@ -79,7 +79,7 @@ class Session:
         self.preparer = Preparer(
             request, self._plainness, self.watch, self.truth, self.device, self.updater, max_grad_norm, given, progress
         )
-        self.pace = Pace(request.config.cache_dir, compiled=request.config.backend != "eager")
+        self.pace = Pace(compiled=request.config.backend != "eager")
         self.turns = Turns(request.micro_batches, request.gate)
         self.residence = Residence(self.device, self.updater, self.turns, self.truth, self.preparer, self.pace)
         self.process, self.lock = self.residence.process, self.residence.lock

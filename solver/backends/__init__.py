@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
 from ...errors import OffmateError
+from ...libraries import broken, explained
 
 if TYPE_CHECKING:
     from ..answer import RawAnswer
     from ..linear import LinearModel
 
-INSTALL = {"highs": "pip install 'pulp<4' highspy", "cbc": "pip install 'pulp<4'"}
+LIBRARY = {"highs": "highspy", "cbc": "pulp"}
+
+log = logging.getLogger("offmate")
 
 
 class BackendError(OffmateError):
-    """A solver that is unknown or not installed; the message names what to install."""
+    """A solver that is unknown, not installed or does not load; the message names what to install."""
 
 
 class Backend(Protocol):
@@ -42,17 +47,28 @@ class Backend(Protocol):
 
 def get(name: str) -> Backend:
     """Return the backend called `name`: "highs" or "cbc"; raises BackendError naming what to install."""
-    if name not in INSTALL:
-        raise BackendError(f"no solver is called {name!r}; choose one of {', '.join(sorted(INSTALL))}")
+    if name not in LIBRARY:
+        raise BackendError(f"no solver is called {name!r}; choose one of {', '.join(sorted(LIBRARY))}")
     try:
         return import_module(f".{name}", __name__)
-    except ImportError as error:
-        raise BackendError(f"the solver {name} is not installed ({error}); try: {INSTALL[name]}") from error
+    except (ImportError, OSError) as error:
+        raise BackendError(explained(error) or broken(LIBRARY[name], error)) from error
 
 
 def default() -> Backend:
-    """Return HiGHS, or CBC where HiGHS is not installed; raises BackendError if neither is installed."""
+    """Return HiGHS, or CBC where HiGHS does not load; raises BackendError if neither does."""
     try:
         return get("highs")
-    except BackendError:
-        return get("cbc")
+    except BackendError as error:
+        without = str(error)
+    try:
+        found = get("cbc")
+    except BackendError as error:
+        raise BackendError(f"there is no solver: {without}. And {error}") from error
+    _say_once(f"{without}. Until then CBC solves, which can take ten times as long")
+    return found
+
+
+@cache
+def _say_once(words: str) -> None:
+    log.warning("%s", words)

@@ -10,12 +10,15 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...libraries import broken, missing
 from . import BackendError
 
 if TYPE_CHECKING:
     from ..block_graph import BlockGraph
 
 RESOLUTION = 10**6  # integer units of cost that the most expensive plan has
+_AGAIN = "again, and report it if the same comes again"
+ABSENT = 78  # exit code of the process if CP-SAT cannot be loaded there
 CHILD = Path(__file__).with_name("cpsat_child.py")
 
 
@@ -69,18 +72,20 @@ class CpSat:
             found = json.loads(line)
             return frozenset(found["keep"]), frozenset(found["offload"])
         except (ValueError, TypeError, KeyError):
-            words = self._last_words(line)
-            advice = "pip install ortools" if "ortools" in words else "again, and report it if it ends so again"
-            raise BackendError(f"{words}; try: {advice}") from None
+            raise BackendError(self._last_words(line)) from None
 
     def _last_words(self, line: str) -> str:
         """Say why the process gave no answer."""
         if line:
-            return f"CP-SAT's process answered {line.strip()[:200]!r}, which is no answer"
+            return f"CP-SAT's process answered {line.strip()[:200]!r}, which is no answer; try: {_AGAIN}"
         self._child.wait()
         self._said.seek(0)
         words = self._said.read().strip().splitlines()
-        return f"CP-SAT ended: {words[-1] if words else f'exit code {self._child.returncode} and no message'}"
+        code = self._child.returncode
+        last = words[-1] if words else f"exit code {code} and no message"
+        if code == ABSENT:
+            return missing("ortools") if last.endswith("'ortools'") else broken("ortools", last)
+        return f"CP-SAT ended: {last}; try: {_AGAIN}"
 
     def _running(self) -> Any:
         """Return the process, begun if there is none: to load CP-SAT takes longer than most of its answers."""

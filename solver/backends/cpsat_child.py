@@ -10,7 +10,11 @@ import json
 import sys
 from typing import Any
 
-from ortools.sat.python import cp_model
+try:
+    from ortools.sat.python import cp_model
+except (ImportError, OSError) as error:
+    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    sys.exit(78)  # `cpsat.ABSENT`
 
 EFFORT = 0.1  # in CP-SAT's deterministic time, so that the answer does not depend on the machine's speed
 

@@ -13,6 +13,7 @@ from .imports import ROOT, arrows, folder_of, modules
 # Data and entry points stand at a package's root, mechanisms in its folders. A room imports itself and rooms above.
 ROOMS = (
     "offmate.errors",  # what is refused; everything else may raise it
+    "offmate.libraries",  # what each is for; everything else may load one
     # solver: plain numbers, no torch
     "offmate.solver",
     "offmate.solver.resources",

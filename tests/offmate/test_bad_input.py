@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,6 +51,24 @@ def test_budget_that_cannot_work():
     assert caught.value.block is not None and caught.value.step is not None
 
 
+class Words(torch.nn.Module):
+    """A loss over many words, which takes more memory than all else."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(2000, 4), torch.nn.Linear(4, 2000)
+
+    def forward(self, ids):
+        return torch.nn.functional.cross_entropy(self.head(self.embedding(ids)).flatten(0, 1), ids.flatten())
+
+
+def test_the_block_of_the_loss_is_named_as_such():
+    ids = torch.arange(48).reshape(4, 12)
+    with pytest.raises(InfeasibleBudget, match=r"tightest point is the loss \(48 × 2,000 logits\), block") as caught:
+        planned(Words(), gpu_budget="200KiB", inputs=(ids,))
+    assert caught.value.place in str(caught.value) and caught.value.block in caught.value.place
+
+
 def test_refused_in_the_loop_nothing_is_lost():
     model = tiny()
     optimizer = adamw(model)
@@ -81,6 +100,24 @@ def test_both_budgets_tight():
     ) as caught:
         planned(gpu_budget=least, cpu_budget="40KiB")
     assert caught.value.least_budget_bytes > least
+
+
+@pytest.mark.parametrize("inputs", [torch.ones(2, 16), [torch.ones(2, 16)], None])
+def test_inputs_that_are_no_batch(inputs):
+    model = tiny()
+    words = rf"example_inputs is a {type(inputs).__name__}; it must be a tuple of positional arguments, such as \(x,\)"
+    with pytest.raises(OffmateError, match=words):
+        offmate.plan(model, AMPLE, example_inputs=inputs, device="emulated", config=NO_CACHE)
+    with pytest.raises(OffmateError, match=words):
+        offmate.cast_weights(model, example_inputs=inputs)
+
+
+def test_a_hardware_file_may_be_a_path(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text((Path(offmate.__file__).parent / "machines" / "rtx3060.json").read_text())
+    settings = {"example_inputs": batch(0), "config": NO_CACHE, "cpu_budget": "1GiB"}
+    by_path, by_name = (offmate.plan(tiny(), AMPLE, hardware=name, **settings) for name in (path, "rtx3060"))
+    assert by_path.predicted_step_s == by_name.predicted_step_s
 
 
 @pytest.mark.parametrize(
@@ -164,6 +201,8 @@ def test_arguments_that_are_of_another_kind():
             use(3)
     with pytest.raises(OffmateError, match="None is a NoneType, not a plan"):
         known.diff(None)
+    with pytest.raises(OffmateError, match="plot_sweep is given a int; it takes a list"):
+        offmate.plot_sweep(3)
 
 
 def test_a_plan_that_is_not_known_to_be_fast_says_so():
@@ -267,6 +306,10 @@ def test_missing_parameters():
     model = tiny()
     some = torch.optim.SGD(model.last.parameters(), lr=0.1)
     refuses(r"14 parameters require a gradient.*\(first.weight.*requires_grad_\(False\)", model, optimizer=some)
+
+
+def test_an_optimizer_that_has_not_been_made():
+    refuses(r"optimizer= is the class SGD; make an instance", tiny(), optimizer=torch.optim.SGD)
 
 
 def test_no_optimizer():

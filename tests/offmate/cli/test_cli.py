@@ -53,8 +53,43 @@ def test_demo_defaults():
     assert (arguments.gpu_budget, arguments.device, arguments.json) == (None, "emulated", None)
 
 
-def test_a_verb_is_needed(capsys):
-    assert "COMMAND" in refused(capsys)
+def test_without_a_verb_help_is_printed(capsys):
+    assert cli.main([]) == 2
+    said = capsys.readouterr().out
+    assert said.startswith("usage: offmate") and all(verb in said for verb in VERBS)
+
+
+# Per verb: arguments that cannot work, found by the parser, and found later.
+VERBS = {
+    "demo": (["--steps", "0"], ["--device", "tpu"]),
+    "plan": (["gpt2", "--gpu-budget", "12"], ["gpt2", "--card", "no-such-card"]),
+    "fits": (["--batch", "0"], ["--card", "no-such-card"]),
+    "cards": (["--json", "/no/such/folder/a.json"], ["--no-such-option"]),
+    "show": ([], ["no-such-plan.json"]),
+    "check": (["gpt2", "--steps", "0"], ["no-such-file.py"]),
+    "profile": (["--device", "a card"], ["--device", "tpu"]),
+    "doctor": (["--json", "/no/such/folder/a.json"], ["--no-such-option"]),
+    "init": (["--batch-size", "many"], ["--precision", "fp8"]),
+    "finetune": (["--batch-size", "many"], ["--model", "a", "--data", "b", "--output", "c", "--precision", "fp8"]),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("later", [False, True])
+def test_arguments_that_cannot_work_are_status_2(verb, later, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = cli.main([verb, *VERBS[verb][later]])
+    except SystemExit as ended:
+        status = ended.code
+    said = "".join(capsys.readouterr())
+    assert status == 2 and "offmate" in said and "Traceback" not in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_verb_is_tried():
+    (verbs,) = (action.choices for action in cli._parser()._actions if isinstance(action.choices, dict))
+    assert verbs.keys() == VERBS.keys()
 
 
 @pytest.mark.parametrize(
@@ -77,7 +112,7 @@ def test_bad_arguments_are_refused_before_anything_runs(capsys, argv, said):
 def test_a_missing_extra_is_named(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert cli.main(["demo"]) == 2
-    assert 'pip install "offmate[hf]"' in capsys.readouterr().err
+    assert 'pip install ".[hf]"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,14 @@ import os
 import socket
 
 import pytest
+from offmate.solver.backends import cpsat
 from torch.optim import AdamW
 
 import offmate
 from offmate import cli
 from offmate.errors import OffmateError
 from offmate.machines import benchmark as rates
-from offmate.machines import hardware
+from offmate.machines import doctor, hardware
 
 TINY = rates.Sizes(copies_bytes=(1 << 12, 1 << 16), matrix=32, elements=1 << 12)
 
@@ -96,7 +97,7 @@ def test_doctor_looks_at_cards(sim, capsys, monkeypatch, tmp_path):
 
 
 def test_no_card_to_profile():
-    assert cli.main(["profile", "--device", "cuda"]) == 1
+    assert cli.main(["profile", "--device", "cuda"]) == 2
 
 
 def test_doctor_prints_what_a_report_needs(monkeypatch, capsys, tmp_path):
@@ -106,10 +107,29 @@ def test_doctor_prints_what_a_report_needs(monkeypatch, capsys, tmp_path):
         assert cli.main(["doctor", "--json", str(path)]) == 0
         text = capsys.readouterr().out
         assert all(len(line) <= columns for line in text.splitlines())
-        for word in ("versions", "system", "host", "device", "pinned", "solvers", "highs: works"):
+        for word in (
+            "versions",
+            "system",
+            "host",
+            "device",
+            "pinned",
+            "solvers",
+            "highs: works",
+            "cp-sat: works",
+            "may lock",
+        ):
             assert word in text
     found = json.loads(path.read_text())
     assert found["versions"]["torch"] and found["devices"][0]["in_bytes_per_s"] > 0
+
+
+def test_doctor_says_what_wsl_limits_and_which_solver_is_missing(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(doctor, "is_wsl", lambda: True)
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (doctor.resource.RLIM_INFINITY, 0))
+    monkeypatch.setattr(cpsat, "CHILD", tmp_path / "no-such-file.py")
+    assert cli.main(["doctor"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert ".wslconfig" in said and "a process may lock any amount of memory" in said and "cp-sat: CP-SAT ended" in said
 
 
 def test_doctor_names_no_user_host_or_folder(capsys):

@@ -295,7 +295,7 @@ def test_autocast_for_a_card_is_planned_where_there_is_no_card():
 
 @pytest.mark.parametrize("option", ["--max-grad-norm 1", "--grad-scaler", "--accumulation 2", "--dtype bf16-master"])
 def test_what_needs_an_optimizer_is_refused_without_one(monkeypatch, cache, capsys, option):
-    assert run(monkeypatch, cache, "tiny-llama", "--optimizer", "none", *option.split()) == 1
+    assert run(monkeypatch, cache, "tiny-llama", "--optimizer", "none", *option.split()) == 2
     said = capsys.readouterr().err
     assert option.split()[0] in said and "--optimizer none" in said and "Traceback" not in said
 
@@ -310,10 +310,18 @@ def test_a_norm_is_above_0(monkeypatch, cache, capsys, norm):
 def test_many_micro_batches_are_planned_and_absurdly_many_refused(monkeypatch, cache, capsys):
     assert run(monkeypatch, cache, "tiny-llama", "--gpu-budget", "12MiB", "--accumulation", "1000000") == 0
     assert "1000000 micro-batches" in " ".join(capsys.readouterr().out.split())
-    assert run(monkeypatch, cache, "tiny-llama", "--gpu-budget", "12MiB", "--accumulation", "9" * 9) == 1
+    assert run(monkeypatch, cache, "tiny-llama", "--gpu-budget", "12MiB", "--accumulation", "9" * 9) == 2
     assert "it must be a whole number from 1 to 1,000,000" in capsys.readouterr().err
 
 
 def test_autocast_over_weights_in_lower_precision_is_refused(capsys):
-    assert cli.main(["plan", "gpt2", "--autocast"]) == 1
+    assert cli.main(["plan", "gpt2", "--autocast"]) == 2
     assert "--autocast casts float32 weights, and --dtype is bf16; for mixed precision" in capsys.readouterr().err
+
+
+def test_a_card_without_a_rate_for_bfloat16_says_so(monkeypatch, cache, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    for dtype, said in (("bf16", True), ("fp16", False), ("fp32", False)):
+        assert run(monkeypatch, cache, "tiny-llama", "--card", "t4", "--dtype", dtype) == 0
+        words = "has no matrix rate for bfloat16, so that products are planned with that of float32, 6.48 TFLOP/s"
+        assert (words in " ".join(capsys.readouterr().out.split())) == said

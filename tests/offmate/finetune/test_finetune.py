@@ -71,7 +71,7 @@ def test_a_bare_rank_is_a_lora_setting(value):
     ("given_values", "said"),
     [
         ({"learning_rates": 1}, "there is no setting 'learning_rates'"),
-        ({"data": ""}, "data is ''; give it as --data"),
+        ({"data": ""}, "no data is given; name it with --data, or with `data:`"),
         ({"batch_size": 0}, "batch_size is 0; it must be a whole number of at least 1"),
         ({"steps": 1.5}, "steps is 1.5"),
         ({"learning_rate": 0}, "learning_rate is 0; it must be more than 0"),
@@ -174,7 +174,7 @@ def test_missing_and_empty_sources(tmp_path, monkeypatch):
         (str(tmp_path / "none.txt"), "no such file"),
         (written(tmp_path, "empty.txt", ""), "is empty"),
         (str(tmp_path), "is empty"),
-        ("hf:a/b", "needs Hugging Face datasets"),
+        ("hf:a/b", "datasets is not installed"),
     ):
         with pytest.raises(OffmateError, match=said):
             check_source(source)

@@ -107,5 +107,5 @@ def test_parquet_is_read_through_datasets(tmp_path):
 def test_a_folder_with_parquet_needs_datasets_before_anything_is_read(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"x")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(OffmateError, match="needs Hugging Face datasets: pip install datasets"):
+    with pytest.raises(OffmateError, match=r"datasets is not installed; .* pip install datasets"):
         check_source(str(tmp_path))

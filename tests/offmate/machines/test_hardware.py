@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -90,6 +91,30 @@ def test_figures_that_no_machine_has(tmp_path: Path, key: str, value: float) -> 
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(data | {key: {"value": value, "source": "x"}}))
     with pytest.raises(OffmateError, match=f"{key} is .*must be"):
+        load(str(path))
+
+
+@pytest.mark.parametrize(
+    ("key", "typed", "said"),
+    [
+        ("in_bytes_per_s", "in_byte_per_s", "there is no in_bytes_per_s, but 'in_byte_per_s'"),
+        ("device_memory_bytes", "device_memory", "there is no device_memory_bytes, but 'device_memory'"),
+        (None, "host_memory_byte", "'host_memory_byte' is not known; did you mean 'host_memory_bytes'?"),
+        (None, "per_copy", "did you mean 'per_copy_s'?"),
+        (None, "comment", None),
+    ],
+)
+def test_a_misspelt_key_is_named_with_the_nearest(
+    tmp_path: Path, key: str | None, typed: str, said: str | None
+) -> None:
+    data = json.loads((FOLDER / "rtx3060.json").read_text())
+    data[typed] = data.pop(key) if key else {"value": 1, "source": "a test"}
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(data))
+    if said is None:
+        assert load(str(path))
+        return
+    with pytest.raises(OffmateError, match=re.escape(said)):
         load(str(path))
 
 

@@ -7,19 +7,20 @@ import pytest
 
 import offmate
 from offmate import Config, files
-from offmate.planning import restore
+from offmate.planning import restore, subject
 from offmate.profile import store
+from offmate.profile.figures import measure_all
 
 from ..loops import AMPLE, CPU_BUDGET, adamw, batch, tiny
 
 FILE_BODIES = ["", "{", "[]", "3", "null", '{"format": 7}', '{"format": 7, "body": {}, "sha256": 1}', "[" * 100_000]
 
 
-def planned(folder):
+def planned(folder, **settings):
     model = tiny()
     return offmate.plan(
         model, AMPLE, example_inputs=batch(0), optimizer=adamw(model), device="emulated", cpu_budget=CPU_BUDGET,
-        config=Config(cache_dir=str(folder)),
+        config=Config(cache_dir=str(folder), **settings),
     )  # fmt: skip
 
 
@@ -40,6 +41,31 @@ def test_a_folder_that_is_a_file(tmp_path, caplog):
     assert planned(folder / "cache").schedule
     said = warnings(caplog)
     assert len(said) == 1 and "nothing is cached" in said[0] and "cache_dir" in said[0] and "Traceback" not in said[0]
+
+
+def test_figures_are_measured_again_when_asked(tmp_path, monkeypatch):
+    measured = []
+    monkeypatch.setattr(subject, "measure_all", lambda *given: measured.append(1) or measure_all(*given))
+    made = planned(tmp_path)
+    assert planned(tmp_path).from_cache and len(measured) == 1
+    before = {path: path.read_text() for path in tmp_path.iterdir()}
+    again = planned(tmp_path, measure_again=True)
+    assert len(measured) == 2 and not again.from_cache and again.fingerprint == made.fingerprint
+    assert before.keys() == set(tmp_path.iterdir()), "new figures take the place of old ones"
+    assert {path.read_text() for path in tmp_path.glob("profile-*")}.isdisjoint(before.values())
+    later = planned(tmp_path)
+    assert later.from_cache and later.predicted_step_s == again.predicted_step_s and len(measured) == 2
+
+
+def test_one_run_measures_once_however_often_it_plans(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(store, "_to_json", lambda measured: asked.append(1) or {})
+    config = Config(cache_dir=str(tmp_path), measure_again=True)
+    assert store.recall("a", str(tmp_path), config.figures_since_s) is None
+    store.remember("a", str(tmp_path), measured := object())
+    assert store.recall("a", str(tmp_path), config.figures_since_s) is measured
+    assert store.recall("a", str(tmp_path), Config(measure_again=True).figures_since_s) is None
+    assert Config(cache_dir=None).figures_since_s is None
 
 
 def test_a_full_disk(tmp_path, caplog, monkeypatch):

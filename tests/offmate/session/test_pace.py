@@ -33,7 +33,7 @@ def said(
 ) -> str:
     """What is logged of steps that are predicted to take a second."""
     plan: Any = SimpleNamespace(predicted_step_s=1.0)
-    counted = pace.Pace("/cache", compiled)
+    counted = pace.Pace(compiled)
     with log.at_level(logging.WARNING, "offmate"):
         for step in range(steps):
             with counted.working():
@@ -46,7 +46,7 @@ def said(
 def test_steps_far_from_their_prediction_are_named(seconds: list[float], caplog: pytest.LogCaptureFixture) -> None:
     text = said(seconds, caplog, 2.5, 0.0)
     assert text.count("a step takes") == 1
-    for words in ("takes 2.50 s (median of steps 3 to 8)", "predicts 1.00 s", "less busy", "cache folder /cache"):
+    for words in ("takes 2.50 s (median of steps 3 to 8)", "predicts 1.00 s", "less busy", "OFFMATE_MEASURE_AGAIN=1"):
         assert words in text
     caplog.clear()
     text = said(seconds, caplog, 0.2, 0.1)
@@ -82,4 +82,4 @@ def test_a_training_loop_is_watched(
             optimizer.step()
             optimizer.zero_grad()
     assert caplog.text.count("its plan predicts 1000 s") == 1
-    assert "For one that fits, plan again" in caplog.text
+    assert "To measure again, start once more" in caplog.text
