@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from .. import __version__
 from ..errors import ArgumentTypeError, ArgumentValueError, InfeasibleBudget, OffmateError
 from ..files import reason
+from ..progress import quiet, working
 from . import cards, check, doctor, fits, plan, profile, show
 from .arguments import Help, count, device, output_file, size, with_options
 from .finetune import add_parser as add_finetune
@@ -35,8 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     # Before torch is loaded: its profiler warns of memory from before it began, which is no fault and no news.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    silent = getattr(arguments, "quiet", False) or getattr(arguments, "mode", "") == "quiet"
     try:
-        return arguments.run(arguments)
+        with quiet(silent), working("starting"):
+            return arguments.run(arguments)
     except InfeasibleBudget as error:
         print(f"offmate: {with_options(str(error))}", file=sys.stderr)
         return _FAILED

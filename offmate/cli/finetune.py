@@ -110,8 +110,11 @@ def run(arguments: argparse.Namespace) -> int:
     if missing:
         print(f'offmate: finetune needs {missing[0]}: pip install "offmate[finetune]"', file=sys.stderr)
         return _CANNOT_START
-    from ..finetune.job import finetune
-    from ..finetune.settings import read_yaml
+    from ..progress import working
+
+    with working("loading PyTorch"):
+        from ..finetune.job import finetune
+        from ..finetune.settings import read_yaml
 
     names = [name.replace("-", "_") for name, *_ in _SETTINGS] + ["report", "merge"]
     options = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}

@@ -117,7 +117,6 @@ def run(arguments: argparse.Namespace) -> int:
     if missing := missing_packages(lora=arguments.lora is not None):
         return missing
     from ..machines.hardware import load
-    from ..progress import quiet
 
     _check(arguments)
     machine = load(arguments.hardware)
@@ -133,10 +132,9 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.grad_scaler,
         arguments.accumulation,
     )
-    with quiet(arguments.quiet):
-        if arguments.sweep:
-            return _sweep(arguments, training, machine)
-        return _plan(arguments, training, machine)
+    if arguments.sweep:
+        return _sweep(arguments, training, machine)
+    return _plan(arguments, training, machine)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -190,12 +188,15 @@ def _plan(arguments: argparse.Namespace, training: Training, machine: Hardware) 
 
 def _make(arguments: argparse.Namespace, training: Training, machine: Hardware, budget_bytes: int) -> tuple[Plan, str]:
     """Return the plan, and a line that names the model, batch and machine."""
-    import offmate
-
+    from ..progress import working
     from ..sizes import format_bytes
-    from .shapes import autocast
 
-    model, batch = training.built()
+    with working("loading PyTorch"):
+        import offmate
+
+        from .shapes import autocast
+    with working("building the model"):
+        model, batch = training.built()
     with autocast(training.autocast):
         plan = offmate.plan(
             model,

@@ -22,6 +22,7 @@ from ..errors import InfeasibleBudget, OffmateError, PlanFileError
 from ..machines.devices import EMULATED, check_budget, default_budget_bytes, device_kind
 from ..machines.host_memory import default_host_budget_bytes
 from ..plans.plan import Plan, load_plan
+from ..progress import working
 from ..sizes import parse_budget
 from ..split import Split
 from .checkpoint import PLAN, Moment, load_moment, newest_checkpoint, restore_random, restore_updates, save_result
@@ -124,7 +125,8 @@ def _run(at: _Position, shown: list[Example], talk: Talk, begun: list[bool]) -> 
     if talk.dry_run:
         return
     gc.collect()  # what the forecast has held should not lie beside the weights
-    loaded = _load(at)
+    with working("reading weights"):
+        loaded = _load(at)
     plan, config = _plan(at, loaded)
     preview = Preview(at.settings, at.kind, needs, plan, work, at.done, held_bytes=needs.weights_bytes)
     lines = preview.lines() if at.checkpoint is not None else preview.speed_lines("measured operators")
@@ -147,7 +149,8 @@ def _prepared(at: _Position, shown: list[Example], talk: Talk) -> tuple[_Positio
 
     Returns: the position with every setting that was open, tokens and steps, what the run needs, and all doubts.
     """
-    bare = model_without_weights(at.settings, at.folder)
+    with working("building the model without weights"):
+        bare = model_without_weights(at.settings, at.folder)
     forecast = _Loaded(bare, UpdateRule(bare, at.settings))
     machine, strange = machine_of(at.kind)
     needs = needs_of(at.settings, bare, forecast.updates, machine)
@@ -159,7 +162,8 @@ def _prepared(at: _Position, shown: list[Example], talk: Talk) -> tuple[_Positio
         raise OffmateError(disk[0])
     talk.agree(first)
     at = _settled(at, talk)
-    work = _work(at)
+    with working("making tokens"):
+        work = _work(at)
     at = replace(at, settings=replace(at.settings, warmup_steps=at.settings.warmup(work.n_steps)))
     _keep_settings(at, talk)
     talk.say(example_lines(shown), event="examples", examples=[vars(example) for example in shown])

@@ -36,6 +36,7 @@ from ..solver.scheduling.follow import follow
 from ..solver.solve import least_budget
 from ..split import Split
 from .fingerprint import differences, fingerprint_of
+from .phases import searching
 from .refusal import block_rows, refusal
 from .request import Prepared, Request
 from .restore import cached, fitting, kernel_bytes, restore_class
@@ -264,18 +265,17 @@ def _search(subject: Subject, fingerprint: str, start: float) -> tuple[Plan, Low
     config = request.config
     measured, lowered, fixed = state(subject)
     before, problem = measured.costs.get("", {}), lowered.problem
-    say("least budget", 0.0)
+    say("finding the least budget", 0.0)
     # That nothing fits shows within seconds; a search for a plan would take minutes to find out.
     least = least_budget(problem, time_limit_s=config.solver_time_limit_s, backend=config.solver)
     if least.resource == "host" or least.bytes * (1 - _TOLERANCE) > problem.device_budget_bytes:
         raise refusal(lowered, request, fixed)
-    say("solve", 0.0)
     found = solve_problem(
         problem,
         time_limit_s=config.solver_time_limit_s,
         gap=config.solver_gap,
         backend=config.solver,
-        report=lambda gain: log.debug("%s", gain),
+        report=searching(say),
     )
     if found.schedule is None:
         raise refusal(lowered, request, fixed)

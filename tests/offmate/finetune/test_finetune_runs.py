@@ -220,7 +220,7 @@ def test_dry_run_says_what_the_run_takes_reads_no_weights_and_leaves_nothing(bas
     assert list(events) == ["device", "needs", "examples", "plan"]
     assert "EMULATED ON THE CPU" in events["device"]["words"]
     words = [line.split(":")[0] for name in ("needs", "plan") for line in events[name]["lines"]]
-    assert words == ["model", "needs at least", "data", "training", "fits", "CPU memory", "speed", "end"]
+    assert words == ["model", "needs at least", "data", "training", "fits", "CPU memory", "speed", "run"]
     shown = events["examples"]["examples"]
     assert [example["kind"] for example in shown] == ["text"] * 3
     assert all(example["text"].startswith("⟦") and example["text"].endswith("⟧") for example in shown)

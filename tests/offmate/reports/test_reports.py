@@ -1,5 +1,6 @@
 """Timelines, traces and comparisons of plans, worked out by hand and checked against the dry run."""
 
+import io
 import json
 import random
 import re
@@ -179,7 +180,7 @@ def test_two_plans_in_words_and_as_a_table():
     assert "1 block from offload to keep: 0" in words
     assert "parameters now updated on the device: 10 B" in words
     for width in (80, 120):
-        console = Console(width=width, record=True, quiet=True)
+        console = Console(width=width, record=True, file=io.StringIO())
         console.print(difference.table())
         text = console.export_text()
         assert "…" not in text and all(len(line) <= width for line in text.splitlines())
