@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from .arguments import Help, add_machine, count, output_file, positive, size, sweep
-from .training import Training, missing_packages, parse_adapter, short
+from .training import Training, missing_packages, parse_adapter
 
 if TYPE_CHECKING:
     from ..machines.hardware import Hardware
@@ -207,10 +207,10 @@ def _make(arguments: argparse.Namespace, training: Training, machine: Hardware, 
             hardware=arguments.hardware,
             **training.arguments(),
         )
-    n_params = sum(p.numel() for p in model.parameters())
     beyond = machine.device_memory_bytes < budget_bytes
     warning = f", which has only {format_bytes(machine.device_memory_bytes)}" if beyond else ""
-    return plan, (f"{training.model}: {short(n_params)} parameters in {training.words()}, on {machine.name}{warning}\n")
+    about = training.about(plan.about)
+    return replace(plan, about=about), f"{replace(about, made='').words()}{warning}\n"
 
 
 def _sweep(arguments: argparse.Namespace, training: Training, machine: Hardware) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..finetune.settings import Lora
+    from ..plans.about import About
 
 _ALL_LINEAR = ("all-linear",)
 _CANNOT_START = 2
@@ -75,15 +76,34 @@ class Training:
 
     def words(self) -> str:
         """Describe dtype, adapter, updates and batch."""
+        return ", ".join((self._dtype, self._updates, self._batch))
+
+    def about(self, known: About) -> About:
+        """Describe a plan of this training in the command line's words.
+
+        Parameters
+        ----------
+        known: what `offmate.plan` found out.
+        """
+        return replace(known, model=self.model, dtype=self._dtype, optimizer=self._updates, batch=self._batch)
+
+    @property
+    def _dtype(self) -> str:
         dtype = "bf16 with float32 copies" if self.dtype == "bf16-master" else self.dtype
-        words = [f"{dtype} under autocast to {self.autocast}" if self.autocast else dtype]
-        words += [f"LoRA of rank {self.lora.r}"] if self.lora else []
+        return f"{dtype} under autocast to {self.autocast}" if self.autocast else dtype
+
+    @property
+    def _updates(self) -> str:
+        words = [f"LoRA of rank {self.lora.r}"] if self.lora else []
         words += ["your own optimizer" if self.optimizer == "none" else self.optimizer]
         words += ["losses scaled"] if self.grad_scaler else []
         words += [f"gradients clipped to {self.max_grad_norm:g}"] if self.max_grad_norm is not None else []
-        batch = f"{self.batch} × {self.seq_len} tokens"
-        words += [batch if self.accumulation == 1 else f"{self.accumulation} micro-batches of {batch}"]
         return ", ".join(words)
+
+    @property
+    def _batch(self) -> str:
+        batch = f"{self.batch} × {self.seq_len} tokens"
+        return batch if self.accumulation == 1 else f"{self.accumulation} micro-batches of {batch}"
 
 
 def missing_packages(lora: bool) -> int:
@@ -111,8 +131,6 @@ def parse_adapter(text: str | None) -> Lora | None:
 
     Raises: ArgumentValueError with an example.
     """
-    from dataclasses import replace
-
     from ..finetune.settings import parse_lora
 
     lora = parse_lora(text)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..machines.devices import EMULATED
 from ..plans.plan import Plan
-from ..reports.units import format_count
+from ..reports.units import format_count, format_seconds
 from ..sizes import format_bytes, format_least_bytes
 from .needs import Needs, device_words, memory_doubt
 from .packing import Batches, Packed
@@ -124,7 +124,7 @@ class Preview:
         """Write the predicted speed, with what it is predicted from, and when the run ends."""
         steps = f"{self.done:,} of {self.work.n_steps:,} steps done" if self.done else format_steps(self.work.n_steps)
         return [
-            f"speed: {self.step_s:.3g} s per step predicted from {source}, "
+            f"speed: {format_seconds(self.step_s)} per step predicted from {source}, "
             f"{self.tokens_per_step / self.step_s:,.0f} tokens/s",
             f"run: {steps}, about {format_left(self.left_s)} left",
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ def described(plan: Plan, subject: Subject) -> Plan:
     about = About(
         model=type(subject.model).__name__,
         n_parameters=sizes.total(),
-        dtype=" and ".join(str(dtype).removeprefix("torch.") for dtype, _ in sizes.most_common()),
+        dtype=_dtype(sizes, subject),
         optimizer=_optimizer(subject),
         batch=_batch(subject),
         machine=_machine(subject),
@@ -36,13 +37,24 @@ def described(plan: Plan, subject: Subject) -> Plan:
     return replace(plan, about=about)
 
 
+def _dtype(sizes: Counter[torch.dtype], subject: Subject) -> str:
+    dtypes = " and ".join(_short(dtype) for dtype, _ in sizes.most_common())
+    where = accelerator(subject.request.device) if subject.machine is None else None
+    kind = "cpu" if where is None else where.type
+    if not torch.is_autocast_enabled(kind):
+        return dtypes
+    return f"{dtypes} under autocast to {_short(torch.get_autocast_dtype(kind))}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _optimizer(subject: Subject) -> str:
     if subject.updater is None:
         return "your own optimizer"
     base = subject.updater.base
-    if issubclass(base, WithMasters):
-        return f"{base._kind.__name__} on float32 copies"
-    return base.__name__
+    return f"{base._kind.__name__} on float32 copies" if issubclass(base, WithMasters) else str(base.__name__)
 
 
 def _batch(subject: Subject) -> str:
@@ -60,3 +72,15 @@ def _batch(subject: Subject) -> str:
     batch = " and ".join([*shapes[:_SHOWN_SHAPES], *more])
     times = subject.request.micro_batches
     return batch if times == 1 else f"{times} micro-batches of {batch}"
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """Return the name of a keyword argument's tensor; positional ones have none."""
+    return next((str(key.key) for key in reversed(path) if hasattr(key, "key")), "")
+
+
+def _machine(subject: Subject) -> str:
+    if subject.machine is not None:
+        return subject.machine.name
+    where = accelerator(subject.request.device)
+    return "the emulated device" if where is None else words(where)

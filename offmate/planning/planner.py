@@ -35,6 +35,7 @@ from ..solver.plan import plan as solve_problem
 from ..solver.scheduling.follow import follow
 from ..solver.solve import least_budget
 from ..split import Split
+from .describe import described
 from .fingerprint import differences, fingerprint_of
 from .phases import searching
 from .refusal import block_rows, refusal
@@ -87,6 +88,7 @@ def make_plan(
     if given is not None:
         _check_given(given, known_as, subject)
     plan, lowered = _planned(subject, known_as, given, near, kept or {}, start)
+    plan = plan if given is not None else described(plan, subject)
     if request.config.backend == "inductor":
         lowered = compiled(lowered, plan.schedule, request.device, say)
     binding = bind(traced.captured, lowered, plan.schedule.options)
@@ -144,7 +146,7 @@ def _planned(
         plan, lowered = _search(subject, fingerprint, start)
     path = _path(request, fingerprint)
     if path is not None:
-        keep(path, to_text(plan))
+        keep(path, to_text(described(plan, subject)))
     return plan, lowered
 
 

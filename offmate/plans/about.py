@@ -25,16 +25,35 @@ class About:
     machine: str = ""
     made: str = ""
 
-    @property
-    def title(self) -> str:
-        """Return the model and the machine, such as "llama2-7b on RTX 3060 12 GB"."""
-        return " on ".join(part for part in (self.model, self.machine) if part)
+    def title(self, shown: str) -> str:
+        """Return the title of a picture, such as "llama2-7b on RTX 3060 12 GB: one step in 10 GiB".
+
+        Parameters
+        ----------
+        shown: what the picture shows, such as "one step in 10 GiB".
+        """
+        whose = " on ".join(part for part in (self.model, self.machine) if part)
+        return f"{whose}: {shown}" if whose else f"{shown[:1].upper()}{shown[1:]}"
 
     def words(self) -> str:
         """Return all that is known on one line; empty if nothing is."""
-        count = f"{format_count(self.n_parameters)} parameters" if self.n_parameters else ""
-        of = ", ".join(part for part in (count, self.dtype, self.optimizer, self.batch) if part)
-        model = ": ".join(part for part in (self.model, of) if part)
+        model = ": ".join(part for part in (self.model, self._training) if part)
         machine = f"on {self.machine}" if self.machine else ""
-        made = f"planned {self.made}" if self.made else ""
-        return ", ".join(part for part in (model, machine, made) if part)
+        return ", ".join(part for part in (model, machine, self._made) if part)
+
+    def below_title(self) -> str:
+        """Return what `title` does not say, on one line; empty if nothing is known."""
+        return ", ".join(part for part in (self._training, self._made) if part)
+
+    @property
+    def _training(self) -> str:
+        count = f"{format_count(self.n_parameters)} parameters" if self.n_parameters else ""
+        stored = " in ".join(part for part in (count, self.dtype) if part)
+        return ", ".join(part for part in (stored, self.optimizer, self.batch) if part)
+
+    @property
+    def _made(self) -> str:
+        return f"planned {self.made}" if self.made else ""
+
+
+UNKNOWN = About()

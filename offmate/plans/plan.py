@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import reprlib
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,12 +19,14 @@ from ..reports.frame import schedule_frame
 from ..reports.html import document, figure
 from ..reports.plots import draw_memory, draw_tensors, draw_timeline
 from ..reports.timeline import Timeline, build_timeline
+from ..reports.units import format_seconds
 from ..sizes import format_bytes, format_least_bytes
 from ..solver.explain import Explanation, explanation, offered
 from ..solver.problem import Problem
 from ..solver.schedule import Action, Kind, Schedule
 from ..solver.simulate import Simulation, simulate
 from ..split import Split
+from .about import UNKNOWN, About
 from .diff import Compared, PlanDiff, diff
 from .saved import read, to_text
 from .table import BlockRow, plan_table
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
 
+_TINY = re.compile(r"(\d[\d.]*e-\d+) s\b")
 _WORTH_SAYING_BYTES = 1024
 _WORTH_SAYING_PART = 0.01  # of a step
 
@@ -53,7 +57,8 @@ class Plan:
     user_bytes: reserved for what the user's code holds between the model's return and backward().
     allocator_bytes: the part of `fixed_bytes` that the device's allocator takes beyond the tensors in it.
     plan_s: seconds that planning took. problem: what was solved, as plain numbers; None for a forward-only plan.
-    from_cache: whether it was read from disk. batch_size: samples per micro-batch, if `offmate.plan` was asked for one.
+    about: what it is of, in words. batch_size: samples per micro-batch, if `offmate.plan` was asked for one.
+    from_cache: whether it was read from disk.
     """
 
     fingerprint: str
@@ -70,6 +75,7 @@ class Plan:
     plan_s: float
     problem: Problem | None = None
     allocator_bytes: int = 0
+    about: About = field(default=UNKNOWN, compare=False)
     batch_size: int | None = field(default=None, compare=False)
     from_cache: bool = field(default=False, compare=False)
 
@@ -101,11 +107,12 @@ class Plan:
         """
         if not self.lower_bound_s:
             return "it is not known how much faster a plan can be"
+        bound = format_seconds(self.lower_bound_s)
         if self.lower_bound_s > self.predicted_step_s * 1.001:
-            return f"copies that cross steps make it faster than the program's bound of {self.lower_bound_s:.3g} s"
-        words = f"no plan is faster than {self.lower_bound_s:.3g} s"
+            return f"copies that cross steps make it faster than the program's bound of {bound}"
+        words = f"no plan is faster than {bound}"
         if self.rounding_loss_s > _WORTH_SAYING_PART * self.predicted_step_s:
-            words += f", and moving only whole tensors costs {self.rounding_loss_s:.2g} s"
+            words += f", and moving only whole tensors costs {format_seconds(self.rounding_loss_s)}"
         return words
 
     @property
@@ -158,10 +165,11 @@ class Plan:
             updated = "your own code updates the parameters on the host"
         computes = self.schedule.computes
         compute_s = sum(times * computes[a.name].seconds for times, a in self._all_actions if a.kind is Kind.COMPUTE)
-        lines = [
+        lines = [self.about.words()] if self.about.words() else []
+        lines += [
             f"budget {format_bytes(self.budget_bytes)}, predicted peak {format_bytes(self.predicted_peak_bytes)}, "
             f"least budget that works {format_least_bytes(self.least_budget_bytes)}",
-            f"one step {self.predicted_step_s:.3g} s predicted, {compute_s:.3g} s of it compute; "
+            f"one step {format_seconds(self.predicted_step_s)} predicted, {format_seconds(compute_s)} of it compute; "
             f"{self.bound_words} ({self.status})",
             f"per step {format_bytes(into)} come in and {format_bytes(out)} go out; "
             f"{format_bytes(self.host_bytes)} of host memory",
@@ -174,7 +182,7 @@ class Plan:
         if self.user_bytes >= _WORTH_SAYING_BYTES:
             lines.append(f"{format_bytes(self.user_bytes)} are reserved for your code between forward and backward")
         if self.problem is not None:
-            lines += self.limits(offers).text().splitlines()
+            lines += _readable(self.limits(offers).text()).splitlines()
         return "\n".join(lines)
 
     def limits(self, offers: bool = False) -> Explanation:
@@ -192,7 +200,8 @@ class Plan:
 
     def __repr__(self) -> str:
         peak, budget = format_bytes(self.predicted_peak_bytes), format_bytes(self.budget_bytes)
-        return f"<Plan: {len(self.blocks)} blocks, {self.predicted_step_s:.3g} s per step, {peak} of {budget}>"
+        step = format_seconds(self.predicted_step_s)
+        return f"<Plan: {len(self.blocks)} blocks, {step} per step, {peak} of {budget}>"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, whole or not at all."""
@@ -229,14 +238,40 @@ class Plan:
 
     def to_html(self) -> str:
         """Return a self-contained page with the picture of an iteration below a description of the plan."""
-        return document([self.timeline()], self._title, self.explain().splitlines())
+        return document([self.timeline()], self.title, self._sentences, self.about.below_title())
 
     @property
-    def _title(self) -> str:
-        return f"One step in {format_bytes(self.budget_bytes)}"
+    def title(self) -> str:
+        """The title of its picture: the model, the machine and the budget, as far as they are known."""
+        return self.about.title(f"one step in {format_bytes(self.budget_bytes)}")
+
+    @property
+    def _sentences(self) -> list[str]:
+        """The sentences of `explain` that the picture does not say."""
+        return [line for line in self.explain().splitlines() if line != self.about.words()]
 
     def _repr_html_(self) -> str:
-        return figure([self.timeline()], self._title, self.explain().splitlines())
+        return figure([self.timeline()], self.title, self._sentences, self.about.below_title())
+
+
+def pair_document(first: Plan, second: Plan, names: tuple[str, str]) -> str:
+    """Return a page with the pictures of two plans below each other on the same axes, and a table of their numbers.
+
+    Parameters
+    ----------
+    names: of the two, such as those of their files.
+    """
+    timelines = [
+        plan.timeline(f"{name}: {plan.about.words()}" if plan.about.words() else name)
+        for plan, name in zip((first, second), names)
+    ]
+    found = first.diff(second)
+    return document(timelines, f"{names[0]} and {names[1]}: one step each", found.words(), table=found.rows())
+
+
+def _readable(text: str) -> str:
+    """Write seconds with an exponent, such as 1.2e-05 s, in a smaller unit."""
+    return _TINY.sub(lambda found: format_seconds(float(found[1])), text)
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:

@@ -53,7 +53,7 @@ def test_names_are_escaped():
 def test_a_budget_far_above_the_peak_does_not_flatten_the_curve():
     plan = replace(tiny_plan(), budget_bytes=2**40)
     assert 'class="om-budget"' not in plan.to_html()
-    assert "of 1 TiB" in plan.to_html()
+    assert "One step in 1 TiB" in plan.to_html()
 
 
 def test_plots_draw_what_the_plan_says(monkeypatch):
