@@ -17,7 +17,7 @@ from ..lowering.stored import StoredClass
 from ..reports.chrome_trace import save_trace
 from ..reports.frame import schedule_frame
 from ..reports.html import document, figure
-from ..reports.plots import draw_memory, draw_tensors, draw_timeline
+from ..reports.plots import draw_memory, draw_tensors, draw_timeline, write_below
 from ..reports.timeline import Timeline, build_timeline
 from ..reports.units import format_seconds
 from ..sizes import format_bytes, format_least_bytes
@@ -222,15 +222,21 @@ class Plan:
 
     def plot_timeline(self, ax: Axes | None = None) -> Axes:
         """Draw what every resource does when, with matplotlib; on new axes if none are given."""
-        return draw_timeline(self.timeline(), ax)
+        return self._named(draw_timeline(self.timeline(), ax))
 
     def plot_memory(self, ax: Axes | None = None) -> Axes:
         """Draw what is on the device over an iteration, by kind, with matplotlib."""
-        return draw_memory(self.timeline(), ax)
+        return self._named(draw_memory(self.timeline(), ax))
 
     def plot_tensors(self, ax: Axes | None = None) -> Axes:
         """Draw where every tensor is at each step, with matplotlib."""
-        return draw_tensors(self.schedule, ax)
+        return self._named(draw_tensors(self.schedule, ax))
+
+    def _named(self, ax: Axes) -> Axes:
+        """Return a plot with a line that says what it is of."""
+        if self.about.words():
+            write_below(ax, self.about.words())
+        return ax
 
     def to_dataframe(self) -> pandas.DataFrame:
         """Return the plan's actions as a pandas frame, one row each."""
