@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     silent = getattr(arguments, "quiet", False) or getattr(arguments, "mode", "") == "quiet"
     try:
-        with quiet(silent), working("starting"):
+        with quiet(silent), working("working"):
             return arguments.run(arguments)
     except InfeasibleBudget as error:
         print(f"offmate: {with_options(str(error))}", file=sys.stderr)

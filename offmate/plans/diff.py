@@ -102,8 +102,10 @@ class PlanDiff:
     def table(self) -> Table:
         """Return a table of the numbers of both plans, one row each."""
         headings, *rows = self.rows()
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, title="Two plans", title_justify="left")
-        table.add_column(headings[0])
+        table = Table(
+            box=box.SIMPLE_HEAD, show_edge=False, title="Two plans", title_justify="left", padding=(0, 1, 0, 0)
+        )
+        table.add_column(headings[0], overflow="fold")
         for heading in headings[1:]:
             table.add_column(heading, justify="right", no_wrap=True)
         for row in rows:

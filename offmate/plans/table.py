@@ -11,18 +11,18 @@ from rich.table import Table
 
 from ..sizes import format_bytes
 
-_SIZES = ("kept", "offloaded", "parameters", "stay", "CPU updates")
+_SIZES = ("kept", "offloaded", "parameters", "stay", "on CPU")
 _LONG_SIZES = ("kept", "offloaded", "parameters", "never leave the GPU", "updated by the CPU")
 _OPTIONS = {
     "keep": "all values stay on the GPU",
     "offload": "values go to RAM and come back",
     "recompute": "only values that cannot be computed again are kept",
-    "mixture": "some of each; the number tells mixtures of a class apart",
+    "mixture": "some values are kept, some go to RAM, some are computed again, in numbered ways",
 }
 _COLUMNS = (
     "kept, offloaded: values that a forward leaves for its backward",
     "recomputed: operators (ops) of the forward that the backward runs again",
-    "stay: parameters that never leave the GPU",
+    "stay: parameters that never leave the GPU; on CPU: those that the CPU updates",
 )
 _MANY_UNITS = 1000  # above it decimals only widen the table
 
@@ -61,7 +61,7 @@ def legend(blocks: Sequence[BlockRow]) -> Iterator[str]:
     names = dict.fromkeys(row.option.split()[0] for row in blocks if row.option)
     for name, words in _OPTIONS.items():
         if name in names:
-            yield f"{name}: {words}"
+            yield f"option {name}: {words}"
 
 
 def class_lines(blocks: Sequence[BlockRow]) -> Iterator[str]:

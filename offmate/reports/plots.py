@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _TENSOR_KINDS = ("parameters", "optimizer states", "activations")
 _LEAST_PART = 0.12
-_LEAST_DPI = 120
+_DPI = 120  # where the user has not chosen another than matplotlib's
 _INK = "#787d85"  # as far from white as from the paper of dark notebooks
 _ANY_PAGE = {
     "figure.facecolor": "none",
@@ -191,7 +191,8 @@ def _canvas(ax: Axes | None, width: float, height: float) -> Iterator[Axes]:
         return
     pyplot = viz("matplotlib.pyplot")
     plain = all(pyplot.rcParams[name] == value for name, value in _PLAIN.items())
-    dpi = max(_LEAST_DPI, pyplot.rcParams["figure.dpi"])
+    chosen = pyplot.rcParams["figure.dpi"]
+    dpi = _DPI if chosen == pyplot.rcParamsDefault["figure.dpi"] else chosen
     with pyplot.rc_context(_ANY_PAGE if plain else {}):
         made = pyplot.subplots(figsize=(width, height), layout="constrained", dpi=dpi)[1]
         yield made

@@ -145,7 +145,7 @@ def test_quiet_shows_nothing():
 
 def test_the_line_moves_before_anything_is_loaded(monkeypatch):
     with terminal() as screen:
-        monkeypatch.setattr("offmate.cli.cards.run", lambda arguments: 0 if "starting" in screen.getvalue() else 1)
+        monkeypatch.setattr("offmate.cli.cards.run", lambda arguments: 0 if "working" in screen.getvalue() else 1)
         assert main(["cards"]) == 0
 
 
