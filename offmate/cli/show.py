@@ -22,7 +22,7 @@ _EXAMPLES = """examples:
   offmate show plan.json --html plan.html    a picture for the browser
   offmate show plan.json --trace trace.json  a trace for https://ui.perfetto.dev
   offmate show plan.json --text              every action of an iteration
-  offmate show a.json b.json                 the numbers of two plans, before and after
+  offmate show a.json b.json                 both plans' numbers in a table
   offmate show a.json b.json --html ab.html  both pictures on one time axis
 """
 _MOST = 2

@@ -78,6 +78,7 @@ def figures(plan: Plan) -> dict[str, Any]:
         "endless_s", "lower_bound_s", "gap", "status",
     )  # fmt: skip
     return {
+        "about": asdict(plan.about),
         **{name: getattr(plan, name) for name in names},
         "stall_s": plan.simulation.stall_s,
         "blocks": [asdict(row) for row in plan.blocks],

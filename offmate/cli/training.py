@@ -135,9 +135,3 @@ def parse_adapter(text: str | None) -> Lora | None:
 
     lora = parse_lora(text)
     return lora if lora is None or lora.targets else replace(lora, targets=_ALL_LINEAR)
-
-
-def short(number: int) -> str:
-    """Format a number in B, M or K: 6.74 B, 124 M, 125 K."""
-    unit, name = next(((u, n) for u, n in ((10**9, "B"), (10**6, "M"), (10**3, "K")) if number >= u), (1, ""))
-    return f"{number / unit:.3g} {name}".strip()

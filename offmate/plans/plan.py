@@ -253,8 +253,10 @@ class Plan:
 
     @property
     def _sentences(self) -> list[str]:
-        """The sentences of `explain` that the picture does not say."""
-        return [line for line in self.explain().splitlines() if line != self.about.words()]
+        """The sentences of `explain`, without the description, the budget and the peak, which the picture says."""
+        said = 2 if self.about.words() else 1
+        least = f"the least budget that works is {format_least_bytes(self.least_budget_bytes)}"
+        return [least, *self.explain().splitlines()[said:]]
 
     def _repr_html_(self) -> str:
         return figure([self.timeline()], self.title, self._sentences, self.about.below_title())

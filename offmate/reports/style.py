@@ -20,7 +20,7 @@ margin-left:3px;padding:0 6px;cursor:pointer}.om-zoom button.on{color:var(--ink)
 .om-key{display:inline-block;width:12px;height:12px;border-radius:2px;vertical-align:-2px}
 .om-ramp{display:inline-block;width:120px;height:10px;border-radius:2px;margin:0 2px}
 .om-grid{display:flex}.om-side{flex:0 0 92px}
-.om-scroll{flex:1;overflow-x:auto;min-width:0;user-select:none;-webkit-user-select:none}.om-wide{position:relative;width:100%;min-width:320px}
+.om-scroll{flex:1;overflow-x:auto;min-width:0;user-select:none;-webkit-user-select:none}.om-wide{position:relative;width:100%;min-width:240px}
 .om-phases,.om-axis{position:relative;height:20px}
 .om-phases b{position:sticky;left:5px;font-weight:400}
 .om-phases span{position:absolute;overflow:clip;white-space:nowrap;color:var(--soft);font-size:12px;
@@ -45,9 +45,9 @@ var(--paper) 3px 5px);box-shadow:inset 0 -4px var(--stall)}
 pointer-events:none;z-index:3}
 .om .om-about{font-size:13px;margin:2px 0}.om details{color:var(--soft);margin:2px 0}.om summary{cursor:pointer}
 .om-table{overflow-x:auto}.om-table table{border-spacing:0;font-size:13px;margin-top:12px}
-.om-table td,.om-table th{padding:3px 18px 3px 0;text-align:right;white-space:nowrap;
+.om-table td,.om-table th{padding:3px 14px 3px 0;text-align:right;white-space:nowrap;
 border-bottom:1px solid var(--line);font-weight:400}
-.om-table th{color:var(--soft)}.om-table td:first-child,.om-table th:first-child{text-align:left}
+.om-table th{color:var(--soft)}.om-table td:first-child,.om-table th:first-child{text-align:left;white-space:normal}
 .om-mem{position:relative;height:200px;margin-top:4px}
 .om-side .om-mem span{position:absolute;right:8px;transform:translateY(50%);font-size:11px;color:var(--soft)}
 .om-mem svg{position:absolute;inset:0;width:100%;height:100%;display:block}
