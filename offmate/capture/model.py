@@ -75,7 +75,7 @@ def trace_model(
     gradients: whether a backward is wanted. say: reports progress.
     real, device: as in `capture`.
     """
-    say("capture", 0.0)
+    say("capturing the model", 0.0)
     (check_layers if gradients else check_fast_path)(model)
     with torch.set_grad_enabled(gradients):
         captured = capture(model, args, kwargs, real, device)
@@ -90,7 +90,7 @@ def trace_model(
     params = dict(model.named_parameters(remove_duplicate=False))
     trainable = frozenset(n for n, name in captured.params.items() if gradients and params[name].requires_grad)
     part_heads(captured.graph, trainable)
-    say("blocks", 0.0)
+    say("tracing blocks", 0.0)
     with named():
         chain = partition(captured, trainable)
     check_shared_buffers(model, captured, chain, gradients)
@@ -101,7 +101,7 @@ def trace_model(
         node.meta["fake"] = facts.value
     into = {node.name: node for node in captured.graph.nodes if node.name in differentiated}
     incoming = incoming_strides(captured, into, config.gradient_layouts if gradients else {})
-    blocks = trace_blocks(captured, chain, trainable, incoming, lambda done, total: say("blocks", done / total))
+    blocks = trace_blocks(captured, chain, trainable, incoming, lambda done, total: say("tracing blocks", done / total))
     return Traced(captured, chain, blocks, incoming)
 
 

@@ -19,6 +19,7 @@ from ..errors import (
 )
 from ..files import reason
 from ..libraries import check_installed, library_errors
+from ..progress import quiet, working
 from . import cards, check, doctor, fits, init, plan, profile, show
 from .arguments import Help, count, device, output_file, size, with_options
 from .finetune import add_parser as add_finetune
@@ -46,8 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _CANNOT_START
     # Before torch is loaded: its profiler warns of memory from before it began, which is no fault and no news.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    silent = getattr(arguments, "quiet", False) or getattr(arguments, "mode", "") == "quiet"
     try:
-        with library_errors():
+        with library_errors(), quiet(silent), working("working"):
             return arguments.run(arguments)
     except InfeasibleBudget as error:
         print(f"offmate: {with_options(str(error))}", file=sys.stderr)

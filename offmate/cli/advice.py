@@ -138,7 +138,6 @@ def outlooks_of(training: Training, budgets: dict[str, object], others: list[str
     budgets: gpu_budget, cpu_budget and hardware of `offmate.plan`.
     """
     from ..api import outlooks
-    from ..progress import quiet
     from .shapes import autocast
 
     model, batch = training.built()
@@ -146,7 +145,7 @@ def outlooks_of(training: Training, budgets: dict[str, object], others: list[str
     for name in others or []:
         dtype = f"{training.dtype}-master" if name.endswith(_MASTER) else training.dtype
         optimizers.append(replace(training, optimizer=name.removesuffix(_MASTER), dtype=dtype).optimizer_of(model))
-    with quiet(True), autocast(training.autocast):
+    with autocast(training.autocast):
         yield from outlooks(
             model,
             example_inputs=batch,

@@ -58,15 +58,13 @@ def run(arguments: argparse.Namespace) -> int:
     from ..check.compare import Outcome, check
     from ..errors import OffmateError
     from ..machines.devices import device_kind
-    from ..progress import quiet
     from .screen import console
 
     screen = console(arguments.quiet)
     try:
         device_kind(arguments.device)
         subject = _subject(arguments)
-        with quiet(True):
-            verdict = check(subject, arguments.steps, arguments.device, lambda words: screen.print(f"{words} ..."))
+        verdict = check(subject, arguments.steps, arguments.device, lambda words: screen.print(f"{words} ..."))
     except OffmateError as error:
         console().print(f"offmate: {error}", markup=False)
         return _CANNOT_START

@@ -21,6 +21,7 @@ import offmate
 
 from ..machines.devices import accelerator, device_kind
 from ..machines.reference import ReferenceMeter
+from ..progress import shown_by, working
 from ..sizes import format_bytes, format_least_bytes
 from .summary import print_blocks
 
@@ -210,7 +211,8 @@ def run_demo(budget_bytes: int | None, n_steps: int, device: str, console: Conso
     device = device_kind(device)
     batches = demo_batches(n_steps)
     console.print("Measuring how much memory plain PyTorch needs ...")
-    reference_bytes = reference_peak_bytes(device)
+    with working("training one step"):
+        reference_bytes = reference_peak_bytes(device)
     if budget_bytes is None:
         budget_bytes = reference_bytes * BUDGET_PERCENT // 100 // _MIB * _MIB
     console.print(_headline(n_steps, device, budget_bytes, reference_bytes))
@@ -302,6 +304,7 @@ def _progress(title: str, n_steps: int, console: Console) -> Iterator[Callable[[
     if not console.is_terminal:
         yield _line_printer(title, n_steps, console)
         return
+    silent = shown_by(lambda phase, share: None)
     columns = (
         TextColumn("{task.description:<13}"),
         BarColumn(),
@@ -309,7 +312,7 @@ def _progress(title: str, n_steps: int, console: Console) -> Iterator[Callable[[
         TextColumn("loss {task.fields[loss]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console) as progress:
+    with silent, Progress(*columns, console=console) as progress:
         task = progress.add_task(title, total=n_steps, loss="-")
         yield lambda loss: progress.update(task, advance=1, loss=f"{loss:.4f}")
 

@@ -135,8 +135,11 @@ def run(arguments: argparse.Namespace) -> int:
     Returns: the exit status, as in `offmate.cli.main`. Raises: OffmateError for everything that cannot work.
     """
     check_installed(*_NEEDED)
-    from ..finetune.job import finetune
-    from ..finetune.settings import read_yaml
+    from ..progress import working
+
+    with working("loading PyTorch"):
+        from ..finetune.job import finetune
+        from ..finetune.settings import read_yaml
 
     given = {**(read_yaml(arguments.config) if arguments.config else {}), **given_settings(arguments)}
     finetune(given, resume=arguments.resume, dry_run=arguments.dry_run, yes=arguments.yes, mode=arguments.mode)

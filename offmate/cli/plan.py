@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from .arguments import Help, add_machine, count, output_file, positive, size, sweep
-from .training import Training, check_packages, parse_adapter, short
+from .training import Training, check_packages, parse_adapter
 
 if TYPE_CHECKING:
     from ..machines.hardware import Hardware
@@ -115,7 +115,6 @@ def run(arguments: argparse.Namespace) -> int:
     """
     check_packages(lora=arguments.lora is not None)
     from ..machines.hardware import load
-    from ..progress import quiet
 
     _check(arguments)
     machine = load(arguments.hardware)
@@ -131,10 +130,9 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.grad_scaler,
         arguments.accumulation,
     )
-    with quiet(arguments.quiet):
-        if arguments.sweep:
-            return _sweep(arguments, training, machine)
-        return _plan(arguments, training, machine)
+    if arguments.sweep:
+        return _sweep(arguments, training, machine)
+    return _plan(arguments, training, machine)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -188,12 +186,15 @@ def _plan(arguments: argparse.Namespace, training: Training, machine: Hardware) 
 
 def _make(arguments: argparse.Namespace, training: Training, machine: Hardware, budget_bytes: int) -> tuple[Plan, str]:
     """Return the plan, and a line that names the model, batch and machine."""
-    import offmate
-
+    from ..progress import working
     from ..sizes import format_bytes
-    from .shapes import autocast
 
-    model, batch = training.built()
+    with working("loading PyTorch"):
+        import offmate
+
+        from .shapes import autocast
+    with working("building the model"):
+        model, batch = training.built()
     with autocast(training.autocast):
         plan = offmate.plan(
             model,
@@ -204,12 +205,12 @@ def _make(arguments: argparse.Namespace, training: Training, machine: Hardware, 
             hardware=arguments.hardware,
             **training.arguments(),
         )
-    n_params = sum(p.numel() for p in model.parameters())
     beyond = machine.device_memory_bytes < budget_bytes
     warning = f", which has only {format_bytes(machine.device_memory_bytes)}" if beyond else ""
     slow = machine.rate_words(training.matrix_dtype)
-    said = f"{training.model}: {short(n_params)} parameters in {training.words()}, on {machine.name}{warning}\n"
-    return plan, f"{said}{slow}\n" if slow else said
+    about = training.about(plan.about)
+    said = f"{replace(about, made='').words()}{warning}\n"
+    return replace(plan, about=about), f"{said}{slow}\n" if slow else said
 
 
 def _sweep(arguments: argparse.Namespace, training: Training, machine: Hardware) -> int:

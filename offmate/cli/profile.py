@@ -48,11 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
     from ..machines.benchmark import measure_machine
     from ..machines.devices import device_kind
     from ..optim.masters import with_master_weights
-    from ..progress import planning_progress, quiet
+    from ..progress import planning_progress
 
     kind = device_kind(arguments.device)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    with quiet(arguments.quiet), planning_progress("measuring") as say:
+    with planning_progress("measuring") as say:
         data = measure_machine(say, kind=kind, masters=with_master_weights(AdamW))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n")

@@ -12,9 +12,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..progress import hidden
 from ..sizes import format_bytes
 
 NARROW = 76  # below this width, in columns, a table's rows become lines
+
+
+class Screen(Console):
+    """A console that takes the moving line away while it prints."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print as rich does."""
+        with hidden():
+            super().print(*objects, **options)
 
 
 def console(quiet: bool = False) -> Console:
@@ -26,7 +36,7 @@ def console(quiet: bool = False) -> Console:
     """
     # Without a terminal the width is unknown, and rich's 80 columns would fold the tables.
     known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
-    return Console(highlight=False, width=None if known else 120, quiet=quiet)
+    return Screen(highlight=False, width=None if known else 120, quiet=quiet)
 
 
 def pairs(rows: Iterable[tuple[str, str | Text]]) -> Table:

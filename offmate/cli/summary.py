@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ..plans.plan import Plan
 from ..plans.sweep import SweepPoint
-from ..plans.table import class_lines, class_table, plan_table
+from ..plans.table import class_lines, class_table, legend, plan_table
 from ..reports.items import block_of_items
 from ..reports.units import format_seconds
 from ..sizes import format_bytes, format_least_bytes
@@ -66,7 +66,7 @@ def print_plan(
 def print_blocks(console: Console, plan: Plan, *, every_block: bool) -> None:
     """Print what happens to the blocks: as a table, or as lines per class if the screen is too narrow for one."""
     if console.width < NARROW:
-        console.print("\n".join(class_lines(plan.blocks)), markup=False)
+        console.print("\n".join((*class_lines(plan.blocks), *legend(plan.blocks))), markup=False)
     else:
         console.print(plan_table(plan.blocks) if every_block else class_table(plan.blocks))
 
@@ -78,6 +78,7 @@ def figures(plan: Plan) -> dict[str, Any]:
         "endless_s", "lower_bound_s", "gap", "status",
     )  # fmt: skip
     return {
+        "about": asdict(plan.about),
         **{name: getattr(plan, name) for name in names},
         "stall_s": plan.simulation.stall_s,
         "blocks": [asdict(row) for row in plan.blocks],

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..libraries import check_installed, is_installed
 
 if TYPE_CHECKING:
     from ..finetune.settings import Lora
+    from ..plans.about import About
 
 _ALL_LINEAR = ("all-linear",)
 _MATRIX_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -82,15 +83,34 @@ class Training:
 
     def words(self) -> str:
         """Describe dtype, adapter, updates and batch."""
+        return ", ".join((self._dtype, self._updates, self._batch))
+
+    def about(self, known: About) -> About:
+        """Describe a plan of this training in the command line's words.
+
+        Parameters
+        ----------
+        known: what `offmate.plan` found out.
+        """
+        return replace(known, model=self.model, dtype=self._dtype, optimizer=self._updates, batch=self._batch)
+
+    @property
+    def _dtype(self) -> str:
         dtype = "bf16 with float32 copies" if self.dtype == "bf16-master" else self.dtype
-        words = [f"{dtype} under autocast to {self.autocast}" if self.autocast else dtype]
-        words += [f"LoRA of rank {self.lora.r}"] if self.lora else []
+        return f"{dtype} under autocast to {self.autocast}" if self.autocast else dtype
+
+    @property
+    def _updates(self) -> str:
+        words = [f"LoRA of rank {self.lora.r}"] if self.lora else []
         words += ["your own optimizer" if self.optimizer == "none" else self.optimizer]
         words += ["losses scaled"] if self.grad_scaler else []
         words += [f"gradients clipped to {self.max_grad_norm:g}"] if self.max_grad_norm is not None else []
-        batch = f"{self.batch} × {self.seq_len} tokens"
-        words += [batch if self.accumulation == 1 else f"{self.accumulation} micro-batches of {batch}"]
         return ", ".join(words)
+
+    @property
+    def _batch(self) -> str:
+        batch = f"{self.batch} × {self.seq_len} tokens"
+        return batch if self.accumulation == 1 else f"{self.accumulation} micro-batches of {batch}"
 
 
 def check_packages(lora: bool) -> None:
@@ -114,15 +134,7 @@ def parse_adapter(text: str | None) -> Lora | None:
 
     Raises: ArgumentValueError with an example.
     """
-    from dataclasses import replace
-
     from ..finetune.settings import parse_lora
 
     lora = parse_lora(text)
     return lora if lora is None or lora.targets else replace(lora, targets=_ALL_LINEAR)
-
-
-def short(number: int) -> str:
-    """Format a number in B, M or K: 6.74 B, 124 M, 125 K."""
-    unit, name = next(((u, n) for u, n in ((10**9, "B"), (10**6, "M"), (10**3, "K")) if number >= u), (1, ""))
-    return f"{number / unit:.3g} {name}".strip()

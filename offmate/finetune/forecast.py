@@ -15,6 +15,7 @@ from ..errors import InfeasibleBudget, OffmateError, PlanFileError
 from ..machines.devices import EMULATED, check_budget, default_budget_bytes
 from ..machines.host_memory import default_host_budget_bytes
 from ..plans.plan import Plan, load_plan
+from ..progress import working
 from ..sizes import parse_budget
 from .checkpoint import PLAN, Moment
 from .data import check_source, pieces
@@ -75,7 +76,8 @@ def prepared(at: Position, shown: list[Example], talk: Talk) -> tuple[Position, 
 
     Returns: the position with every setting that was open, tokens and steps, what the run needs, and all doubts.
     """
-    bare = model_without_weights(at.settings, at.folder)
+    with working("building the model without weights"):
+        bare = model_without_weights(at.settings, at.folder)
     forecast = Loaded(bare, UpdateRule(bare, at.settings))
     machine, strange = machine_of(at.kind)
     needs = needs_of(at.settings, bare, forecast.updates, machine)
@@ -87,7 +89,8 @@ def prepared(at: Position, shown: list[Example], talk: Talk) -> tuple[Position, 
         raise OffmateError(disk[0])
     talk.agree(first)
     at = _settled(at, talk)
-    work = _work(at)
+    with working("making tokens"):
+        work = _work(at)
     at = replace(at, settings=replace(at.settings, warmup_steps=at.settings.warmup(work.n_steps)))
     _keep_settings(at, talk)
     talk.say(example_lines(shown), event="examples", examples=[vars(example) for example in shown])

@@ -19,6 +19,7 @@ from ..config import Config
 from ..errors import InfeasibleBudget
 from ..machines.devices import EMULATED, device_kind
 from ..plans.plan import Plan
+from ..progress import working
 from ..split import Split
 from .checkpoint import load_moment, newest_checkpoint, restore_random, restore_updates, save_result
 from .forecast import OUTPUTS, TOKENS, Loaded, Position, batch_of, glimpse, prepared, saved_plan
@@ -85,7 +86,8 @@ def _run(at: Position, shown: list[Example], talk: Talk, begun: list[bool]) -> N
     if talk.dry_run:
         return
     gc.collect()  # what the forecast has held should not lie beside the weights
-    loaded = _load(at)
+    with working("reading weights"):
+        loaded = _load(at)
     plan, config = _plan(at, loaded)
     preview = Preview(at.settings, at.kind, needs, plan, work, at.done, held_bytes=needs.weights_bytes)
     lines = preview.lines() if at.checkpoint is not None else preview.speed_lines("measured operators")

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from ..errors import OffmateError
 from .checkpoint import Moment, save_checkpoint
 from .packing import IGNORED, Batch, Batches, Packed, eval_batches
-from .report import Reporter, StepRow, host_bytes
+from .report import Reporter, StepRow, format_left, format_steps, host_bytes
 from .samples import Prompts, write_samples
 from .settings import Settings
 from .updates import UpdateRule, learning_rate
@@ -68,15 +68,17 @@ def train(run: TrainingRun) -> None:
                 reporter.step(row)
             done, last = step + 1, step + 1 == run.n_steps
             saves = last or done % settings.checkpoint_every == 0 or bool(asked)
-            if saves:
-                _save(run, done)
             evaluates = done % settings.eval_every == 0 if settings.eval_every else saves
-            if (evaluates or last) and not asked:
-                _evaluate(run, done)
+            with _saved(run, done) if saves else nullcontext():
+                if (evaluates or last) and not asked:
+                    _evaluate(run, done)
             if saves or evaluates:
                 clock.forget()
             if asked and not last:
-                log.warning("stopped after step %d of %d; --resume continues from there", done, run.n_steps)
+                log.warning(
+                    "stopped: %s of %s done, about %s left; --resume continues from there",
+                    f"{done:,}", format_steps(run.n_steps), format_left(row.left_s),
+                )  # fmt: skip
                 raise KeyboardInterrupt
 
 
@@ -145,11 +147,16 @@ def _evaluate(run: TrainingRun, done: int) -> None:
             reporter.sample(done, sample)
 
 
-def _save(run: TrainingRun, done: int) -> None:
+@contextmanager
+def _saved(run: TrainingRun, done: int) -> Iterator[None]:
+    """Write a checkpoint before what follows, and report it after that."""
     handle, keep = run.model.offmate, run.settings.keep_checkpoints
     moment = Moment(done, run.packed.digest, torch.get_num_threads(), torch.__version__, handle.split)
     path = save_checkpoint(run.checkpoints, moment, run.model, run.updates, handle.plan, keep)
-    _tell(run, lambda r: r.checkpoint(done, path))
+    try:
+        yield
+    finally:
+        _tell(run, lambda r: r.checkpoint(done, path))
 
 
 def _tell(run: TrainingRun, what: Callable[[Reporter], None]) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from ..machines.devices import EMULATED
 from ..plans.plan import Plan
-from ..reports.units import format_count
+from ..reports.units import format_count, format_seconds
 from ..sizes import format_bytes, format_least_bytes
 from .needs import Needs, device_words, memory_doubt
 from .packing import Batches, Packed
-from .report import format_left
+from .report import format_left, format_steps
 from .settings import ALL_LINEAR, Settings
 from .tokenizing import BEGIN, END, LEFT_OUT, Example
 
@@ -51,9 +51,10 @@ class Work:
 
     def _training_line(self, settings: Settings) -> str:
         clipped = "no clipping" if settings.max_grad_norm is None else f"clipping at {settings.max_grad_norm:g}"
+        warmup = format_steps(settings.warmup(self.n_steps), "warm-up step")
         return (
             f"training: {settings.optimizer}, learning rate {settings.learning_rate:g} ({settings.schedule}, "
-            f"{settings.warmup(self.n_steps):,} warm-up steps), {clipped}, weight decay {settings.weight_decay:g}, "
+            f"{warmup}), {clipped}, weight decay {settings.weight_decay:g}, "
             f"{settings.accumulation} × {settings.batch_size} sequences per step"
         )
 
@@ -121,11 +122,11 @@ class Preview:
 
     def speed_lines(self, source: str) -> list[str]:
         """Write the predicted speed, with what it is predicted from, and when the run ends."""
-        done = f", of which {self.done:,} are done" if self.done else ""
+        steps = f"{self.done:,} of {self.work.n_steps:,} steps done" if self.done else format_steps(self.work.n_steps)
         return [
-            f"speed: {self.step_s:.3g} s per step predicted from {source}, "
+            f"speed: {format_seconds(self.step_s)} per step predicted from {source}, "
             f"{self.tokens_per_step / self.step_s:,.0f} tokens/s",
-            f"end: after {self.work.n_steps:,} steps{done}; {format_left(self.left_s)} from now",
+            f"run: {steps}, about {format_left(self.left_s)} left",
         ]
 
     def _of_device(self) -> str:

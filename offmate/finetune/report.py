@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import os
@@ -15,14 +16,15 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from ..libraries import check_installed
 from ..sizes import format_bytes
 from .samples import Sample
+from .training_bar import TrainingBar, fitting
 
-_LINES_EVERY_S = 5.0
+_LINES_EVERY_S = {False: 5.0, True: 60.0}  # without and with a terminal, on which a line is always current
+_LINES = 10  # at the least, of a run that is over sooner
 
 
 @dataclass(frozen=True)
@@ -96,45 +98,54 @@ def check_reporters(names: tuple[str, ...]) -> None:
 
 
 class ConsoleReporter:
-    """A reporter that shows a progress bar on a terminal, and elsewhere prints a line every few seconds."""
+    """A reporter that prints a line every few seconds or steps; on a terminal, a bar stands below them."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._bar: Progress | None = None
-        self._task: Any = None
+        self._open = contextlib.ExitStack()
+        self._bar: TrainingBar | None = None
         self._n_steps = 0
-        self._last_line_s = -_LINES_EVERY_S
+        self._last: StepRow | None = None
+        self._last_line_s = 0.0
 
     def start(self, step: int, n_steps: int) -> None:
         self._n_steps = n_steps
         if self._console.is_terminal:
-            columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[words]}")
-            self._bar = Progress(*columns, console=self._console)
-            self._bar.start()
-            self._task = self._bar.add_task("", total=n_steps, completed=step, words="planning the first step")
+            self._bar = TrainingBar(step, n_steps)
+            self._open.enter_context(self._bar.shown(self._console))
 
     def step(self, row: StepRow) -> None:
+        first, self._last = self._last is None, row
         if self._bar is not None:
-            self._bar.update(self._task, completed=row.step, words=_words(row))
-            return
-        now = time.monotonic()
-        if now - self._last_line_s >= _LINES_EVERY_S or row.step == self._n_steps:
-            self._console.print(f"step {row.step}/{self._n_steps}: {_words(row)}")
+            self._bar.update(row.step, _figures(row))
+        now, every = time.monotonic(), -(-self._n_steps // _LINES)
+        late = now - self._last_line_s >= _LINES_EVERY_S[self._bar is not None]
+        if first or late or row.step % every == 0 or row.step == self._n_steps:
+            self._line(row)
             self._last_line_s = now
 
     def evaluation(self, step: int, loss: float) -> None:
-        self._console.print(f"step {step}: held-out loss {loss:.4f}")
+        trained = f", training loss {self._last.loss:.4f}" if self._last is not None else ""
+        self._console.print(f"step {step:,}/{self._n_steps:,}: held-out loss {loss:.4f}{trained}")
 
     def sample(self, step: int, sample: Sample) -> None:
         words = Text(f"step {step}: after {sample.prompt!r} the model writes\n")
         self._console.print(words + Text(textwrap.indent(sample.text, "  ")))
 
     def checkpoint(self, step: int, path: Path) -> None:
-        self._console.print(f"step {step}: checkpoint {path}")
+        self._console.print(f"step {step:,}/{self._n_steps:,}: checkpoint {path}", soft_wrap=True)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._open.close()
+
+    def _line(self, row: StepRow) -> None:
+        """Print the figures of a step: in a file all of them, on a terminal those that fit on a line."""
+        begin = f"step {row.step:,}/{self._n_steps:,}:"
+        if self._bar is None:
+            self._console.print(f"{begin} {', '.join(_figures(row))}{_until(row)}", soft_wrap=True)
+            return
+        figures = fitting(_figures(row), self._console.width - len(begin) - 1, bar=False)
+        self._console.print(f"{begin} {', '.join(figures)}")
 
 
 class JsonReporter:
@@ -246,11 +257,25 @@ def format_left(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 
-def _words(row: StepRow) -> str:
-    norm = "" if row.gradient_norm is None else f", gradient norm {row.gradient_norm:.3g}"
-    end = time.strftime("%H:%M" if row.left_s < 12 * 3600 else "%a %H:%M", time.localtime(time.time() + row.left_s))
-    memory = f"GPU memory {format_bytes(row.device_bytes)}, CPU memory {format_bytes(row.host_bytes)}"
-    return (
-        f"loss {row.loss:.4f}, lr {row.learning_rate:.3g}{norm}, {row.tokens_per_s:,.0f} tokens/s, {memory}, "
-        f"{format_left(row.left_s)} left (until {end})"
-    )
+def format_steps(number: int, word: str = "step") -> str:
+    """Format a number of steps, such as "1 step" or "1,200 steps"."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def _figures(row: StepRow) -> list[str]:
+    """Write the figures of a step, the most important first."""
+    norm = [] if row.gradient_norm is None else [f"norm {row.gradient_norm:.2g}"]
+    return [
+        f"loss {row.loss:.4f}",
+        f"{format_left(row.left_s)} left",
+        f"{row.tokens_per_s:,.0f} tokens/s",
+        f"GPU {format_bytes(row.device_bytes)}",
+        f"CPU {format_bytes(row.host_bytes)}",
+        f"lr {row.learning_rate:.3g}",
+        *norm,
+    ]
+
+
+def _until(row: StepRow) -> str:
+    form = "%H:%M" if row.left_s < 12 * 3600 else "%a %H:%M"
+    return f", until {time.strftime(form, time.localtime(time.time() + row.left_s))}"

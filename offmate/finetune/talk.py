@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import OffmateError
+from ..progress import hidden
 
 _WIDTH, _LEAST_WIDTH = 120, 40  # of a terminal: where it is unknown, and at the least
 _INDENT = "  "
@@ -31,9 +32,9 @@ class Talk:
     def say(self, lines: list[str], /, **event: Any) -> None:
         """Print lines, or, in mode "json", an event."""
         if self.mode == "json":
-            print(json.dumps(event), flush=True)
+            _show(json.dumps(event))
         elif self.mode == "normal" and lines:
-            print(folded(lines), flush=True)
+            _show(folded(lines))
 
     def agree(self, doubts: list[str]) -> None:
         """Ask whether to continue if something looks wrong; refuse if nobody can answer. A dry run only prints it."""
@@ -41,15 +42,22 @@ class Talk:
             return
         if self.dry_run:
             if self.mode == "normal":
-                print(folded([f"DOUBT: {doubt}" for doubt in doubts]), flush=True)
+                _show(folded([f"DOUBT: {doubt}" for doubt in doubts]))
             return
         if self.yes:
             return
         words = "something looks wrong:\n  " + "\n  ".join(doubts)
         if self.mode != "normal" or not sys.stdin.isatty():
             raise OffmateError(f"{words}\nAdd --yes to continue anyway")
-        if input(f"{words}\nContinue anyway? [y/N] ").strip().lower() not in ("y", "yes"):
+        with hidden():
+            answer = input(f"{words}\nContinue anyway? [y/N] ")
+        if answer.strip().lower() not in ("y", "yes"):
             raise OffmateError("stopped before training")
+
+
+def _show(text: str) -> None:
+    with hidden():
+        print(text, flush=True)
 
 
 def folded(lines: list[str]) -> str:

@@ -92,7 +92,7 @@ def compiled(lowered: Lowered, schedule: Schedule, kind: str, say: Progress) -> 
     classes = dict(lowered.classes)
     done = total = 0
     for position, ((key, option), indices) in enumerate(members.items()):
-        say("compile", position / len(members))
+        say("compiling blocks", position / len(members))
         cls = classes[key]
         own = cls.options[option]
         like = _Key(key, own.kept | own.offloaded, "", kind, torch.get_num_threads())

@@ -129,7 +129,7 @@ def stored_options(
     options = {}
     with CpSat() as cpsat:
         for done, (key, joint) in enumerate(joints.items()):
-            say("options", done / len(joints))
+            say("finding options", done / len(joints))
             found = class_options(joint, costs[key], out_bytes_per_s, most, key == last, cpsat)
             options[key] = tuple(
                 StoredOption(o.name, tuple(sorted(o.kept)), tuple(sorted(o.offloaded))) for o in found.options

@@ -35,7 +35,9 @@ from ..solver.plan import plan as solve_problem
 from ..solver.scheduling.follow import follow
 from ..solver.solve import least_budget
 from ..split import Split
+from .describe import described
 from .fingerprint import differences, fingerprint_of
+from .phases import searching
 from .refusal import block_rows, refusal
 from .request import Prepared, Request
 from .restore import cached, fitting, kernel_bytes, restore_class
@@ -86,6 +88,7 @@ def make_plan(
     if given is not None:
         _check_given(given, known_as, subject)
     plan, lowered = _planned(subject, known_as, given, near, kept or {}, start)
+    plan = plan if given is not None else described(plan, subject)
     if request.config.backend == "inductor":
         lowered = compiled(lowered, plan.schedule, request.device, say)
     binding = bind(traced.captured, lowered, plan.schedule.options)
@@ -143,7 +146,7 @@ def _planned(
         plan, lowered = _search(subject, fingerprint, start)
     path = _path(request, fingerprint)
     if path is not None:
-        keep(path, to_text(plan))
+        keep(path, to_text(described(plan, subject)))
     return plan, lowered
 
 
@@ -271,18 +274,17 @@ def _search(subject: Subject, fingerprint: str, start: float) -> tuple[Plan, Low
     config = request.config
     measured, lowered, fixed = state(subject)
     before, problem = measured.costs.get("", {}), lowered.problem
-    say("least budget", 0.0)
+    say("finding the least budget", 0.0)
     # That nothing fits shows within seconds; a search for a plan would take minutes to find out.
     least = least_budget(problem, time_limit_s=config.solver_time_limit_s, backend=config.solver)
     if least.resource == "host" or least.bytes * (1 - _TOLERANCE) > problem.device_budget_bytes:
         raise refusal(lowered, request, fixed)
-    say("solve", 0.0)
     found = solve_problem(
         problem,
         time_limit_s=config.solver_time_limit_s,
         gap=config.solver_gap,
         backend=config.solver,
-        report=lambda gain: log.debug("%s", gain),
+        report=searching(say),
     )
     if found.schedule is None:
         raise refusal(lowered, request, fixed)

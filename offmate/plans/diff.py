@@ -17,23 +17,38 @@ from .table import BlockRow
 if TYPE_CHECKING:
     from rich.table import Table
 
-_MANY = 10  # beyond this ratio a factor says more than a percentage
+_MANY = 10  # a larger ratio says less than the two numbers beside it
+_TINY = 0.001  # of the largest number of both plans: a ratio to less than that says nothing
 _RATIO_FROM = 0.0005  # a smaller change is "the same" when it is printed as a percentage
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of both plans: bytes or seconds."""
+    """One number of both plans, in bytes or seconds, and the largest number of the same unit in them."""
 
     name: str
     unit: str
     first: float
     second: float
+    largest: float
+
+    @property
+    def changed(self) -> bool:
+        """Return whether the numbers differ by as much as is worth printing."""
+        return abs(self.second - self.first) > _RATIO_FROM * max(abs(self.first), abs(self.second))
 
     def texts(self) -> tuple[str, str, str]:
-        """Return both numbers and the change from the first to the second as readable text."""
+        """Return both numbers as readable text, and the change in percent where it says something."""
         write: Callable[[float], str] = format_seconds if self.unit == "s" else lambda size: format_bytes(int(size))
-        return write(self.first), write(self.second), _change(self.first, self.second)
+        return write(self.first), write(self.second), self._change()
+
+    def _change(self) -> str:
+        if not self.changed:
+            return "same"
+        tiny = min(self.first, self.second) < _TINY * self.largest
+        if tiny or not self.first / _MANY < self.second < self.first * _MANY:
+            return ""
+        return f"{100 * (self.second / self.first - 1):+.1f} %"
 
 
 @dataclass(frozen=True)
@@ -69,27 +84,38 @@ class PlanDiff:
     def words(self) -> list[str]:
         """Return the differences as sentences, the most important first."""
         lines = [] if self.same_model else ["the plans are for different models or shapes: only totals are compared"]
-        changed = [(figure, figure.texts()) for figure in self.figures]
-        lines += [f"{f.name}: {a} → {b} ({c})" for f, (a, b, c) in changed if c != "same"]
+        for figure in self.figures:
+            before, after, change = figure.texts()
+            if figure.changed:
+                lines.append(f"{figure.name}: {before} → {after}{f' ({change})' if change else ''}")
         for (old, new), names in (self.options or {}).items():
             lines.append(f"{len(names)} {'block' if len(names) == 1 else 'blocks'} from {old} to {new}: {_list(names)}")
         lines += [f"{what}: {format_bytes(size)}" for what, size in self.places]
         return lines or ["the plans predict and do the same"]
 
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """Return the numbers of both plans as rows of a table, the headings first."""
+        rows = [("", "before", "after", "change")]
+        rows += [(figure.name, *figure.texts()) for figure in self.figures]
+        for (old, new), names in (self.options or {}).items():
+            rows.append((f"blocks {old} → {new}", "", str(len(names)), ""))
+        return rows + [(what, "", format_bytes(size), "") for what, size in self.places]
+
     def table(self) -> Table:
         """Return a table of the numbers of both plans, one row each."""
+        headings, *rows = self.rows()
         table: Table = load("rich.table").Table(
-            box=load("rich.box").SIMPLE_HEAD, show_edge=False, title="Two plans", title_justify="left"
+            box=load("rich.box").SIMPLE_HEAD,
+            show_edge=False,
+            title="Two plans",
+            title_justify="left",
+            padding=(0, 1, 0, 0),
         )
-        table.add_column("")
-        for heading in ("first", "second", "change"):
+        table.add_column(headings[0], overflow="fold")
+        for heading in headings[1:]:
             table.add_column(heading, justify="right", no_wrap=True)
-        for figure in self.figures:
-            table.add_row(figure.name, *figure.texts())
-        for (old, new), names in (self.options or {}).items():
-            table.add_row(f"blocks {old} → {new}", "", str(len(names)), "")
-        for what, size in self.places:
-            table.add_row(what, "", format_bytes(size), "")
+        for row in rows:
+            table.add_row(*row)
         return table
 
 
@@ -98,9 +124,12 @@ def diff(first: Compared, second: Compared) -> PlanDiff:
 
     Returns: the differences from the first to the second.
     """
+    largest: dict[str, float] = {}
+    for (_, unit), value in (*first.figures.items(), *second.figures.items()):
+        largest[unit] = max(largest.get(unit, 0.0), value)
     same = _sizes(first.schedule) == _sizes(second.schedule) and len(first.blocks) == len(second.blocks)
     return PlanDiff(
-        figures=tuple(Figure(*key, value, second.figures[key]) for key, value in first.figures.items()),
+        figures=tuple(Figure(*key, a, second.figures[key], largest[key[1]]) for key, a in first.figures.items()),
         options=_options(first.blocks, second.blocks) if same else None,
         places=_places(first.schedule, second.schedule) if same else (),
         same_model=same,
@@ -148,16 +177,6 @@ def _sizes(schedule: Schedule) -> dict[str, int]:
     return {
         item: size for item, size in schedule.item_bytes.items() if item.kind in (ItemKind.PARAMETER, ItemKind.VALUE)
     }
-
-
-def _change(first: float, second: float) -> str:
-    if abs(second - first) <= _RATIO_FROM * max(abs(first), abs(second)):
-        return "same"
-    if first <= 0 or second <= 0:
-        return "new" if first <= 0 else "none"
-    if not first / _MANY < second < first * _MANY:
-        return f"× {second / first:.0f}" if second > first else f"÷ {first / second:.0f}"
-    return f"{second / first - 1:+.1%}"
 
 
 def _list(names: tuple[str, ...]) -> str:

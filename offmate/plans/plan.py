@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import reprlib
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,14 +15,16 @@ from ..lowering.stored import StoredClass
 from ..reports.chrome_trace import save_trace
 from ..reports.frame import schedule_frame
 from ..reports.html import document, figure
-from ..reports.plots import draw_memory, draw_tensors, draw_timeline
+from ..reports.plots import draw_memory, draw_tensors, draw_timeline, write_below
 from ..reports.timeline import Timeline, build_timeline
+from ..reports.units import format_seconds
 from ..sizes import format_bytes, format_least_bytes
 from ..solver.explain import Explanation, explanation, offered
 from ..solver.problem import Problem
 from ..solver.schedule import Action, Kind, Schedule
 from ..solver.simulate import Simulation, simulate
 from ..split import Split
+from .about import UNKNOWN, About
 from .diff import Compared, PlanDiff, diff
 from .saved import read, to_text
 from .table import BlockRow, plan_table
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.table import Table
 
+_TINY = re.compile(r"(\d[\d.]*e-\d+) s\b")
 _WORTH_SAYING_BYTES = 1024
 _WORTH_SAYING_PART = 0.01  # of a step
 
@@ -52,7 +56,8 @@ class Plan:
     user_bytes: reserved for what the user's code holds between the model's return and backward().
     allocator_bytes: the part of `fixed_bytes` that the device's allocator takes beyond the tensors in it.
     plan_s: seconds that planning took. problem: what was solved, as plain numbers; None for a forward-only plan.
-    from_cache: whether it was read from disk. batch_size: samples per micro-batch, if `offmate.plan` was asked for one.
+    about: what it is of, in words. batch_size: samples per micro-batch, if `offmate.plan` was asked for one.
+    from_cache: whether it was read from disk.
     """
 
     fingerprint: str
@@ -69,6 +74,7 @@ class Plan:
     plan_s: float
     problem: Problem | None = None
     allocator_bytes: int = 0
+    about: About = field(default=UNKNOWN, compare=False)
     batch_size: int | None = field(default=None, compare=False)
     from_cache: bool = field(default=False, compare=False)
 
@@ -100,11 +106,12 @@ class Plan:
         """
         if not self.lower_bound_s:
             return "it is not known how much faster a plan can be"
+        bound = format_seconds(self.lower_bound_s)
         if self.lower_bound_s > self.predicted_step_s * 1.001:
-            return f"copies that cross steps make it faster than the program's bound of {self.lower_bound_s:.3g} s"
-        words = f"no plan is faster than {self.lower_bound_s:.3g} s"
+            return f"copies that cross steps make it faster than the program's bound of {bound}"
+        words = f"no plan is faster than {bound}"
         if self.rounding_loss_s > _WORTH_SAYING_PART * self.predicted_step_s:
-            words += f", and moving only whole tensors costs {self.rounding_loss_s:.2g} s"
+            words += f", and moving only whole tensors costs {format_seconds(self.rounding_loss_s)}"
         return words
 
     @property
@@ -157,10 +164,11 @@ class Plan:
             updated = "your own code updates the parameters on the host"
         computes = self.schedule.computes
         compute_s = sum(times * computes[a.name].seconds for times, a in self._all_actions if a.kind is Kind.COMPUTE)
-        lines = [
+        lines = [self.about.words()] if self.about.words() else []
+        lines += [
             f"budget {format_bytes(self.budget_bytes)}, predicted peak {format_bytes(self.predicted_peak_bytes)}, "
             f"least budget that works {format_least_bytes(self.least_budget_bytes)}",
-            f"one step {self.predicted_step_s:.3g} s predicted, {compute_s:.3g} s of it compute; "
+            f"one step {format_seconds(self.predicted_step_s)} predicted, {format_seconds(compute_s)} of it compute; "
             f"{self.bound_words} ({self.status})",
             f"per step {format_bytes(into)} come in and {format_bytes(out)} go out; "
             f"{format_bytes(self.host_bytes)} of host memory",
@@ -173,7 +181,7 @@ class Plan:
         if self.user_bytes >= _WORTH_SAYING_BYTES:
             lines.append(f"{format_bytes(self.user_bytes)} are reserved for your code between forward and backward")
         if self.problem is not None:
-            lines += self.limits(offers).text().splitlines()
+            lines += _readable(self.limits(offers).text()).splitlines()
         return "\n".join(lines)
 
     def limits(self, offers: bool = False) -> Explanation:
@@ -191,7 +199,8 @@ class Plan:
 
     def __repr__(self) -> str:
         peak, budget = format_bytes(self.predicted_peak_bytes), format_bytes(self.budget_bytes)
-        return f"<Plan: {len(self.blocks)} blocks, {self.predicted_step_s:.3g} s per step, {peak} of {budget}>"
+        step = format_seconds(self.predicted_step_s)
+        return f"<Plan: {len(self.blocks)} blocks, {step} per step, {peak} of {budget}>"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, whole or not at all."""
@@ -212,15 +221,21 @@ class Plan:
 
     def plot_timeline(self, ax: Axes | None = None) -> Axes:
         """Draw what every resource does when, with matplotlib; on new axes if none are given."""
-        return draw_timeline(self.timeline(), ax)
+        return self._named(draw_timeline(self.timeline(), ax))
 
     def plot_memory(self, ax: Axes | None = None) -> Axes:
         """Draw what is on the device over an iteration, by kind, with matplotlib."""
-        return draw_memory(self.timeline(), ax)
+        return self._named(draw_memory(self.timeline(), ax))
 
     def plot_tensors(self, ax: Axes | None = None) -> Axes:
         """Draw where every tensor is at each step, with matplotlib."""
-        return draw_tensors(self.schedule, ax)
+        return self._named(draw_tensors(self.schedule, ax))
+
+    def _named(self, ax: Axes) -> Axes:
+        """Return a plot with a line that says what it is of."""
+        if self.about.words():
+            write_below(ax, self.about.words())
+        return ax
 
     def to_dataframe(self) -> pandas.DataFrame:
         """Return the plan's actions as a pandas frame, one row each."""
@@ -228,14 +243,42 @@ class Plan:
 
     def to_html(self) -> str:
         """Return a self-contained page with the picture of an iteration below a description of the plan."""
-        return document([self.timeline()], self._title, self.explain().splitlines())
+        return document([self.timeline()], self.title, self._sentences, self.about.below_title())
 
     @property
-    def _title(self) -> str:
-        return f"One step in {format_bytes(self.budget_bytes)}"
+    def title(self) -> str:
+        """The title of its picture: the model, the machine and the budget, as far as they are known."""
+        return self.about.title(f"one step in {format_bytes(self.budget_bytes)}")
+
+    @property
+    def _sentences(self) -> list[str]:
+        """The sentences of `explain`, without the description, the budget and the peak, which the picture says."""
+        said = 2 if self.about.words() else 1
+        least = f"the least budget that works is {format_least_bytes(self.least_budget_bytes)}"
+        return [least, *self.explain().splitlines()[said:]]
 
     def _repr_html_(self) -> str:
-        return figure([self.timeline()], self._title, self.explain().splitlines())
+        return figure([self.timeline()], self.title, self._sentences, self.about.below_title())
+
+
+def pair_document(first: Plan, second: Plan, names: tuple[str, str]) -> str:
+    """Return a page with the pictures of two plans below each other on the same axes, and a table of their numbers.
+
+    Parameters
+    ----------
+    names: of the two, such as those of their files.
+    """
+    timelines = [
+        plan.timeline(f"{name}: {plan.about.words()}" if plan.about.words() else name)
+        for plan, name in zip((first, second), names)
+    ]
+    found = first.diff(second)
+    return document(timelines, f"{names[0]} and {names[1]}: one step each", found.words(), table=found.rows())
+
+
+def _readable(text: str) -> str:
+    """Write seconds with an exponent, such as 1.2e-05 s, in a smaller unit."""
+    return _TINY.sub(lambda found: format_seconds(float(found[1])), text)
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
@@ -261,10 +304,10 @@ def _compared(plan: Plan) -> Compared:
         ("one step", "s"): plan.predicted_step_s,
         ("of it waiting", "s"): sum(plan.simulation.stall_s.values()),
         ("of it compute", "s"): sum(spec.seconds for spec in schedule.computes.values()),
-        ("device budget", "B"): plan.budget_bytes,
+        ("GPU budget", "B"): plan.budget_bytes,
         ("predicted peak", "B"): plan.predicted_peak_bytes,
         ("least budget", "B"): plan.least_budget_bytes,
-        ("host memory", "B"): plan.host_bytes,
+        ("CPU memory", "B"): plan.host_bytes,
         ("copied in per step", "B"): moved_in,
         ("copied out per step", "B"): moved_out,
         ("activations kept", "B"): sum(row.kept_bytes for row in blocks),

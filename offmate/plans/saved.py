@@ -16,6 +16,7 @@ from ..solver.files import to_dict as problem_to_dict
 from ..solver.problem import Problem
 from ..solver.schedule import Schedule
 from ..solver.text import from_dict, to_dict
+from .about import UNKNOWN, About
 from .table import BlockRow
 
 FORMAT = 3
@@ -39,9 +40,10 @@ class Figures:
     plan_s: float
     blocks: tuple[BlockRow, ...]
     allocator_bytes: int = 0
+    about: About = UNKNOWN
 
     def __post_init__(self) -> None:
-        for record in (self, *self.blocks):
+        for record in (self, self.about, *self.blocks):
             for name, value in vars(record).items():
                 if isinstance(value, int | float) and not 0 <= value < math.inf:
                     raise ValueError(f"{name} is {value}; it must be finite and not negative")
@@ -54,6 +56,7 @@ def to_text(plan: Any) -> str:
         "schedule": to_dict(plan.schedule),
         "problem": None if plan.problem is None else problem_to_dict(plan.problem),
         "blocks": [asdict(row) for row in plan.blocks],
+        "about": asdict(plan.about),
         "classes": {
             key: {
                 "options": [[o.name, list(o.kept), list(o.offloaded)] for o in stored.options],

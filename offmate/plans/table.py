@@ -12,7 +12,19 @@ from ..sizes import format_bytes
 if TYPE_CHECKING:
     from rich.table import Table
 
-_SIZES = ("kept", "offloaded", "parameters", "never\nleave", "updated\non CPU")
+_SIZES = ("kept", "offloaded", "parameters", "stay", "on CPU")
+_LONG_SIZES = ("kept", "offloaded", "parameters", "never leave the GPU", "updated by the CPU")
+_OPTIONS = {
+    "keep": "all values stay on the GPU",
+    "offload": "values go to RAM and come back",
+    "recompute": "only values that cannot be computed again are kept",
+    "mixture": "some values are kept, some go to RAM, some are computed again, in numbered ways",
+}
+_COLUMNS = (
+    "kept, offloaded: values that a forward leaves for its backward",
+    "recomputed: operators (ops) of the forward that the backward runs again",
+    "stay: parameters that never leave the GPU; on CPU: those that the CPU updates",
+)
 _MANY_UNITS = 1000  # above it decimals only widen the table
 
 
@@ -45,12 +57,18 @@ def class_table(blocks: Sequence[BlockRow]) -> Table:
     return _table("of all blocks of a class", rows, blocks)
 
 
+def legend(blocks: Sequence[BlockRow]) -> Iterator[str]:
+    """Iterate over lines that explain the names of the options, those that occur."""
+    names = dict.fromkeys(row.option.split()[0] for row in blocks if row.option)
+    for name, words in _OPTIONS.items():
+        if name in names:
+            yield f"option {name}: {words}"
+
+
 def class_lines(blocks: Sequence[BlockRow]) -> Iterator[str]:
     """Iterate over the same as lines of text, for screens that are too narrow for a table."""
     for n, class_id, option, recomputed, sizes in _by_class(blocks):
-        words = [
-            f"{heading.replace(chr(10), ' ')} {format_bytes(size)}" for heading, size in zip(_SIZES, sizes) if size
-        ]
+        words = [f"{heading} {format_bytes(size)}" for heading, size in zip(_LONG_SIZES, sizes) if size]
         words += [f"{recomputed} operators run again"] if recomputed else []
         of = f"class {class_id}, {n} × {option}" if words else f"{n} other"
         yield f"{of}: {', '.join(words) or 'nothing to keep or move'}"
@@ -80,14 +98,14 @@ def _table(what: str, rows: Sequence[Any], blocks: Sequence[BlockRow]) -> Table:
 
     def cells(sizes: Sequence[int], recomputed: int) -> list[str]:
         texts = [_number(size / unit_bytes, digits) for size in sizes]
-        return [*texts[:2], str(recomputed or "-"), *texts[2:]]
+        return [*texts[:2], f"{recomputed} op{'s' * (recomputed > 1)}" if recomputed else "-", *texts[2:]]
 
     table: Table = load("rich.table").Table(
         title=f"Plan: {unit} {what}",
         title_justify="left",
         box=load("rich.box").SIMPLE_HEAD,
         show_footer=True,
-        caption="kept, offloaded: values that a forward leaves for its backward",
+        caption="\n".join((*_COLUMNS, *legend(blocks))),
         caption_justify="left",
         show_edge=False,
         padding=0,
@@ -95,7 +113,7 @@ def _table(what: str, rows: Sequence[Any], blocks: Sequence[BlockRow]) -> Table:
     table.add_column("blocks", footer="all", min_width=6)
     table.add_column("class", no_wrap=True, justify="center")
     table.add_column("option", no_wrap=True)
-    headings = (*_SIZES[:2], "ops\nrerun", *_SIZES[2:])
+    headings = (*_SIZES[:2], "recomputed", *_SIZES[2:])
     for name, total in zip(headings, cells(totals, sum(row.recomputed for row in blocks))):
         table.add_column(name, footer=total, justify="right", no_wrap=True)
     for first, class_id, option, recomputed, sizes in rows:

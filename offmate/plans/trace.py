@@ -13,6 +13,7 @@ from ..reports.units import format_seconds
 from ..runtime.trace import Recording
 from ..sizes import format_bytes
 from ..solver.simulate import simulate
+from .about import UNKNOWN, About
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,11 +26,12 @@ class Trace:
     Parameters
     ----------
     recording: the actions of the schedule with their times and bytes, and the jobs of the workers.
-    budget_bytes: the device budget that was kept.
+    budget_bytes: the device budget that was kept. about: what its plan is of.
     """
 
     recording: Recording
     budget_bytes: int
+    about: About = UNKNOWN
 
     @cached_property
     def measured(self) -> Timeline:
@@ -88,7 +90,8 @@ class Trace:
         """Write one self-contained page with the picture of both."""
         from ..reports.html import save_document
 
-        save_document([self.predicted, self.measured], self._title, self.explain().splitlines(), path)
+        timelines = [self.predicted, self.measured]
+        save_document(timelines, self._title, self.explain().splitlines(), path, self.about.below_title())
 
     def plot_timeline(self, ax: Axes | None = None) -> Axes:
         """Draw what every resource did when, with matplotlib; on new axes if none are given."""
@@ -104,7 +107,7 @@ class Trace:
 
     @property
     def _title(self) -> str:
-        return f"One step in {format_bytes(self.budget_bytes)}: predicted and measured"
+        return self.about.title(f"one step in {format_bytes(self.budget_bytes)}, predicted and measured")
 
     def __str__(self) -> str:
         return self.explain()
@@ -115,4 +118,5 @@ class Trace:
     def _repr_html_(self) -> str:
         from ..reports.html import figure
 
-        return figure([self.predicted, self.measured], self._title, self.explain().splitlines())
+        timelines = [self.predicted, self.measured]
+        return figure(timelines, self._title, self.explain().splitlines(), self.about.below_title())

@@ -57,7 +57,7 @@ def measure_all(
     ----------
     model: plain, with its weights. args, kwargs: one real batch. device: its kind.
     """
-    say("profile", 0.0)
+    say("measuring operators", 0.0)
     rates, costs = measure(model, args, kwargs, traced, say, device)
     where = accelerator(device)
     updates = _update_costs(model, updater, where or _CPU)
@@ -125,8 +125,12 @@ def measure(
         nodes = {n.name: n for n in captured.graph.nodes}
         given = {nodes[name]: tensor for name, tensor in tensors.items()} | shared
         costs = profile_classes(
-            traced.blocks, given.__getitem__, where or _CPU, lambda done, total: say("profile", done / total)
+            traced.blocks,
+            given.__getitem__,
+            where or _CPU,
+            lambda done, total: say("measuring operators", done / total),
         )
+    say("measuring links and updates", 0.0)
     links = make_device(device, _UNLIMITED_BYTES)
     try:
         rates = measure_link(links)

@@ -1,8 +1,9 @@
-"""Plots with matplotlib, in the user's own style (rcParams), light or dark."""
+"""Plots with matplotlib: on a page of any colour, or in the user's own style (rcParams)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import ArgumentTypeError, ArgumentValueError
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
 
 _TENSOR_KINDS = ("parameters", "optimizer states", "activations")
 _LEAST_PART = 0.12
+_DPI = 120  # where the user has not chosen another than matplotlib's
+_INK = "#787d85"  # as far from white as from the paper of dark notebooks
+_ANY_PAGE = {
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK),
+}
+_PLAIN = {"figure.facecolor": "white", "axes.facecolor": "white", "text.color": "black"}  # matplotlib's own style
 _FAR = 1.8  # a budget above this many peaks is not drawn: it would flatten the curve
 
 
@@ -50,24 +59,24 @@ def draw_timeline(timeline: Timeline, ax: Axes | None = None) -> Axes:
 
     Raises: ImportError if matplotlib is not installed.
     """
-    ax = ax or _axes(10, 2.8)
-    for place, row in enumerate(timeline.rows):
-        for thin in (False, True):
-            bars = [b for b in timeline.wrapped() if b.row == row and (b.word in THIN) is thin]
-            spans = [(bar.start_s, bar.end_s - bar.start_s) for bar in bars]
-            colours = [block_colour(bar.block, timeline.n_blocks) for bar in bars]
-            height = 0.4 if thin else 0.8
-            ax.broken_barh(spans, (place - height / 2, height), facecolors=colours, linewidth=0)
-    waits = [(wait.start_s, wait.end_s - wait.start_s) for wait in timeline.waits]
-    ax.broken_barh(waits, (-0.4, 0.8), facecolors="none", edgecolor=STALL_COLOUR, hatch="/////", linewidth=0)
-    titles = [f"{name}\n{timeline.busy(row):.0%} busy" for row, name in timeline.rows.items()]
-    ax.set_yticks(range(len(titles)), titles)
-    ax.set_ylim(len(titles) - 0.5, -0.5)
-    _phase_lines(ax, timeline)
-    _time_axis(ax, timeline)
-    _frameless(ax)
-    stalled = f"{format_seconds(timeline.stall_s)} of it waiting (hatched)" if waits else "nothing waits"
-    ax.set_title(f"One step: {format_seconds(timeline.step_s)}, {stalled}; colours: blocks", loc="left", pad=18)
+    with _canvas(ax, 10, 2.8) as ax:
+        for place, row in enumerate(timeline.rows):
+            for thin in (False, True):
+                bars = [b for b in timeline.wrapped() if b.row == row and (b.word in THIN) is thin]
+                spans = [(bar.start_s, bar.end_s - bar.start_s) for bar in bars]
+                colours = [block_colour(bar.block, timeline.n_blocks) for bar in bars]
+                height = 0.4 if thin else 0.8
+                ax.broken_barh(spans, (place - height / 2, height), facecolors=colours, linewidth=0)
+        waits = [(wait.start_s, wait.end_s - wait.start_s) for wait in timeline.waits]
+        ax.broken_barh(waits, (-0.4, 0.8), facecolors="none", edgecolor=STALL_COLOUR, hatch="/////", linewidth=0)
+        titles = [f"{name}\n{timeline.busy(row):.0%} busy" for row, name in timeline.rows.items()]
+        ax.set_yticks(range(len(titles)), titles)
+        ax.set_ylim(len(titles) - 0.5, -0.5)
+        _phase_lines(ax, timeline)
+        _time_axis(ax, timeline)
+        _frameless(ax)
+        stalled = f"{format_seconds(timeline.stall_s)} of it waiting (hatched)" if waits else "nothing waits"
+        ax.set_title(f"One step: {format_seconds(timeline.step_s)}, {stalled}; colours: blocks", loc="left", pad=18)
     return ax
 
 
@@ -78,29 +87,29 @@ def draw_memory(timeline: Timeline, ax: Axes | None = None, beside: Timeline | N
     ----------
     beside: another timeline, whose total is drawn as a line over the areas. The others: as for `draw_timeline`.
     """
-    ax = ax or _axes(10, 3.6)
-    # Two points per sample draw the steps, and preserve the spikes of samples that take no time.
-    times = [seconds for sample in timeline.memory for seconds in (sample.start_s, sample.end_s)]
-    kinds = timeline.kinds()
-    levels = [[sample.bytes[KINDS.index(kind)] for sample in timeline.memory for _ in range(2)] for kind in kinds]
-    ax.stackplot(times, levels, labels=kinds, colors=[KIND_COLOURS[kind] for kind in kinds], linewidth=0)
-    if beside is not None:
-        line = [(s, sample.total_bytes) for sample in beside.memory for s in (sample.start_s, sample.end_s)]
-        ax.plot(*zip(*line), linewidth=1, color="0.5", label=beside.name)
-    peak = timeline.peak.total_bytes
-    drawn = timeline.budget_bytes <= _FAR * peak
-    if drawn:
-        ax.axhline(timeline.budget_bytes, linestyle="--", linewidth=1, color="0.5")
-    top = max(peak, timeline.budget_bytes if drawn else 0) * 1.06
-    ax.set_ylim(0, top)
-    ax.set_yticks(byte_ticks(top), [format_bytes(tick) for tick in byte_ticks(top)])
-    _phase_lines(ax, timeline)
-    _time_axis(ax, timeline)
-    _frameless(ax)
-    budget = f"budget {format_bytes(timeline.budget_bytes)}{' (dashed)' if drawn else ''}"
-    name = f", {timeline.name}" if beside is not None else ""
-    ax.set_title(f"On the device{name}: peak {format_bytes(peak)}, {budget}", loc="left", pad=18)
-    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, reverse=True)
+    with _canvas(ax, 10, 3.6) as ax:
+        # Two points per sample draw the steps, and preserve the spikes of samples that take no time.
+        times = [seconds for sample in timeline.memory for seconds in (sample.start_s, sample.end_s)]
+        kinds = timeline.kinds()
+        levels = [[sample.bytes[KINDS.index(kind)] for sample in timeline.memory for _ in range(2)] for kind in kinds]
+        ax.stackplot(times, levels, labels=kinds, colors=[KIND_COLOURS[kind] for kind in kinds], linewidth=0)
+        if beside is not None:
+            line = [(s, sample.total_bytes) for sample in beside.memory for s in (sample.start_s, sample.end_s)]
+            ax.plot(*zip(*line), linewidth=1, color="0.5", label=beside.name)
+        peak = timeline.peak.total_bytes
+        drawn = timeline.budget_bytes <= _FAR * peak
+        if drawn:
+            ax.axhline(timeline.budget_bytes, linestyle="--", linewidth=1, color="0.5")
+        top = max(peak, timeline.budget_bytes if drawn else 0) * 1.06
+        ax.set_ylim(0, top)
+        ax.set_yticks(byte_ticks(top), [format_bytes(tick) for tick in byte_ticks(top)])
+        _phase_lines(ax, timeline)
+        _time_axis(ax, timeline)
+        _frameless(ax)
+        budget = f"budget {format_bytes(timeline.budget_bytes)}{' (dashed)' if drawn else ''}"
+        name = f", {timeline.name}" if beside is not None else ""
+        ax.set_title(f"On the device{name}: peak {format_bytes(peak)}, {budget}", loc="left", pad=18)
+        ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, reverse=True)
     return ax
 
 
@@ -109,22 +118,22 @@ def draw_tensors(schedule: Schedule, ax: Axes | None = None) -> Axes:
 
     Within a kind, the height of a row is the tensor's size, so the coloured area is bytes times steps on the device.
     """
-    ax = ax or _axes(10, 6)
-    order = {kind: number for number, kind in enumerate(_TENSOR_KINDS)}
-    shown = sorted((t for t in tracks(schedule) if t.kind in order), key=lambda track: order[track.kind])
-    edges, borders = _rows(shown)
-    colours = [_place_colours(track.kind, track.places) for track in shown]
-    steps = step_order(schedule)
-    ax.pcolormesh(range(len(steps) + 1), edges, colours, edgecolors="none")
-    ax.set_ylim(max(edges[-1], 1e-9), 0)
-    middles = [sum(span) / 2 for span in borders.values()]
-    ax.set_yticks(middles, [_kind_label(kind, shown) for kind in borders])
-    for start, _ in list(borders.values())[1:]:
-        ax.axhline(start, color="0.5", linewidth=1)
-    _step_axis(ax, steps, schedule)
-    _frameless(ax)
-    _place_legend(ax)
-    ax.set_title("Where tensors are at each step (height: bytes)", loc="left", pad=18)
+    with _canvas(ax, 10, 6) as ax:
+        order = {kind: number for number, kind in enumerate(_TENSOR_KINDS)}
+        shown = sorted((t for t in tracks(schedule) if t.kind in order), key=lambda track: order[track.kind])
+        edges, borders = _rows(shown)
+        colours = [_place_colours(track.kind, track.places) for track in shown]
+        steps = step_order(schedule)
+        ax.pcolormesh(range(len(steps) + 1), edges, colours, edgecolors="none")
+        ax.set_ylim(max(edges[-1], 1e-9), 0)
+        middles = [sum(span) / 2 for span in borders.values()]
+        ax.set_yticks(middles, [_kind_label(kind, shown) for kind in borders])
+        for start, _ in list(borders.values())[1:]:
+            ax.axhline(start, color="0.5", linewidth=1)
+        _step_axis(ax, steps, schedule)
+        _frameless(ax)
+        _place_legend(ax)
+        ax.set_title("Where tensors are at each step (height: bytes)", loc="left", pad=18)
     return ax
 
 
@@ -149,27 +158,27 @@ def plot_sweep(plans: Iterable[Point] | Mapping[str, Iterable[Point]], ax: Axes 
     sorted_plans = {name: _that_fit(some) for name, some in curves.items()}
     if not any(sorted_plans.values()):
         raise ArgumentValueError("plot_sweep needs at least one plan that fits")
-    ax = ax or _axes(7, 4)
-    for name, curve in sorted_plans.items():
-        budgets = [plan.budget_bytes for plan in curve]
-        (line,) = ax.plot(budgets, [plan.predicted_step_s for plan in curve], marker="o", label=name or "plan")
-        bounds = [plan.lower_bound_s for plan in curve]
-        ax.plot(budgets, bounds, ":", color=line.get_color(), label=f"{name} bound".strip())
-        for least in sorted({plan.least_budget_bytes for plan in curve}):
-            ax.axvline(least, color=line.get_color(), linewidth=1, alpha=0.5)
-    every = [plan for curve in sorted_plans.values() for plan in curve]
-    top_bytes, top_s = max(p.budget_bytes for p in every) * 1.05, max(p.predicted_step_s for p in every) * 1.08
-    marks = second_ticks(top_s, 6)
-    ax.set_xlim(0, top_bytes)
-    ax.set_ylim(0, top_s)
-    ax.set_xticks(byte_ticks(top_bytes), [format_bytes(tick) for tick in byte_ticks(top_bytes)])
-    ax.set_yticks([tick for tick, _ in marks], [text for _, text in marks])
-    ax.set_xlabel("GPU memory budget; thin line: the least that works")
-    ax.set_ylabel("one step")
-    ax.set_title("What a budget costs", loc="left")
-    ax.grid(alpha=0.25)
-    ax.legend(frameon=False)
-    _frameless(ax)
+    with _canvas(ax, 7, 4) as ax:
+        for name, curve in sorted_plans.items():
+            budgets = [plan.budget_bytes for plan in curve]
+            (line,) = ax.plot(budgets, [plan.predicted_step_s for plan in curve], marker="o", label=name or "plan")
+            bounds = [plan.lower_bound_s for plan in curve]
+            ax.plot(budgets, bounds, ":", color=line.get_color(), label=f"{name} bound".strip())
+            for least in sorted({plan.least_budget_bytes for plan in curve}):
+                ax.axvline(least, color=line.get_color(), linewidth=1, alpha=0.5)
+        every = [plan for curve in sorted_plans.values() for plan in curve]
+        top_bytes, top_s = max(p.budget_bytes for p in every) * 1.05, max(p.predicted_step_s for p in every) * 1.08
+        marks = second_ticks(top_s, 6)
+        ax.set_xlim(0, top_bytes)
+        ax.set_ylim(0, top_s)
+        ax.set_xticks(byte_ticks(top_bytes), [format_bytes(tick) for tick in byte_ticks(top_bytes)])
+        ax.set_yticks([tick for tick, _ in marks], [text for _, text in marks])
+        ax.set_xlabel("GPU memory budget; thin line: the least that works")
+        ax.set_ylabel("one step")
+        ax.set_title("What a budget costs", loc="left")
+        ax.grid(alpha=0.25)
+        ax.legend(frameon=False)
+        _frameless(ax)
     return ax
 
 
@@ -178,8 +187,30 @@ def _that_fit(points: Iterable[Point]) -> list[Any]:
     return sorted(fitting, key=lambda point: point.budget_bytes)
 
 
-def _axes(width: float, height: float) -> Axes:
-    return viz("matplotlib.pyplot").subplots(figsize=(width, height), layout="constrained")[1]
+@contextlib.contextmanager
+def _canvas(ax: Axes | None, width: float, height: float) -> Iterator[Axes]:
+    """Give the user's axes, or new ones of a size in inches; in matplotlib's plain style they suit any page."""
+    if ax is not None:
+        yield ax
+        return
+    pyplot = viz("matplotlib.pyplot")
+    plain = all(pyplot.rcParams[name] == value for name, value in _PLAIN.items())
+    chosen = pyplot.rcParams["figure.dpi"]
+    dpi = _DPI if chosen == pyplot.rcParamsDefault["figure.dpi"] else chosen
+    with pyplot.rc_context(_ANY_PAGE if plain else {}):
+        made = pyplot.subplots(figsize=(width, height), layout="constrained", dpi=dpi)[1]
+        yield made
+        if plain:  # marks that are made later take their colour from here
+            made.tick_params(colors=_INK)
+
+
+def write_below(ax: Axes, words: str) -> None:
+    """Write a small line below a plot, which says what it is of."""
+    below = -44 if ax.get_xlabel() else -30
+    ax.annotate(
+        words, (1, 0), (0, below), xycoords="axes fraction", textcoords="offset points", ha="right", va="top",
+        fontsize="small", color=ax.yaxis.label.get_color(),
+    )  # fmt: skip
 
 
 def _frameless(ax: Axes) -> None:

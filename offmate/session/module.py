@@ -16,6 +16,7 @@ import torch
 
 from ..errors import PlanFileError
 from ..files import as_path, write_whole
+from ..plans.about import UNKNOWN
 from ..plans.plan import Plan, load_plan
 from ..plans.trace import Trace
 from ..runtime.clocks import clock_of
@@ -56,7 +57,10 @@ class Handle:
         self._session.process.check()
         device.drain()
         recording = self._recorder.recording()
-        return None if recording is None else Trace(recording, device.ledger.limit_bytes)
+        if recording is None:
+            return None
+        about = self.plan.about if self.plan is not None else UNKNOWN
+        return Trace(recording, device.ledger.limit_bytes, about)
 
     @property
     def plan(self) -> Plan | None:

@@ -18,7 +18,7 @@ PROMPT = 128
 VOCABULARY = 64
 _TINY = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 _LLAMA = _TINY | {"intermediate_size": 64, "num_key_value_heads": 2}
-_MACHINE_BOUND = ("fingerprint", "plan_s")  # versions and seconds of the machine that planned
+_MACHINE_BOUND = ("fingerprint", "plan_s", "about")  # versions, seconds and the day of the machine that planned
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,7 @@ ROOMS = (
     "offmate.split",
     "offmate.version",
     "offmate.config",
+    "offmate.moving_line",
     "offmate.progress",
     "offmate.transformers_names",
     "offmate.machines",

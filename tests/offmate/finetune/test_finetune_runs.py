@@ -6,10 +6,12 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -72,6 +74,12 @@ def usual(base: Path, output: Path, model: str = "llama", **more: object) -> lis
     return arguments(base / model, base / "text.txt", output, **(settings | more))
 
 
+def reports_in_pairs(events: list[dict]) -> list[tuple[str, int]]:
+    """The evaluations whose next report is the checkpoint of the same step."""
+    said = [(e["event"], e["step"]) for e in events if e["event"] in ("evaluation", "checkpoint")]
+    return [a for a, b in pairwise(said) if (a[0], b) == ("evaluation", ("checkpoint", a[1]))]
+
+
 @pytest.mark.parametrize(("model", "more"), [("llama", {}), ("llama", {"max_grad_norm": None}), ("gpt2", GATED)])
 def test_equals_plain_pytorch_bit_for_bit(base, tmp_path, model, more):
     output = tmp_path / "out"
@@ -79,6 +87,7 @@ def test_equals_plain_pytorch_bit_for_bit(base, tmp_path, model, more):
     state, expected, held_out = plain_run(output, tmp_path)
     assert losses(events) == expected
     assert losses(events, "evaluation")[-1] == held_out
+    assert reports_in_pairs(events) == [("evaluation", step) for step in (2, 4, STEPS)]
     assert losses(events, "evaluation")[-1] < losses(events, "evaluation")[0]
     assert same(weights(output), state)
     norms = [event["gradient_norm"] for event in events if event["event"] == "step"]
@@ -183,7 +192,7 @@ def test_nan_stops_and_keeps_the_last_good_checkpoint(base, tmp_path, capsys):
     assert "step" in said and "learning_rate" in said
 
 
-def test_told_to_stop_it_finishes_the_step_and_its_checkpoint(base, tmp_path, monkeypatch, capsys):
+def test_told_to_stop_it_finishes_the_step_and_its_checkpoint(base, tmp_path, monkeypatch, capsys, caplog):
     own, output = loop._step, tmp_path / "out"
 
     def step(run, number, *args):
@@ -195,6 +204,7 @@ def test_told_to_stop_it_finishes_the_step_and_its_checkpoint(base, tmp_path, mo
     assert cli.main(usual(base, output, quiet=True)) == 130
     assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"]
     assert capsys.readouterr().out == ""
+    assert re.search(rf"stopped: 3 of {STEPS} steps done, about \d+ s left; --resume", caplog.text)
 
 
 def test_a_full_disk_keeps_the_last_good_checkpoint(base, tmp_path, capsys, monkeypatch):
@@ -220,7 +230,7 @@ def test_dry_run_says_what_the_run_takes_reads_no_weights_and_leaves_nothing(bas
     assert list(events) == ["device", "needs", "examples", "plan"]
     assert "EMULATED ON THE CPU" in events["device"]["words"]
     words = [line.split(":")[0] for name in ("needs", "plan") for line in events[name]["lines"]]
-    assert words == ["model", "needs at least", "data", "training", "fits", "CPU memory", "speed", "end"]
+    assert words == ["model", "needs at least", "data", "training", "fits", "CPU memory", "speed", "run"]
     shown = events["examples"]["examples"]
     assert [example["kind"] for example in shown] == ["text"] * 3
     assert all(example["text"].startswith("⟦") and example["text"].endswith("⟧") for example in shown)

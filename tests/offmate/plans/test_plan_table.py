@@ -67,8 +67,8 @@ def test_blocks_of_a_class_are_added_up_and_silent_ones_share_a_row():
     assert ["2", "×", "other", "-", "-", "-", "-", "-", "-", "-"] in lines
     assert ["all", "6.00", "-", "-", "4.00", "-", "4.00"] in lines
     assert list(class_lines(rows)) == [
-        "class A, 1 × keep: kept 2 MiB, parameters 1 MiB, updated on CPU 1 MiB",
-        "class B, 2 × keep: kept 4 MiB, parameters 2 MiB, updated on CPU 2 MiB",
-        "class B, 1 × offload: parameters 1 MiB, updated on CPU 1 MiB",
+        "class A, 1 × keep: kept 2 MiB, parameters 1 MiB, updated by the CPU 1 MiB",
+        "class B, 2 × keep: kept 4 MiB, parameters 2 MiB, updated by the CPU 2 MiB",
+        "class B, 1 × offload: parameters 1 MiB, updated by the CPU 1 MiB",
         "2 other: nothing to keep or move",
     ]

@@ -76,6 +76,79 @@ def test_pointing_shows_what_is_there(page, tmp_path):
     assert page.errors == []
 
 
+WIDE = "document.querySelector('.om-wide').offsetWidth / document.querySelector('.om-scroll').clientWidth"
+LEFT = "[...document.querySelectorAll('.om-scroll')].map(s => Math.round(s.scrollLeft))"
+MARKS = "[...document.querySelector('.om-axis[data-end]').children].map(e => e.innerText)"
+
+
+def in_timeline(events):
+    """A script that sends events to the first timeline; `x(0.3)` is the place at three tenths of what is seen."""
+    return (
+        "(() => { const s = document.querySelector('.om-scroll'), r = s.getBoundingClientRect();"
+        "const x = part => r.left + part * s.clientWidth, y = r.top + 60, all = {bubbles: true, cancelable: true};"
+        f"{events} }})()"
+    )
+
+
+def test_the_wheel_zooms_where_it_points_and_all_timelines_follow(page, tmp_path):
+    path = tmp_path / "two.html"
+    save_document(both(), "Two", [], path)
+    page.open(path.as_uri())
+    coarse = page.run(MARKS)
+    wheel = "s.dispatchEvent(new WheelEvent('wheel', {...all, deltaY: %d, clientX: x(0.25), clientY: y}))"
+    taken = page.run(in_timeline(f"return !{wheel % -700}"))
+    zoomed = page.run(WIDE)
+    assert taken and 3 < zoomed < 5
+    first, second = page.run(LEFT)
+    width = page.run("document.querySelector('.om-scroll').clientWidth")
+    assert first == second == pytest.approx((zoomed - 1) * 0.25 * width, abs=3)
+    assert len(page.run(MARKS)) > len(coarse) and page.run(MARKS)[0] == coarse[0]
+    page.run(in_timeline(wheel % 5000))
+    assert page.run(WIDE) == 1 and page.run(MARKS) == coarse
+    assert not page.run(in_timeline(f"return !{wheel % 700}"))  # what cannot zoom out scrolls the page
+    assert page.errors == []
+
+
+def test_dragging_zooms_into_what_is_marked(page, tmp_path):
+    path = tmp_path / "plan.html"
+    path.write_text(tiny_plan().to_html())
+    page.open(path.as_uri())
+    at = "{...all, clientX: x(%s), clientY: y, button: 0, pointerType: 'mouse'}"
+    page.run(in_timeline(f"s.dispatchEvent(new PointerEvent('pointerdown', {at % 0.5}))"))
+    page.run(in_timeline(f"dispatchEvent(new PointerEvent('pointermove', {at % 0.7}))"))
+    assert page.run("document.querySelectorAll('.om-mark').length") == 1
+    page.run(in_timeline(f"dispatchEvent(new PointerEvent('pointerup', {at % 0.75}))"))
+    assert page.run("document.querySelectorAll('.om-mark').length") == 0
+    assert page.run(WIDE) == pytest.approx(4, rel=0.02)
+    width = page.run("document.querySelector('.om-scroll').clientWidth")
+    assert page.run(LEFT)[0] == pytest.approx(0.5 * 4 * width, abs=0.02 * width)
+    page.run(in_timeline("s.dispatchEvent(new MouseEvent('dblclick', all))"))
+    assert page.run(WIDE) == 1
+
+
+def test_keys_zoom_and_the_page_begins_at_its_start(page, tmp_path):
+    path = tmp_path / "plan.html"
+    path.write_text(tiny_plan().to_html())
+    page.open(path.as_uri(), width=390)
+    assert page.run(LEFT) == [0]
+    key = "s.focus(); s.dispatchEvent(new KeyboardEvent('keydown', {...all, key: '%s'}))"
+    page.run(in_timeline(f"{key % '+'}; {key % '+'}"))
+    zoomed = page.run("document.querySelector('.om-wide').style.width")
+    assert zoomed == "400%" and page.run("document.activeElement.className") == "om-scroll"
+    page.run(in_timeline(key % "0"))
+    assert page.run("document.querySelector('.om-wide').style.width") == "100%"
+
+
+def test_sentences_are_folded_until_they_are_asked_for(page, tmp_path):
+    path = tmp_path / "plan.html"
+    path.write_text(tiny_plan().to_html())
+    page.open(path.as_uri())
+    assert "least budget that works" not in page.run("document.body.innerText")
+    page.run("document.querySelector('summary').click()")
+    said = page.run("document.body.innerText")
+    assert "least budget that works" in said and "predicted peak" not in said and said.count("budget ") == 1
+
+
 @pytest.mark.parametrize("width", [420, 800, 1400])
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_page_fits_its_window_in_light_and_dark(page, tmp_path, width, dark):

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from offmate.solver import items
 
+from offmate.plans.about import About
 from offmate.reports.colours import KIND_COLOURS, block_colour, text_on
 from offmate.reports.extra import viz
 from offmate.reports.items import KINDS
@@ -53,7 +54,7 @@ def test_names_are_escaped():
 def test_a_budget_far_above_the_peak_does_not_flatten_the_curve():
     plan = replace(tiny_plan(), budget_bytes=2**40)
     assert 'class="om-budget"' not in plan.to_html()
-    assert "of 1 TiB" in plan.to_html()
+    assert "One step in 1 TiB" in plan.to_html()
 
 
 def test_plots_draw_what_the_plan_says(monkeypatch):
@@ -83,6 +84,64 @@ def test_plots_draw_what_the_plan_says(monkeypatch):
             offmate.plot_sweep(nothing)
     for figure in map(plt.figure, plt.get_fignums()):
         figure.canvas.draw()
+    plt.close("all")
+
+
+def luminance(colour):
+    from matplotlib.colors import to_rgb
+
+    channels = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+    return 0.2126 * channels[0] + 0.7152 * channels[1] + 0.0722 * channels[2]
+
+
+def contrast(first, second):
+    dark, light = sorted((luminance(first), luminance(second)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def texts_of(ax):
+    from matplotlib.text import Text
+
+    return [text for text in ax.figure.findobj(Text) if text.get_text().strip()]
+
+
+@pytest.mark.parametrize("name", ["plot_timeline", "plot_memory", "plot_tensors", "plot_sweep"])
+def test_plots_can_be_read_on_light_and_on_dark_pages(name):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    import offmate
+
+    plan = replace(tiny_plan(), about=About(model="a model", machine="a card"))
+
+    def drawn():
+        ax = offmate.plot_sweep([plan]) if name == "plot_sweep" else getattr(plan, name)()
+        ax.figure.canvas.draw()
+        return ax
+
+    with plt.style.context("default"):
+        ax = drawn()
+        assert ax.figure.get_facecolor()[3] == ax.get_facecolor()[3] == 0 and ax.figure.dpi >= 120
+        assert texts_of(ax) and all(
+            contrast(text.get_color(), page) > 3.5 for text in texts_of(ax) for page in ("#fff", "#111318")
+        )
+        assert ("a model, on a card" in [text.get_text() for text in texts_of(ax)]) is (name != "plot_sweep")
+    with plt.style.context("dark_background"):
+        ax = drawn()
+        assert contrast(ax.figure.get_facecolor(), "#000") == 1
+        assert all(contrast(text.get_color(), "#000") > 3.5 for text in texts_of(ax))
+    plt.close("all")
+
+
+def test_axes_of_the_users_keep_their_style():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, ax = plt.subplots(dpi=50)
+    assert tiny_plan().plot_memory(ax) is ax
+    assert figure.dpi == 50 and figure.get_facecolor()[3] == 1
     plt.close("all")
 
 
