@@ -133,7 +133,7 @@ def test_show_refuses_what_is_no_plan(tmp_path, capsys, content):
     path = tmp_path / "plan.json"
     if content is not None:
         path.write_text(content)
-    assert main(["show", str(path)]) == 1
+    assert main(["show", str(path)]) == 2
     assert str(path) in capsys.readouterr().err
 
 
