@@ -300,8 +300,8 @@ def _check_gate(max_grad_norm: float | None, accumulation_steps: int, planned: b
             )
         if not planned:
             raise OffmateError(
-                f"max_grad_norm={max_grad_norm} needs optimizer=; without one the gradients are in .grad after "
-                "backward(), for torch.nn.utils.clip_grad_norm_ before your own optimizer.step()"
+                f"max_grad_norm={max_grad_norm} needs optimizer=. Without an optimizer, gradients are in .grad after "
+                "backward(): call torch.nn.utils.clip_grad_norm_ before your own optimizer.step()"
             )
     whole = isinstance(accumulation_steps, int) and not isinstance(accumulation_steps, bool)
     if not whole or not 1 <= accumulation_steps <= _MOST_MICRO_BATCHES:
@@ -310,8 +310,8 @@ def _check_gate(max_grad_norm: float | None, accumulation_steps: int, planned: b
         )
     if accumulation_steps > 1 and not planned:
         raise OffmateError(
-            f"accumulation_steps={accumulation_steps} needs optimizer=; without one several backward() calls add up in "
-            ".grad as usual, and the plan is the same"
+            f"accumulation_steps={accumulation_steps} needs optimizer=. Leave it out to accumulate yourself: without "
+            "an optimizer, gradients of several backward() calls add up in .grad as usual"
         )
 
 
@@ -325,13 +325,13 @@ def _enabled(scaler: torch.amp.GradScaler | None, planned: bool) -> torch.amp.Gr
         return None
     if not planned:
         raise OffmateError(
-            "grad_scaler= needs optimizer=; without one the gradients are in .grad after backward(), where any scaler "
-            "works on them as usual"
+            "grad_scaler= needs optimizer=. Leave it out to scale the losses yourself: without an optimizer, gradients "
+            "are in .grad after backward(), and any scaler works on them as usual"
         )
     if unscales_in_its_own_way(scaler):
         raise OffmateError(
-            f"grad_scaler= is a {type(scaler).__name__}, which unscales gradients in its own way; a plan would not. "
-            "Pass a plain torch.amp.GradScaler, or compile without optimizer="
+            f"grad_scaler= is a {type(scaler).__name__}, which unscales gradients in its own way. A plan cannot do "
+            "that. Pass a plain torch.amp.GradScaler, or compile without optimizer="
         )
     return scaler
 
@@ -362,8 +362,8 @@ def _planned_names(
     missing = [n for n, p in model.named_parameters() if p.requires_grad and p not in names]
     if missing:
         raise OffmateError(
-            f"{len(missing)} parameters require a gradient but the optimizer does not hold them ({missing[0]}, ...); "
-            "freeze them with requires_grad_(False) or add them to the optimizer"
+            f"{len(missing)} parameters require a gradient, but are not in the optimizer ({missing[0]}, ...); freeze "
+            "them with requires_grad_(False), or add them to the optimizer"
         )
     check_optimizer(optimizer)
     return names
@@ -374,15 +374,15 @@ def _check_updates(config: Config, names: dict[torch.Tensor, str]) -> None:
         return
     if not names:
         raise OffmateError(
-            f"Config(updates={config.updates!r}) needs optimizer=; without one your own code updates the parameters on "
-            "the host"
+            f"Config(updates={config.updates!r}) needs optimizer=. Pass one, or leave updates= out: without an "
+            "optimizer, your own code updates the parameters on the CPU"
         )
     if isinstance(config.updates, Split):
         unknown = {*config.updates.host, *config.updates.device} - set(names.values())
         if unknown:
             raise OffmateError(
-                f"Config(updates=Split(...)) names {len(unknown)} parameters that the optimizer does not hold "
-                f"({min(unknown)}, ...); take the split of a plan for this model"
+                f"Config(updates=Split(...)) names {len(unknown)} parameters that are not in the optimizer "
+                f"({min(unknown)}, ...); use the split of a plan for this model"
             )
 
 

@@ -92,7 +92,8 @@ def cast_weights(
     note_converted(model, found)
     if not found and not any(map(torch.is_autocast_enabled, AUTOCAST_KINDS)):
         log.warning(
-            "cast_weights converted nothing, since no torch.autocast is active; call it inside that of training"
+            "cast_weights converted nothing, since no torch.autocast is active; call it inside the same torch.autocast "
+            "as training"
         )
     return found
 
@@ -144,8 +145,8 @@ def _check_same(before: Captured, after: Captured) -> None:
         if one is None or other is None or one != other:
             raise CaptureError(
                 f"the model's forward asks for the precision of a parameter: at {(one or other)[0]} it would compute "
-                "otherwise if parameters that are cast at every use were kept in the lower precision. Nothing was "
-                "converted; to halve their bytes, load the model in the lower precision"
+                "something else after the conversion. Nothing was converted. To halve the bytes of its parameters, "
+                "load the model in the lower precision"
             )
 
 

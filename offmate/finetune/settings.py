@@ -165,7 +165,7 @@ class Settings:
             raise ArgumentValueError(f"merge is {_short(self.merge)}; it must be true or false")
         if self.merge and self.lora is None:
             raise ArgumentValueError(
-                "merge is for adapters, and this run trains all parameters; add --lora, or leave it"
+                "merge is for adapters, but this run trains all parameters; add --lora, or leave out merge"
             )
         for name in ("gpu_budget", "cpu_budget"):
             _size(name, getattr(self, name))
@@ -209,7 +209,7 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
         if name not in known:
             near = difflib.get_close_matches(name.replace("-", "_"), known, n=3)
             hint = f"did you mean {' or '.join(near)}?" if near else f"known settings: {', '.join(known)}"
-            raise ArgumentValueError(f"there is no setting {name!r}; {hint}")
+            raise ArgumentValueError(f"there is no setting named {name!r}; {hint}")
     values = {"model": "", "data": "", "output": "", **values}
     converted = {name: _CONVERSIONS.get(name, _same)(value) for name, value in values.items()}
     return Settings(**converted)

@@ -116,7 +116,7 @@ class Asks(torch.nn.Module):
 
 
 def test_model_that_does_not_export():
-    with pytest.raises(CaptureError, match=r"h\.sum\(\)\.item\(\).*takes a Python number"):
+    with pytest.raises(CaptureError, match=r"h\.sum\(\)\.item\(\).*reads a Python number"):
         planned(Asks())
 
 
@@ -174,7 +174,7 @@ def test_a_plan_that_is_not_known_to_be_fast_says_so():
 
 def test_a_place_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(OffmateError, match=r"plan\.json cannot be written: .*; name another place") as caught:
+    with pytest.raises(OffmateError, match=r"plan\.json cannot be written: .*; choose another place") as caught:
         plan("ample").save(tmp_path / "file" / "plan.json")
     assert isinstance(caught.value.__cause__, OSError)
 
@@ -186,9 +186,9 @@ def test_not_a_module():
 
 def test_compiled_already():
     loop = trained()
-    with pytest.raises(OffmateError, match=r"compiled by offmate already"):
+    with pytest.raises(OffmateError, match=r"already compiled by offmate"):
         offmate.compile(loop.model, AMPLE)
-    with pytest.raises(OffmateError, match=r"compiled by offmate already"):
+    with pytest.raises(OffmateError, match=r"already compiled by offmate"):
         planned(loop.model, optimizer=None)
 
 

@@ -344,7 +344,7 @@ def test_what_a_hook_keeps_may_enter_the_loss():
 
 
 def test_what_a_hook_keeps_and_the_forward_writes_later_may_not():
-    with pytest.raises(CaptureError, match=r"0 \(.*lambda.*writes after it was kept.*inplace=False"):
+    with pytest.raises(CaptureError, match=r"0 \(.*lambda.*writes into it after the plan has kept it.*inplace=False"):
         kept_in_the_loss(True, torch.nn.ReLU(inplace=True))
 
 
