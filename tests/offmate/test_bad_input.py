@@ -43,7 +43,7 @@ def refuses(match, model, error=OffmateError, **settings):
 
 def test_budget_that_cannot_work():
     least = plan("ample").least_budget_bytes
-    with pytest.raises(InfeasibleBudget, match=r"cannot work; the least.*block \d+.*Raise gpu_budget") as caught:
+    with pytest.raises(InfeasibleBudget, match=r"too small; the least.*block \d+.*Raise gpu_budget") as caught:
         planned(gpu_budget=least * 3 // 4)
     assert caught.value.least_budget_bytes == least
     assert caught.value.budget_bytes == least * 3 // 4
@@ -67,18 +67,14 @@ def test_budget_smaller_than_what_is_fixed():
 
 
 def test_host_memory_too_small():
-    with pytest.raises(
-        InfeasibleBudget, match=r"20 KiB of host memory are not enough.*needs \S+ [KM]iB.*Raise cpu_budget"
-    ):
+    with pytest.raises(InfeasibleBudget, match=r"20 KiB of RAM is not enough.*needs \S+ [KM]iB.*Raise cpu_budget"):
         planned(optimizer=None, cpu_budget="20KiB")
 
 
 def test_both_budgets_tight():
     """With little host memory states stay on the device; the message says that more of it would help, and how much."""
     least = plan("ample").least_budget_bytes
-    with pytest.raises(
-        InfeasibleBudget, match=r"host memory is a limit, too.*40 KiB of cpu_budget.*would do"
-    ) as caught:
+    with pytest.raises(InfeasibleBudget, match=r"With more RAM than the 40 KiB of cpu_budget, .* is enough") as caught:
         planned(gpu_budget=least, cpu_budget="40KiB")
     assert caught.value.least_budget_bytes > least
 
@@ -305,7 +301,9 @@ def test_plan_of_another_model():
 
     model = Wider()
     offmate.compile(model, plan=plan("middle"), optimizer=adamw(model), device="emulated", config=NO_CACHE)
-    with pytest.raises(PlanFileError, match=r"another model, batch, optimizer, budget.*\(fingerprint .*plan again"):
+    with pytest.raises(
+        PlanFileError, match=r"does not match this model, batch, optimizer, budget.*\(fingerprint .*plan again"
+    ):
         model(**batch(0))
 
 
@@ -318,7 +316,7 @@ def test_plan_of_another_model():
         ({"optimizer": None}, "plan with optimizer=, now without"),
         (
             {"config": dataclasses.replace(NO_CACHE, updates="host")},
-            r"the plan updates parameters on another side than Config\(updates=\) says",
+            r"the plan updates parameters on a different side than Config\(updates=\) requires",
         ),
     ],
 )
