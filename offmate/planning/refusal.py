@@ -54,7 +54,7 @@ def refusal(lowered: Lowered, request: Request, fixed: int) -> InfeasibleBudget:
         )
     return InfeasibleBudget(
         f"a budget of {format_bytes(budget_bytes)} is too small; the least that works is {format_least_bytes(needed)}, "
-        f"where {where} is the bottleneck{host_words}. Raise gpu_budget to that, or make the batch or the sequence shorter, or "
+        f"where {where} is the bottleneck{host_words}. Raise gpu_budget, or make the batch or the sequence shorter, or "
         "keep fewer outputs (Config(outputs=...))" + sides,
         budget_bytes=budget_bytes,
         least_budget_bytes=needed,
