@@ -94,7 +94,7 @@ class Handle:
         """
         files = sorted(as_path(folder).glob("*.json"))
         if not files:
-            log.warning("%s holds no plans and no split of updates, so everything is decided anew", folder)
+            log.warning("%s contains no plans and no split of updates, so everything is planned again", folder)
         split = _load_split(Path(as_path(folder), _SPLIT))
         for file in files:
             if file.name == _SPLIT:
@@ -139,8 +139,8 @@ def _load_split(path: Path) -> Split:
         return Split()
     except (OSError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise PlanFileError(
-            f"{path}: who updates which parameter cannot be read ({error!r}), and on a card the last bits depend on "
-            "it. Remove the file to have it decided anew"
+            f"{path}: the split of updates cannot be read ({error!r}), but on a GPU the last bits depend on it. Remove "
+            "the file to plan a new split"
         ) from None
 
 

@@ -72,8 +72,8 @@ class Pace:
             return
         again = f"delete the cache folder {self._cache_dir} and start again" if self._cache_dir else "plan again"
         log.warning(
-            "a step takes %s (median of steps %d to %d), its plan predicts %s: the plan is based on figures of another "
-            "machine, or of this one when it was %s. For one that fits, %s while nothing else runs",
+            "a step takes %s (median of steps %d to %d), but its plan predicts %s. The plan was timed on another "
+            "machine, or on this one when it was %s. For a better plan, %s while nothing else runs",
             format_seconds(measured_s), FIRST, LAST, format_seconds(predicted_s),
             "less busy than now" if slow else "busier than now", again,
         )  # fmt: skip

@@ -337,7 +337,7 @@ class Heads(Net):
 @pytest.mark.parametrize("planned", [True, False])
 def test_an_output_that_the_loss_leaves_out_gives_no_zeros(planned):
     model, _ = made(Heads, True, planned)
-    with pytest.raises(ProtocolError, match=r"no gradient into the output '1'.*none to b\..*gradients_into=\('0',\)"):
+    with pytest.raises(ProtocolError, match=r"no gradient to the output '1'.*none to b\..*gradients_into=\('0',\)"):
         model(torch.randn(3, 8))[0].pow(2).mean().backward()
 
 

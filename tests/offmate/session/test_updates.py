@@ -258,7 +258,7 @@ def test_what_pins_the_split_is_known_before_the_first_batch(tmp_path: Any, capl
     with caplog.at_level(logging.WARNING, logger="offmate"):
         fresh = resumed(folder, AMPLE)
     said = [record.getMessage() for record in caplog.records if record.name == "offmate"]
-    assert said == [f"{folder} holds no plans and no split of updates, so everything is decided anew"]
+    assert said == [f"{folder} contains no plans and no split of updates, so everything is planned again"]
     assert fresh.model.offmate.split == Split()
     model = tiny()
     offmate.compile(model, tight.budget_bytes, optimizer=adamw(model), plan=tight, **settings())
