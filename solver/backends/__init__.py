@@ -43,7 +43,7 @@ class Backend(Protocol):
 def get(name: str) -> Backend:
     """Return the backend called `name`: "highs" or "cbc"; raises BackendError naming what to install."""
     if name not in INSTALL:
-        raise BackendError(f"no solver is called {name!r}; choose one of {', '.join(sorted(INSTALL))}")
+        raise BackendError(f"there is no solver {name!r}; choose one of {', '.join(sorted(INSTALL))}")
     try:
         return import_module(f".{name}", __name__)
     except ImportError as error:

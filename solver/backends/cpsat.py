@@ -70,13 +70,13 @@ class CpSat:
             return frozenset(found["keep"]), frozenset(found["offload"])
         except (ValueError, TypeError, KeyError):
             words = self._last_words(line)
-            advice = "pip install ortools" if "ortools" in words else "again, and report it if it ends so again"
+            advice = "pip install ortools" if "ortools" in words else "again, and report it if this happens again"
             raise BackendError(f"{words}; try: {advice}") from None
 
     def _last_words(self, line: str) -> str:
         """Say why the process gave no answer."""
         if line:
-            return f"CP-SAT's process answered {line.strip()[:200]!r}, which is no answer"
+            return f"CP-SAT's process returned {line.strip()[:200]!r}, which is not a valid answer"
         self._child.wait()
         self._said.seek(0)
         words = self._said.read().strip().splitlines()
