@@ -209,7 +209,7 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
         if name not in known:
             near = difflib.get_close_matches(name.replace("-", "_"), known, n=3)
             hint = f"did you mean {' or '.join(near)}?" if near else f"known settings: {', '.join(known)}"
-            raise ArgumentValueError(f"there is no setting named {name!r}; {hint}")
+            raise ArgumentValueError(f"there is no setting {name!r}; {hint}")
     values = {"model": "", "data": "", "output": "", **values}
     converted = {name: _CONVERSIONS.get(name, _same)(value) for name, value in values.items()}
     return Settings(**converted)

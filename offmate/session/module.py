@@ -84,11 +84,11 @@ class Handle:
         write_whole(Path(as_path(folder), _SPLIT), json.dumps(self.split.to_dict()))
 
     def load_plans(self, folder: str | os.PathLike[str]) -> None:
-        """Use the plans in a folder where they fit a batch, instead of searching; damaged ones are left out.
+        """Use the plans in a folder for batches that they fit, instead of searching; damaged plans are skipped.
 
-        New plans, for another budget for example, update each parameter on the same side as that run did, unless
-        `Config(updates=...)` says otherwise. If that does not fit, the emulated device takes another split, which
-        changes no bits there; on other devices InfeasibleBudget is raised.
+        New plans, such as one for another budget, update each parameter on the same side as that run, unless
+        `Config(updates=...)` says otherwise. If that does not fit, the emulated device uses another split, which
+        changes no bits there. On other devices, InfeasibleBudget is raised.
 
         Raises: PlanFileError if the split is damaged.
         """
@@ -113,7 +113,7 @@ class Handle:
         return self._session.device.ledger.peak_bytes
 
     def reset_peak(self) -> None:
-        """Start counting the peak anew."""
+        """Start counting the peak again."""
         self._session.device.ledger.reset_peak()
 
     @property
@@ -122,7 +122,7 @@ class Handle:
         return self._session.grad_norm
 
     def sync(self) -> None:
-        """Wait for updates and copies under way; afterwards parameters and optimizer states read current."""
+        """Wait for running updates and copies; parameters and optimizer states are then up to date."""
         self._session.residence.sync()
         self._session.end_measuring()
 
@@ -167,7 +167,7 @@ class PlannedModule:
         return self.to("cuda")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients; with a planned optimizer none are left."""
+        """Clear gradients; with a planned optimizer, there are then none."""
         updates = self.__dict__["_offmate_session"].updates
         if updates is None:
             super().zero_grad(set_to_none)  # type: ignore[misc]

@@ -481,7 +481,7 @@ def collects(layer: Any, x: torch.Tensor) -> torch.Tensor:
         (forward_of(counts, calls=0), r"changes layers.1.calls at every call.*left 1, then 2.*buffer"),
         (forward_of(goes_on, mean=torch.zeros(())), r"reads layers.1.mean and sets it.*register_buffer"),
         (forward_of(begins, mean=None), r"reads layers.1.mean and sets it"),
-        (forward_of(maps, found={}), r"reads layers.1.found\['x'\] and sets it.*attribute"),
+        (forward_of(maps, found={}), r"reads layers.1.found\['x'\] and sets it.*register_buffer"),
         (forward_of(collects, outputs=[]), r"changes layers.1.outputs at every call"),
         (forward_of(lambda layer, x: x * random.random()), r"draws from Python's random"),
         (forward_of(lambda layer, x: x * float(numpy.random.rand())), r"draws from numpy.random"),
