@@ -124,7 +124,7 @@ class Preview:
 
     def speed_lines(self, source: str) -> list[str]:
         """Write the predicted speed, with what it is predicted from, and when the run ends."""
-        done = f", of which {self.done:,} are done" if self.done else ""
+        done = f" ({self.done:,} already done)" if self.done else ""
         return [
             f"speed: {self.step_s:.3g} s per step predicted from {source}, "
             f"{self.tokens_per_step / self.step_s:,.0f} tokens/s",

@@ -71,7 +71,7 @@ def check_inductor(kind: str) -> None:
         raise DeviceError(f'backend="inductor": Inductor writes no code for {where.type!r}; leave backend at "eager"')
     if not inductor.has_triton():
         raise DeviceError(
-            f'backend="inductor" needs Triton on {where}, and it is not installed or does not know the card (compute '
+            f'backend="inductor" needs Triton on {where}, but it is not installed or does not support this GPU (compute '
             f"capability 7.0 or higher); pip install triton, {instead}"
         )
 
@@ -117,7 +117,7 @@ def _compiled_pair(
     decision = _decided_again(graph, programs)
     if decision is not None:
         log.info(
-            "%s: not compiled, since the backward runs %s again, which may decide otherwise after other rounding",
+            "%s: not compiled, since the backward runs %s again, which may decide differently if its rounding differs",
             words, decision,
         )  # fmt: skip
         return programs
