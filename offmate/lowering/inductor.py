@@ -71,8 +71,8 @@ def check_inductor(kind: str) -> None:
         raise DeviceError(f'backend="inductor": Inductor writes no code for {where.type!r}; leave backend at "eager"')
     if not inductor.has_triton():
         raise DeviceError(
-            f'backend="inductor" needs Triton on {where}, but it is not installed or does not support this GPU (compute '
-            f"capability 7.0 or higher); pip install triton, {instead}"
+            f'backend="inductor" needs Triton on {where}, but it is not installed or does not support this GPU '
+            f"(compute capability 7.0 or higher); pip install triton, {instead}"
         )
 
 
