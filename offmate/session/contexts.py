@@ -118,10 +118,10 @@ class ComputingStream:
         if self._planned is None or stream_on(self._device) == self._planned:
             return
         raise ProtocolError(
-            f"the model was planned on stream {self._planned.stream_id} of {self._device}, but the current stream is "
-            f"{stream_on(self._device).stream_id}, and nothing synchronizes the two. Call the model, backward() and "
-            "optimizer.step() on the stream of the first call: leave the block that changes the stream, or make the "
-            "first call inside it, too"
+            f"the model was planned on stream {self._planned.stream_id} of {self._device}, but the current one is "
+            f"stream {stream_on(self._device).stream_id}, and nothing synchronizes the two. Call the model, backward() "
+            "and optimizer.step() on the stream of the first call: leave the block that changes the stream, or make "
+            "the first call inside it, too"
         )
 
     def entered(self) -> contextlib.AbstractContextManager[None]:

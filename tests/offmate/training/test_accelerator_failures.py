@@ -174,7 +174,9 @@ def test_another_process_fills_the_card(sim):
         compile_tiny("1GiB")
     assert compile_tiny("auto")._offmate_session.request.budget_bytes == GIB // 4
     sim.set_others_bytes(2 * GIB)
-    with pytest.raises(offmate.OffmateError, match=r"nothing of simulated accelerator is left .* other processes hold"):
+    with pytest.raises(
+        offmate.OffmateError, match=r"no memory of simulated accelerator is left .* other processes hold"
+    ):
         compile_tiny("auto")
 
 
