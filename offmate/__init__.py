@@ -1,4 +1,4 @@
-"""Train any exportable PyTorch model inside a device-memory budget, with plain PyTorch's numbers."""
+"""Train any exportable PyTorch model within a GPU memory budget, with bit-identical results."""
 
 from __future__ import annotations
 

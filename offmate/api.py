@@ -61,33 +61,34 @@ def compile(
     plan: Plan | None = None,
     config: Config | None = None,
 ) -> Model:
-    """Make a model train inside a device-memory budget, with the numbers that plain PyTorch gives.
+    """Make a model train within a GPU memory budget, with the numbers of plain PyTorch.
 
     The training loop around it stays as it is. Capture, profiling and solving happen at the first batch, or ahead of
     time with `offmate.plan`.
 
-    On the emulated device losses, parameters and optimizer states are bit for bit those of the same loop in plain
-    PyTorch on a CPU, whatever the split of updates. On a card they are those of plain PyTorch with the same form of
-    updates and the same split of them between CPU and card (`model.offmate.split`), since optimizer kernels there round
-    differently. There, all plans of a session keep the split of the first one, and a resumed run keeps it through
+    On the emulated device, losses, parameters and optimizer states are bit for bit those of the same loop in plain
+    PyTorch on a CPU, however the updates are split. On a GPU, they are those of plain PyTorch with the same form of
+    updates and the same split between CPU and GPU (`model.offmate.split`), since optimizer kernels round differently
+    there. On a GPU, all plans of a session keep the split of the first one. A resumed run keeps it with
     `Config(updates=...)` or `model.offmate.load_plans`.
 
     Parameters
     ----------
     model: any module that torch.export can capture; it is changed in place and stays an instance of its class.
-    gpu_budget: device bytes, as an integer or text such as "12GiB"; "auto" takes what is free, less a margin.
+    gpu_budget: bytes of GPU memory, as an integer or text such as "12GiB"; "auto" takes what is free, less a margin.
     optimizer: the instance that the loop steps; its updates become part of the plan. `fused` and `foreach` are
-        respected. If neither is given, updates run as in plain PyTorch on a CPU, and fused on a card. Without an
-        optimizer, gradients end up in `.grad` on the host.
-    max_grad_norm: clip the global norm of all gradients to this, as `torch.nn.utils.clip_grad_norm_` before the step
-        would; infinity only measures it (`model.offmate.grad_norm`). Needs optimizer=.
+        respected. If neither is given, updates run as in plain PyTorch on a CPU, and fused on a GPU. Without an
+        optimizer, gradients end up in `.grad` on the CPU.
+    max_grad_norm: clip the global norm of all gradients to this, like `torch.nn.utils.clip_grad_norm_` before the
+        step; infinity only measures it (`model.offmate.grad_norm`). Needs optimizer=.
     grad_scaler: the `torch.amp.GradScaler` that scales the losses and steps the optimizer. Gradients are unscaled and
-        checked where they become complete, and no update begins before the scaler's step. With `optimizer=`, scaling
-        needs it; a disabled one counts as none.
+        checked as soon as they are complete, and no update begins before the scaler's step. With `optimizer=`, scaling
+        needs it; a disabled scaler counts as none.
     accumulation_steps: how many forwards and backwards make one optimizer step. A step after fewer of them works, but
-        its update then waits for the host. Needs optimizer=; without one, gradients add up in `.grad` as usual.
-    device: "cuda", "cuda:1" or "emulated"; None takes a card if there is one.
-    cpu_budget: host bytes; None or "auto" takes what is available to this process, less a margin.
+        the CPU then makes all its updates, which takes longer. Needs optimizer=; without one, gradients add up in
+        `.grad` as usual.
+    device: "cuda", "cuda:1" or "emulated"; None takes a GPU if there is one.
+    cpu_budget: bytes of RAM; None or "auto" takes what is available to this process, less a margin.
     plan: one that `offmate.plan` or `offmate.load_plan` returned.
     config: settings of planning.
 
@@ -139,8 +140,8 @@ def plan(
     example_inputs: one batch, as keyword arguments (dict) or positional ones (tuple).
     hardware: name ("rtx3060", ...) or path of a hardware file (`offmate profile` writes one): plan for that machine
         instead of this one, from its rates. Parameters and batch may then be on the meta device.
-    batch_size: plan for this many samples instead of the example's; "auto" takes the size with the most predicted
-        samples per second (`Plan.batch_size`), for training that tolerates any size.
+    batch_size: plan for this many samples instead of the example's; "auto" picks the size with the highest predicted
+        throughput (`Plan.batch_size`). Use it only if you may change the batch size.
     The others: as in `compile`.
 
     Returns: the plan, to look at, save, or hand to `compile`. Raises: as `compile`, and InfeasibleBudget.
@@ -299,8 +300,8 @@ def _check_gate(max_grad_norm: float | None, accumulation_steps: int, planned: b
             )
         if not planned:
             raise OffmateError(
-                f"max_grad_norm={max_grad_norm} needs optimizer=; without one the gradients are in .grad after "
-                "backward(), for torch.nn.utils.clip_grad_norm_ before your own optimizer.step()"
+                f"max_grad_norm={max_grad_norm} needs optimizer=. Without an optimizer, gradients are in .grad after "
+                "backward(): call torch.nn.utils.clip_grad_norm_ before your own optimizer.step()"
             )
     whole = isinstance(accumulation_steps, int) and not isinstance(accumulation_steps, bool)
     if not whole or not 1 <= accumulation_steps <= _MOST_MICRO_BATCHES:
@@ -309,8 +310,8 @@ def _check_gate(max_grad_norm: float | None, accumulation_steps: int, planned: b
         )
     if accumulation_steps > 1 and not planned:
         raise OffmateError(
-            f"accumulation_steps={accumulation_steps} needs optimizer=; without one several backward() calls add up in "
-            ".grad as usual, and the plan is the same"
+            f"accumulation_steps={accumulation_steps} needs optimizer=. Leave it out to accumulate yourself: without "
+            "an optimizer, gradients of several backward() calls add up in .grad as usual"
         )
 
 
@@ -326,13 +327,13 @@ def _enabled(scaler: torch.amp.GradScaler | None, planned: bool) -> torch.amp.Gr
         return None
     if not planned:
         raise OffmateError(
-            "grad_scaler= needs optimizer=; without one the gradients are in .grad after backward(), where any scaler "
-            "works on them as usual"
+            "grad_scaler= needs optimizer=. Leave it out to scale the losses yourself: without an optimizer, gradients "
+            "are in .grad after backward(), and any scaler works on them as usual"
         )
     if unscales_in_its_own_way(scaler):
         raise OffmateError(
-            f"grad_scaler= is a {type(scaler).__name__}, which unscales gradients in its own way; a plan would not. "
-            "Pass a plain torch.amp.GradScaler, or compile without optimizer="
+            f"grad_scaler= is a {type(scaler).__name__}, which unscales gradients in its own way. A plan cannot do "
+            "that. Pass a plain torch.amp.GradScaler, or compile without optimizer="
         )
     return scaler
 
@@ -363,8 +364,8 @@ def _planned_names(
     missing = [n for n, p in model.named_parameters() if p.requires_grad and p not in names]
     if missing:
         raise OffmateError(
-            f"{len(missing)} parameters require a gradient but the optimizer does not hold them ({missing[0]}, ...); "
-            "freeze them with requires_grad_(False) or add them to the optimizer"
+            f"{len(missing)} parameters require a gradient, but are not in the optimizer ({missing[0]}, ...); freeze "
+            "them with requires_grad_(False), or add them to the optimizer"
         )
     check_optimizer(optimizer)
     return names
@@ -375,15 +376,15 @@ def _check_updates(config: Config, names: dict[torch.Tensor, str]) -> None:
         return
     if not names:
         raise OffmateError(
-            f"Config(updates={config.updates!r}) needs optimizer=; without one your own code updates the parameters on "
-            "the host"
+            f"Config(updates={config.updates!r}) needs optimizer=. Pass one, or leave updates= out: without an "
+            "optimizer, your own code updates the parameters on the CPU"
         )
     if isinstance(config.updates, Split):
         unknown = {*config.updates.host, *config.updates.device} - set(names.values())
         if unknown:
             raise OffmateError(
-                f"Config(updates=Split(...)) names {len(unknown)} parameters that the optimizer does not hold "
-                f"({min(unknown)}, ...); take the split of a plan for this model"
+                f"Config(updates=Split(...)) names {len(unknown)} parameters that are not in the optimizer "
+                f"({min(unknown)}, ...); use the split of a plan for this model"
             )
 
 

@@ -37,27 +37,27 @@ def cast_weights(
 
     Casting them once gives the same numbers as casting them at every use, bit for bit. It halves their bytes on the
     link and on the device. Parameters that training or evaluation reads in float32 anywhere stay as they are. Call it
-    inside the same `torch.autocast` as training, before `offmate.compile`; evaluate inside it, too. What is saved of
-    the converted parameters has the lower precision, and so have weights with merged adapters.
+    inside the same `torch.autocast` as training, before `offmate.compile`. Evaluate inside it, too. Converted
+    parameters are saved in the lower precision, and so are weights with merged adapters.
 
-    Frozen parameters are converted, which halves their RAM, too. Those that `optimizer` holds are converted if it is
-    given: their float32 values go into its state, under "master", where it updates them, and their gradients are as
-    autocast makes them, in bfloat16. So a norm for clipping, and a sum over micro-batches, are rounded to bfloat16.
-    A frozen one that it holds may be trained later. A "master" that was loaded before stays if it rounds to the weight.
+    Frozen parameters are converted, which also halves their RAM. Parameters of `optimizer` are converted only if it is
+    given: it keeps and updates their float32 values in its state, under "master". Their gradients are in bfloat16, as
+    autocast makes them, so a norm for clipping and a sum over micro-batches are rounded to bfloat16. A frozen parameter
+    of the optimizer may be trained later. A "master" that was loaded before stays if it rounds to the weight.
 
-    Only the forward of this batch is judged, with gradients on, in training and in evaluation. What a forward reads
-    under `torch.no_grad()` only, or behind an argument that this batch lacks, is not seen.
+    Only the forward of this batch is checked, with gradients on, in training and in evaluation. What a forward reads
+    only under `torch.no_grad()`, or only with an argument that this batch lacks, is not checked.
 
     Parameters
     ----------
     model: not compiled yet. example_inputs: one batch, as in `offmate.plan`.
     optimizer: of a class from `offmate.with_master_weights`. None leaves trained parameters as they are.
-    device: as in `offmate.compile`; what autocast casts depends on it. Without a card, autocast for one counts as
-        autocast on the CPU, as it does in plans for other machines.
+    device: as in `offmate.compile`; what autocast casts depends on it. Without a GPU, autocast for a GPU counts as
+        autocast on the CPU, as in plans for other machines.
 
     Returns: the new precision of every converted parameter, by name; empty if there are none. Raises: OffmateError if
     the model cannot be captured or the optimizer has no float32 copies; CaptureError if the forward asks for the
-    precision of a parameter, so that it would compute otherwise after the conversion. Nothing is converted then.
+    precision of a parameter and would compute something else after the conversion. Nothing is converted then.
     Source: SuperOffload, section 4.5 (where to cast).
     """
     check_model(model)
@@ -92,7 +92,8 @@ def cast_weights(
     note_converted(model, found)
     if not found and not any(map(torch.is_autocast_enabled, AUTOCAST_KINDS)):
         log.warning(
-            "cast_weights converted nothing, since no torch.autocast is active; call it inside that of training"
+            "cast_weights converted nothing, since no torch.autocast is active; call it inside the same torch.autocast "
+            "as training"
         )
     return found
 
@@ -144,8 +145,8 @@ def _check_same(before: Captured, after: Captured) -> None:
         if one is None or other is None or one != other:
             raise CaptureError(
                 f"the model's forward asks for the precision of a parameter: at {(one or other)[0]} it would compute "
-                "otherwise if parameters that are cast at every use were kept in the lower precision. Nothing was "
-                "converted; to halve their bytes, load the model in the lower precision"
+                "something else after the conversion. Nothing was converted. To halve the bytes of its parameters, "
+                "load the model in the lower precision"
             )
 
 

@@ -44,37 +44,37 @@ class Config:
     Parameters
     ----------
     solver_time_limit_s: seconds after which the search for a faster plan ends; the best one found is used.
-    solver_gap: the search also ends when the plan is proven within this fraction of the fastest.
+    solver_gap: the search also ends when the plan is proven to be within this fraction of the fastest.
     options_per_block: the planner chooses from at most this many ways to run a block (keep, recompute, offload).
     outputs: names of the model outputs that a training forward returns; reading another one raises an error. "all"
-        returns every one. ("loss",) saves the memory of the logits' gradient, which then takes the logits' place, and
-        lets the logits go; of a model that returns a tuple, it means the first output if that is a single number. A
-        forward without gradients returns all outputs.
+        returns all of them. ("loss",) does not keep the logits and saves memory, since their gradient can take their
+        place; for a model that returns a tuple, it means the first output if that is a single number. A forward
+        without gradients returns all outputs.
     gradients_into: names of the outputs that receive a gradient from backward(); "auto" takes a scalar output (the
         loss) if there is one, otherwise every output that can have a gradient.
-    gradient_layouts: how the gradients of outputs arrive where the loss is computed outside of the model: by name of
-        the output, the dimensions from the outermost in memory to the innermost. {"0": (0, 2, 1)} is for a loss of
-        output.transpose(1, 2). Dimensions along which a gradient repeats one element, as that of a sum does, are left
-        out. A gradient that arrives otherwise is copied, and a warning names the layout in which it came.
+    gradient_layouts: how the gradients of outputs arrive if the loss is computed outside of the model: for each
+        output's name, the dimensions from the outermost in memory to the innermost. {"0": (0, 2, 1)} is for a loss of
+        output.transpose(1, 2). Leave out dimensions along which a gradient repeats one element, as the gradient of a
+        sum does. A gradient in another layout is copied, and a warning names that layout.
     cache_dir: folder of cached plans and profiles; None disables caching.
     measure_again: measure operators, updates and copies again instead of taking cached figures. The new figures, and
         the plans that follow from them, replace the cached ones. This takes as long as the first time, and is meant for
         one run on an idle machine. The default is whether `OFFMATE_MEASURE_AGAIN` is 1 in the environment.
     solver: "highs" or "cbc"; None takes HiGHS if it is installed, otherwise CBC.
-    turn_around_steps: steps without compute between the last backward and the next forward, for updates; None for as
-        many as they need: three, or, behind a gate (clipping, accumulation), more if the device updates much.
+    turn_around_steps: steps without compute between the last backward and the next forward, for updates. None takes as
+        many as they need: three, or more if updates wait for clipping or accumulation and the GPU makes many of them.
     shape_buckets: ascending sizes. A batch reuses the decisions of the plan for a larger one, without a search, if in
         every dimension both sizes lie between the same two of these. An empty tuple always allows this. Batches are
         never padded, since that would change numbers.
-    max_plans: how many plans are kept in memory, for training and for evaluation each; the least recently used one is
-        dropped.
+    max_plans: how many plans are kept in memory, separately for training and for evaluation; the least recently used
+        one is dropped.
     backend: what runs the blocks. "eager": PyTorch's own operators, one by one, bit for bit. "inductor": each class of
-        blocks is compiled with torch's Inductor, where that needs no more memory than planned. Its numbers differ from
+        blocks is compiled with torch's Inductor, unless that needs more memory than planned. Its numbers differ from
         plain PyTorch's by rounding, and the plan still predicts the seconds of eager execution.
-    updates: which side makes the planned updates. "auto": the planner decides for each parameter; "host" or "device":
-        that side makes all of them; a `Split`, such as `plan.split`: each parameter is updated on the side where an
-        earlier plan had it updated. On the emulated device this changes no bits. On a card it does, since CPU and GPU
-        kernels round differently: numbers are the same bit for bit if the split is the same.
+    updates: which side makes the planned updates. "auto": the planner decides for each parameter; "host" (the CPU) or
+        "device" (the GPU): that side makes all of them; a `Split`, such as `plan.split`: each parameter is updated on
+        the same side as in an earlier plan. On the emulated device, this changes no bits. On a GPU, it does, since CPU
+        and GPU kernels round differently: numbers are the same bit for bit if the split is the same.
 
     Raises: ArgumentTypeError, ArgumentValueError naming the field, its value and the values that are allowed.
     """

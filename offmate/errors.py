@@ -8,18 +8,18 @@ class OffmateError(RuntimeError):
 
 
 class ArgumentValueError(OffmateError, ValueError):
-    """An argument has a value that cannot be."""
+    """An argument has a value that is not allowed."""
 
 
 class ArgumentTypeError(OffmateError, TypeError):
-    """An argument is of a type that cannot be."""
+    """An argument has a type that is not allowed."""
 
 
 class InfeasibleBudget(OffmateError):
     """No plan stays within the budgets.
 
-    Raised before training, or before the second iteration of a kind if the first one has shown that the user's own
-    code holds more on the device between forward and backward() than the budget leaves. Never raised inside an
+    Raised before training. Also raised before the second iteration of a kind, if the first one showed that the user's
+    own code holds more on the device between forward and backward() than the budget allows. Never raised inside an
     iteration.
 
     Parameters
@@ -27,8 +27,8 @@ class InfeasibleBudget(OffmateError):
     message: what does not fit, the values, and remedies.
     budget_bytes: the device budget that was asked for.
     least_budget_bytes: the smallest device budget that works, None if none does (too little host memory).
-    block: name of the block that binds at the least budget, None if no block does.
-    step: the step of the iteration that binds, None if no step does.
+    block: name of the block that is the bottleneck at the least budget, None if no block is.
+    step: the step of the iteration that is the bottleneck, None if no step is.
     place: that block and step in words, None if there are none.
     """
 
@@ -58,7 +58,7 @@ class LibraryError(OffmateError, ImportError):
 
 
 class CaptureError(OffmateError):
-    """The model cannot be captured as a graph; names the construct and what to try."""
+    """The model cannot be captured as a graph; the message names the construct and what to try."""
 
 
 class ProtocolError(OffmateError):
@@ -70,7 +70,7 @@ class PlanFileError(OffmateError):
 
 
 class SolverError(OffmateError):
-    """A solver of plans is not installed, or its process ended; names it and what to try."""
+    """A solver of plans is not installed, or its process ended; the message names it and what to try."""
 
 
 class DeviceError(OffmateError):

@@ -41,7 +41,7 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
             draft.unlink(missing_ok=True)
     except (OSError, ValueError) as error:  # a path with a null byte is a ValueError
         raise OffmateError(
-            f"{path} cannot be written: {reason(error)}; name another place, or make room there"
+            f"{path} cannot be written: {reason(error)}; choose another place, or free space there"
         ) from error
 
 

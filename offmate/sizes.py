@@ -56,7 +56,7 @@ def parse_budget(value: int | str, name: str = "") -> int:
         if isinstance(value, str) and value.strip().isdecimal() and size_bytes < _LEAST_BARE_BYTES:
             number = value.strip()
             raise ArgumentValueError(
-                f"{value!r} has no unit, and {number} bytes are too few for any model; did you mean "
+                f"{value!r} has no unit, and {number} bytes are too few; did you mean "
                 f"{number}{'GiB' if size_bytes < 1024 else 'MiB'}? Write {_EXAMPLES}"
             )
     except (ArgumentTypeError, ArgumentValueError) as error:
@@ -101,7 +101,9 @@ def _parse_text(text: str) -> int:
         raise ArgumentValueError(f"{text!r} is not a size; write {_EXAMPLES}")
     number, unit = match.groups()
     if unit.endswith("b"):
-        raise ArgumentValueError(f"{text!r} is a size in bits: a lower-case b; write a capital B: {_EXAMPLES}")
+        raise ArgumentValueError(
+            f"{text!r} is a size in bits, because of its lower-case b; write a capital B: {_EXAMPLES}"
+        )
     if unit.upper() not in _UNIT_BYTES:
         raise ArgumentValueError(f"{text!r} has the unknown unit {unit!r}; write {_EXAMPLES}")
     return int(Fraction(number) * _UNIT_BYTES[unit.upper()])

@@ -14,11 +14,10 @@ Updates = Literal["auto", "host", "device"]
 
 @dataclass(frozen=True)
 class Split:
-    """The parameters that the host updates, and those that the device updates; the planner decides about all others.
+    """The parameters that the CPU (host) and the GPU (device) update; the planner decides about all others.
 
-    CPU and GPU kernels round differently. So numbers stay the same from one plan to another only if each
-    parameter is updated on the same side: take `plan.split` or `model.offmate.split`, and give it as
-    `Config(updates=...)`.
+    CPU and GPU kernels round differently, so numbers stay the same from one plan to another only if each parameter is
+    updated on the same side. To keep the sides, pass `plan.split` or `model.offmate.split` as `Config(updates=...)`.
 
     Parameters
     ----------

@@ -93,4 +93,6 @@ class Ledger:
 
     def _refuse(self, reached: int) -> None:
         held = ", ".join(f"{kind} {amount}" for kind, amount in self.by_kind.items() if amount)
-        raise LimitExceeded(f"{reached} bytes would be held, the budget is {self.limit_bytes}; held by kind: {held}")
+        raise LimitExceeded(
+            f"{reached} bytes would be held, but the budget is {self.limit_bytes}; held by kind: {held}"
+        )

@@ -18,11 +18,11 @@ _ALL = 0.995  # fraction of the device budget at which memory counts as full
 _WORTH_SAYING = 1e-3  # fraction of a step
 HOST_MEMORY = "host memory"  # beside the resources, whose copies and updates it serves
 _WORDS = {
-    "compute": "the device's computes",
-    "copy in": "copies to the device",
-    "copy out": "copies to the host",
-    "cpu": "updates on the host",
-    HOST_MEMORY: "host memory",
+    "compute": "GPU compute",
+    "copy in": "copies to the GPU",
+    "copy out": "copies to RAM",
+    "cpu": "CPU updates",
+    HOST_MEMORY: "RAM bandwidth",
 }
 
 
@@ -77,8 +77,9 @@ class Launching:
     def words(self) -> str:
         """Return what launching costs and what would help, as the end of a line or the beginning of a sentence."""
         return (
-            f"for {self.bound} of {self.computes} computes the CPU launches operators more slowly than the device runs "
-            f"them, up to {self.seconds:.2g} s per step; a larger batch computes more with as many launches"
+            f"for {self.bound} of {self.computes} forwards and backwards of blocks, the CPU launches operators more "
+            f"slowly than the GPU runs them, which costs up to {self.seconds:.2g} s per step; a larger batch does more "
+            "work per launch"
         )
 
 
@@ -115,7 +116,7 @@ class Explanation:
             lines.append(f"F{self.launching.words()[1:]}.")
         for offer in self.offers:
             if self.worth(offer):
-                lines.append(f"With {offer.change} a step would take about {offer.saved_s:.2g} s less.")
+                lines.append(f"With {offer.change}, a step would take about {offer.saved_s:.2g} s less.")
             else:
                 change = f"{offer.change[0].upper()}{offer.change[1:]}"
                 lines.append(f"{change} would save less than {self.certain:.1%}.")
@@ -188,16 +189,16 @@ def offered(
 
 def _changes(problem: Problem) -> dict[str, Problem]:
     changes = {
-        "one more GiB on the device": replace(problem, device_budget_bytes=problem.device_budget_bytes + GIB),
+        "one more GiB of GPU memory": replace(problem, device_budget_bytes=problem.device_budget_bytes + GIB),
         "a link twice as fast": replace(problem, rates=problem.rates.faster(2)),
-        "8 more GiB on the host": replace(problem, host_budget_bytes=problem.host_budget_bytes + 8 * GIB),
+        "8 more GiB of RAM": replace(problem, host_budget_bytes=problem.host_budget_bytes + 8 * GIB),
     }
     if problem.update == "planned":
         updates = tuple(replace(group, cpu_update_s=group.cpu_update_s / 2) for group in problem.groups)
-        changes["host updates twice as fast"] = replace(problem, groups=updates)
+        changes["CPU updates twice as fast"] = replace(problem, groups=updates)
     if problem.rates.host_memory_shares:
         twice = replace(problem.rates, host_memory_bytes_per_s=2 * problem.rates.host_memory_bytes_per_s)
-        changes["host memory twice as fast"] = replace(problem, rates=twice)
+        changes["RAM twice as fast"] = replace(problem, rates=twice)
     return changes
 
 
@@ -241,10 +242,8 @@ def _sentence(phase: Phase) -> str:
     if waits_s > _WORTH_SAYING * phase.seconds:
         longest = max(phase.waits, key=lambda resource: phase.waits[resource])
         mostly = "" if phase.waits[longest] > _ALL * waits_s else "mostly "
-        parts.append(f"the device waits {waits_s:.2g} s, {mostly}for {_WORDS.get(longest, longest)}")
-    parts.append(
-        "device memory is full" if phase.memory >= _ALL else f"device memory is at most {phase.memory:.0%} full"
-    )
+        parts.append(f"the GPU waits {waits_s:.2g} s, {mostly}for {_WORDS.get(longest, longest)}")
+    parts.append("GPU memory is full" if phase.memory >= _ALL else f"GPU memory is at most {phase.memory:.0%} full")
     return "; ".join(parts) + "."
 
 

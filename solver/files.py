@@ -101,7 +101,7 @@ def _read(data: dict[str, Any], kind: type) -> Any:
     if data.get("format") != expected or data.get("version") != version:
         found = f"{data.get('format')!r}, version {data.get('version')!r}"
         raise FileError(
-            f"not of format {expected!r}, version {version}: found {found}; save it again with this version"
+            f"not in format {expected!r}, version {version}: found {found}; save it again with this version"
         )
     body = {key: value for key, value in data.items() if key not in ("format", "version")}
     return read_record(body, kind, expected.removeprefix("offmate-"))
@@ -114,7 +114,7 @@ def read_record(data: Any, kind: type, place: str) -> Any:
     hints = _hints(kind)
     names = {f.name for f in fields(kind)}
     for name in data.keys() - names:
-        raise FileError(f"{place}: has a field {_short(name)} that is not known")
+        raise FileError(f"{place}: has an unknown field {_short(name)}")
     # Fields that an older file lacks take their defaults.
     needed = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
     for name in needed - data.keys():
@@ -160,7 +160,7 @@ def _key(key: str, kind: type, place: str) -> Any:
     try:
         return kind(key)
     except ValueError as error:
-        raise FileError(f"{place}: {key!r} is no {kind.__name__}") from error
+        raise FileError(f"{place}: {key!r} is not a valid {kind.__name__}") from error
 
 
 def _printed(data: Any, kind: Any, place: str) -> Any:

@@ -134,7 +134,7 @@ def _parsed(text: str) -> Item:
     kind = _BY_PREFIX.get(prefix)
     if kind is None or not colon or not name:
         known = ", ".join(_BY_PREFIX)
-        raise ValueError(f"not an item: {text!r}; expected PREFIX:NAME with a prefix of {known}")
+        raise ValueError(f"not an item: {text!r}; expected PREFIX:NAME with one of the prefixes {known}")
     found = _WITH_ROWS.fullmatch(name) if kind is ItemKind.STATE else None
     if found is None:
         return Item(kind, name)

@@ -236,7 +236,7 @@ def check(problem: Problem) -> None:
     many = f"turn_around_steps is {problem.turn_around_steps}; at most {MOST_TURN_AROUND_STEPS:,} can be planned"
     _require(problem.turn_around_steps <= MOST_TURN_AROUND_STEPS, many)
     if problem.gate:
-        _require(problem.update == "planned", "a gate needs planned updates; the user's own code updates here")
+        _require(problem.update == "planned", "a gate needs planned updates, but here the user's own code updates")
         steps = problem.turn_around_steps
         _require(steps >= 3, f"turn_around_steps is {steps}; a gate needs at least 3")
     _require(problem.gate or problem.gate_s == 0, f"gate_s is {problem.gate_s}, but there is no gate")
@@ -296,7 +296,7 @@ def _rows(row: str, tensor: TensorSize) -> None:
     for name, value in (("rows", rows), ("piece_rows", piece)):
         whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         _require(whole, f"{row}: {name} is {value!r}; it must be a whole number of at least 1")
-    _require(size % rows == 0, f"{row}: a state of {size} bytes cannot be cut into {rows} rows alike")
+    _require(size % rows == 0, f"{row}: a state of {size} bytes cannot be cut into {rows} equal rows")
 
 
 def _steps(row: str, name: str, steps: tuple[int, ...], low: int, high: int) -> None:

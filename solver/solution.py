@@ -10,9 +10,9 @@ class Status(Enum):
     """The end of a solve; the value is a sentence with advice."""
 
     OPTIMAL = "solved to within the requested gap"
-    TIME_LIMIT = "the time limit ended the search; the plan is valid, a longer limit may find a faster one"
-    INFEASIBLE = "no plan fits the budgets; raise the device or the host budget, or make the batch smaller"
-    STREAMED = "no plan was found in time; this safe one streams everything; give the search more time"
+    TIME_LIMIT = "the time limit ended the search; the plan is valid, but a longer limit may find a faster one"
+    INFEASIBLE = "no plan fits the budgets; raise either budget, or make the batch smaller"
+    STREAMED = "no plan was found in time, so this safe one streams everything; give the search more time"
     NO_ANSWER = "the time limit ended the search before any plan was found; give it more time"
 
 

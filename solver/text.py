@@ -51,7 +51,7 @@ def from_dict(data: dict[str, Any]) -> Schedule:
     version = data.get("version")
     if data.get("format") != _FORMAT or type(version) is not int or not 1 <= version <= _VERSION:
         found = f"{reprlib.repr(data.get('format'))}, version {reprlib.repr(version)}"
-        raise ScheduleError(f"not a schedule of format {_FORMAT!r}, version 1 to {_VERSION}: found {found}")
+        raise ScheduleError(f"not a schedule in format {_FORMAT!r}, version 1 to {_VERSION}: found {found}")
     try:
         body = {key: value for key, value in upgraded(data).items() if key not in ("format", "version")}
         schedule: Schedule = read_record(body, Schedule, "schedule")

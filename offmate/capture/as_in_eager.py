@@ -141,9 +141,8 @@ class _CastsSeen(TorchDispatchMode):
         name = _CASTING_INSIDE.get(getattr(func, "overloadpacket", None))
         if name and any(isinstance(a, torch.Tensor) and a.dtype is torch.float32 for a in args):
             raise CaptureError(
-                f"the forward calls {name} under torch.autocast, which casts for the products inside its kernel; a "
-                "graph does not see these casts. Call it in a region of its own: "
-                "with torch.autocast(device_type, enabled=False): ..."
+                f"the forward calls {name} under torch.autocast, which casts inside the kernel, where a graph does not "
+                "see it. Switch autocast off around that call: with torch.autocast(device_type, enabled=False): ..."
             )
         return func(*args, **(kwargs or {}))
 

@@ -91,8 +91,8 @@ def _recorded(
             looked_at, *rest = bound.arguments.values()
             if isinstance(looked_at, FakeTensor):
                 raise CaptureError(
-                    "an attention mask depends on parameters, so what it lets the model skip cannot be known before "
-                    "the batch runs; pass the mask as an input, or use attn_implementation='eager'"
+                    "an attention mask depends on parameters, so the model can decide what to skip only while the "
+                    "batch runs; pass the mask as an input, or use attn_implementation='eager'"
                 )
             source = None if looked_at is None else recipes.recipe(looked_at)
             result = original(*call_args, **call_kwargs)
@@ -172,7 +172,7 @@ def hold(decisions: tuple[Decision, ...]) -> Iterator[None]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             decision = next(queues[name], None)
             if decision is None:
-                raise CaptureError(f"under export the model asked {name} more often than on the real batch")
+                raise CaptureError(f"the model called {name} more often during export than on the real batch")
             if name != PACKED:
                 return decision.outcome
             return None if decision.outcome else original(*args, **kwargs)

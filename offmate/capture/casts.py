@@ -126,9 +126,9 @@ class Casts(TorchDispatchMode):
             again = uses[node] > 1 and max(readers.values()) > 1  # then parts of parts are added up
             if again or len(set(casts)) > 1 or len(readers) < len(node.users):
                 raise CaptureError(
-                    f"{node.name} is used several times in one torch.autocast region, and elsewhere too, or by a layer "
-                    "that uses it at every time step; the order in which its gradients add up in the lower precision "
-                    "cannot be followed. Use torch.autocast(..., cache_enabled=False), or keep all its uses in one "
+                    f"{node.name} is used several times in one torch.autocast region and also outside it, or by a "
+                    "layer that uses it at every time step. A plan cannot add up its gradients in the same order in "
+                    "the lower precision. Use torch.autocast(..., cache_enabled=False), or keep all its uses in one "
                     "region"
                 )
             found[node] = casts[0][1]

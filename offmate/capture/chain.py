@@ -211,8 +211,8 @@ def _check_writes(captured: Captured, facts: dict[fx.Node, Facts], computing: li
             if owner is not None and owner.name not in captured.buffers:
                 what = f"parameter {captured.params[owner.name]}" if owner.name in captured.params else owner.name
                 raise CaptureError(
-                    f"{node.target} writes into {what}; a replay could not repeat it. Let the forward make a new "
-                    "tensor instead of writing in place"
+                    f"{node.target} writes into {what}, which a plan cannot repeat. Let the forward make a new tensor "
+                    "instead of writing in place"
                 )
 
 

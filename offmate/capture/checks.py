@@ -43,9 +43,9 @@ def check_model(model: torch.nn.Module) -> None:
     if "_offmate_session" in model.__dict__:
         own = model.__dict__["_offmate_session"].plain_class.__name__
         raise OffmateError(
-            f"this {own} has been compiled by offmate already, and a model is compiled once. To compile it anew, take "
-            "copy.deepcopy(model), which is a plain model; build an optimizer of its parameters, load "
-            "optimizer.state_dict() of the old one into that, and compile the copy"
+            f"this {own} is already compiled by offmate, and a model is compiled only once. To compile it again, make "
+            "a plain model with copy.deepcopy(model), build an optimizer for its parameters, load the old optimizer's "
+            "state_dict() into it, and compile the copy"
         )
     if is_from_torch_compile(model):
         raise OffmateError("the model was compiled by torch.compile; give offmate the original, model._orig_mod")
@@ -59,7 +59,7 @@ def check_model(model: torch.nn.Module) -> None:
     if spread and len(set(map(str, spread.values()))) > 1:
         raise OffmateError(
             f"the model is spread over {sorted(set(map(str, spread.values())))} by device_map; load it without "
-            "device_map, offmate places its tensors itself"
+            "device_map, since offmate places its tensors itself"
         )
     _check_tensors(model)
     _check_overlaps(model)
@@ -72,14 +72,14 @@ def check_module_hooks(model: torch.nn.Module) -> None:
         hooks = [hook for table in BACKWARD_HOOKS for hook in module.__dict__[table].values()]
         if hooks and module is not model:
             raise ProtocolError(
-                f"{name} has a backward hook ({hook_name(hooks[0])}), which a replay of the captured graph would not "
-                "call. Put what it does to gradients into a torch.autograd.Function in the forward, hook the whole "
-                "model or, without optimizer=, its parameters instead"
+                f"{name} has a backward hook ({hook_name(hooks[0])}), which the captured graph would not call. Do its "
+                "work in a torch.autograd.Function in the forward, or hook the whole model instead, or, without "
+                "optimizer=, its parameters"
             )
     if global_hooks():
         raise ProtocolError(
-            "there are hooks on all modules (torch.nn.modules.module.register_module_..._hook), which a replay of the "
-            "captured graph would not call; register them on single modules"
+            "there are hooks on all modules (torch.nn.modules.module.register_module_..._hook), which the captured "
+            "graph would not call; register them on single modules"
         )
 
 
@@ -104,8 +104,8 @@ def check_hooks(parameters: tuple[tuple[str, torch.nn.Parameter], ...], planned:
             if hooks:
                 raise ProtocolError(
                     f"{name} has a hook on its gradient ({hook_name(next(iter(hooks.values())))}), but the planned "
-                    "optimizer takes gradients before any hook could see them. Remove the hook, or compile without "
-                    "optimizer=: gradients then land in .grad, and hooks are called"
+                    "optimizer takes gradients before a hook can see them. Remove the hook, or compile without "
+                    "optimizer=: gradients then arrive in .grad, and hooks are called"
                 )
 
 
@@ -135,7 +135,7 @@ def _check_disjoint(alike: list[tuple[str, torch.nn.Parameter]]) -> None:
         if own.any():
             raise OffmateError(
                 f"{name} shares memory with {', '.join(other for other, _ in alike[:index])}, but they are separate "
-                "parameters, so that an update of one changes the other; make them one parameter (assign the same "
+                "parameters, and an update of one changes the other; make them one parameter (assign the same "
                 "nn.Parameter to both), or copy one"
             )
         own.fill_(True)
@@ -150,13 +150,13 @@ def _check_tensors(model: torch.nn.Module) -> None:
     for name, param in model.named_parameters():
         if param.device.type not in ("cpu", "meta"):
             raise OffmateError(
-                f"{name} is on {param.device}; offmate starts from host memory: call model.cpu() first, and leave out "
+                f"{name} is on {param.device}; offmate starts from CPU memory. Call model.cpu() first, and do not call "
                 "model.to(device) after it"
             )
         if "_offmate" in vars(param) or hasattr(type(param), "_of_a_compiled_model"):
             raise OffmateError(
-                f"{name} belongs to another model that is compiled already, and only one plan can move and update a "
-                "parameter. Give the two models separate parameters, or compile one model that holds both"
+                f"{name} belongs to another compiled model, too, but only one plan can move and update a parameter. "
+                "Give the two models separate parameters, or compile one model that holds both"
             )
         if type(param) not in (torch.nn.Parameter, torch.Tensor):
             kind = type(param).__name__
@@ -167,16 +167,16 @@ def _check_tensors(model: torch.nn.Module) -> None:
         strides = param.stride() if param.layout is torch.strided else ()
         if param.requires_grad and any(n > 1 and step == 0 for n, step in zip(param.shape, strides)):
             raise OffmateError(
-                f"{name}, of shape {tuple(param.shape)}, is expanded: several of its elements are one in memory, so "
-                "that no update can write them one by one. Hold it without repeats (nn.Parameter(weight.clone())), or "
-                "hold the small tensor and expand it in the forward"
+                f"{name}, of shape {tuple(param.shape)}, is expanded: several of its elements share one place in "
+                "memory, so an update cannot write each of them. Make a full copy (nn.Parameter(weight.clone())), or "
+                "keep the small tensor and expand it in the forward"
             )
         if param.layout is not torch.strided:
             raise OffmateError(
-                f"{name} has layout {param.layout}; only strided parameters can be planned: convert it with to_dense()"
+                f"{name} has layout {param.layout}; only strided parameters can be planned. Convert it with to_dense()"
             )
         if param.dtype.is_complex:
             raise OffmateError(
-                f"{name} is of {param.dtype}; complex parameters cannot be planned yet: hold it as a real tensor with "
-                "a last dimension of 2 and use torch.view_as_complex in the forward"
+                f"{name} is of {param.dtype}; complex parameters cannot be planned yet. Store it as a real tensor with "
+                "a last dimension of 2, and use torch.view_as_complex in the forward"
             )

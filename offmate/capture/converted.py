@@ -43,7 +43,7 @@ def check_converted(model: torch.nn.Module, captured: Captured, device: torch.de
                         f"{name} was converted to {converted[name]} by offmate.cast_weights, but {reader.target} reads "
                         f"it {f'under torch.autocast to {found}' if found else 'outside torch.autocast'}, where the "
                         "float32 weight would give other numbers. Call the model inside the same torch.autocast as "
-                        "cast_weights, in evaluation, too; or load its float32 weights into a new model"
+                        "cast_weights, also in evaluation. Or load its float32 weights into a new model"
                     )
 
 

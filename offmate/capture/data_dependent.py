@@ -130,18 +130,18 @@ def _has_symbols(tensor: torch.Tensor) -> bool:
 def _refusal(culprit: Any, line: str, number: bool, causal: bool = False) -> ValuesTaken:
     if causal:
         return ValuesTaken(
-            f"{culprit}{line} looks whether an attention mask is the causal one, but a plan is made before its values "
-            "are known. Say it with the mask: is_causal=True or False (tgt_is_causal= in nn.Transformer and its "
-            "decoder), or make the mask in the forward by nn.Transformer.generate_square_subsequent_mask"
+            f"{culprit}{line} checks whether an attention mask is causal, but a plan is made before its values are "
+            "known. Pass this with the mask: is_causal=True or False (tgt_is_causal= in nn.Transformer and its "
+            "decoder), or make the mask in the forward with nn.Transformer.generate_square_subsequent_mask"
         )
     if number:
         return ValuesTaken(
-            f"{culprit}{line} takes a Python number out of a tensor (.item(), .tolist(), int(), an `if` or a bound of "
-            "a slice), but a plan is made before the values are known. Keep it a tensor, which can take part in "
-            "arithmetic and in masks (torch.where), or pass the number as an argument of the call"
+            f"{culprit}{line} reads a Python number from a tensor (.item(), .tolist(), int(), an `if` or a bound of a "
+            "slice), but a plan is made before the values are known. Keep it as a tensor and use arithmetic or masks "
+            "(torch.where), or pass the number as an argument of the call"
         )
     return ValuesTaken(
-        f"{culprit}{line} gives a result whose shape depends on values, which cannot be planned. Keep a fixed size: "
-        "torch.where, masked_fill or a product with the mask instead of picking elements; or pick them before the "
-        "call and pass them as an argument"
+        f"{culprit}{line} gives a result whose shape depends on values, which cannot be planned. Keep the size fixed "
+        "with torch.where, masked_fill or a product with the mask. Or select the elements before the call and pass "
+        "them as an argument"
     )

@@ -40,6 +40,7 @@ class ValuesRefused(TorchFunctionMode):
         if asks_for_values(func, args, kwargs) and not plain_norm:
             raise CaptureError(
                 f"a checkpoint with use_reentrant=True calls {func.__name__}, whose last bits depend on whether "
-                "gradients are recorded, as they are not in its forward. Pass use_reentrant=False"
+                "gradients are recorded, and such a checkpoint does not record them in its forward. Pass "
+                "use_reentrant=False"
             )
         return func(*args, **kwargs)

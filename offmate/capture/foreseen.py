@@ -65,14 +65,14 @@ class Foreseen(torch.overrides.TorchFunctionMode):
     def _read(self, answer: torch.Tensor, kind: str, expected: bool) -> bool:
         if version_of(answer) != self._versions[id(answer)]:
             raise NotFollowed(
-                f"the forward writes into the answer to a question about hidden values and decides by it{line_now()}, "
-                "which no plan can follow; make a new tensor instead of writing in place"
+                "the forward checks hidden values, writes into the result of the check and then branches on "
+                f"it{line_now()}, which a plan cannot follow; make a new tensor instead of writing in place"
             )
         if kind == "chance":
             raise NotFollowed(
-                f"the forward draws a random number and decides by it in Python{line_now()}, as LayerDrop does to "
-                "leave out whole layers, which no plan can follow. Set that probability to 0, for example by "
-                "model.config.layerdrop = 0.0"
+                f"the forward draws a random number and branches on it in Python{line_now()}, which a plan cannot "
+                "follow. LayerDrop, for example, skips whole layers in this way. Set that probability to 0, for "
+                "example by model.config.layerdrop = 0.0"
             )
         if kind == "all" and self._checks:
             check_flag(answer, expected, line_now())

@@ -297,8 +297,8 @@ def _as_refusal(function: Any, error: Exception) -> CaptureError:
     return _refusal(
         function,
         f"does not trace ({type(error).__name__}: {words})",
-        "its forward and backward may look at no tensor's values (no .item(), no branch on data, no numpy); "
-        "write it as tensor operations",
+        "its forward and backward must not read values of tensors (no .item(), no branch on data, no numpy); write it "
+        "as tensor operations",
     )
 
 
@@ -318,7 +318,7 @@ def _outputs_alike(tensors: list[torch.Tensor], name: str) -> list[torch.Tensor]
 
 
 def _differentiated(ctx: Any, *gradients: Any) -> Any:
-    raise CaptureError("the model differentiates inside its forward; take the gradient outside of it")
+    raise CaptureError("the model computes gradients inside its forward; compute them outside of it")
 
 
 for _node in ("function", "function_that_draws"):

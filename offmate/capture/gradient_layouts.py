@@ -67,8 +67,8 @@ def incoming_strides(
         layout = layouts.get(names[node])
         if layout is not None and (len(set(layout)) < len(layout) or not set(layout) <= set(range(fake.dim()))):
             raise CaptureError(
-                f"gradient_layouts gives {names[node]} the dimensions {layout}; it has {fake.dim()}, of which each can "
-                "be named once"
+                f"gradient_layouts gives {names[node]} the dimensions {layout}; it has {fake.dim()}, and each can be "
+                "named once"
             )
         found[node] = dense_stride(fake) if layout is None else strides_in(layout, fake.shape)
     return found

@@ -31,7 +31,7 @@ def _no_seed(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         raise CaptureError(
             f"the forward calls torch.{name}(), which a graph cannot hold: it would draw other numbers than plain "
-            "PyTorch. Set the seed outside of the model, or draw once and pass what was drawn"
+            "PyTorch. Set the seed outside of the model, or draw once and pass the result"
         )
 
     return refused
@@ -39,7 +39,7 @@ def _no_seed(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 SAVED_WORDS = (
     "packs what autograd saves (saved_tensors_hooks with {}); the plan decides where saved tensors are, and would not "
-    "call it. Leave it out"
+    "call it. Remove it"
 )
 
 
@@ -102,8 +102,8 @@ def gradient_hooks_refused() -> Iterator[None]:
     def refuse(name: str) -> Callable[..., Any]:
         def refused(tensor: torch.Tensor, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             raise CaptureError(
-                f"the forward calls {name}() on a tensor (the hook {hook_name(hook)}); the plan's backward would not "
-                "call it. Write what it does to the gradient as a torch.autograd.Function, or leave it out"
+                f"the forward calls {name}() on a tensor (the hook {hook_name(hook)}), but the plan's backward would "
+                "not call the hook. Do its work in a torch.autograd.Function, or remove it"
             )
 
         return refused

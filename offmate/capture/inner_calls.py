@@ -41,9 +41,9 @@ def _refused(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         if own or backward_under_way() != -1:
             return original(*args, **kwargs)
         raise CaptureError(
-            f"the model differentiates inside its forward: it calls {name}(){line_now()}, but a graph of the forward "
-            "holds no backward. Write that gradient as a formula of tensors, or leave this term (a "
-            "gradient penalty, for example) to a plain PyTorch model"
+            f"the model computes gradients inside its forward: it calls {name}(){line_now()}, but a graph of the "
+            "forward holds no backward. Write that gradient as a formula of tensors, or compute this term (a gradient "
+            "penalty, for example) with a plain PyTorch model"
         )
 
     return refused
@@ -63,7 +63,8 @@ def _converted(original: Callable[..., Any]) -> Callable[..., Any]:
         what = ", ".join(str(asked) for asked in (device, dtype, memory_format) if asked is not None)
         raise CaptureError(
             f"the forward converts {type(module).__name__}.to({what}){line_now()}, which replaces its parameters while "
-            f"the model runs; a plan moves and updates those that there are. Convert the module before offmate.compile"
+            "the model runs. A plan moves and updates only the parameters that the model already has. Convert the "
+            "module before offmate.compile"
         )
 
     return to

@@ -206,9 +206,9 @@ def _overwriting_named() -> Iterator[None]:
             raise
         sentence = str(error).partition(" Hint:")[0].rstrip(".")
         raise CaptureError(
-            f"the model cannot be trained; its backward fails in plain PyTorch, too: {sentence}. Let the forward "
-            "make a new tensor (h = h + 1) instead of writing in place (h += 1, h.add_(1)); "
-            "torch.autograd.set_detect_anomaly(True) around the plain model shows which operation needs the old values"
+            f"the model cannot be trained; its backward fails in plain PyTorch, too: {sentence}. Let the forward make "
+            "a new tensor (h = h + 1) instead of writing in place (h += 1, h.add_(1)). To see which operation needs "
+            "the old values, use torch.autograd.set_detect_anomaly(True) around the plain model"
         ) from error
 
 

@@ -191,8 +191,8 @@ class KnownValues(torch.overrides.TorchFunctionMode):
         written = [*(args[:1] if writes else ()), *pytree.tree_leaves(kwargs.get("out"))]
         if any(id(value) in self._known for value in written):
             raise NotFollowed(
-                f"{name}{line_now()} writes hidden values into a tensor that was computed from a batch's values, "
-                "which a plan takes for known; make the tensor from one of the model's own (torch.zeros_like)"
+                f"{name}{line_now()} writes hidden values into a tensor computed from the batch, whose values the plan "
+                "treats as known; make that tensor from one of the model's own (torch.zeros_like)"
             )
 
 
@@ -217,10 +217,10 @@ def fixed_leaves(
     for tensor in (leaves[index] for index in found):
         if tensor.numel() > MOST_VALUES or not (_is_whole(tensor) or _is_mask(tensor)):
             raise NotFixed(
-                f"The forward takes numbers or sizes out of a batch tensor of {tensor.numel():,} {tensor.dtype} values "
-                f"(shape {tuple(tensor.shape)}). Whole numbers, and masks of 0, 1 and -inf, of at most {MOST_VALUES:,} "
-                "elements, can be part of what a plan is for; keep others tensors (torch.where, masked_fill), or pass "
-                "the numbers as arguments"
+                f"The forward reads numbers or sizes from a batch tensor of {tensor.numel():,} {tensor.dtype} values "
+                f"(shape {tuple(tensor.shape)}). A plan can be made for whole numbers and for masks of 0, 1 and -inf, "
+                f"with at most {MOST_VALUES:,} elements. Keep other values as tensors (torch.where, masked_fill), or "
+                "pass the numbers as arguments"
             )
     return found
 
@@ -260,8 +260,8 @@ def values_known(model: torch.nn.Module, fixed: dict[int, torch.Tensor], order: 
         for index, tensor in fixed.items():
             if version_of(tensor) != before[index]:
                 raise NotFollowed(
-                    f"the forward takes numbers out of a batch tensor of shape {tuple(tensor.shape)} and writes into "
-                    "it, too, which a replay would not do; let it write into a copy (tensor.clone())"
+                    f"the forward reads numbers from a batch tensor of shape {tuple(tensor.shape)} and also writes "
+                    "into it, which a plan would not do; let it write into a copy (tensor.clone())"
                 )
         return output
 

@@ -16,15 +16,15 @@ def check_layers(model: torch.nn.Module) -> None:
         kind = type(module).__name__
         if isinstance(module, _EMBEDDINGS) and module.sparse and module.weight.requires_grad:
             raise CaptureError(
-                f"{name or kind} is an nn.{kind} with sparse=True, whose gradient is a sparse tensor, which "
-                "cannot be planned; build it with sparse=False, or set its `sparse` to False"
+                f"{name or kind} is an nn.{kind} with sparse=True. Its gradient is a sparse tensor, which cannot be "
+                "planned; build it with sparse=False, or set its `sparse` to False"
             )
         if isinstance(module, _EMBEDDINGS) and module.max_norm is not None:
             raise CaptureError(
                 f"{name or kind} is an nn.{kind} with max_norm={module.max_norm:g}, whose forward rescales its own "
-                "weight in place; a replay could not repeat it. Set its `max_norm` to None, and call "
+                "weight in place, which a plan cannot repeat. Set its `max_norm` to None. For the same numbers, call "
                 "torch.embedding_renorm_(weight, ids, max_norm, norm_type) under torch.no_grad() in the loop, before "
-                "the model, which gives the same numbers"
+                "the model"
             )
         if _counts_in_python(module):
             raise CaptureError(

@@ -24,8 +24,8 @@ def check_leaves(model: torch.nn.Module, captured: Captured) -> None:
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad and id(tensor) not in own:
             raise CaptureError(
                 f"the forward reads {name.lstrip('.')}, a tensor of shape {tuple(tensor.shape)} that requires a "
-                "gradient but is not a parameter of the model, so it would get none. Register it (an nn.Parameter as "
-                "an attribute, or in an nn.ParameterList), or detach it"
+                "gradient but is not a parameter of the model, so it would get none. Register it (as an nn.Parameter "
+                "attribute, or in an nn.ParameterList), or detach it"
             )
 
 
@@ -36,8 +36,8 @@ def check_elements(model: torch.nn.Module, captured: Captured) -> None:
     for placeholder, name in captured.params.items():
         if placeholder in read and name in params and not params[name].numel():
             raise CaptureError(
-                f"the forward reads {name}, a parameter of shape {tuple(params[name].shape)} without elements, which "
-                "no plan can hold. Make it a buffer, or leave it out if it has no elements"
+                f"the forward reads {name}, a parameter of shape {tuple(params[name].shape)} without elements, which a "
+                "plan cannot hold. Make it a buffer, or leave it out while it has no elements"
             )
 
 
@@ -47,7 +47,7 @@ def check_outputs(captured: Captured) -> None:
         if isinstance(output, str) and output in captured.buffers:
             own = captured.buffers[output]
             raise CaptureError(
-                f"the model's output {name!r} is the buffer {own} itself, which a replay cannot return; return "
+                f"the model's output {name!r} is the buffer {own} itself, which a plan cannot return. Return "
                 f"{own}.clone() instead, or leave it out and read {own} from the model after the call"
             )
 
@@ -76,15 +76,15 @@ def check_shared_buffers(model: torch.nn.Module, captured: Captured, chain: Chai
         if not own and trained & {*names} and tensors.keys() & {*names}:
             read, param = min(tensors.keys() & {*names}), min(trained & {*names})
             raise CaptureError(
-                f"the forward reads {called.get(read, read)}, whose memory {param} shares, which is trained; updates "
-                "would change the one with the other. Read the parameter itself, or give each its own memory"
+                f"the forward reads {called.get(read, read)}, which shares memory with {param}. That parameter is "
+                "trained, and its updates would change both. Read the parameter itself, or give each its own memory"
             )
         if own:
             other = next(name for name in names if name != own[0])
             raise CaptureError(
-                f"the forward writes into {called.get(own[0], own[0])}, whose memory {called.get(other, other)} "
-                "shares; a graph would not see the one change with the other. Give each its own memory, or read both "
-                "through one buffer"
+                f"the forward writes into {called.get(own[0], own[0])}, which shares memory with "
+                f"{called.get(other, other)}, and a graph would not see that both change. Give each its own memory, or "
+                "read both through one buffer"
             )
 
 
@@ -117,7 +117,7 @@ def check_fast_path(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.MultiheadAttention) and module.batch_first and not module.training:
             raise CaptureError(
-                f"without gradients PyTorch evaluates {name or 'the model'}, a {type(module).__name__}, by a fused "
-                "path whose last bits differ and which zeroes what is padded; a graph does not take it. Switch it off: "
+                f"without gradients, PyTorch runs {name or 'the model'}, a {type(module).__name__}, on a fused path. "
+                "Its last bits differ, it sets padded positions to zero, and a graph does not take it. Switch it off: "
                 "torch.backends.mha.set_fastpath_enabled(False)"
             )

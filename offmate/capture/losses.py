@@ -170,7 +170,7 @@ def _tile(graph: fx.Graph, node: fx.Node, device: torch.device) -> None:
     if _may_be_written(graph, source):
         return
     if not _same_bits(given, full.dtype, full.shape[1], reduction, device):
-        log.info("the loss stays whole: in tiles, %s would give other bits", device)
+        log.info("the loss is not split into tiles: on %s, tiles would give other bits", device)
         return
     if cast is not None:
         for move, moved in zip(moves, _moved(moves, source)):

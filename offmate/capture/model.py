@@ -146,10 +146,9 @@ def _advise(model: torch.nn.Module, captured: Captured, chain: Chain) -> None:
     if size > _MANY * sum(param.nbytes for param in params.values()):
         to = ", ".join(sorted({str(dtype) for dtype in found.values()}))
         log.warning(
-            "%s of frozen parameters are float32, but torch.autocast casts them to %s wherever they are read. "
-            "offmate.cast_weights(model, example_inputs=...), called inside the same torch.autocast before "
-            "offmate.compile, keeps them in that precision: half the bytes in RAM, on the link and on the device, and "
-            "the same numbers",
+            "%s of frozen parameters are float32, but torch.autocast casts them to %s wherever they are read. To halve "
+            "their bytes in RAM, on the link and on the device with the same numbers, call offmate.cast_weights(model, "
+            "example_inputs=...) inside the same torch.autocast, before offmate.compile",
             format_bytes(size), to,
         )  # fmt: skip
 
@@ -201,9 +200,9 @@ def choose_differentiated(captured: Captured, chain: Chain, config: Config) -> f
         for name in set(config.gradients_into) - set(captured.output_names[: captured.n_results]):
             if able[name].target is torch.ops.aten.clone.default:
                 raise CaptureError(
-                    f"gradients_into names {name}, into which the forward writes after it was kept; the gradient of "
-                    "the kept value is then unknown. Let the forward make a new tensor instead of writing in place "
-                    "(inplace=False), or return the tensor"
+                    f"gradients_into names {name}, but the forward writes into it after the plan has kept it, so the "
+                    "gradient of the kept value is unknown. Let the forward make a new tensor instead of writing in "
+                    "place (inplace=False), or return the tensor"
                 )
         return frozenset(able[name].name for name in config.gradients_into)
     if not able:

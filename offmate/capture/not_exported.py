@@ -16,34 +16,34 @@ from .data_dependent import LineWanted, line_of, line_of_node
 _ATTRIBUTE = re.compile(r"model attribute: (\S*?)(?:lifted_tensor|_tensor_constant)")  # whose tensor is not known
 
 _SPARSE = (
-    "a sparse tensor, which has no strides, so that it cannot be planned. Hold and use it as a dense one "
-    "(tensor.to_dense()), or multiply by it before the call and pass the product"
+    "a sparse tensor, which has no strides and cannot be planned. Make it dense (tensor.to_dense()), or multiply by it "
+    "before the call and pass the product"
 )
 _VMAP = (
-    "torch.vmap or a transform of torch.func, whose tensors stand for others and have no memory of their own. Write "
-    "the batch as a dimension of the tensors (torch.einsum, torch.bmm, broadcasting), or loop over it"
+    "torch.vmap or a transform of torch.func, whose tensors have no memory of their own. Write the batch as a "
+    "dimension of the tensors (torch.einsum, torch.bmm, broadcasting), or loop over it"
 )
 _PACKED = (
     "it runs a recurrent module on a packed sequence (pack_padded_sequence), whose batch size at each step depends on "
-    "the values of its lengths. Give it the padded sequences, and pick the steps that count by masks or torch.gather, "
-    "or leave this model to plain PyTorch"
+    "the lengths. Pass the padded sequences and select the valid steps with masks or torch.gather, or train this model "
+    "with plain PyTorch"
 )
 _REASONS = (
     ("do not have strides", f"it reads {_SPARSE}"),
     ("functorch", f"it uses {_VMAP}"),
     (
         "Couldn't swap",
-        "it converts a module (.to(), .float(), .half(), .cuda()) while it runs, which replaces parameters; a plan "
-        "moves and updates those that there are. Convert the module before offmate.compile",
+        "it converts a module (.to(), .float(), .half(), .cuda()) while it runs, which replaces parameters. A plan "
+        "moves and updates only the parameters that the model already has. Convert the module before offmate.compile",
     ),
     (
         "fake tensor in the exported program constant's list",
-        "it reads the `.data` of a parameter, or another tensor that a trace does not see being made. Use the "
-        "parameter itself (under torch.no_grad(), or detached), and write into parameters outside of the forward",
+        "it reads the `.data` of a parameter, or another tensor whose origin a trace does not see. Use the parameter "
+        "itself (under torch.no_grad(), or detached), and write into parameters only outside of the forward",
     ),
     (
         "Unsupported input type",
-        "an argument is of a kind that torch.export does not take. Pass tensors, numbers (int(), float()), text, or "
+        "torch.export does not accept an argument of this kind. Pass tensors, numbers (int(), float()), text, or "
         "lists, tuples and dicts of them",
     ),
 )
@@ -63,10 +63,10 @@ def refusal(model: torch.nn.Module, error: Exception) -> CaptureError:
             inside = f", in {module}" if module else ""
             return CaptureError(f"{start}{words} ({type(error).__name__}: {first.partition('. ')[0]}{inside})")
     return CaptureError(
-        f"{start}{type(error).__name__}: {first}. torch.export "
-        "follows no branch on a tensor's values, no data-dependent shape and no object it does not know (a cache, "
-        "for example); run torch.export.export(model, args, kwargs, strict=False) to see its full message, replace "
-        "that construct, or choose attn_implementation='sdpa' or 'eager' for a Hugging Face model"
+        f"{start}{type(error).__name__}: {first}. torch.export cannot follow a branch on a tensor's values, a shape "
+        "that depends on data, or an object of an unknown class (a cache, for example). Run torch.export.export(model, "
+        "args, kwargs, strict=False) to see its full message, and replace that construct; for a Hugging Face model, "
+        "try attn_implementation='sdpa' or 'eager'"
     )
 
 
@@ -93,8 +93,8 @@ def check_dense_tensors(graph: fx.Graph) -> None:
             raise LineWanted(f"the forward {what}{line_of_node(node)}, {_SPARSE}")
         if _gives_sparse_gradient(node):
             raise LineWanted(
-                f"{node.target}{line_of_node(node)} is called with sparse=True, so that the gradient of its weight is "
-                "a sparse tensor, which cannot be planned; call it with sparse=False"
+                f"{node.target}{line_of_node(node)} is called with sparse=True. The gradient of its weight is then a "
+                "sparse tensor, which cannot be planned; call it with sparse=False"
             )
 
 

@@ -110,14 +110,14 @@ class Observer:
             if not same_state(state, drawn[name]):
                 raise CaptureError(
                     f"the forward draws from {name}, so one graph cannot stand for several calls; draw with torch "
-                    "(torch.rand, torch.bernoulli), whose numbers are as in plain PyTorch, or outside of the forward"
-                    + _spec_augment(self.model)
+                    "(torch.rand, torch.bernoulli), which gives the numbers of plain PyTorch, or draw outside of the "
+                    "forward" + _spec_augment(self.model)
                 )
         for path, state in _sources(before).items():
             if state != sources[path]:
                 raise CaptureError(
                     f"the forward draws from {path[1:]}, so one graph cannot stand for several calls; draw with torch, "
-                    "or outside of the forward, and pass what was drawn"
+                    "or draw outside of the forward and pass the result"
                 )
         check_modules(modules, dict(self.model.named_modules(remove_duplicate=False)))
         after = Found(self.model)
@@ -188,7 +188,7 @@ class Observer:
         if odd:
             raise CaptureError(
                 f"the forward sets {attribute[1:]} to a new {type(odd[0]).__name__} at every call, which a graph "
-                "cannot follow; make it once, in __init__"
+                "cannot follow; create it once, in __init__"
             )
         first = attribute in self._read_first
         if not tensors:
@@ -207,8 +207,8 @@ class Observer:
         tensor = isinstance(value, torch.Tensor)
         if grown or (tensor and not isinstance(holder, dict)) or not (tensor or is_simple(value) or value is GONE):
             raise CaptureError(
-                f"the forward changes {attribute[1:]} at every call (now {path[1:]}), which no replay would do; return "
-                "what it keeps, or register a buffer"
+                f"the forward changes {attribute[1:]} at every call (now {path[1:]}), which a plan would not do; "
+                "return the value, or register a buffer"
             )
         if tensor:
             # It is not known which entries were read.
@@ -232,9 +232,9 @@ class Observer:
         except Exception as error:
             first = (str(error).strip().splitlines() or ["no words"])[0]
             raise CaptureError(
-                f"the hook {hook_name(hook)} of {path} failed with {type(error).__name__}: {first}. Capture calls "
-                "every hook inside the model once with tensors that have no values; let it return at once if "
-                "torch.compiler.is_exporting() is true, since it is called with real values afterwards"
+                f"the hook {hook_name(hook)} of {path} failed with {type(error).__name__}: {first}. During capture, "
+                "every hook inside the model is called once with tensors that have no values. Let it return "
+                "immediately if torch.compiler.is_exporting() is true; it is called with real values later"
             ) from error
         now = [*map(version_of, tensors)], {n: id(v) for n, v in vars(module).items()}, _versions(module)
         if result is None and state == now and not of_a_package(hook):
@@ -246,8 +246,8 @@ class Observer:
         for rest in tree.rest:
             if rest is not None and not is_simple(rest[0]) and isinstance(getattr(rest[0], "__dict__", None), dict):
                 raise CaptureError(
-                    f"the hook {hook_name(hook)} of {path} is given a {type(rest[0]).__name__}, into which no replay "
-                    "can put values; let the module return tensors, tuples or dicts, or register the class with "
+                    f"the hook {hook_name(hook)} of {path} is given a {type(rest[0]).__name__}, which a plan cannot "
+                    "fill with values; let the module return tensors, tuples or dicts, or register the class with "
                     "torch.utils._pytree.register_pytree_node"
                 )
         name = f"{path} ({hook_name(hook)})"
@@ -298,4 +298,4 @@ def _spec_augment(model: torch.nn.Module) -> str:
     """Return how to switch off what draws in the speech models of transformers."""
     if not getattr(getattr(model, "config", None), "apply_spec_augment", False):
         return ""
-    return ". This model draws for SpecAugment: model.config.apply_spec_augment = False switches that off"
+    return ". This model draws for SpecAugment; switch it off with model.config.apply_spec_augment = False"

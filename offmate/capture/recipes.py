@@ -112,8 +112,8 @@ class Recipes(TorchDispatchMode):
             return None
         if any(torch.Tag.nondeterministic_seeded in step.func.tags for step in steps):
             raise CaptureError(
-                "an attention mask is drawn at random, and what it lets the model skip differs from call to call; draw "
-                "it before the call and pass it as an argument, or use attn_implementation='eager'"
+                "an attention mask is drawn at random, so the model skips something else at each call; draw it before "
+                "the call and pass it as an argument, or use attn_implementation='eager'"
             )
         result = self._places[id(tensor)]
         text = "; ".join(f"{step.made} = {step.func}{step.given}" for step in steps) + f"; {result}"

@@ -24,8 +24,8 @@ def check_modules(before: dict[str, torch.nn.Module], after: dict[str, torch.nn.
             change = f"of class {type(was).__name__}" if was is not None else "which was not there before"
             raise CaptureError(
                 f"the forward sets the submodule {path}, {change}, to a new {type(module).__name__}, which a graph "
-                "cannot follow. If only its first call does so, run the model once before offmate.compile; otherwise "
-                "make all submodules in __init__"
+                "cannot follow. If only the first call does so, run the model once before offmate.compile. Otherwise, "
+                "create all submodules in __init__"
             )
 
 
@@ -41,8 +41,8 @@ def check_settled(observed: Any, again: Any) -> None:
         raise CaptureError(
             f"the forward changes {path[1:]} at every call and reads it (it left {was!r}, then "
             f"{again.changed[path][2]!r}), so one graph cannot stand for several calls. Make it a buffer "
-            "(register_buffer) and change it by tensor operations, or change it in the loop, outside of the forward: "
-            "then every value is planned by itself"
+            "(register_buffer) and change it with tensor operations. Or change it in the loop, outside of the forward; "
+            "each value then gets its own plan"
         )
 
 
@@ -63,9 +63,9 @@ def check_kept(observed: Any, graph: fx.Graph, outputs: tuple[Any, ...], fixed: 
         made = [o for o in outputs[first : first + counts[index]] if isinstance(o, str)]
         if any(_depends(node_of[name], fixed) for name in made):
             raise CaptureError(
-                f"the forward reads {path[1:]} and sets it to a new tensor, so that every call continues from the one "
-                "before, which a graph cannot follow. Register it as a buffer (register_buffer) from the start, or let "
-                "the forward set the attribute before it reads it"
+                f"the forward reads {path[1:]} and sets it to a new tensor. Each call thus depends on the previous "
+                "one, which a graph cannot follow. Register it as a buffer (register_buffer) from the start, or let "
+                "the forward set it before reading it"
             )
 
 

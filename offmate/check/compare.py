@@ -26,8 +26,8 @@ class Outcome(enum.Enum):
 
     EQUAL = "equal: all numbers are plain PyTorch's, bit for bit"
     REFUSED = "refused: offmate cannot train this model"
-    DIFFERENT = "different: offmate's numbers are not plain PyTorch's, which is a fault of offmate; please report it"
-    FAILED = "failed: offmate ended with an error that is not its own, which is a fault of offmate; please report it"
+    DIFFERENT = "different: offmate's numbers differ from plain PyTorch's. This is a bug in offmate; please report it"
+    FAILED = "failed: offmate ended with an unexpected error. This is a bug in offmate; please report it"
     UNSTABLE = "unstable: plain PyTorch differs from itself when it is run twice, so nothing can be compared"
     PLAIN_FAILS = "plain PyTorch fails: the model does not train as it is given"
 
@@ -171,7 +171,7 @@ def difference(plain: Run, run: Run) -> str:
             return f"the loss of step {step + 1} is {found.item():.9g}, plain PyTorch's is {expected.item():.9g}"
     if plain.tensors.keys() != run.tensors.keys():
         names = sorted(plain.tensors.keys() ^ run.tensors.keys())
-        return f"{len(names)} tensors exist on one side only, {names[0]} among them"
+        return f"{len(names)} tensors exist on one side only, such as {names[0]}"
     odd = [name for name, expected in plain.tensors.items() if not same_bits(expected, run.tensors[name])]
     if odd:
         return (

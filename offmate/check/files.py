@@ -37,7 +37,7 @@ def subject_in(path: Path) -> Subject:
     if objects:
         kind = type(names[objects[0]]).__name__
         raise OffmateError(
-            f"{objects[0]} in {path} is a {kind}; define a function that makes it, since every run needs a new one: "
+            f"{objects[0]} in {path} is a {kind}; define a function that returns it, since every run needs a new one: "
             f"def {objects[0]}({'model' if objects[0] == 'optimizer' else ''}): return ..."
         )
     missing = [name for name in ("model", "batch") if name not in functions]

@@ -53,7 +53,8 @@ def subject_of(name: str, config: Any, tiny: bool = True) -> Subject:
             return Subject(name, build, batch)
         return Subject(name, lambda build=build: WithLoss(build()), batch)  # type: ignore[misc]
     raise OffmateError(
-        f"model {name!r} cannot be built and run in plain PyTorch: {said[0] if said else 'no model of it'}"
+        f"model {name!r} cannot be built and run in plain PyTorch: "
+        f"{said[0] if said else 'transformers has no such model'}"
     )
 
 

@@ -58,7 +58,7 @@ def assistants(piece: Piece, ids: list[int], tokenizer: Any) -> list[bool]:
         spans, fault = _by_prefixes(messages, piece.place, ids, tokenizer)
         mask = _mask(spans, len(ids)) if not fault else _by_marks(messages, ids, tokenizer, _training(tokenizer))
         if mask is None:
-            raise OffmateError(f"{piece.place}: which tokens are the assistant's cannot be told: {fault}. {_REMEDY}")
+            raise OffmateError(f"{piece.place}: cannot tell which tokens are the assistant's: {fault}. {_REMEDY}")
     if piece.trained_from:
         begin = len(_encode(rendered(messages[: piece.trained_from], piece.place, tokenizer), tokenizer))
         mask = [own and number >= begin for number, own in enumerate(mask)]
@@ -88,13 +88,13 @@ def _by_prefixes(
             tokens = _encode(text, tokenizer)
             if not whole.startswith(text):
                 return [], (
-                    f"the chat template writes the first {count} of {len(messages)} messages in another way once "
-                    "later ones follow"
+                    f"the chat template writes the first {count} of {len(messages)} messages differently when others "
+                    "follow"
                 )
             if ids[: len(tokens)] != tokens:
                 words = "begins" if asks else "ends"
                 return [], (
-                    f"where message {number + 1} {words}, a token reaches across; remove blanks and line breaks at "
+                    f"one token covers the place where message {number + 1} {words}; remove spaces and line breaks at "
                     "both ends of that message"
                 )
             edges.append(len(tokens))

@@ -138,8 +138,8 @@ def _readable(file: Path) -> Iterator[None]:
     except Exception as error:
         words = (str(error).splitlines() or [""])[0][:200]
         raise OffmateError(
-            f"{file} holds something else than a run writes there ({type(error).__name__}: {words}); remove "
-            f"{file.parent} to resume from an older checkpoint, or start a new run"
+            f"{file} does not hold what a run writes there ({type(error).__name__}: {words}); remove {file.parent} to "
+            "resume from an older checkpoint, or start a new run"
         ) from error
 
 

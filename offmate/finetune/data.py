@@ -168,7 +168,7 @@ def _csv(file: Path) -> Iterator[Piece]:
         except csv.Error as error:
             raise OffmateError(
                 f"{file}, line {table.line_num}: broken CSV: {error}; the first line names the columns, such as "
-                "prompt,completion, and a field with a comma, quote or line break stands in double quotes"
+                "prompt,completion, and a field with a comma, quote or line break needs double quotes"
             ) from None
 
 

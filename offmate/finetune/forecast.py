@@ -144,7 +144,7 @@ def _work(at: Position) -> Work:
         if not verify_tokens(packed):
             raise OffmateError(f"{folder}: the run's tokens have changed; start a new run in another folder")
     if at.moment is not None and packed.digest != at.moment.tokens:
-        raise OffmateError(f"{settings.data!r} is not the data that the run began with; restore it, or start a new run")
+        raise OffmateError(f"{settings.data!r} has changed since the run began; restore it, or start a new run")
     length, size = settings.sequence_length or 0, settings.batch_size
     batches = Batches(packed.train, length, size, settings.accumulation, settings.seed, keeps_all=not packed.tally)
     batches.check()

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import ArgumentValueError, OffmateError
 
-_REMEDY = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
+_REMEDY = "log in with `hf auth login`, or set HF_TOKEN to a token with write access"
 
 
 def check_push(repository: str | None) -> None:
@@ -20,11 +20,13 @@ def check_push(repository: str | None) -> None:
     try:
         owner = hub.HfApi().whoami()
     except Exception as error:  # the library's errors and those of its HTTP client
-        raise OffmateError(f"push {repository!r}: the Hub does not answer ({_first_line(error)}); {_REMEDY}") from error
+        raise OffmateError(
+            f"push {repository!r}: the Hub does not respond ({_first_line(error)}); {_REMEDY}"
+        ) from error
     names = [owner["name"], *(org["name"] for org in owner.get("orgs", []))]
     if repository.partition("/")[0] not in names:
         raise ArgumentValueError(
-            f"push {repository!r}: you are logged in as {owner['name']!r} and may write to {', '.join(names)} only"
+            f"push {repository!r}: you are logged in as {owner['name']!r} and may write only to {', '.join(names)}"
         )
 
 

@@ -130,7 +130,10 @@ def _plan(at: Position, loaded: Loaded) -> tuple[Plan, Config]:
     except InfeasibleBudget:
         if at.kind != EMULATED or split == Split():
             raise
-        log.info("the earlier split of updates does not fit the new budget; a new one changes no bits on this device")
+        log.info(
+            "the earlier split of updates does not fit the new budget, so a new one is used; on this device, this "
+            "changes no bits"
+        )
         config = Config(outputs=OUTPUTS)
         plan = _planned(at.settings, loaded, config)
     # The plan that the earlier run followed, if it is for the same problem.

@@ -114,8 +114,8 @@ def machine_of(kind: str) -> tuple[str, str]:
     if known:
         return max(known, key=len), ""
     return _STAND_IN, (
-        f"no rates of {words(where)} are known, so speed and hours are those of {load(_STAND_IN).name} until the model "
-        "is loaded and measured; memory is this card's"
+        f"the speed of {words(where)} is not known, so speed and hours are those of {load(_STAND_IN).name} until the "
+        "model is loaded and measured; memory is that of this GPU"
     )
 
 
@@ -154,7 +154,7 @@ def memory_doubt(needed_bytes: int, available_bytes: int | None = None) -> list[
         return []
     return [
         f"the run needs {format_least_bytes(needed_bytes)} of CPU memory, but {format_bytes(free)} are free; free "
-        "memory, or take a smaller model"
+        "memory, or use a smaller model"
     ]
 
 

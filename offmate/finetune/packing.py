@@ -112,7 +112,7 @@ def read_tokens(folder: Path) -> Packed:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise OffmateError(
             f"{folder}: the run's tokens are damaged ({_META}: {type(error).__name__}: {error}); remove that folder "
-            "and resume, and they are made again from the data"
+            "and resume to make them again from the data"
         ) from None
     return Packed(splits[0], splits[1], digest, tally)
 
@@ -180,7 +180,7 @@ class Batches:
         """Raise OffmateError if there are not enough tokens for one step."""
         if self.steps_per_epoch == 0:
             needed = self.sequence_length * self.batch_size * self.accumulation
-            unused = f" ({self.n_unused} sequences have none to train on)" if self.n_unused else ""
+            unused = f" ({self.n_unused} sequences have no tokens to train on)" if self.n_unused else ""
             raise OffmateError(
                 f"the data hold {len(self.tokens)} training tokens{unused}, fewer than the {needed} of one step "
                 f"({self.batch_size} × {self.sequence_length} × accumulation {self.accumulation}); use more "

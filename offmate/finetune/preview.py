@@ -62,7 +62,10 @@ class Work:
         """List what looks wrong whatever the plan is."""
         found, warmup = [], settings.warmup(self.n_steps)
         if warmup >= self.n_steps > 1 or warmup > self.n_steps:
-            found.append(f"warmup_steps is {warmup} of {self.n_steps} steps, so the warm-up never ends")
+            found.append(
+                f"warmup_steps is {warmup} of {self.n_steps} steps, so the warm-up never ends; lower it, or train for "
+                "more steps"
+            )
         if settings.eval_fraction > 0 and len(self.packed.eval) < 2:
             found.append("no document is held out, so nothing is evaluated; raise eval_fraction, or set it to 0")
         return found
@@ -130,7 +133,7 @@ class Preview:
         ]
 
     def _of_device(self) -> str:
-        return ", those of the emulated device included" if self.kind == EMULATED else ""
+        return ", including those of the emulated device" if self.kind == EMULATED else ""
 
     def doubts(self, memory: bool = True) -> list[str]:
         """List what looks wrong, a sentence each; empty if nothing does.
@@ -145,7 +148,7 @@ class Preview:
         if self.plan.predicted_step_s > max(_SLOW * compute_s, _SLOW_S):
             found.append(
                 f"a step takes {self.plan.predicted_step_s / compute_s:.1f} times as long as its compute, so data "
-                "movement limits it; a larger gpu_budget or batch_size helps"
+                "movement limits it; raise gpu_budget or batch_size"
             )
         if self.left_s > _LONG_S:
             found.append(f"the run takes {self.left_s / 86400:.0f} days; try fewer steps or a shorter sequence_length")

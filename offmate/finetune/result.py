@@ -65,7 +65,7 @@ def card(settings: Settings, n_steps: int, figures: LastFigures) -> str:
         f"- Steps: {n_steps:,}, of {tokens:,} tokens each; {settings.optimizer}, learning rate "
         f"{settings.learning_rate or 0:g}, seed {settings.seed}",
         *([f"- Losses: {', '.join(losses)}"] if losses else []),
-        f"- Made with offmate {VERSION}: `{given}`; `finetune.yaml` has every setting",
+        f"- Made with offmate {VERSION}: `{given}`; `finetune.yaml` lists all settings",
     ]
     head = ["---", f"base_model: {settings.model}", "library_name: " + ("peft" if settings.lora else "transformers")]
     title = f"# {Path(settings.output).name}"

@@ -152,7 +152,7 @@ def _chat(turns: Any, place: str, kind: str) -> list[Message]:
         except (ValueError, RecursionError) as error:
             raise _unusable(place, f"a chat that is broken JSON ({error})", kind) from None
     if not isinstance(turns, list):
-        raise _unusable(place, f"{str(turns)[:80]!r} is no list of messages", kind)
+        raise _unusable(place, f"{str(turns)[:80]!r} is not a list of messages", kind)
     return [_message(turn, place, kind) for turn in turns]
 
 
@@ -163,7 +163,7 @@ def _message(turn: Any, place: str, kind: str) -> Message:
     if named and "from" in turn and "value" in turn and kind == "ShareGPT":
         role = _SPEAKERS.get(str(turn["from"]).lower())
         if role is None:
-            raise _unusable(place, f"{turn['from']!r} speaks, which is none of {', '.join(_SPEAKERS)}", kind)
+            raise _unusable(place, f"the speaker {turn['from']!r} is not one of {', '.join(_SPEAKERS)}", kind)
         return {"role": role, "content": turn["value"]}
     words = "'from' and 'value'" if kind == "ShareGPT" else "'role' and 'content'"
     raise _unusable(place, f"a message without {words}: {str(turn)[:80]}", kind)
@@ -187,6 +187,6 @@ def _check_characters(text: str, place: str) -> None:
         half = ascii(text[error.start])
         near = ascii(text[max(0, error.start - 20) : error.start])
         raise OffmateError(
-            f"{place}: {half} is half of a character, such as an emoji that was cut in two (after {near}); mend or "
+            f"{place}: {half} is half of a character, such as an emoji that was cut in two (after {near}); fix or "
             f"remove the line. A good one is {EXAMPLES['text']}"
         ) from None

@@ -51,11 +51,11 @@ def read_prompts(settings: Settings, tokenizer: Any, n_positions: int | None) ->
     for number, prompt in enumerate(settings.sample, start=1):
         ids = _ids(prompt, f"sample {number}", tokenizer)
         if not ids:
-            raise ArgumentValueError(f"sample {prompt!r} has no tokens; write at least a word")
+            raise ArgumentValueError(f"sample {prompt!r} has no tokens; write at least one word")
         if n_positions is not None and len(ids) + settings.sample_tokens > n_positions:
             raise ArgumentValueError(
-                f"sample {number} has {len(ids):,} tokens, and sample_tokens is {settings.sample_tokens:,}; the model "
-                f"takes at most {n_positions:,} in all"
+                f"sample {number} has {len(ids):,} tokens, and sample_tokens is {settings.sample_tokens:,}, but the "
+                f"model takes at most {n_positions:,} in all; shorten one of them"
             )
         found.append(torch.tensor([ids]))
     return Prompts(settings.sample, tuple(found))
@@ -107,7 +107,7 @@ def sample_lines(
     where = (
         f"{format_bytes(found.streamed_bytes)} of parameters are copied to the device for every token"
         if found.streamed_bytes
-        else "all parameters stay on the device meanwhile"
+        else "all parameters stay on the device during this"
     )
     times = f"at least {format_seconds(token_s)} per token, {format_seconds(tokens * token_s)} each"
     return [f"{what}; {where}: {times}"]

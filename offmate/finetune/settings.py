@@ -166,7 +166,7 @@ class Settings:
             raise ArgumentValueError(f"merge is {_short(self.merge)}; it must be true or false")
         if self.merge and self.lora is None:
             raise ArgumentValueError(
-                "merge is for adapters, and this run trains all parameters; add --lora, or leave it"
+                "merge is for adapters, but this run trains all parameters; add --lora, or leave out merge"
             )
         for name in ("gpu_budget", "cpu_budget"):
             _size(name, getattr(self, name))

@@ -58,7 +58,7 @@ def resolved(settings: Settings, folder: Path) -> Settings:
     limit = n_positions(folder)
     length = settings.sequence_length
     if length is not None and limit is not None and length > limit:
-        raise ArgumentValueError(f"sequence_length is {length}; the model takes at most {limit} tokens")
+        raise ArgumentValueError(f"sequence_length is {length}, but the model takes at most {limit} tokens")
     length = length or min(_DEFAULT_LENGTH, limit or _DEFAULT_LENGTH)
     settings = resolved_precision(settings, stored_dtype(folder, load_config(folder)))
     return replace(settings, sequence_length=length, learning_rate=base_learning_rate(settings))
@@ -74,5 +74,6 @@ def check_vocabulary(tokenizer: Any, folder: Path) -> None:
     size = load_config(folder).get_text_config().vocab_size
     if len(tokenizer) > size:
         raise OffmateError(
-            f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model only {size}; they do not belong together"
+            f"{folder}: the tokenizer has {len(tokenizer)} tokens, but the model has only {size}; use the tokenizer "
+            "that belongs to the model"
         )

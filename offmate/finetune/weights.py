@@ -211,7 +211,7 @@ def _read_weights(folder: Path, dtype: torch.dtype, exact: list[str]) -> Iterato
         try:
             yield from _read_file(file, dtype, exact)
         except _DAMAGE as error:
-            raise OffmateError(f"{file}: damaged weights: {error}") from error
+            raise OffmateError(f"{file}: the weights are damaged: {error}") from error
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -220,7 +220,9 @@ def _weight_files(folder: Path) -> list[Path]:
         try:
             files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
         except _DAMAGE as error:
-            raise OffmateError(f"{index}: a damaged index of weights: {type(error).__name__}: {error}") from error
+            raise OffmateError(
+                f"{index}: the index of the weights is damaged: {type(error).__name__}: {error}"
+            ) from error
     else:
         files = [folder / "model.safetensors"]
     for file in files:

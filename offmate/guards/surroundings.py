@@ -50,9 +50,9 @@ def chosen_by_time() -> str:
     if not (torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark):
         return ""
     return (
-        "torch.backends.cudnn.benchmark is on: cuDNN times its convolutions and takes the fastest whose workspace "
-        "fits into what memory is left, so that bits can differ from run to run and from plain PyTorch's. Set it to "
-        "False for numbers that stay the same"
+        "torch.backends.cudnn.benchmark is on: cuDNN measures its convolutions and takes the fastest one whose "
+        "workspace fits into the free memory. Bits can then differ from run to run and from plain PyTorch. Set it to "
+        "False for reproducible numbers"
     )
 
 

@@ -130,10 +130,10 @@ class OffmateTrainerMixin(PlannedSteps):
         if isinstance(self.model, PlannedModule):
             if self._compiled is not self.model:
                 raise OffmateError(
-                    f"the model of this {type(self).__name__} was compiled by offmate before, so that the trainer's "
-                    "max_grad_norm, gradient_accumulation_steps, optimizer and gpu_budget would not count. Give the "
-                    "trainer the model itself, or a copy (copy.deepcopy(model)); it compiles its model when training "
-                    "starts. A compiled model trains with an unmodified Trainer"
+                    f"the model of this {type(self).__name__} is already compiled by offmate, so the trainer's "
+                    "max_grad_norm, gradient_accumulation_steps, optimizer and gpu_budget would have no effect. Pass "
+                    "the plain model, or a copy (copy.deepcopy(model)), and the trainer compiles it when training "
+                    "starts. Or train the compiled model with an unmodified Trainer"
                 )
             return optimizer
         settings = dict(self._offmate_settings)
@@ -188,7 +188,7 @@ def _check_arguments(args: Any) -> None:
         "fsdp": (args.fsdp, "offmate plans one unsharded model on one device; turn it off"),
         "deepspeed": (args.deepspeed, "DeepSpeed places tensors itself; turn it off"),
         "auto_find_batch_size=True": (args.auto_find_batch_size, "a plan keeps its budget; choose a batch size"),
-        f"{args.world_size} processes": (args.world_size > 1, "offmate runs one process on one device so far"),
+        f"{args.world_size} processes": (args.world_size > 1, "offmate supports only one process on one device so far"),
     }
     for name, (asked, why) in refused.items():
         if asked:

@@ -71,8 +71,8 @@ def check_inductor(kind: str) -> None:
         raise DeviceError(f'backend="inductor": Inductor writes no code for {where.type!r}; leave backend at "eager"')
     if not inductor.has_triton():
         raise DeviceError(
-            f'backend="inductor" needs Triton on {where}, and it is not installed or does not know the card (compute '
-            f"capability 7.0 or higher); pip install triton, {instead}"
+            f'backend="inductor" needs Triton on {where}, but it is not installed or does not support this GPU '
+            f"(compute capability 7.0 or higher); pip install triton, {instead}"
         )
 
 
@@ -117,7 +117,7 @@ def _compiled_pair(
     decision = _decided_again(graph, programs)
     if decision is not None:
         log.info(
-            "%s: not compiled, since the backward runs %s again, which might decide differently if rounded differently",
+            "%s: not compiled, since the backward runs %s again, which may decide differently if its rounding differs",
             words, decision,
         )  # fmt: skip
         return programs
@@ -173,7 +173,8 @@ def _compiled_or_not(graph: ClassGraph, program: BlockProgram, key: _Key, words:
         return program
     if peak_bytes > program.rise_bytes + room:
         log.info(
-            "%s: not compiled, since Inductor's code would hold %s where the plan counts %s and has room for %s more",
+            "%s: not compiled, since Inductor's code would hold %s, but the plan counts %s and has room for only %s "
+            "more",
             words, format_bytes(peak_bytes), format_bytes(program.rise_bytes), format_bytes(room),
         )  # fmt: skip
         return program
@@ -202,7 +203,7 @@ def _check_operators(program: BlockProgram) -> None:
             # It counts from the start of the storage, of which Inductor knows only the view that it is given.
             raise Unfit(f"{target} reads memory outside the tensors that the block is given")
         if target is torch.ops.aten.cudnn_batch_norm.default:
-            raise Unfit(f"{target} writes running statistics without saying so")
+            raise Unfit(f"{target} writes running statistics without declaring it")
 
 
 def compile_function(

@@ -74,13 +74,13 @@ class _OneAtATime(abc.ABC):
         elif before is not None and before.is_alive:
             if before.is_here:
                 raise ProtocolError(
-                    "a compiled model is called inside the backward() of the first iteration of its kind, which is "
-                    "being measured; call it there from the second iteration on, or after backward()"
+                    "a compiled model is called inside the backward() of the first iteration of its kind, while that "
+                    "iteration is measured; call it after backward(), or inside it only from the second iteration on"
                 )
             raise ProtocolError(
                 f"the first iteration of a model in thread {before._thread.name!r} is being measured, and a process "
-                "measures one at a time. Finish it there first, with optimizer.step() or model.offmate.sync(), before "
-                f"thread {threading.current_thread().name!r} calls a model for the first time"
+                "measures one at a time. Finish it there with optimizer.step() or model.offmate.sync() before thread "
+                f"{threading.current_thread().name!r} calls a model for the first time"
             )
         self._thread, self._process = threading.current_thread(), os.getpid()
         _OneAtATime._under_way = self
@@ -137,8 +137,8 @@ class AllocationLog(_OneAtATime):
     def __enter__(self) -> AllocationLog:
         if profiler_is_on() and self._under_way is None:
             raise ProtocolError(
-                "a profiler is on in this thread, and the first call of each kind is measured with PyTorch's profiler, "
-                "of which a thread can have one. Train one iteration first, and begin to profile after it"
+                "a profiler is running in this thread, but offmate measures the first call of each kind with PyTorch's "
+                "profiler, and a thread can run only one. Train one iteration first, and start your profiler after it"
             )
         self._begin()
         _let_children_end()

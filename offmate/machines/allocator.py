@@ -41,11 +41,11 @@ def check_allocator(device: torch.device | None) -> None:
     rest = ",".join(_others())
     remedy = f"Start Python without {' and '.join(variables)}" if variables else "Leave out the call that sets this"
     if variables and rest:
-        remedy += f", or with {variables[0]}={rest} alone"
+        remedy += f", or with only {variables[0]}={rest}"
     raise DeviceError(
-        f"the allocator of {device} runs with {', '.join(refused)}. It then cuts and reserves memory in another way "
-        f"than plans count on, and a step could run out of memory within its budget. {remedy}; a plan leaves no gaps "
-        "that such settings would have to avoid"
+        f"the allocator of {device} runs with {', '.join(refused)}. It then splits and reserves memory differently "
+        f"from what plans assume, and a step could run out of memory within its budget. {remedy}. Plans do not need "
+        "such settings, since they leave no gaps"
     )
 
 

@@ -132,7 +132,7 @@ def _capacities(card: torch.device | None) -> dict[str, tuple[int, str]]:
     available = available_host_bytes()
     if card is None:
         half = available // 2
-        text = "half of the host memory that was available: the CPU emulates the device"
+        text = "half of the available RAM, since the CPU emulates the device"
         return {"device_memory_bytes": (half, text), "host_memory_bytes": (half, "the other half")}
     total = torch.accelerator.get_memory_info(card)[1]
     return {

@@ -53,7 +53,9 @@ def device_kind(device: str | torch.device | None) -> str:
         )
     index = torch.accelerator.current_device_index() if asked.index is None else asked.index
     if index >= torch.accelerator.device_count():
-        raise UnknownDevice(f"device={name!r}: the last of the devices here is {torch.accelerator.device_count() - 1}")
+        raise UnknownDevice(
+            f"device={name!r} does not exist; the last device here has number {torch.accelerator.device_count() - 1}"
+        )
     return f"{asked.type}:{index}"
 
 
@@ -96,13 +98,14 @@ def check_budget(kind: str, budget_bytes: int) -> None:
         )
     if budget_bytes <= 0:
         raise DeviceError(
-            f"nothing of {words(where)} is left to plan with: of {format_bytes(total)} other processes hold "
-            f"{format_bytes(total - free - held)}, contexts included. End them, or wait"
+            f"no memory of {words(where)} is left for a plan: other processes hold {format_bytes(total - free - held)} "
+            f"of {format_bytes(total)}, including contexts. End them, or wait"
         )
     if budget_bytes > free + held:
         raise DeviceError(
             f"gpu_budget is {format_bytes(budget_bytes)}, but only {format_bytes(free + held)} of {words(where)} are "
-            f"free: other processes hold {format_bytes(total - free - held)}, contexts included. End them, or give less"
+            f"free: other processes hold {format_bytes(total - free - held)}, including contexts. End them, or lower "
+            "gpu_budget"
         )
 
 

@@ -144,7 +144,7 @@ def load(name_or_path: str) -> Hardware:
         near = difflib.get_close_matches(name_or_path.lower(), names(), n=3, cutoff=0.4)
         hint = f"Did you mean {' or '.join(near)}? " if near else ""
         raise ArgumentValueError(
-            f"hardware {name_or_path!r} is not known. {hint}Known are {', '.join(names())}; or name a file that "
+            f"hardware {name_or_path!r} is not known. {hint}Choose one of {', '.join(names())}, or give a file that "
             "`offmate profile --json FILE` wrote"
         )
     try:
@@ -171,7 +171,7 @@ def _parse(data: Any, where: str) -> Hardware:
     basis = data.get("basis", "")
     if basis not in ("", *BASES):
         raise ArgumentValueError(
-            f"{where}: basis is {reprlib.repr(basis)}; it must be one of {', '.join(BASES)}, or be left out"
+            f"{where}: basis is {reprlib.repr(basis)}; it must be one of {', '.join(BASES)}, or left out"
         )
     shared_cores = data.get("shared_cores", False)
     if not isinstance(shared_cores, bool):

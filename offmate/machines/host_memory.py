@@ -49,7 +49,7 @@ def _mem_available_bytes(meminfo: Path) -> int:
     for line in _read(meminfo).splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise OffmateError(f"{meminfo} does not say how much host memory is available; pass cpu_budget=, such as '16GiB'")
+    raise OffmateError(f"{meminfo} does not say how much RAM is available; pass cpu_budget=, such as '16GiB'")
 
 
 def _own_groups(proc: Path, mount: Path, controller: str) -> list[Path]:

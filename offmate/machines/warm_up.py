@@ -30,7 +30,7 @@ def warm_up(device: torch.device) -> None:
             try:
                 _step(device, dtype)
             except RuntimeError as error:  # such as a kernel that this device lacks; the model will say what it needs
-                log.debug("%s was not warmed up for %s: %s", device, dtype, error)
+                log.debug("could not warm up %s for %s: %s", device, dtype, error)
     torch.accelerator.synchronize(device)
     torch.accelerator.empty_cache()
 

@@ -29,15 +29,15 @@ def with_master_weights(kind: type[torch.optim.Optimizer]) -> Any:
     """Return a class of optimizers that do what `kind` does, on float32 copies of bfloat16 and float16 parameters.
 
     A copy is part of its parameter's state, under "master", next to moments in float32. It is saved, loaded and moved
-    like any state. Float32 parameters are updated directly. What is written into a parameter counts: before the next
-    update, its copy takes the elements that are no longer the copy's, rounded, and keeps the others in float32. If the
-    copy was written into since the last step, the copy counts; one that was put in its place counts as loaded.
+    like any state. Float32 parameters are updated directly. Edits of a parameter count: before the next update, its
+    copy takes over the elements that no longer equal the rounded copy, and keeps the others in float32. If the copy
+    itself was edited since the last step, the copy counts. A copy that replaces it counts as loaded.
 
     Parameters
     ----------
-    kind: a torch.optim class whose update is per parameter, such as `torch.optim.AdamW`.
+    kind: a torch.optim class that updates each parameter independently, such as `torch.optim.AdamW`.
 
-    Returns: the class; it takes the same arguments as `kind`. Raises: ArgumentTypeError if it is no optimizer's class.
+    Returns: the class; it takes the same arguments as `kind`. Raises: ArgumentTypeError if `kind` is no such class.
     """
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
         given = f"an optimizer ({type(kind).__name__})" if isinstance(kind, torch.optim.Optimizer) else repr(kind)

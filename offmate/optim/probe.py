@@ -16,7 +16,7 @@ from .masters import first_state
 
 _STEPS = 3
 _SIZES = (2, 3, 2, 3, 2, 3)
-_REMEDY = "compile without optimizer= and call its step() yourself: gradients then land in .grad on the host"
+_REMEDY = "compile without optimizer= and call its step() yourself: gradients are then in .grad on the CPU"
 
 _PLAIN = (torch.Tensor, bool, int, float, str, type(None))
 
@@ -51,11 +51,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     finally:
         torch.set_rng_state(random_state)
     if drew:
-        raise OffmateError(f"{name} draws random numbers in its update, in an order that a plan changes; {_REMEDY}")
+        raise OffmateError(f"{name} draws random numbers in its updates, and a plan changes their order; {_REMEDY}")
     if not all(map(_same, together, alone)):
         raise OffmateError(
-            f"{name} looks across parameters: updating two together gives other values than updating each by itself, "
-            f"and a plan updates each one as soon as its gradient is ready; {_REMEDY}"
+            f"{name} combines parameters: updating two together gives other values than updating each alone, but a "
+            f"plan updates each as soon as its gradient is ready; {_REMEDY}"
         )
 
 

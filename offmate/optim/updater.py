@@ -109,9 +109,9 @@ class Updater:
             self._times(like, {**_hyper(group), **form}, _CPU).update_s for form in ({}, {"fused": True})
         )
         log.info(
-            "%s updates as plain PyTorch does on a CPU, since neither fused nor foreach was given; with "
-            "%s(..., fused=True) an update took %.2g s instead of %.2g s here (a tensor of %d elements), and its "
-            "numbers are plain PyTorch's with fused=True",
+            "%s updates as plain PyTorch does on a CPU, since neither fused nor foreach was given. With %s(..., "
+            "fused=True), an update took %.2g s instead of %.2g s here (a tensor of %d elements), with the numbers of "
+            "plain PyTorch with fused=True",
             *(kind, kind, fused_s, plain_s, _SHOWN_ELEMENTS),
         )
 
@@ -147,8 +147,8 @@ class Updater:
                     key = changed[0]
                     raise ProtocolError(
                         f"{key} changed from {then.get(key)} to {now[key]} between backward() and optimizer.step(); "
-                        "updates have begun during the backward with the old value. Change it after optimizer.step(), "
-                        "as schedulers do"
+                        "updates began with the old value, during the backward. Change it after optimizer.step(), as "
+                        "schedulers do"
                     )
 
     def __call__(
@@ -305,8 +305,8 @@ def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
             if param not in names:
                 raise OffmateError(
                     f"parameter group {index} of the optimizer holds a tensor of shape {tuple(param.shape)} that is "
-                    "not a parameter of the model; build the optimizer from model.parameters() after every change to "
-                    "the model, and compile the model that it was built from"
+                    "not a parameter of the model; build the optimizer from model.parameters() after all changes to "
+                    "the model, and compile that same model"
                 )
             found[param] = names[param]
     return found

@@ -79,7 +79,7 @@ def differences(plan: Plan, request: Request, planned: bool) -> list[str]:
     sides = {"host": plan.split.device, "device": plan.split.host}
     agrees = updates.agrees(plan.split) if isinstance(updates, Split) else not sides.get(updates)
     if not agrees:
-        found.append("the plan updates parameters on another side than Config(updates=) says")
+        found.append("the plan updates parameters on a different side than Config(updates=) requires")
     return found
 
 

@@ -53,14 +53,14 @@ def fitted(
         found = reserve(device, rehearsals(prepared, model, updated), budget_bytes)
         if isinstance(found, Reserved):
             place = replace(found.place, updated={name: updated(name) for name in plan.schedule.update_device_s})
-            log.info("%s per iteration are moved within the device, to make room", format_bytes(place.moved_bytes))
+            log.info("%s per iteration are moved within GPU memory, to make room", format_bytes(place.moved_bytes))
             least = _least_that_works(make, model, updated, device, budget_bytes, prepared)
             return _placed(prepared, found, least), place
         least_taken = plan.least_budget_bytes - plan.allocator_bytes
         if margin >= budget_bytes - least_taken:
             break
         needed = max(found.needed_bytes, budget_bytes * 101 // 100)
-        log.info("a plan needs %s, gaps in the allocator's memory included", format_bytes(needed))
+        log.info("a plan needs %s, including gaps in the allocator's memory", format_bytes(needed))
         # Gaps are roughly proportional to what the plan really takes, which may be less than its budget.
         taken = (plan.predicted_peak_bytes - plan.allocator_bytes) * budget_bytes // needed
         margin = budget_bytes - (max(taken, least_taken) if tried < _PLANS else least_taken)
@@ -179,11 +179,11 @@ def _placed(prepared: Prepared, reserved: Reserved, least_bytes: int) -> Prepare
 def _refusal(budget_bytes: int, needed_bytes: int, plan: Plan) -> InfeasibleBudget:
     tensors = plan.predicted_peak_bytes - plan.allocator_bytes
     free = plan.problem is None or all(group.side == "any" for group in plan.problem.groups)
-    pinned = "" if free else ", or let Config(updates='auto') choose who updates what, which can change the last bits"
+    pinned = "" if free else ", or use Config(updates='auto'), which can change the last bits"
     return InfeasibleBudget(
-        f"no plan could be placed in a budget of {format_bytes(budget_bytes)}: the smallest one needs "
-        f"{format_bytes(tensors)} for its tensors, and more for the gaps between them; "
-        f"{format_least_bytes(needed_bytes)} works. Raise gpu_budget or make the batch smaller{pinned}",
+        f"no plan fits a budget of {format_bytes(budget_bytes)}: the smallest one needs {format_bytes(tensors)} for "
+        f"its tensors, and more for the gaps between them; {format_least_bytes(needed_bytes)} is enough. Raise "
+        f"gpu_budget or make the batch smaller{pinned}",
         budget_bytes=budget_bytes,
         least_budget_bytes=needed_bytes,
     )

@@ -114,9 +114,9 @@ def _check_given(given: Plan, known_as: list[str], subject: Subject) -> None:
     known = differences(given, request, subject.updater is not None)
     known.append(f"fingerprint {given.fingerprint}, now {known_as[0]}")
     raise PlanFileError(
-        "the plan was made for another model, batch, optimizer, budget, machine (hardware=), max_grad_norm, "
-        f"grad_scaler, accumulation_steps or Config ({'; '.join(known)}); "
-        "plan again with offmate.plan and the same arguments"
+        "the plan does not match this model, batch, optimizer, budget, machine (hardware=), max_grad_norm, "
+        f"grad_scaler, accumulation_steps or Config ({'; '.join(known)}); plan again with offmate.plan and the same "
+        "arguments"
     )
 
 

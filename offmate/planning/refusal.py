@@ -29,18 +29,18 @@ def refusal(lowered: Lowered, request: Request, fixed: int) -> InfeasibleBudget:
     least = least_budget(problem, time_limit_s=config.solver_time_limit_s, backend=config.solver)
     if least.resource == "host":
         return InfeasibleBudget(
-            f"{format_bytes(host_budget_bytes)} of host memory are not enough: even with unlimited GPU memory training "
-            f"needs {format_least_bytes(least.bytes)} there. Raise cpu_budget or free host memory, raise gpu_budget so "
-            "that less leaves the device, choose an optimizer with less state, or freeze a part of the model" + sides,
+            f"{format_bytes(host_budget_bytes)} of RAM is not enough: even with unlimited GPU memory, training needs "
+            f"{format_least_bytes(least.bytes)}. Raise cpu_budget or free RAM, raise gpu_budget so that less has to "
+            "leave the GPU, choose an optimizer with less state, or freeze a part of the model" + sides,
             budget_bytes=budget_bytes,
         )
     needed = least.bytes + fixed
     if needed <= budget_bytes:
         host = least_host(problem, time_limit_s=config.solver_time_limit_s, backend=config.solver)
         return InfeasibleBudget(
-            f"no plan of whole tensors fits {format_bytes(budget_bytes)} on the device and "
-            f"{format_bytes(host_budget_bytes)} on the host, although one that splits tensors does (it needs "
-            f"{format_least_bytes(host)} of host memory); raise either budget by a few percent" + sides,
+            f"the model almost fits {format_bytes(budget_bytes)} of GPU memory and {format_bytes(host_budget_bytes)} "
+            f"of RAM: a plan that splits tensors would fit, with {format_least_bytes(host)} of RAM. Raise either "
+            "budget by a few percent" + sides,
             budget_bytes=budget_bytes,
             least_budget_bytes=needed,
         )
@@ -50,11 +50,11 @@ def refusal(lowered: Lowered, request: Request, fixed: int) -> InfeasibleBudget:
     host_words = ""
     if alone < needed:
         host_words = (
-            f"; host memory is a limit, too: with more than the {format_bytes(host_budget_bytes)} of cpu_budget, "
-            f"{format_least_bytes(alone)} would do"
+            f". With more RAM than the {format_bytes(host_budget_bytes)} of cpu_budget, {format_least_bytes(alone)} is "
+            "enough"
         )
     return InfeasibleBudget(
-        f"a budget of {format_bytes(budget_bytes)} cannot work; the least that does is "
+        f"a budget of {format_bytes(budget_bytes)} is too small; the least that works is "
         f"{format_least_bytes(needed)}{host_words}. The tightest point is {place}. Raise gpu_budget, or make the batch "
         "or the sequence shorter, or keep fewer outputs (Config(outputs=...))" + sides,
         budget_bytes=budget_bytes,
@@ -81,13 +81,13 @@ def stream_refusal(problem: Problem, request: Request, least_bytes: int) -> Infe
     streamed = sum(group.param_bytes for group in problem.groups)
     if streamed > request.host_budget_bytes:
         return InfeasibleBudget(
-            f"a forward without gradients streams {format_bytes(streamed)} of parameters from the host, and cpu_budget "
-            f"is {format_bytes(request.host_budget_bytes)}; raise it to {format_least_bytes(streamed)} or more",
+            f"a forward without gradients streams {format_bytes(streamed)} of parameters from RAM, but cpu_budget is "
+            f"{format_bytes(request.host_budget_bytes)}; raise it to {format_least_bytes(streamed)} or more",
             budget_bytes=request.budget_bytes,
         )
     return InfeasibleBudget(
-        f"a budget of {format_bytes(request.budget_bytes)} cannot hold one block of the forward; the least budget "
-        f"that works is {format_least_bytes(least_bytes)}. Raise gpu_budget or make the batch smaller",
+        f"a budget of {format_bytes(request.budget_bytes)} is too small for one block of the forward; the least that "
+        f"works is {format_least_bytes(least_bytes)}. Raise gpu_budget or make the batch smaller",
         budget_bytes=request.budget_bytes,
         least_budget_bytes=least_bytes,
     )
@@ -101,14 +101,14 @@ def _sides(problem: Problem, fixed: int, config: Config) -> str:
     freely = least_budget(
         replace(problem, groups=groups), time_limit_s=config.solver_time_limit_s, backend=config.solver
     )
-    least = f"{format_least_bytes(freely.bytes + fixed)} of the device" if freely.resource == "device" else "no budget"
+    least = f"{format_least_bytes(freely.bytes + fixed)} of GPU memory" if freely.resource == "device" else "no budget"
     if isinstance(config.updates, Split):
         return (
-            ". Who updates which parameter is pinned (Config(updates=Split(...)), a checkpoint's split, or that of the "
-            "session's first plan), since CPU and card round differently; left open by Config(updates='auto') "
-            f"{least} would do, and the last bits may then differ"
+            ". The side that updates each parameter is fixed (Config(updates=Split(...)), a checkpoint's split, or "
+            "that of the session's first plan), since CPU and GPU round differently. With Config(updates='auto'), "
+            f"{least} is enough, but the last bits may differ"
         )
-    return f". With Config(updates='auto') instead of updates={config.updates!r} {least} would do"
+    return f". With Config(updates='auto') instead of updates={config.updates!r}, {least} is enough"
 
 
 def block_rows(lowered: Lowered, schedule: Schedule) -> tuple[BlockRow, ...]:

@@ -29,7 +29,9 @@ def cached(path: Path | None, fingerprint: str, request: Request) -> Plan | None
         return None
     if plan.fingerprint != fingerprint:
         log.warning(
-            "a cached plan is ignored: %s holds one for something else (fingerprint %s)", path, plan.fingerprint[:40]
+            "a cached plan is ignored: the plan in %s is for something else (fingerprint %s)",
+            path,
+            plan.fingerprint[:40],
         )
         return None
     return fitting(plan, request)
@@ -38,7 +40,9 @@ def cached(path: Path | None, fingerprint: str, request: Request) -> Plan | None
 def fitting(plan: Plan | None, request: Request) -> Plan | None:
     """Return the plan if it fits into the host budget."""
     if plan is not None and not request.has_room_for(plan.host_bytes):
-        log.info("an earlier plan needs %s of host memory, more than there is now", format_bytes(plan.host_bytes))
+        log.info(
+            "an earlier plan is ignored: it needs %s of RAM, more than there is now", format_bytes(plan.host_bytes)
+        )
         return None
     return plan
 

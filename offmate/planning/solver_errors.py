@@ -19,6 +19,6 @@ def solver_errors() -> Iterator[None]:
         raise SolverError(f"no plan can be made: {error}") from error
     except NoAnswer as error:
         raise SolverError(
-            f"no plan can be made: {error}. The solver ran out of time; give it more by "
+            f"no plan can be made: {error}. The solver ran out of time; give it more with "
             "Config(solver_time_limit_s=...), or plan while nothing else runs"
         ) from error

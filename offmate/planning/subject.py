@@ -110,8 +110,8 @@ def lower(
     fixed = fixed_bytes(subject.model, captured, updates) + request.margin_bytes
     if request.budget_bytes <= fixed:
         raise InfeasibleBudget(
-            f"a budget of {format_bytes(request.budget_bytes)} does not hold the model's buffers and the optimizer's "
-            f"scalars, {format_bytes(fixed)}; raise gpu_budget",
+            f"a budget of {format_bytes(request.budget_bytes)} is too small for the model's buffers and the "
+            f"optimizer's scalars, {format_bytes(fixed)}; raise gpu_budget",
             budget_bytes=request.budget_bytes,
         )
     updater, params = subject.updater, dict(subject.model.named_parameters())
@@ -175,7 +175,7 @@ def relower(subject: Subject, plan: Plan) -> Lowered:
     if unknown_keys:
         raise PlanFileError(
             f"the plan lacks {len(unknown_keys)} of the model's classes of blocks ({min(unknown_keys)!r}, ...), so it "
-            "has been changed since it was made; plan again"
+            "was changed after it was made; plan again"
         )
     classes = {b.key: restore_class(b, *stored[b.key]) for b in subject.traced.blocks}
     unknown = LinkRates(1.0, 1.0, 1.0)

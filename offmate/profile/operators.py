@@ -149,8 +149,7 @@ class _Work:
         except RuntimeError as error:
             raise CaptureError(
                 f"{self._target} fails on this batch, as it would in plain PyTorch: {str(error).splitlines()[0]}. Call "
-                "the plain model with the batch to see where; dtypes that it mixes are made one by model.to(dtype) or "
-                "torch.autocast"
+                "the plain model with the batch to see where. If it mixes dtypes, use model.to(dtype) or torch.autocast"
             ) from error
         if isinstance(self._promised, (tuple, list)):
             return type(result)(self._laid_out(*pair) for pair in zip(result, self._promised))
@@ -214,8 +213,8 @@ def _storage_bytes(node: fx.Node, real: Any) -> tuple[int, ...]:
     for got, _ in tensors:
         if got is None and (node.users if node.target is operator.getitem else not isinstance(real, (tuple, list))):
             raise CaptureError(
-                f"{node.format_node()} returned None where its fake kernel promised a tensor, which is read; the trace "
-                "does not match what runs. Please report the operator"
+                f"{node.format_node()} returned None, but its fake kernel promised a tensor, which the model reads. "
+                "The trace does not match what runs. Please report the operator"
             )
     found = tuple(0 if got is None else got.untyped_storage().nbytes() for got, _ in tensors)
     return found if found != tuple(e.untyped_storage().nbytes() for _, e in tensors) else ()

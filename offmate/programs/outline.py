@@ -73,7 +73,7 @@ def _left(
     viewers: dict[int, list[int]] = {}
     for register in sorted(left):
         if not isinstance(values[register], torch.Tensor):
-            raise Unfit(f"{nodes[register].name}, which it hands on, is not a tensor")
+            raise Unfit(f"its result {nodes[register].name} is not a tensor")
         viewers.setdefault(graph.storages(nodes[register])[0], []).append(register)
     makes, returned = [], []
     for step in program.instructions:
@@ -83,11 +83,11 @@ def _left(
                 continue
             own = viewers.pop(storage, [])
             if position not in at or any(values[r].dtype != values[at[position]].dtype for r in own):
-                raise Unfit(f"the result of {step.target} is handed on in part or under two data types")
+                raise Unfit(f"the result of {step.target} is passed on in part, or with two data types")
             makes.append(Made(storage, nbytes, tuple(_view(r, values[r]) for r in own)))
             returned.append(at[position])
     if viewers:
-        raise Unfit("it hands on a view of one of its inputs")
+        raise Unfit("it passes on a view of one of its inputs")
     return tuple(makes), tuple(returned)
 
 

@@ -29,9 +29,9 @@ def aside(
     assert training is not None
     if residence.device.arena is not None:
         raise ProtocolError(
-            "a forward without gradients between a training forward and its backward(), on "
-            f"{residence.request.device}: the plan has laid out the device's memory for that forward. Call it before "
-            "the training forward, or after optimizer.step()"
+            f"{residence.request.device} cannot run a forward without gradients between a training forward and its "
+            "backward(): the device's memory is in use for the training forward. Call it before the training forward, "
+            "or after optimizer.step()"
         )
     residence.preparer.user_code.stops()
     with residence.whole():
@@ -49,11 +49,11 @@ def aside(
         if isinstance(error, InfeasibleBudget) and error.least_budget_bytes is not None:
             raise ProtocolError(
                 "a forward without gradients between a training forward and its backward() needs "
-                f"{format_bytes(error.least_budget_bytes)}, but of the budget of "
-                f"{format_bytes(residence.request.budget_bytes)} the outputs of the training forward and what is "
-                f"reserved for your code take {format_bytes(stays)}: "
-                f"{format_bytes(error.least_budget_bytes - error.budget_bytes)} are missing. Raise gpu_budget by that, "
-                "or call it before the training forward"
+                f"{format_bytes(error.least_budget_bytes)}. This is "
+                f"{format_bytes(error.least_budget_bytes - error.budget_bytes)} too much: the training forward's "
+                f"outputs and the reserve for your code take {format_bytes(stays)} of the budget of "
+                f"{format_bytes(residence.request.budget_bytes)}. Raise gpu_budget by the missing amount, or call it "
+                "before the training forward"
             ) from error
         raise
     with residence.whole():

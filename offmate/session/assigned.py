@@ -38,6 +38,6 @@ class Assigned:
         """Raise ProtocolError if there are any: a backward of plain PyTorch would add to them."""
         if self.params:
             raise ProtocolError(
-                f"{len(self.params)} parameters hold gradients that were assigned; plain PyTorch would add to them, "
-                "the plan does not. Call optimizer.zero_grad() before the forward"
+                f"{len(self.params)} parameters hold gradients that were assigned. Plain PyTorch would add to them, "
+                "but the plan does not. Call optimizer.zero_grad() before the forward"
             )

@@ -15,8 +15,8 @@ from ..runtime.torch_names.tensors import gradient_hooks, version_of
 from .gradients import alone_first
 
 _GRAD_REFUSED = (
-    "torch.autograd.grad was asked for the gradients of parameters; the plan hands them to the optimizer or to .grad "
-    "in backward(). Call backward()"
+    "torch.autograd.grad cannot return the gradients of parameters, since the plan passes them to the optimizer or to "
+    ".grad in backward(). Call backward() instead"
 )
 
 
@@ -149,14 +149,17 @@ class Replay(torch.autograd.Function):
         """
         if any(map(torch.is_autocast_enabled, AUTOCAST_KINDS)):
             raise ProtocolError(
-                "backward() inside torch.autocast would run in lower precision, too; the plan's backward was captured "
-                "as it runs outside. Leave the autocast region before backward(), as PyTorch recommends"
+                "backward() inside torch.autocast would also run in lower precision, but the plan's backward was "
+                "captured outside it. Leave the autocast region before backward(), as PyTorch recommends"
             )
         (anchor, _), *edges = ctx.next_functions
         leaves = dict(zip(ctx.names, (node for node, _ in edges), strict=True))
         wanted = None if will_run(anchor) else _wanted(leaves)
         if torch.is_grad_enabled():
-            raise ProtocolError("backward(create_graph=True) cannot be planned: the backward's own graph is not kept")
+            raise ProtocolError(
+                "backward(create_graph=True) cannot be planned, since the plan keeps no graph of the backward. Call "
+                "backward() without it"
+            )
         gradients = ctx.session.backward(ctx.variant, ctx.iteration, grads, wanted)
         for name in ctx.variant.prepared.arrivals.summed & gradients.keys():
             alone_first(name, ctx.iteration.params[name], gradients[name].data_ptr())

@@ -79,10 +79,10 @@ class Process:
         """Raise ProtocolError in a child."""
         if self.is_forked:
             raise ProtocolError(
-                "this process was forked from the one in which the model was compiled, and a fork does not have the "
-                "threads that copy and update. Here the model can be read, and copy.deepcopy(model) is a plain model "
-                "that runs (call torch.set_num_threads(1) first: PyTorch's own threads are missing, too). Call "
-                "model.offmate.sync() before forking. To train in this process, compile the model in it"
+                "the model was compiled before this process was forked, and a fork lacks the threads that copy and "
+                "update. To train in this process, compile the model here. Otherwise, call model.offmate.sync() before "
+                "forking: you can then read the model here, and run a plain copy, copy.deepcopy(model), after "
+                "torch.set_num_threads(1), since PyTorch's own threads are missing, too"
             )
 
     def check_reading(self) -> None:
@@ -90,7 +90,7 @@ class Process:
         if self.is_forked:
             raise ProtocolError(
                 "this process was forked while the newest parameters were on the device or being computed, and only "
-                "the parent can wait for them. Call model.offmate.sync() in the parent before forking"
+                "the parent process can wait for them. Call model.offmate.sync() in the parent before forking"
             )
 
 
@@ -118,10 +118,10 @@ class ComputingStream:
         if self._planned is None or stream_on(self._device) == self._planned:
             return
         raise ProtocolError(
-            f"the model was planned on stream {self._planned.stream_id} of {self._device}, and the current one is "
-            f"stream {stream_on(self._device).stream_id}: the plan's memory belongs to the first, and nothing orders "
-            "its work with the second's. Call the model, backward() and optimizer.step() on the stream of the first "
-            "call, by leaving the block that changes it or by having the first call inside, too"
+            f"the model was planned on stream {self._planned.stream_id} of {self._device}, but the current one is "
+            f"stream {stream_on(self._device).stream_id}, and nothing synchronizes the two. Call the model, backward() "
+            "and optimizer.step() on the stream of the first call: leave the block that changes the stream, or make "
+            "the first call inside it, too"
         )
 
     def entered(self) -> contextlib.AbstractContextManager[None]:

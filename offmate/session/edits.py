@@ -19,56 +19,56 @@ def check_unchanged(iteration: Iteration, truth: Truth, planned: bool) -> None:
     changed = iteration.changed_outputs()
     if changed:
         raise ProtocolError(
-            f"the output {changed[0]!r} was changed in place between the forward and backward(), which may read it; "
-            "the forward was given up, and no update was made. Make a new tensor instead: out = out * 2, not "
+            f"the output {changed[0]!r} was changed in place between the forward and backward(), which may read it. "
+            "The forward was discarded, and no update was made. Make a new tensor instead: out = out * 2, not "
             "out.mul_(2)"
         )
     written = iteration.edited_buffers()
     if written:
         raise ProtocolError(
-            f"the buffer {written[0]} was edited in place between the forward and backward(), which may read it; the "
-            "forward was given up, and no update was made. Edit buffers after optimizer.step(), or put a new tensor "
+            f"the buffer {written[0]} was edited in place between the forward and backward(), which may read it. The "
+            "forward was discarded, and no update was made. Edit buffers after optimizer.step(), or put a new tensor "
             "in its place: module.buffer = module.buffer + 1"
         )
     asked = iteration.asked_gradients()
     if asked:
         raise ProtocolError(
-            f"the output {asked[0]!r} has retain_grad() or a hook on its gradient, and the model itself uses it "
-            "further; backward() would give the loss's part of the gradient without the model's own. The forward was "
-            "given up, and no update was made. Leave it out; copy.deepcopy(model) is a plain model that gives the "
-            "whole gradient"
+            f"the output {asked[0]!r} has retain_grad() or a hook on its gradient, but the model itself also uses it, "
+            "so the plan would return only the loss's part of the gradient. The forward was discarded, and no update "
+            "was made. Remove the hook or retain_grad(), or use a plain model, copy.deepcopy(model), for the whole "
+            "gradient"
         )
     edited = truth.edited()
     if edited:
         raise ProtocolError(
-            f"{edited[0]} was edited between the forward and backward(); the forward was given up, the edit is "
-            "used from the next forward on. Edit parameters after optimizer.step()"
+            f"{edited[0]} was edited between the forward and backward(). The forward was discarded, and the edit "
+            "counts from the next forward on. Edit parameters after optimizer.step()"
         )
     if truth.has_other_parameters(trains=True):
         raise ProtocolError(
-            "requires_grad of parameters changed between the forward and backward(); the forward was given up. Freeze "
+            "requires_grad of parameters changed between the forward and backward(). The forward was discarded. Freeze "
             "and unfreeze parameters before the forward"
         )
     late = hooked(iteration.params)
     if late and (planned or (len(late) > 1 and not iteration.ordered)):
         raise ProtocolError(
-            f"{late[-1]} got a hook on its gradient between the forward and backward(); the forward was given up, and "
+            f"{late[-1]} got a hook on its gradient between the forward and backward(). The forward was discarded, and "
             "no gradient was made. Register hooks before the forward"
         )
     states = truth.take_states()
     if states:
         raise ProtocolError(
-            f"the optimizer's state of {states[0]} was changed between the forward and backward(); the forward was "
-            "given up, the change is used from the next forward on. Change states after optimizer.step()"
+            f"the optimizer's state of {states[0]} was changed between the forward and backward(). The forward was "
+            "discarded, and the change counts from the next forward on. Change states after optimizer.step()"
         )
 
 
 def late_edit(name: str) -> ProtocolError:
     """Build the error for a parameter or state that was edited after its update, but before optimizer.step()."""
     return ProtocolError(
-        f"{name} or its optimizer state was edited between backward() and optimizer.step(), after its update had "
-        "been made instead of before it; the step is done and the edit stays. Edit after optimizer.step(), or compile "
-        "with a gate, which has updates wait for it: max_grad_norm=float('inf')"
+        f"{name} or its optimizer state was edited between backward() and optimizer.step(), but its update was already "
+        "made. The step is done, and the edit stays. Edit after optimizer.step(), or compile with "
+        "max_grad_norm=float('inf'), which makes updates wait for the step"
     )
 
 

@@ -22,14 +22,14 @@ def described(
     error: what a part of the schedule raised. plan: that of the training iteration, if there is one yet.
     """
     if isinstance(error, LimitExceeded):
-        return BudgetExceeded(f"the device's budget would be exceeded: {error}. {_readable(truth)}")
+        return BudgetExceeded(f"the iteration would exceed the GPU memory budget: {error}. {_readable(truth)}")
     if isinstance(error, torch.OutOfMemoryError):
         return BudgetExceeded(f"{out_of_memory(device, budget_bytes, plan)}. {_readable(truth)}. ({error})")
     name = "" if isinstance(error, OtherPath) else f"{type(error).__name__}: "
     words = f"the iteration failed: {name}{error}. {_readable(truth)}"
     # The failure of a worker has the original error as its cause.
     failed = any(isinstance(one, torch.AcceleratorError) for one in (error, error.__cause__))
-    return DeviceError(f"{words}. A device that has failed needs a new process") if failed else OffmateError(words)
+    return DeviceError(f"{words}. The device has failed; start a new process") if failed else OffmateError(words)
 
 
 def out_of_memory(device: torch.device, budget_bytes: int, plan: Plan | None) -> str:
@@ -37,16 +37,16 @@ def out_of_memory(device: torch.device, budget_bytes: int, plan: Plan | None) ->
     free, total = torch.accelerator.get_memory_info(device)
     planned = "" if plan is None else f"; planned {format_bytes(plan.predicted_peak_bytes)}"
     return (
-        f"{device} ran out of memory: budget {format_bytes(budget_bytes)}{planned}; really at most "
+        f"{device} ran out of memory: budget {format_bytes(budget_bytes)}{planned}; in fact, at most "
         f"{format_bytes(torch.accelerator.max_memory_allocated(device))} allocated and "
-        f"{format_bytes(torch.accelerator.max_memory_reserved(device))} reserved, and {format_bytes(free)} of "
-        f"{format_bytes(total)} free on the device. What your own code keeps on the device counts, too: free it, or "
-        "raise gpu_budget"
+        f"{format_bytes(torch.accelerator.max_memory_reserved(device))} reserved, with {format_bytes(free)} of "
+        f"{format_bytes(total)} free on the device. The budget includes what your own code keeps on the device: free "
+        "it, or raise gpu_budget"
     )
 
 
 def _readable(truth: Truth) -> str:
     if truth.lost:
-        return f"The host's values can be read, but {truth.torn_words()}"
+        return f"The values in RAM can be read, but {truth.torn_words()}"
     torn = f"; {truth.torn_words()}" if truth.torn else ""
     return f"Every parameter and its optimizer state belong to the same update and can be read{torn}"

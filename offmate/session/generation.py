@@ -29,7 +29,7 @@ def generated(session: Any, model: torch.nn.Module, args: tuple[Any, ...], kwarg
             given = (leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
             return result.to(next(given))
     except Elsewhere as reason:
-        session.say_once(f"generate() runs on the host, as plain PyTorch does: {reason}")
+        session.say_once(f"generate() runs on the CPU, as plain PyTorch does: {reason}")
     return model.generate(*args, **kwargs)  # type: ignore[operator]
 
 

@@ -88,7 +88,7 @@ def fit(model: torch.nn.Module, budget_bytes: int, wanted: Asked, *, emulated: b
     if left < 0:
         least = budget_bytes - left
         raise Elsewhere(
-            f"{wanted.tokens:,} tokens with the two largest layers need {format_bytes(least)}, and the budget is "
+            f"{wanted.tokens:,} tokens with the two largest layers need {format_bytes(least)}, but the budget is "
             f"{format_bytes(budget_bytes)}; ask for fewer tokens, or compile with a larger budget"
         )
     for unit in units:
@@ -119,5 +119,5 @@ def _rehearsed(model: torch.nn.Module, wanted: Asked) -> tuple[int, set[tuple[to
                 output = model(ids, **options)
         del output
     except Exception as error:
-        raise Elsewhere(f"what it needs cannot be counted ({type(error).__name__}: {str(error)[:200]})") from error
+        raise Elsewhere(f"its memory cannot be predicted ({type(error).__name__}: {str(error)[:200]})") from error
     return sum(buffers.values()) + held.peak_bytes, elsewhere.found

@@ -58,15 +58,15 @@ def _check_planned(
         if grad is not None and not grad.numel():
             raise ProtocolError(
                 f"{output} has the shape {tuple(grad.shape)}, so it has no elements, and the plan has no place for its "
-                "gradient. Leave such a batch out: skip backward() and optimizer.step()"
+                "gradient. For such a batch, skip backward() and optimizer.step()"
             )
         why = (
-            f"{output}, which was planned without one (a scalar output is taken for the loss)"
+            f"{output}, which was planned without one (by default, only the loss, a scalar output, gets one)"
             if into == "auto"
             else f"{output}, which Config(gradients_into={into!r}) leaves out"
         )
         raise ProtocolError(
-            f"backward() hands a gradient into {why}. Compile with "
+            f"backward() passes a gradient to {why}. Compile with "
             f"config=offmate.Config(gradients_into={_used_names(prepared, grads)!r})"
         )
 
@@ -81,8 +81,8 @@ def _check_reached(prepared: Prepared, planned: set[str], grads: dict[str, torch
         left = sorted(prepared.captured.trains(name) - reached)
         if left:
             raise ProtocolError(
-                f"backward() hands no gradient into the output {_output_name(prepared, name)!r}, so plain PyTorch "
-                f"gives none to {left[0]} ({len(left)} parameters), but it was planned with one. Compile with "
+                f"backward() passes no gradient to the output {_output_name(prepared, name)!r}. Plain PyTorch would "
+                f"then give none to {left[0]} ({len(left)} parameters), but the plan expects one. Compile with "
                 f"config=offmate.Config(gradients_into={_used_names(prepared, grads)!r}), or let the forward return "
                 "what the loss uses"
             )
@@ -112,7 +112,8 @@ def _as_planned(like: torch.Tensor, grad: torch.Tensor | None, device: torch.dev
     if any(grad.stride(dim) for dim in repeated):
         raise ProtocolError(
             f"gradient_layouts says that the gradient of {name!r} repeats one element along its dimensions {repeated}, "
-            f"but it arrives with strides {grad.stride()}. Name the dimensions as the loss hands them in"
+            f"but it arrives with strides {grad.stride()}. Name the dimensions in the order in which the loss passes "
+            "them"
         )
     if steps_of(like.shape, grad.stride()) != steps_of(like.shape, like.stride()):
         _warn_of_layout(name, grad)
@@ -127,13 +128,13 @@ def _warn_of_layout(name: str, grad: torch.Tensor) -> None:
         return
     _warned.add((name, layout))
     told = (
-        "let the loss hand in a dense one, for example by output.register_hook(torch.Tensor.contiguous)"
+        "let the loss pass a dense one, for example with output.register_hook(torch.Tensor.contiguous)"
         if layout is None
         else f"compile with config=offmate.Config(gradient_layouts={{{name!r}: {layout}}})"
     )
     log.warning(
-        "the gradient of the output %r arrives with strides %s, which were not planned, so it is copied. What adds it "
-        "up may round otherwise than in plain PyTorch, in the last bits. For the same bits %s",
+        "the gradient of the output %r arrives with strides %s, which were not planned, so it is copied. Sums over it "
+        "may differ from plain PyTorch's in the last bits. For the same bits, %s",
         name, grad.stride(), told,
     )  # fmt: skip
 
@@ -172,9 +173,9 @@ def alone_first(name: str, param: torch.nn.Parameter, address: int) -> None:
         handle.remove()
         if backward_under_way() == task and grad.data_ptr() != address:
             raise ProtocolError(
-                f"{name}, which the model reads in several places, gets a gradient from elsewhere in the same "
-                "backward(), and plain PyTorch would make the sum in another order. The gradients of this backward() "
-                "are not complete: drop them with zero_grad(). Call backward() on that term of the loss by itself, or "
+                f"{name}, which the model reads in several places, also gets a gradient from outside the model in the "
+                "same backward(), and plain PyTorch would add them in another order. The gradients of this backward() "
+                "are incomplete: drop them with zero_grad(). Call backward() on that term of the loss by itself, or "
                 "put it into the model's forward"
             )
 

@@ -98,8 +98,8 @@ class Truth:
             self.accept()
             raise ProtocolError(
                 f"{moving[0]} was edited through an older reference to its memory while its newest value was on the "
-                "device or being computed, so the edit is lost or mixed with an update; set the parameter again, and "
-                "call model.offmate.sync() before editing through references that are kept"
+                "device or being computed, so the edit is lost or mixed with an update. Set the parameter again, and "
+                "call model.offmate.sync() before you edit through an older reference"
             )
         return edited
 
@@ -161,9 +161,9 @@ class Truth:
         missing = [n for n, p in named.items() if p.requires_grad and p not in self._updater.names]
         if missing:
             raise ProtocolError(
-                f"{missing[0]} requires a gradient since offmate.compile ({len(missing)} parameters), but the planned "
-                "optimizer does not hold it. Build the optimizer with all parameters that will be trained, frozen ones "
-                "too, before compiling; or freeze it with requires_grad_(False)"
+                f"{missing[0]} requires a gradient since offmate.compile ({len(missing)} parameters), but is not in "
+                "the planned optimizer. Before compiling, build the optimizer with all parameters that you will train, "
+                "including those still frozen; or freeze it with requires_grad_(False)"
             )
 
     def _adopt(self, name: str, param: torch.nn.Parameter) -> None:
@@ -179,8 +179,8 @@ class Truth:
             )
         if self._updater is not None and param.requires_grad and param not in self._updater.names:
             raise ProtocolError(
-                f"{name} was replaced by another parameter, which the optimizer does not hold; copy into the old one, "
-                "or load with load_state_dict(assign=False)"
+                f"{name} was replaced by another parameter, which is not in the optimizer; copy into the old one, or "
+                "load with load_state_dict(assign=False)"
             )
         self.host.params[name] = _data(param)
 
@@ -226,17 +226,17 @@ class Truth:
             self.states.refuse(late)
             raise ProtocolError(
                 f"the optimizer's state of {late[0]} was changed through an older reference while its newest values "
-                "were on the device or being computed, so the change is lost or mixed with an update; read "
-                "optimizer.state again and change what it shows, or call model.offmate.sync() before writing through "
-                "references that are kept"
+                "were on the device or being computed, so the change is lost or mixed with an update. Read "
+                "optimizer.state again and change what it shows, or call model.offmate.sync() before you write through "
+                "an older reference"
             )
         wrong = self.states.uncounted(changed)
         if wrong:
             self.states.refuse(tuple(wrong))
             name, what = next(iter(wrong.items()))
             raise ProtocolError(
-                f"in the optimizer's state of {name} {what}; the plan counts the bytes of states. Write into the "
-                "tensor instead, or clear the state; this one is as it was before"
+                f"in the optimizer's state of {name} {what}, but the plan counts the bytes of states. Write into the "
+                "tensor instead, or clear the state; this state was restored"
             )
         written, replaced = self.states.changed_copies(changed)
         self.copies.note_states(written, replaced)
@@ -291,8 +291,8 @@ class Truth:
         """Raise OffmateError if a failure has left tensors at different updates, so that training cannot continue."""
         if self.torn:
             raise OffmateError(
-                f"after an earlier failure {self.torn_words()}. Load a checkpoint into the model and the "
-                "optimizer before training continues; to continue from this state anyway, load it again: "
+                f"after an earlier failure, {self.torn_words()}. Load a checkpoint into the model and the optimizer "
+                "before you continue. To continue from this state anyway, load it again: "
                 "model.load_state_dict(model.state_dict()), optimizer.load_state_dict(optimizer.state_dict())"
             )
 
@@ -301,8 +301,8 @@ class Truth:
         names = ", ".join(self.torn[:8]) + (", ..." if len(self.torn) > 8 else "")
         if self.lost:
             return (
-                f"the newest values of {len(self.torn)} tensors were lost with the device, and their values on the "
-                f"host are from earlier updates than the others: {names}"
+                f"the newest values of {len(self.torn)} tensors were lost with the device, and their values in RAM are "
+                f"from earlier updates than the others: {names}"
             )
         return f"{len(self.torn)} parameters are one update ahead of the others: {names}"
 

@@ -88,17 +88,17 @@ class Handle:
         write_whole(Path(as_path(folder), _SPLIT), json.dumps(self.split.to_dict()))
 
     def load_plans(self, folder: str | os.PathLike[str]) -> None:
-        """Use the plans in a folder where they fit a batch, instead of searching; damaged ones are left out.
+        """Use the plans in a folder for batches that they fit, instead of searching; damaged plans are skipped.
 
-        New plans, for another budget for example, update each parameter on the same side as that run did, unless
-        `Config(updates=...)` says otherwise. If that does not fit, the emulated device takes another split, which
-        changes no bits there; on other devices InfeasibleBudget is raised.
+        New plans, such as one for another budget, update each parameter on the same side as that run, unless
+        `Config(updates=...)` says otherwise. If that does not fit, the emulated device uses another split, which
+        changes no bits there. On other devices, InfeasibleBudget is raised.
 
         Raises: PlanFileError if the split is damaged.
         """
         files = sorted(as_path(folder).glob("*.json"))
         if not files:
-            log.warning("%s holds no plans and no split of updates, so everything is decided anew", folder)
+            log.warning("%s contains no plans and no split of updates, so everything is planned again", folder)
         split = _load_split(Path(as_path(folder), _SPLIT))
         for file in files:
             if file.name == _SPLIT:
@@ -117,7 +117,7 @@ class Handle:
         return self._session.device.ledger.peak_bytes
 
     def reset_peak(self) -> None:
-        """Start counting the peak anew."""
+        """Start counting the peak again."""
         self._session.device.ledger.reset_peak()
 
     @property
@@ -126,7 +126,7 @@ class Handle:
         return self._session.grad_norm
 
     def sync(self) -> None:
-        """Wait for updates and copies under way; afterwards parameters and optimizer states read current."""
+        """Wait for running updates and copies; parameters and optimizer states are then up to date."""
         self._session.residence.sync()
         self._session.end_measuring()
 
@@ -143,8 +143,8 @@ def _load_split(path: Path) -> Split:
         return Split()
     except (OSError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise PlanFileError(
-            f"{path}: who updates which parameter cannot be read ({error!r}), and on a card the last bits depend on "
-            "it. Remove the file to have it decided anew"
+            f"{path}: the split of updates cannot be read ({error!r}), but on a GPU the last bits depend on it. Remove "
+            "the file to plan a new split"
         ) from None
 
 
@@ -171,7 +171,7 @@ class PlannedModule:
         return self.to("cuda")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients; with a planned optimizer none are left."""
+        """Clear gradients; with a planned optimizer, there are then none."""
         updates = self.__dict__["_offmate_session"].updates
         if updates is None:
             super().zero_grad(set_to_none)  # type: ignore[misc]

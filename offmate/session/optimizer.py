@@ -37,7 +37,7 @@ class PlannedOptimizer:
         """Declare the planned updates done; those still under way finish before their parameter is read."""
         if closure is not None:
             raise ProtocolError(
-                "optimizer.step(closure) would run the model again in the middle of an update; call the model and "
+                "optimizer.step(closure) would run the model again in the middle of an update. Call the model and "
                 "backward() yourself, then optimizer.step()"
             )
         note_step(self)
@@ -82,7 +82,7 @@ class PlannedOptimizer:
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ProtocolError: the plan covers only the groups that existed at compile time."""
         raise ProtocolError(
-            "a parameter group was added after offmate.compile; add all groups first, then compile the model"
+            "a parameter group was added after offmate.compile. Add all groups first, then compile the model"
         )
 
 

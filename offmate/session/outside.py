@@ -61,18 +61,18 @@ class Outside:
         if (there or self._before) and (late or not self._gate):
             name = next(iter({**there, **self._before}))
             why = (
-                "between or before the micro-batches of one update, where the order of the sums would differ"
+                "before or between the micro-batches of one update, and the sums would have another order"
                 if self._gate
-                else "and updates begin in the backward, without it"
+                else "and updates begin during backward(), without it"
             )
             way = (
-                "Call backward() on that term of the loss once, after that of the last micro-batch"
+                "Call backward() on that term of the loss once, after the last micro-batch's backward()"
                 if self._gate
-                else "With a gate it is added: compile with max_grad_norm=float('inf')"
+                else "To have it added, compile with max_grad_norm=float('inf'), which makes updates wait for the step"
             )
             raise ProtocolError(
                 f"{name} has a gradient that does not come from the model's planned backward, {why}. This backward() "
-                f"made no update; zero_grad() drops the gradient. {way}. {_REMEDY}"
+                f"made no update; drop the gradient with zero_grad(). {way}. {_REMEDY}"
             )
         if there:
             self._before = there
@@ -94,8 +94,8 @@ class Outside:
         names = sorted({**self._before, **self._there()})
         return ProtocolError(
             f"{names[0]} has a gradient that does not come from the model's planned backward ({len(names)} parameters "
-            "in all). With grad_scaler= the plan's gradients are unscaled in backward(), before it could be added; no "
-            f"update was made, and zero_grad() drops the gradients. {_REMEDY[3].upper() + _REMEDY[4:]}"
+            "in all). With grad_scaler=, the plan's gradients are unscaled in backward(), before it could be added. No "
+            f"update was made; drop the gradients with zero_grad(). {_REMEDY[3].upper() + _REMEDY[4:]}"
         )
 
     def take(self) -> list[dict[str, torch.Tensor]]:
@@ -108,13 +108,13 @@ class Outside:
         self._empty()
         late = [name for name, grad in after.items() if version_of(grad) or grad.requires_grad or grad.is_sparse]
         if not self._gate:
-            what = "but the updates of this step have been made without it; the step is done"
-            way = f"Compile with a gate, max_grad_norm=float('inf'), and {_BY_ITSELF}"
+            what = "but the updates of this step were made without it; the step is done"
+            way = f"Compile with max_grad_norm=float('inf'), which makes updates wait for the step, and {_BY_ITSELF}"
         elif mixed:
-            what = "made in the same backward() as the plan's, where the order of sums is unknown; no update was made"
+            what = "made in the same backward() as the plan's, so the order of the sums is unknown; no update was made"
             way = _BY_ITSELF[0].upper() + _BY_ITSELF[1:]
         elif late:
-            what = "of several backward() calls, whose sums would be in another order; no update was made"
+            what = "made by several backward() calls, so the sums would have another order; no update was made"
             way = "Add these terms up and call backward() on the sum, once, after the model's"
         else:
             return [before, after]

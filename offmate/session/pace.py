@@ -71,8 +71,8 @@ class Pace:
         if not (slow or fast) or max(measured_s, predicted_s) < _WORTH_SAYING_S:
             return
         log.warning(
-            "a step takes %s (median of steps %d to %d), its plan predicts %s: the plan is based on figures of another "
-            "machine, or of this one when it was %s. To measure again, start once more while nothing else runs, with "
+            "a step takes %s (median of steps %d to %d), but its plan predicts %s. The plan was timed on another "
+            "machine, or on this one when it was %s. To measure again, start once more while nothing else runs, with "
             "config=offmate.Config(measure_again=True), or with OFFMATE_MEASURE_AGAIN=1 in the environment",
             format_seconds(measured_s), FIRST, LAST, format_seconds(predicted_s),
             "less busy than now" if slow else "busier than now",

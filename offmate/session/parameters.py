@@ -103,16 +103,16 @@ class PlannedParameter(_Copied, torch.nn.Parameter):
         session = self.__dict__["_offmate"]
         if session.turns.uncleared:
             clipping = (
-                "max_grad_norm= clips in optimizer.step(), so leave out clip_grad_norm_; model.offmate.grad_norm is "
-                "the norm of the last step"
+                "max_grad_norm= clips in optimizer.step(), so remove clip_grad_norm_ (model.offmate.grad_norm is the "
+                "norm of the last step)"
                 if session.request.clips
-                else "to clip by global norm pass max_grad_norm= to offmate.compile"
+                else "to clip by global norm, pass max_grad_norm= to offmate.compile"
             )
             begun = "" if session.request.gate else " and begun to update with it"
             raise ProtocolError(
-                f"the planned optimizer has taken this gradient in backward(){begun}; {clipping}; if a "
-                "torch.amp.GradScaler asks for it, pass that scaler as grad_scaler= to offmate.compile; to read or "
-                "change .grad compile without optimizer="
+                f"the planned optimizer has taken this gradient in backward(){begun}: {clipping}. If a "
+                "torch.amp.GradScaler asks for it, pass that scaler as grad_scaler= to offmate.compile. To read or "
+                "change .grad, compile without optimizer="
             )
         return _TENSOR.grad.__get__(self)
 

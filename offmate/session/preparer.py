@@ -235,7 +235,9 @@ class Preparer:
         if self.training is not None:
             shapes = ", ".join(str(list(shape)) for shape in kind.shapes)
             changes = (
-                f"; since the plan before: {self._watch.changes}" if kind.state != self.training.kind.state else ""
+                f"; changes since the last plan: {self._watch.changes}"
+                if kind.state != self.training.kind.state
+                else ""
             )
             log.info("planning for batches with %s%s", shapes, changes)
         request = replace(
@@ -258,7 +260,10 @@ class Preparer:
             except InfeasibleBudget:
                 if config is request.config or accelerator(request.device) is not None:
                     raise
-                log.info("the earlier run's split of updates does not fit; another one changes no bits here")
+                log.info(
+                    "the earlier run's split of updates does not fit, so a new one is used; on this device, this "
+                    "changes no bits"
+                )
                 return make(margin_bytes, request.config)
 
         return make_as_kept
@@ -309,6 +314,6 @@ def _check_weights(model: torch.nn.Module) -> None:
     meta = [n for n, p in model.named_parameters() if p.device.type == "meta"]
     if meta:
         raise OffmateError(
-            f"{len(meta)} parameters are on the meta device ({meta[0]}, ...); a plan needs no weights, training "
-            "does: load them, for example with from_pretrained, before the first batch"
+            f"{len(meta)} parameters are on the meta device ({meta[0]}, ...); a plan needs no weights, but training "
+            "does. Load them before the first batch, for example with from_pretrained"
         )

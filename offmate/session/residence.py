@@ -61,7 +61,7 @@ class Residence:
         self.stream.take()
         stale = edited if self.updater is not None else self.truth.frozen(edited)
         if stale and self.active is variant:
-            log.info("%d parameters were edited (%s, ...); all are sent to the device again", len(stale), stale[0])
+            log.info("%d parameters were edited (%s, ...), so all are copied to the device again", len(stale), stale[0])
         if (
             stale
             or self.truth.copies.are_unmatched(variant.updates)

@@ -75,14 +75,14 @@ class Scaling:
         self.looked = self.looked and micro_batches > 0
         if self.looked:
             raise ProtocolError(
-                "backward() after grad_scaler has unscaled this update's gradients; plain PyTorch would add scaled "
-                "gradients to unscaled ones. Call unscale_() and step() of the scaler after the last backward()"
+                "backward() was called after grad_scaler unscaled this update's gradients, so scaled gradients would "
+                "be added to unscaled ones. Call the scaler's unscale_() and step() after the last backward()"
             )
         scale = scale_of(self.scaler)
         if scale is None:
             raise ProtocolError(
-                "backward() of a loss that grad_scaler= has not scaled; call grad_scaler.scale(loss).backward(), or "
-                "compile without grad_scaler="
+                "backward() was called on a loss that grad_scaler= has not scaled; call "
+                "grad_scaler.scale(loss).backward(), or compile without grad_scaler="
             )
         self._scale_then = _written(scale)
         self.unscaled = self._clips or not unscales_itself(self._optimizer)
@@ -97,7 +97,7 @@ class Scaling:
         if self.unscaled and (scale is None or _written(scale) != self._scale_then):
             raise ProtocolError(
                 "the scale of grad_scaler= changed between backward() and the scaler's unscale_() or step(); gradients "
-                "were unscaled with the old one in backward(). Call update() or load_state_dict() of the scaler after "
+                "were unscaled with the old scale in backward(). Call the scaler's update() or load_state_dict() after "
                 "its step()"
             )
         if self.unscaled or asks:
@@ -110,9 +110,9 @@ class Scaling:
         """Raise ProtocolError if the optimizer is about to step without the scaler."""
         if not self.looked:
             raise ProtocolError(
-                "optimizer.step() without the scaler, with which plain PyTorch would update with scaled gradients; "
-                "call grad_scaler.step(optimizer). No update was made. To train without scaling from now on, compile "
-                "without grad_scaler="
+                "optimizer.step() was called without the scaler; plain PyTorch would update with scaled gradients. No "
+                "update was made. Call grad_scaler.step(optimizer), or compile without grad_scaler= to train without "
+                "scaling"
             )
 
     def left_to_the_kernel(self, device: torch.device) -> dict[str, torch.Tensor]:

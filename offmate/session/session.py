@@ -170,8 +170,8 @@ class Session:
             deliver(by_products, self.watch)
         except BaseException:  # Ctrl-C, too
             log.warning(
-                "a forward hook raised an error after the whole forward had run; plain PyTorch stops at the hook, but "
-                "here all of its random numbers are drawn and all of its buffers are written"
+                "a forward hook raised an error after the whole forward had run. Plain PyTorch stops at the hook, but "
+                "here the forward has drawn all its random numbers and written all its buffers"
             )
             raise
         return result
@@ -287,8 +287,8 @@ class Session:
         """Make `what` current for the user, and warn if plain PyTorch would show other values now."""
         if self.turns.reads_early():
             log.warning(
-                "%s between backward() and optimizer.step(): the update has been made already; plain PyTorch would "
-                "show the values before it. Read before backward() or after step(), or compile with "
+                "%s between backward() and optimizer.step(), but the update is already made. Plain PyTorch would show "
+                "the values before it. Read before backward() or after step(), or compile with "
                 "max_grad_norm=float('inf'), which makes updates wait",
                 what,
             )

@@ -55,33 +55,33 @@ class Turns:
         """Raise if the loop may not call the model now, or not with these inputs."""
         if self.turn is Turn.STEP and (call.trains or not self._gate):
             raise ProtocolError(
-                f"a forward after backward() without optimizer.step(); {self._per_update} backward() calls "
-                "make one update in this plan. Call optimizer.step() first, or zero_grad() to drop the gradients; to "
-                "add up the gradients of more micro-batches compile with accumulation_steps=; to evaluate before the "
-                "step compile with a gate, which has updates wait for it: max_grad_norm=float('inf')"
+                "a forward after backward() without optimizer.step(), but one update of this plan takes "
+                f"{self._per_update} backward() calls. Call optimizer.step() first, or zero_grad() to drop the "
+                "gradients. To accumulate more micro-batches, compile with accumulation_steps=. To evaluate before the "
+                "step, compile with max_grad_norm=float('inf'), which makes updates wait for the step"
             )
         for leaf in call.leaves:
             if torch.is_grad_enabled() and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 raise ProtocolError(
-                    f"an input of shape {tuple(leaf.shape)} requires a gradient; offmate gives gradients to parameters "
-                    "only, and what the input was computed from would get none. Detach the input, or make it a "
-                    "parameter of the model. Where one model feeds another (a generator its discriminator) and the "
-                    "gradient has to pass through the second, compile the first one only and leave the second plain"
+                    f"an input of shape {tuple(leaf.shape)} requires a gradient, but offmate computes gradients only "
+                    "for parameters. Detach the input, or make it a parameter of the model. If one model feeds another "
+                    "and the gradient has to pass through the second (a generator and its discriminator), compile only "
+                    "the first"
                 )
 
     def check_backward(self, iteration: Iteration) -> None:
         """Raise if the loop may not call backward() through this forward now."""
         if iteration.dropped or any(other.runs_now for other in self._dropped):
             raise ProtocolError(
-                "backward() through a forward that was given up, since the model was called again, a state was loaded "
-                "or the optimizer stepped before it; the plan keeps one forward at a time. No update was made. Call "
-                "backward() on each loss before the next forward (compile with accumulation_steps= to add the "
-                "gradients up), or make one batch of the two"
+                "backward() through a forward that was discarded, because the model was called again, a state was "
+                "loaded or the optimizer stepped before it. The plan keeps one forward at a time, and no update was "
+                "made. Call backward() on each loss before the next forward (to add up the gradients, compile with "
+                "accumulation_steps=), or join the two batches"
             )
         if self.turn is not Turn.BACKWARD or iteration is not self.iteration:
             raise ProtocolError(
-                f"a second backward() through the same forward; next comes {self.turn.value}. The plan frees what a "
-                "backward has read, so retain_graph cannot be honoured; sum the losses and call backward() once"
+                f"a second backward() through the same forward, but the next call must be {self.turn.value}. The plan "
+                "frees what a backward has read, so retain_graph has no effect. Sum the losses and call backward() once"
             )
         if self.uncleared and not self.micro_batches:
             raise ProtocolError(
@@ -99,9 +99,9 @@ class Turns:
         left = sorted(self._zeroed - updates)
         if left:
             raise ProtocolError(
-                f"zero_grad(set_to_none=False) has left a gradient of zeros for {left[0]} ({len(left)} parameters), "
-                "with which plain PyTorch would update it although this forward does not use it; the plan would not. "
-                "Call zero_grad() without set_to_none=False"
+                f"zero_grad(set_to_none=False) has left a gradient of zeros for {left[0]} ({len(left)} parameters). "
+                "This forward does not use it: plain PyTorch would still update it, but the plan would not. Call "
+                "zero_grad() without set_to_none=False"
             )
         self._graded |= updates
 
@@ -114,25 +114,25 @@ class Turns:
         """
         if self._cleared_early and not self.micro_batches and not outside:
             raise ProtocolError(
-                "optimizer.step() after the gradients were cleared by zero_grad(), so there is nothing to update; "
-                "leave out this step(), too"
+                "optimizer.step() after zero_grad() cleared the gradients, so there is nothing to update. Skip this "
+                "step(), too"
             )
         if not self.micro_batches:
-            raise ProtocolError(f"optimizer.step() without a backward(); next comes {self.turn.value}")
+            raise ProtocolError(f"optimizer.step() without a backward(); the next call must be {self.turn.value}")
 
     def check_clearing(self) -> None:
         """Raise if the loop may not call zero_grad() now."""
         if self.micro_batches and self._gate:
             if self.turn is Turn.BACKWARD:
                 raise ProtocolError(
-                    "gradients were cleared between a forward and its backward() while those of earlier micro-batches "
-                    "were being added up; call zero_grad() after optimizer.step()"
+                    "gradients were cleared between a forward and its backward(), while gradients of earlier "
+                    "micro-batches were accumulating. Call zero_grad() after optimizer.step()"
                 )
         elif self.turn is Turn.STEP:
             raise ProtocolError(
-                "gradients were cleared between backward() and optimizer.step(), but updates with them have begun; "
-                "call optimizer.step() first. To drop gradients before the step compile with a gate, which has "
-                "updates wait for it: max_grad_norm=float('inf')"
+                "gradients were cleared between backward() and optimizer.step(), but updates with them have begun. "
+                "Call optimizer.step() first. To drop gradients before the step, compile with "
+                "max_grad_norm=float('inf'), which makes updates wait for the step"
             )
 
     # -- what has come ------------------------------------------------------------------------------------------------

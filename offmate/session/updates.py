@@ -137,8 +137,8 @@ class Updates:
         """Set a parameter's gradient. Raises: ProtocolError in the middle of an iteration."""
         if self.turns.in_iteration:
             raise ProtocolError(
-                "a gradient was assigned to a parameter whose updates are planned, in the middle of an iteration; the "
-                "plan would not see it. Compile without optimizer= to work on .grad"
+                "a gradient was assigned to a parameter whose updates are planned, in the middle of an iteration, "
+                "where the plan does not see it. To work on .grad, compile without optimizer="
             )
         self.residence.bring_home()
         self.assigned.take(param, value)

@@ -87,6 +87,6 @@ class UserCode:
         log.info("your code holds %s between forward and backward", format_bytes(measured))
         if measured <= reserved:
             return False
-        log.info("that is more than the %s reserved; the next iteration is planned anew", format_bytes(reserved))
+        log.info("that is more than the %s reserved, so the next iteration is planned again", format_bytes(reserved))
         self.factor *= measured / max(reserved, 1)
         return True

@@ -93,7 +93,7 @@ class PinnedMemory:
                     block = torch.empty(length, dtype=torch.uint8, pin_memory=True)
                 except RuntimeError as error:
                     self._refused_bytes = length
-                    log.debug("the system does not pin %d bytes more (%s)", length, error)
+                    log.debug("the system cannot pin another %d bytes (%s)", length, error)
                 else:
                     self._blocks.append(block)
                     self._holes.append({0: length})
@@ -109,8 +109,8 @@ class PinnedMemory:
     def _refuse(self) -> None:
         if not self.refused:
             log.warning(
-                "the system pins no more host memory after %d bytes; copies of memory that is not pinned go through "
-                "small pinned buffers and are slower",
+                "the system pins no more RAM after %d bytes. Copies of memory that is not pinned go through small "
+                "pinned buffers and are slower",
                 self.reserved_bytes,
             )
         self.refused = True

@@ -189,7 +189,7 @@ class StreamDevice:
 
     def empty_on(self, tier: str, tensor: torch.Tensor) -> torch.Tensor:
         if tier != HOST:
-            raise ValueError(f"{self.torch_device} has no tier {tier!r}; items can leave it to the {HOST} only")
+            raise ValueError(f"{self.torch_device} has no tier {tier!r}; items can leave it only to the {HOST}")
         return self.empty_host_like(tensor)
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:

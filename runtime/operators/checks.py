@@ -37,9 +37,9 @@ def _check_matrix(info: torch.Tensor, name: str, is_matrix: bool) -> None:
 def _check_flag(flag: torch.Tensor, expected: bool, line: str) -> None:
     if bool(flag) != expected:
         raise OtherPath(
-            f"values are not finite where the forward asks whether they are{line}, and it would take another path "
-            "than the one that was planned. See with the plain model where they come from; a lower learning rate, "
-            "clipping (max_grad_norm) or bfloat16 in the place of float16 may keep them finite"
+            f"values are not finite where the forward checks for this{line}, so it would take another path than the "
+            "planned one. Run the plain model to see where they come from. To keep them finite, try a lower learning "
+            "rate, clipping (max_grad_norm), or bfloat16 instead of float16"
         )
 
 

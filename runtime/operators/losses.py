@@ -93,8 +93,8 @@ def _backward(
     made = _backward_into(torch.empty_like(logits), again, grad, logits, target, picked, *rest)
     if bool(((again != picked) & ~(again.isnan() & picked.isnan())).any()):
         raise RuntimeError(
-            "the logits that the model returned were changed before backward(), through .data, numpy or another view; "
-            "their loss reads them again. Change a copy of them: logits.detach().clone()"
+            "the logits that the model returned were changed before backward(), through .data, numpy or another view, "
+            "but their loss reads them again. Change a copy instead: logits.detach().clone()"
         )
     return made
 

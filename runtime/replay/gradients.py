@@ -248,7 +248,7 @@ class Gradients:
         if norms is not None:
             after += norms.awaited
         added = self._device.update_on_host(lambda: _add_to(total, gradient, name, norms), after, self._adder)
-        arrival.added = UnderWay(f"the addition of the gradient of {name} on the host", (added,))
+        arrival.added = UnderWay(f"the addition of the gradient of {name} on the CPU", (added,))
         contents.grad_adding[name] = arrival.added
         arrival.holds, arrival.gradient = None, None
 

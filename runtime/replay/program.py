@@ -186,8 +186,8 @@ def as_promised(target: Callable[..., Any], result: torch.Tensor, stride: tuple[
     if target not in _warned:
         _warned.add(target)
         log.warning(
-            "%s returned strides %s where its fake kernel promised %s, so its results are copied into that layout. "
-            "What runs after it may round otherwise than in plain PyTorch, in the last bits",
+            "%s returned strides %s, but its fake kernel promised %s, so its results are copied into that layout. "
+            "Operators after it may round differently from plain PyTorch in the last bits",
             target, result.stride(), stride,
         )  # fmt: skip
     return as_layout(result, result.shape, stride)

@@ -60,7 +60,7 @@ class Updates:
         arrived = (contents.grad_leaving.pop(name, None), contents.grad_adding.pop(name, None))
         after = tuple(event for event in arrived if event is not None)
         under_way = self._device.update_on_host(work, after, self._worker)
-        contents.written[items.parameter(name)] = UnderWay(f"the update of {name} on the host", (under_way,))
+        contents.written[items.parameter(name)] = UnderWay(f"the update of {name} on the CPU", (under_way,))
 
     def on_device(self, name: str) -> None:
         """Update a parameter on the device, item by item of its state, each with its own rows."""
@@ -110,7 +110,7 @@ class Updates:
         held = sum(tensor.nbytes for tensor in buffer.tensors.values())
         if held > self._planned.get(item, 0):
             raise LimitExceeded(
-                f"the optimizer holds {held} bytes of state for {item.name} on the device, and the plan counts "
+                f"the optimizer holds {held} bytes of state for {item.name} on the device, but the plan counts "
                 f"{self._planned.get(item, 0)}; plan again, with another cache_dir if the plan was cached"
             )
         if self._device.arena is not None:

@@ -48,7 +48,7 @@ class Backend(Protocol):
 def get(name: str) -> Backend:
     """Return the backend called `name`: "highs" or "cbc"; raises BackendError naming what to install."""
     if name not in LIBRARY:
-        raise BackendError(f"no solver is called {name!r}; choose one of {', '.join(sorted(LIBRARY))}")
+        raise BackendError(f"there is no solver {name!r}; choose one of {', '.join(sorted(LIBRARY))}")
     try:
         return import_module(f".{name}", __name__)
     except (ImportError, OSError) as error:

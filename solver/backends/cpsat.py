@@ -77,7 +77,7 @@ class CpSat:
     def _last_words(self, line: str) -> str:
         """Say why the process gave no answer."""
         if line:
-            return f"CP-SAT's process answered {line.strip()[:200]!r}, which is no answer; try: {_AGAIN}"
+            return f"CP-SAT's process returned {line.strip()[:200]!r}, which is not a valid answer; try: {_AGAIN}"
         self._child.wait()
         self._said.seek(0)
         words = self._said.read().strip().splitlines()

@@ -17,7 +17,7 @@ def value_uses(problem: Problem, value: Value) -> tuple[int, int]:
     forwards = [step for step in value.uses if step < problem.n_blocks]
     backwards = [step for step in value.uses if step >= problem.n_blocks]
     if not backwards:
-        raise ValueError(f"value {value.name} is read by no backward; there is no stay that it could spend away")
+        raise ValueError(f"no backward reads value {value.name}, so there is nothing to keep it for")
     return (forwards[-1] if forwards else value.made), backwards[0]
 
 

@@ -188,7 +188,7 @@ class State:
             lost = item.name in self.owed and item not in self.copies
             require(not lost, action, "the total is neither used by an update nor on the host")
         by_computes = item.kind is ItemKind.VALUE_GRADIENT
-        require(not by_computes, action, "gradients of values are released by computes only")
+        require(not by_computes, action, "only computes release gradients of values")
 
     def _begin_total(self, action: Action, does: Effect) -> None:
         self._check_sum(action, does, begun=False)

@@ -86,7 +86,7 @@ def _check_names(schedule: Schedule) -> None:
     for item, tier in schedule.homes.items():
         require(item in schedule.item_bytes, f"home of {item}", "no such item")
         require(tier in schedule.rates.paths, f"home of {item}", f"there is no tier {tier!r}")
-        require(item.kind.roams, f"home of {item}", "items of this kind may leave to the host only")
+        require(item.kind.roams, f"home of {item}", "items of this kind may leave only to the host")
     resident = schedule.resident
     require(list(resident) == sorted(set(resident)), "resident", "items must ascend without repeats")
     for item in resident:
@@ -95,7 +95,7 @@ def _check_names(schedule: Schedule) -> None:
         require(size > 0, f"item {item}", f"has {size} bytes; only items that occupy bytes are named")
     for name, spec in schedule.computes.items():
         for item in spec.needs + spec.makes + spec.drops:
-            require(item in schedule.item_bytes, f"compute {name}", f"names {item}, which is no item")
+            require(item in schedule.item_bytes, f"compute {name}", f"names {item}, which is not an item")
         change = sum(schedule.item_bytes[i] for i in spec.makes) - sum(schedule.item_bytes[i] for i in spec.drops)
         least = max(0, change)
         require(spec.rise_bytes >= least, f"compute {name}", f"rises by {spec.rise_bytes}, needs {least} bytes")
@@ -139,7 +139,7 @@ def _check_passes(schedule: Schedule) -> None:
         require(known, action, "no such name")
         if action.kind in _DEVICE_SUMS:
             for item in (items.total(action.name), items.gradient(action.name)):
-                require(item in schedule.item_bytes, action, f"adds up {item}, which is no item")
+                require(item in schedule.item_bytes, action, f"adds up {item}, which is not an item")
 
 
 def _check_counts(actions: Iterable[Action], kind: Kind, names: Iterable[str], times: int) -> None:

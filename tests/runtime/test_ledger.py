@@ -35,6 +35,6 @@ def test_limit_is_hard(workspace_bytes):
     ledger = Ledger(100)
     ledger.add("p", 60)
     ledger.made(40 - workspace_bytes if workspace_bytes <= 40 else 0)
-    with pytest.raises(LimitExceeded, match=r"101 bytes would be held, the budget is 100; .*parameters 60"):
+    with pytest.raises(LimitExceeded, match=r"101 bytes would be held, but the budget is 100; .*parameters 60"):
         ledger.made(0 if workspace_bytes else 1, workspace_bytes)
     assert ledger.peak_bytes <= 100

@@ -19,11 +19,11 @@ def test_where_everything_fits_computes_limit_and_nothing_helps() -> None:
     forward = result.phases[0]
     assert (forward.name, forward.limit) == ("forward", "compute")
     assert forward.busy["compute"] == pytest.approx(1.0, abs=0.02)
-    more_memory = next(offer for offer in result.offers if "device" in offer.change)
+    more_memory = next(offer for offer in result.offers if "GPU memory" in offer.change)
     assert more_memory.saved_s <= 0.02 * result.step_s
-    assert "The forward takes" in result.text() and "it is limited by the device's computes (100%)" in result.text()
+    assert "The forward takes" in result.text() and "it is limited by GPU compute (100%)" in result.text()
     assert sum(forward.waits.values()) == 0 and "waits" not in result.text().splitlines()[0]
-    assert "One more GiB on the device would save less than" in result.text()
+    assert "One more GiB of GPU memory would save less than" in result.text()
 
 
 def test_on_a_slow_link_a_faster_one_helps_most() -> None:
@@ -34,11 +34,11 @@ def test_on_a_slow_link_a_faster_one_helps_most() -> None:
     result = explain(tight, plan(tight))
     assert {result.phases[0].limit, result.phases[1].limit} & {"copy in", "copy out"}
     offers = {offer.change: offer.saved_s for offer in result.offers}
-    assert offers["a link twice as fast"] > offers["host updates twice as fast"]
-    assert "With a link twice as fast a step would take about" in result.text()
+    assert offers["a link twice as fast"] > offers["CPU updates twice as fast"]
+    assert "With a link twice as fast, a step would take about" in result.text()
     waits = [phase.waits.get("copy in", 0.0) + phase.waits.get("copy out", 0.0) for phase in result.phases]
     assert 0 < sum(waits) < result.step_s
-    assert "the device waits" in result.text() and "device memory is full" in result.text()
+    assert "the GPU waits" in result.text() and "GPU memory is full" in result.text()
 
 
 def test_where_the_users_code_updates_faster_updates_are_not_offered() -> None:
@@ -65,9 +65,9 @@ def test_where_host_memory_is_short_it_is_named_and_faster_memory_is_offered() -
     result = explain(tight, plan(tight))
     busy = [phase.busy["host memory"] for phase in result.phases if phase.seconds]
     assert max(busy) > 0.9 and all(part <= 1 + 1e-6 for part in busy)
-    assert "host memory" in result.text()
+    assert "RAM bandwidth" in result.text()
     offers = {offer.change: offer.saved_s for offer in result.offers}
-    assert offers["host memory twice as fast"] > 0.1 * result.step_s > offers["a link twice as fast"]
+    assert offers["RAM twice as fast"] > 0.1 * result.step_s > offers["a link twice as fast"]
 
 
 def least_peak(problem: Problem) -> int:

@@ -50,7 +50,10 @@ def test_the_plan_says_what_launching_costs(problem: Problem) -> None:
     n = len(problem.blocks)
     assert found.launching is not None and (found.launching.bound, found.launching.computes) == (n, 2 * n)
     assert found.launching.seconds == pytest.approx(sum(b.options[0].launch_bound_s for b in problem.blocks))
-    assert f"For {n} of {2 * n} computes the CPU launches operators more slowly than the device" in found.text()
+    assert (
+        f"For {n} of {2 * n} forwards and backwards of blocks, the CPU launches operators more slowly than the GPU"
+        in found.text()
+    )
 
 
 def test_nothing_is_said_where_launches_are_hidden() -> None:

@@ -394,7 +394,7 @@ REFUSED: dict[str, tuple[Use, str]] = {
     "a list returned": (doing(lambda x: (x * 2, [x])), "Doing returns an object of list"),
     "a gradient in the forward": (
         lambda net, h, x: torch.autograd.grad(Reversal.apply(h).sum(), h, create_graph=True)[0],
-        "differentiates inside its forward",
+        "computes gradients inside its forward",
     ),
 }  # fmt: skip
 

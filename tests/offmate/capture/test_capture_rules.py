@@ -421,7 +421,7 @@ class WritesParameter(nn.Module):
 @pytest.mark.parametrize(
     ("build", "names"),
     [
-        (Branching, "takes a Python number"),
+        (Branching, "reads a Python number"),
         (ThroughNumpy, "does not export"),
         (Conditional, "higher-order operator cond"),
         (WritesParameter, "linear.weight"),

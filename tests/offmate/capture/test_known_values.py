@@ -148,7 +148,7 @@ def test_numbers_with_a_fraction_that_decide_a_branch_are_refused() -> None:
             return super().forward(x).square().mean() * (2.0 if scale.item() > 1 else scale.item())
 
     model = offmate.compile(Scales(8, 8), "1GiB", device="emulated", config=offmate.Config(cache_dir=None))
-    with pytest.raises(offmate.CaptureError, match=r"masks of 0, 1 and -inf, of at most"):
+    with pytest.raises(offmate.CaptureError, match=r"masks of 0, 1 and -inf, with at most"):
         model(torch.randn(2, 8), torch.tensor(0.5))
 
 
@@ -261,7 +261,7 @@ def test_layers_that_are_never_dropped(probability: float) -> None:
 
 def test_layers_that_are_dropped_by_chance_are_refused() -> None:
     with pytest.raises(
-        offmate.CaptureError, match=r"decides by it in Python.*if not skips.*in Dropping.*layerdrop = 0"
+        offmate.CaptureError, match=r"branches on it in Python.*if not skips.*in Dropping.*layerdrop = 0"
     ):
         _compiled(Dropping(0.1))(torch.randn(4, 8))
 
@@ -309,7 +309,7 @@ def test_answers_that_are_written_into_are_not_foreseen(late: bool) -> None:
                 below.fill_(True)
             return self.a(x).mean() if below else self.a(x).sum()
 
-    with pytest.raises(offmate.CaptureError, match=r"decides by it|takes a Python number"):
+    with pytest.raises(offmate.CaptureError, match=r"branches on it|reads a Python number"):
         _compiled(Writes())(torch.randn(3, 4))
 
 
@@ -331,7 +331,7 @@ def test_a_batch_tensor_that_is_written_into_is_refused() -> None:
             lengths += 1
             return self.a(x[: int(lengths[0])]).mean()
 
-    with pytest.raises(offmate.CaptureError, match=r"out of a batch tensor of shape \(2,\) and writes into it"):
+    with pytest.raises(offmate.CaptureError, match=r"from a batch tensor of shape \(2,\) and also writes into it"):
         _compiled(Writes())(torch.randn(3, 4), torch.tensor([1, 2]))
 
 

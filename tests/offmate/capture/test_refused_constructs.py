@@ -112,7 +112,7 @@ def packed(layer: Any, x: torch.Tensor) -> torch.Tensor:
         (packed, r"`return layer.rnn\(sequences\)\[1\]`.*packed sequence.*torch.gather"),
         (masked, r"aten.index.Tensor \(`return self.call\(self, x\)`.*in layer, a Layer.*torch.where, masked_fill"),
         (branching, r"`return layer.linear\(x\) if x.sum\(\) > 0 else x`.*an `if`.*torch.where"),
-        (mixture, r"aten.where.default.*in layer, a Layer.*whose shape depends on values.*fixed size"),
+        (mixture, r"aten.where.default.*in layer, a Layer.*whose shape depends on values.*size fixed"),
         (ctc, r"_ctc_loss.*`return functional.ctc_loss"),
         (mapped, r"the forward.*in layer, a Layer.*torch.vmap.*einsum"),
         (differentiated, r"torch.vmap or a transform of torch.func.*einsum"),
@@ -123,7 +123,7 @@ def packed(layer: Any, x: torch.Tensor) -> torch.Tensor:
         (backward_inside, r"calls torch.Tensor.backward\(\).*`h.sum\(\).backward.*formula of tensors"),
         (converted, r"converts Linear.to\(torch.float64\).*`return layer.linear.to.*before offmate.compile"),
         (halved, r"converts a module.*Convert the module before offmate.compile"),
-        (clamped, r"reads the `.data` of a parameter.*write into parameters outside of the forward"),
+        (clamped, r"reads the `.data` of a parameter.*write into parameters only outside of the forward"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

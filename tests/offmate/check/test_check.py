@@ -127,7 +127,7 @@ def _run(losses: list[float], **tensors: torch.Tensor) -> Run:
         (_run([1.0], w=torch.ones(2)), ""),
         (_run([2.0], w=torch.ones(2)), "the loss of step 1 is 2, plain PyTorch's is 1"),
         (_run([1.0], w=torch.tensor([1.0, 1.5])), "1 of 1 tensors differ after training, w first (by up to 0.5)"),
-        (_run([1.0], v=torch.ones(2)), "2 tensors exist on one side only, v among them"),
+        (_run([1.0], v=torch.ones(2)), "2 tensors exist on one side only, such as v"),
         (
             _run([1.0], w=torch.ones(3)),
             "1 of 1 tensors differ after training, w first (torch.float32 (3,) instead of torch.float32 (2,))",

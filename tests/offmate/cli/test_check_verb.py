@@ -55,7 +55,7 @@ def optimizer(model):
         ("def model():\n    return name\ndef batch(): return {}", "model() in {path} failed, line 2: NameError:"),
         (
             "import torch\nmodel = torch.nn.Linear(8, 4)\ndef batch(): return torch.ones(8)",
-            "model in {path} is a Linear; define a function that makes it",
+            "model in {path} is a Linear; define a function that returns it",
         ),
         (
             _GOOD + "def optimizer(model): pass",

@@ -152,10 +152,10 @@ def test_a_reader_that_has_gone_is_no_error(monkeypatch, capfd):
 
 def test_messages_about_budgets_name_options():
     told = with_options(
-        "raise gpu_budget or cpu_budget, or keep fewer outputs (Config(outputs=...)); left open by "
-        "Config(updates='auto') it would do"
+        "raise gpu_budget or cpu_budget, or keep fewer outputs (Config(outputs=...)). With "
+        "Config(updates='auto'), 3 GiB is enough"
     )
-    assert told == "raise --gpu-budget or --cpu-budget; left open by a new run it would do"
+    assert told == "raise --gpu-budget or --cpu-budget. With a new run, 3 GiB is enough"
 
 
 def test_arguments_are_read_without_loading_torch():

@@ -76,6 +76,6 @@ def test_a_budget_that_cannot_work_is_named_in_one_line(first, cache_dir, monkey
     said = capsys.readouterr().err
     least = format_least_bytes(first[0].plan.least_budget_bytes)
     assert said.startswith(
-        f"offmate: a budget of 20 MiB cannot work; the least that does is {least}. The tightest point "
+        f"offmate: a budget of 20 MiB is too small; the least that works is {least}. The tightest point "
     )
     assert "Traceback" not in said

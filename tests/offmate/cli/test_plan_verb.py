@@ -99,7 +99,7 @@ def test_a_plan_explains_what_limits_it_and_what_would_help(monkeypatch, cache, 
     run(monkeypatch, cache, "tiny-llama", "--gpu-budget", "12MiB", "--quiet", "--json", str(path))
     plan = load_plan(path)
     assert "The backward takes" in plan.explain() and "would" not in plan.explain()
-    assert "one more GiB on the device" in plan.explain(offers=True).replace("One", "one")
+    assert "one more GiB of GPU memory" in plan.explain(offers=True).replace("One", "one")
     assert plan.endless_s == pytest.approx(plan.predicted_step_s, rel=0.2)
 
 

@@ -75,7 +75,7 @@ def test_only_the_completion_of_a_chat_is_learned():
 @pytest.mark.parametrize(
     ("template", "turns", "said"),
     [
-        (LOOKS_AHEAD, TURNS, "writes the first 3 of 5 messages in another way once later ones follow"),
+        (LOOKS_AHEAD, TURNS, "writes the first 3 of 5 messages differently when others follow"),
         (CHATML, [TURNS[1], {"role": "assistant", "content": " " * 40 + "x"}], None),
         (
             "{% if messages|length < 2 %}{{ raise_exception('too few') }}{% endif %}" + CHATML,
@@ -88,7 +88,7 @@ def test_where_prefixes_cannot_tell_the_line_is_refused(template, turns, said):
     if said is None:
         assert learned(template, turns).strip() == "x<im_end>"
         return
-    with pytest.raises(OffmateError, match=r"line 1: which tokens are the assistant's cannot be told") as caught:
+    with pytest.raises(OffmateError, match=r"line 1: cannot tell which tokens are the assistant's") as caught:
         learned(template, turns)
     assert said in str(caught.value) and "--train-on all" in str(caught.value)
 
@@ -112,7 +112,7 @@ def test_a_token_across_the_edge_of_an_answer_is_refused():
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     words = next(w for w in tokenizer.get_vocab() if len(w) > 2 and w.isalpha() and len(tokenizer(w)["input_ids"]) == 1)
     turns = [{"role": "user", "content": words[:1]}, {"role": "assistant", "content": words[1:]}]
-    with pytest.raises(OffmateError, match="where message 2 begins, a token reaches across; remove blanks"):
+    with pytest.raises(OffmateError, match="one token covers the place where message 2 begins; remove spaces"):
         list(tokenized(iter([Piece(turns, "p")]), tokenizer, assistant_only=True))
 
 

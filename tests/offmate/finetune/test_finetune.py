@@ -390,7 +390,7 @@ def test_loading_takes_one_copy_of_the_weights(base, tmp_path):
 def test_damaged_and_missing_weights(base, tmp_path):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((base / "llama" / name).read_bytes()[: None if "j" in name else -100])
-    with pytest.raises(OffmateError, match="damaged weights: the file ends too early"):
+    with pytest.raises(OffmateError, match="weights are damaged: the file ends too early"):
         load_model(tmp_path, torch.float32)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(OffmateError, match="must be in safetensors"):
@@ -403,11 +403,11 @@ def test_damaged_and_missing_weights(base, tmp_path):
         b"[" * 50_000,
     ):
         (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-        with pytest.raises(OffmateError, match="damaged weights"):
+        with pytest.raises(OffmateError, match="weights are damaged"):
             load_model(tmp_path, torch.float32)
     for index in ("[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "[" * 100_000):
         (tmp_path / "model.safetensors.index.json").write_text(index)
-        with pytest.raises(OffmateError, match="a damaged index of weights"):
+        with pytest.raises(OffmateError, match="the index of the weights is damaged"):
             load_model(tmp_path, torch.float32)
 
 
@@ -460,10 +460,10 @@ def test_a_checkpoint_made_by_hand(tmp_path, trained, moment):
     updates = trained[1]
     made = saved(tmp_path, 1, trained)
     torch.save({"optimizer": print}, made / "optimizer.pt")
-    with pytest.raises(OffmateError, match=r"optimizer\.pt holds something else .*remove .*step-00000001"):
+    with pytest.raises(OffmateError, match=r"optimizer\.pt does not hold what .*remove .*step-00000001"):
         restore_updates(made, updates)
     torch.save([1], made / "random.pt")
-    with pytest.raises(OffmateError, match=r"random\.pt holds something else than a run writes there"):
+    with pytest.raises(OffmateError, match=r"random\.pt does not hold what a run writes there"):
         restore_random(made)
     (made / "moment.json").write_text(moment)
     (made / "manifest.json").unlink()
@@ -505,7 +505,10 @@ def test_bad_input_is_refused_before_anything_runs(base, tmp_path, capsys):
         (arguments(llama, tmp_path / "none.txt", out), "no such file"),
         (arguments(llama, chat, out), "has no chat template"),
         (arguments(llama, broken, out), "broken.jsonl, line 2: broken JSON"),
-        (arguments(llama, text, out, sequence_length=65), "sequence_length is 65; the model takes at most 64 tokens"),
+        (
+            arguments(llama, text, out, sequence_length=65),
+            "sequence_length is 65, but the model takes at most 64 tokens",
+        ),
         (arguments(llama, text, tmp_path / "full"), "exists already"),
         (arguments(llama, text, out, resume=True), "there is no run to resume"),
         (arguments(llama, text, out, lora="r=4,targets=nothing"), "lora: "),

@@ -265,8 +265,8 @@ def test_a_dry_run_that_does_not_fit_says_so_after_its_other_doubts(base, tmp_pa
     assert cli.main(usual(base, tmp_path / "out", dry_run=True, gpu_budget="70KiB", device=None)) == 1
     captured = capsys.readouterr()
     plan = [json.loads(line) for line in captured.out.splitlines()][-1]
-    assert "NO GPU WAS FOUND" in plan["doubts"][0] and "the least that does is" in plan["doubts"][-1]
-    assert "the least that does is" in captured.err
+    assert "NO GPU WAS FOUND" in plan["doubts"][0] and "the least that works is" in plan["doubts"][-1]
+    assert "the least that works is" in captured.err
     assert list(tmp_path.iterdir()) == []
 
 

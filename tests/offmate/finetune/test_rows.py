@@ -50,9 +50,9 @@ def test_rows_without_anything_to_learn_are_skipped(row):
     [
         ({"question": "q"}, ["none of the known formats (keys: question)", *EXAMPLES.values()]),
         (3, ["a int instead of an object", EXAMPLES["text"]]),
-        ({"conversations": [{"from": "narrator", "value": "x"}]}, ["'narrator' speaks", EXAMPLES["ShareGPT"]]),
+        ({"conversations": [{"from": "narrator", "value": "x"}]}, ["the speaker 'narrator'", EXAMPLES["ShareGPT"]]),
         ({"conversations": [{"value": "x"}]}, ["a message without 'from' and 'value'", EXAMPLES["ShareGPT"]]),
-        ({"messages": "hello"}, ["'hello' is no list of messages", EXAMPLES["messages"]]),
+        ({"messages": "hello"}, ["'hello' is not a list of messages", EXAMPLES["messages"]]),
         ({"messages": "[{"}, ["a chat that is broken JSON", EXAMPLES["messages"]]),
         ({"instruction": 3, "output": "x"}, ["'instruction' is a int, not text", EXAMPLES["Alpaca"]]),
         ({"prompt": "x", "completion": 4}, ["'completion' is a int, not text", EXAMPLES["prompt/completion"]]),

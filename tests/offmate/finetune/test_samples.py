@@ -165,7 +165,7 @@ def test_a_push_that_cannot_work_is_refused_before_training(
     if way == "no network":
         monkeypatch.setattr(hub, "whoami", lambda: SimpleNamespace().name)
     said = refused(usual(base, tmp_path / "out", push="them/tuned" if way == "another's" else "me/tuned"), capsys)
-    assert {"no login": "hf auth login", "no network": "does not answer", "another's": "may write to me, us"}[
+    assert {"no login": "hf auth login", "no network": "does not respond", "another's": "may write only to me, us"}[
         way
     ] in said
     assert not (tmp_path / "out").exists()

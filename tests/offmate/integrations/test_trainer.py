@@ -87,7 +87,7 @@ def test_an_unmodified_trainer(tmp_path, cache_dir):
 def test_a_compiled_model_is_refused_by_a_trainer_that_compiles(tmp_path, cache_dir):
     compiled = offmate.compile(model(), "4MiB", **settings(cache_dir))
     trainer = OffmateTrainer(compiled, arguments(tmp_path), train_dataset=rows(), gpu_budget="4MiB", device="emulated")
-    with pytest.raises(OffmateError, match=r"was compiled by offmate before.*max_grad_norm"):
+    with pytest.raises(OffmateError, match=r"is already compiled by offmate.*max_grad_norm"):
         trainer.train()
 
 

@@ -163,7 +163,7 @@ def test_what_holds_more_stays_as_it_is(monkeypatch: pytest.MonkeyPatch, caplog:
     assert not fused(binding_of(model))
     assert losses == plain().steps(0, 2)
     lines = [r.getMessage() for r in caplog.records if "not compiled" in r.getMessage()]
-    assert any("the forward of blocks 1, 2" in line and "hold 3 GiB where the plan counts" in line for line in lines)
+    assert any("the forward of blocks 1, 2" in line and "hold 3 GiB, but the plan counts" in line for line in lines)
 
 
 @pytest.mark.usefixtures("compiler")

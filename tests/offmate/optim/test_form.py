@@ -72,7 +72,7 @@ def test_the_fused_form_is_named_in_one_line(caplog: pytest.LogCaptureFixture) -
         offmate.compile(loop.model, AMPLE, optimizer=loop.optimizer, **SETTINGS)
         loop.steps(0, 2)
     (line,) = [record.getMessage() for record in caplog.records if "fused" in record.getMessage()]
-    assert "AdamW updates as plain PyTorch does on a CPU" in line and "AdamW(..., fused=True) an update took" in line
+    assert "AdamW updates as plain PyTorch does on a CPU" in line and "AdamW(..., fused=True), an update took" in line
 
 
 @pytest.mark.parametrize("given", [{"fused": True}, {"foreach": False}])

@@ -130,7 +130,7 @@ class Around(optim.SGD):
     [
         (optim.LBFGS, "LBFGS calls the model again.*closure"),
         (optim.SparseAdam, "SparseAdam cannot update a dense tensor"),
-        (Normalised, "Normalised looks across parameters"),
+        (Normalised, "Normalised combines parameters"),
         (Counting, r"Counting keeps state that belongs to no single parameter \(steps changes"),
         (CountingByGroup, "CountingByGroup keeps state.*steps of group 0"),
         (Noisy, "Noisy draws random numbers"),

@@ -13,7 +13,7 @@ import offmate
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (solve.NoAnswer("no budget was found: no answer"), r"ran out of time; give it more by Config\(solver_time"),
+        (solve.NoAnswer("no budget was found: no answer"), r"ran out of time; give it more with Config\(solver_time"),
         (BackendError("highs is not installed"), "no plan can be made: highs is not installed"),
     ],
 )

@@ -105,7 +105,7 @@ def test_a_cached_plan_is_not_believed_by_its_name(tmp_path, caplog):
     data = json.loads(path.read_text())
     path.write_text(json.dumps({**data, "fingerprint": "another"}))
     assert not planned(tmp_path).from_cache
-    assert "holds one for something else (fingerprint another)" in warnings(caplog)[0]
+    assert "is for something else (fingerprint another)" in warnings(caplog)[0]
     caplog.clear()
     path.write_text(json.dumps({**data, "classes": {}}))
     assert not planned(tmp_path).from_cache

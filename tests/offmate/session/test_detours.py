@@ -83,7 +83,7 @@ def test_backward_through_a_forward_that_was_given_up(budget: str) -> None:
     first = loop.forward(1)
     second = loop.forward(2)
     for both in (first + second, second + first, first):
-        with refused(r"given up, since the model was called again.*No update was made"):
+        with refused(r"discarded, because the model was called again.*no update was made"):
             both.backward(retain_graph=True)
     del both
     loop.forward(1).backward()
@@ -260,7 +260,7 @@ def test_evaluation_that_does_not_fit_between_forward_and_backward() -> None:
     loop = trained("least", steps=1)
     loss = loop.forward(1)
     large = {k: v.repeat(40, *(1,) * (v.dim() - 1)) for k, v in batch(2).items()}
-    with torch.no_grad(), refused(r"needs .*KiB.* are missing. Raise gpu_budget by that"):
+    with torch.no_grad(), refused(r"needs .*KiB.* too much.* Raise gpu_budget by the missing amount"):
         loop.model(**large)
     loss.backward()
     loop.optimizer.step()
@@ -299,7 +299,7 @@ def test_gradients_that_are_dropped() -> None:
     assert_same(ours, reference)
     ours.forward(4).backward()
     ours.optimizer.zero_grad()
-    with refused(r"cleared by zero_grad\(\), so there is nothing to update; leave out this step\(\), too"):
+    with refused(r"zero_grad\(\) cleared the gradients, so there is nothing to update. Skip this step\(\), too"):
         ours.optimizer.step()
     ours.model.last.weight.sum().backward()
     with refused(r"without a backward"):
@@ -387,7 +387,7 @@ def test_an_output_that_the_backward_reads_may_not_change_in_place(planned: bool
 def test_one_model_feeds_another() -> None:
     """A compiled discriminator behind a generator is refused and says what to do; the generator may be compiled."""
     loop = trained(steps=1)
-    with refused(r"requires a gradient.*compile the first one only"):
+    with refused(r"requires a gradient.*compile only the first"):
         loop.model(batch(1)["x"].requires_grad_(), batch(1)["y"])
     loop.optimizer.zero_grad()
 

@@ -106,7 +106,7 @@ def test_training_goes_on_with_plain_numbers() -> None:
 @pytest.mark.parametrize(
     ("budget", "more", "said"),
     [
-        ("200KiB", {"max_new_tokens": 2000}, "and the budget is 200 KiB; ask for fewer tokens"),
+        ("200KiB", {"max_new_tokens": 2000}, "but the budget is 200 KiB; ask for fewer tokens"),
         ("1MiB", {"return_dict_in_generate": True}, "keeps the cache"),
         ("1MiB", {"inputs_embeds": torch.zeros(2, 10, 64)}, "it is called with inputs_embeds"),
     ],

@@ -106,7 +106,7 @@ def test_between_micro_batches() -> None:
     loop = gated("ample", accumulation_steps=2)
     loop.forward(0).backward()
     regular(loop).backward()
-    with refused(r"micro-batches of one update.*made no update; zero_grad\(\) drops"):
+    with refused(r"micro-batches of one update.*made no update; drop the gradient with zero_grad\(\)"):
         loop.forward(1).backward()
     loop = gated("ample", accumulation_steps=2)
     regular(loop).backward()
@@ -130,7 +130,9 @@ def test_without_a_gate(budget: str) -> None:
     regular(loop).backward()
     assert loop.model.layers[1].weight.grad is not None
     loss = loop.forward(1)
-    with refused(r"layers.1.weight has a gradient.*made no update.*zero_grad\(\) drops.*without optimizer="):
+    with refused(
+        r"layers.1.weight has a gradient.*made no update.*drop the gradient with zero_grad\(\).*without optimizer="
+    ):
         loss.backward()
     loop.optimizer.zero_grad()
     assert loop.model.layers[1].weight.grad is None
@@ -139,9 +141,7 @@ def test_without_a_gate(budget: str) -> None:
     loop.optimizer.zero_grad()
     reference.step(1)
     (loop.forward(2) + regular(loop)).backward()
-    with refused(
-        r"updates of this step have been made without it; the step is done.*max_grad_norm=float\('inf'\), and"
-    ):
+    with refused(r"updates of this step were made without it; the step is done.*max_grad_norm=float\('inf'\), .* and"):
         loop.optimizer.step()
     loop.optimizer.zero_grad()
     reference.step(2)

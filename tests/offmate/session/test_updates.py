@@ -65,11 +65,11 @@ def test_each_setting_has_a_least_budget_and_a_plan_of_its_own() -> None:
     assert plans["auto"].least_budget_bytes <= plans["host"].least_budget_bytes < plans["device"].least_budget_bytes
 
 
-@pytest.mark.parametrize(("updates", "words"), [("device", "instead of updates='device'"), (None, "is pinned")])
+@pytest.mark.parametrize(("updates", "words"), [("device", "instead of updates='device'"), (None, "is fixed")])
 def test_a_budget_that_only_another_split_fits_is_refused_in_words(updates: Any, words: str) -> None:
     updates = updates or planned("device").split
     budget = planned("host").least_budget_bytes
-    with pytest.raises(InfeasibleBudget, match="the least that does is") as refused:
+    with pytest.raises(InfeasibleBudget, match="the least that works is") as refused:
         planned(updates, budget)
     assert words in str(refused.value) and "Config(updates='auto')" in str(refused.value)
     assert refused.value.least_budget_bytes == planned(updates).least_budget_bytes
@@ -237,7 +237,7 @@ def test_where_it_does_not_fit_an_accelerator_refuses(sim: Any, tmp_path: Any) -
         budget = planned("host").least_budget_bytes
         offmate.compile(model, budget, optimizer=loop.optimizer, **settings(device="sim"))
         model.offmate.load_plans(tmp_path)
-        with pytest.raises(InfeasibleBudget, match=r"is pinned.*a checkpoint's split"):
+        with pytest.raises(InfeasibleBudget, match=r"is fixed.*a checkpoint's split"):
             loop.forward(0)
         loop.session.device.close()
 
@@ -258,7 +258,7 @@ def test_what_pins_the_split_is_known_before_the_first_batch(tmp_path: Any, capl
     with caplog.at_level(logging.WARNING, logger="offmate"):
         fresh = resumed(folder, AMPLE)
     said = [record.getMessage() for record in caplog.records if record.name == "offmate"]
-    assert said == [f"{folder} holds no plans and no split of updates, so everything is decided anew"]
+    assert said == [f"{folder} contains no plans and no split of updates, so everything is planned again"]
     assert fresh.model.offmate.split == Split()
     model = tiny()
     offmate.compile(model, tight.budget_bytes, optimizer=adamw(model), plan=tight, **settings())

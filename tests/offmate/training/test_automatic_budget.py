@@ -103,5 +103,5 @@ def test_nothing_left_is_an_error_in_words(sim):
     sim.set_total_bytes(GIB)
     model, _ = automatic()
     sim.set_others_bytes(GIB - (100 << 20))  # what is left is less than the margin
-    with pytest.raises(offmate.DeviceError, match=r"nothing of .* is left to plan with"):
+    with pytest.raises(offmate.DeviceError, match=r"no memory of .* is left for a plan"):
         model(**text(0))

@@ -237,7 +237,7 @@ def test_a_forward_that_asks_for_the_precision_is_refused_and_nothing_is_convert
 
 def test_a_compiled_model_is_refused() -> None:
     own = offmate.compile(model(), "1GiB", **SETTINGS)
-    with pytest.raises(offmate.OffmateError, match="compiled by offmate already"):
+    with pytest.raises(offmate.OffmateError, match="already compiled by offmate"):
         cast(own)
 
 

@@ -141,7 +141,9 @@ def test_fewer_micro_batches_at_the_end_of_an_epoch(clip):
 
 def test_more_micro_batches_than_planned():
     model, optimizer = decoder(budget="1GiB", accumulation_steps=2)
-    with pytest.raises(offmate.ProtocolError, match=r"2 backward\(\) calls make one update.*accumulation_steps="):
+    with pytest.raises(
+        offmate.ProtocolError, match=r"one update of this plan takes 2 backward\(\) calls.*accumulation_steps="
+    ):
         train(model, optimizer, (3,), None, nothing)
 
 

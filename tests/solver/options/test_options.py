@@ -142,8 +142,8 @@ def test_contradictions_are_named(ops: tuple[Op, ...], saved: set[int], words: s
 CHILDREN = {
     "ends": ("import sys; sys.exit(3)", "CP-SAT ended: exit code 3 and no message"),
     "complains": ("raise ImportError('no ortools here')", "CP-SAT ended: ImportError: no ortools here"),
-    "babbles": ("print('hello', flush=True); input()", "answered 'hello', which is no answer"),
-    "half": ("print('{\"keep\": [', flush=True)", "which is no answer"),
+    "babbles": ("print('hello', flush=True); input()", "returned 'hello', which is not a valid answer"),
+    "half": ("print('{\"keep\": [', flush=True)", "which is not a valid answer"),
 }
 
 

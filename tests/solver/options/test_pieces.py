@@ -50,7 +50,7 @@ def test_pieces_by_hand() -> None:
     assert CUT.pieces == ((0, 3), (3, 6), (6, 9), (9, 10))
     assert [CUT.piece_bytes(rows) for rows in CUT.pieces] == [60, 60, 60, 20]
     assert TensorSize("w", 100).pieces == ((0, 1),)
-    with pytest.raises(ProblemError, match="tensor w: a state of 200 bytes cannot be cut into 7 rows alike"):
+    with pytest.raises(ProblemError, match="tensor w: a state of 200 bytes cannot be cut into 7 equal rows"):
         one_group(replace(CUT, rows=7))
     with pytest.raises(ProblemError, match="piece_rows is 0"):
         one_group(replace(CUT, piece_rows=0))
