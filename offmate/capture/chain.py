@@ -25,6 +25,12 @@ from .true_strides import TrueStridesMode
 
 _LONG_BLOCK_NODES = 48  # a longer stretch without a narrow point is cut at its narrowest point
 _WIDEST_INTERFACE = 8
+_REMEDY = "Let the forward make a new tensor instead of writing in place"
+# As parametrizations do that are registered and removed inside the forward; peft's adapters of expert weights are such.
+_SWAPPED = (
+    "The forward swaps the parameter's memory, as an adapter of peft on experts or on their router does. Leave such "
+    "layers out of the adapter, for example with targets=q_proj+k_proj+v_proj+o_proj"
+)
 _SMALL_BLOCK_SHARE = 0.02  # of the mean block's bytes: smaller ones are merged into a neighbour
 
 
@@ -210,10 +216,8 @@ def _check_writes(captured: Captured, facts: dict[fx.Node, Facts], computing: li
             owner = owners.get(storage)
             if owner is not None and owner.name not in captured.buffers:
                 what = f"parameter {captured.params[owner.name]}" if owner.name in captured.params else owner.name
-                raise CaptureError(
-                    f"{node.target} writes into {what}, which a plan cannot repeat. Let the forward make a new tensor "
-                    "instead of writing in place"
-                )
+                remedy = _SWAPPED if node.target is torch.ops.aten.set_.source_Tensor else _REMEDY
+                raise CaptureError(f"{node.target} writes into {what}, which a plan cannot repeat. {remedy}")
 
 
 def _cuts(chain: list[fx.Node], facts: dict[fx.Node, Facts], captured: Captured) -> list[int]:

@@ -27,6 +27,7 @@ from .solver_errors import solver_errors
 from .subject import Subject, state, user_bytes_of
 
 _AMPLE_HOST_BYTES = 2**44  # more than any machine has, and few enough for the solver's arithmetic
+_LIMIT_S = 600.0  # of a search; of 80 layers on busy cores it takes more than a minute
 _ROUNDS = 10  # until the least host memory is found
 _WHOLE_TENSORS = 1.02  # whole tensors need a little more than fractions of them
 
@@ -73,7 +74,7 @@ class Outlook:
         # A byte more on the host saves at most about a byte on the device, so this comes near from below.
         for _ in range(_ROUNDS):
             with solver_errors():
-                found = least_budget(replace(self.problem, host_budget_bytes=host))
+                found = least_budget(replace(self.problem, host_budget_bytes=host), time_limit_s=_LIMIT_S)
             if found.resource == "host":
                 host = found.bytes
             elif found.bytes + self.fixed_bytes > budget:
@@ -96,7 +97,7 @@ class Outlook:
 
     def _least_device_bytes(self, host_budget_bytes: int) -> int | None:
         with solver_errors():
-            found = least_budget(replace(self.problem, host_budget_bytes=host_budget_bytes))
+            found = least_budget(replace(self.problem, host_budget_bytes=host_budget_bytes), time_limit_s=_LIMIT_S)
         return None if found.resource == "host" else found.bytes + self.fixed_bytes
 
 
