@@ -109,7 +109,7 @@ class Plan:
         bound = format_seconds(self.lower_bound_s)
         if self.lower_bound_s > self.predicted_step_s * 1.001:
             return f"copies that cross steps make it faster than the program's bound of {bound}"
-        words = f"no plan is faster than {bound}"
+        words = f"no plan that keeps to the program's steps is faster than {bound}"
         if self.rounding_loss_s > _WORTH_SAYING_PART * self.predicted_step_s:
             words += f", and moving only whole tensors costs {format_seconds(self.rounding_loss_s)}"
         return words
