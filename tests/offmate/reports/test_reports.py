@@ -240,8 +240,5 @@ def test_what_the_bound_says():
         "no plan that keeps to the program's steps is faster than 9.00 s, and moving only whole tensors costs "
     )
     program_s = plan.predicted_step_s * 0.995
-    assert (
-        replace(plan, lower_bound_s=program_s, gap=0.0).bound_words
-        == f"no plan that keeps to the program's steps is faster than {format_seconds(program_s)}"
-    )
+    assert replace(plan, lower_bound_s=program_s, gap=0.0).bound_words == f"{faster} {format_seconds(program_s)}"
     assert "faster than the program's bound of 90.0 s" in replace(plan, lower_bound_s=90.0).explain()
