@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..machines.devices import accelerator, words
-from ..optim.masters import WithMasters
+from ..optim.masters import name_of
 from ..plans.about import About
 from ..plans.plan import Plan
 from ..runtime.torch_names import trees as pytree
@@ -53,8 +53,7 @@ def _short(dtype: torch.dtype) -> str:
 def _optimizer(subject: Subject) -> str:
     if subject.updater is None:
         return "your own optimizer"
-    base = subject.updater.base
-    return f"{base._kind.__name__} on float32 copies" if issubclass(base, WithMasters) else str(base.__name__)
+    return name_of(subject.updater.base)
 
 
 def _batch(subject: Subject) -> str:
