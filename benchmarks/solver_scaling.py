@@ -101,7 +101,7 @@ def _plot(rows: list[Row], path: Path) -> None:
     try:
         from matplotlib import pyplot
     except ImportError:
-        raise SystemExit('the plot needs matplotlib; try: pip install ".[viz]"') from None
+        raise SystemExit('the plot needs matplotlib; try: pip install -e ".[viz]"') from None
     figure, axes = pyplot.subplots(figsize=(6, 4))
     for backend in sorted({row["backend"] for row in rows}):
         own = [row for row in rows if row["backend"] == backend]

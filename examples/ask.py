@@ -6,6 +6,7 @@ python examples/ask.py tuned/merged "What is the capital of France?"
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -17,6 +18,8 @@ def main() -> None:
     parser.add_argument("question")
     parser.add_argument("--tokens", type=int, default=16)
     given = parser.parse_args()
+    if not Path(given.folder, "config.json").is_file():
+        parser.error(f"{given.folder} holds no model: it has no config.json")
     model = AutoModelForCausalLM.from_pretrained(given.folder, dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(given.folder)
     chat = [{"role": "user", "content": given.question}]

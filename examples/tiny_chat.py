@@ -42,6 +42,7 @@ def main() -> None:
     tokenizer.save_pretrained(folder)
     lines = "".join(json.dumps({"messages": chat}) + "\n" for chat in chats("{}") * REPEATS)
     (given.folder / "chats.jsonl").write_text(lines)
+    print(f"a chat model in {folder}, and {len(lines.splitlines())} chats in {given.folder / 'chats.jsonl'}")
 
 
 def chats(form: str) -> list[list[dict[str, str]]]:

@@ -31,7 +31,7 @@ class Library:
 LIBRARIES = {
     "torch": Library("runs the model and captures it as a graph"),
     "pulp": Library("states the program of a plan for CBC, a solver that it brings", pip="'pulp<4'"),
-    "highspy": Library("is HiGHS, which solves the program of a plan"),
+    "highspy": Library("is HiGHS, which solves the program of a plan", pip="'highspy<1.16'"),
     "networkx": Library("finds what depends on the parameters, so that the model can be cut into blocks"),
     "ortools": Library("has CP-SAT, which chooses what a block may keep, recompute or offload"),
     "rich": Library("prints tables and progress bars"),
@@ -106,7 +106,7 @@ def missing(name: str) -> str:
     library = LIBRARIES[name]
     line = f"pip install {library.pip or name}"
     if library.extra:
-        line += f', or, in the folder of offmate\'s repository, pip install ".[{library.extra}]"'
+        line += f', or, in the folder of offmate\'s repository, pip install -e ".[{library.extra}]"'
     return f"{name} is not installed; it {library.does}. Try: {line}"
 
 

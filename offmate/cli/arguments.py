@@ -43,7 +43,11 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     card.add_argument("--hardware", default=argparse.SUPPRESS, metavar="NAME", help="the same as --card")
     ram = parser.add_mutually_exclusive_group()
     ram.add_argument(
-        "--ram", dest="cpu_budget", type=size, metavar="SIZE", help="CPU memory (default: the machine's, if known)"
+        "--ram",
+        dest="cpu_budget",
+        type=size,
+        metavar="SIZE",
+        help="CPU memory (default: what the card's file says, or any amount if it says nothing)",
     )
     ram.add_argument("--cpu-budget", type=size, default=argparse.SUPPRESS, metavar="SIZE", help="the same as --ram")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
+from ..errors import OffmateError
 from ..libraries import check_installed
 from .arguments import Help
 
@@ -141,6 +143,11 @@ def run(arguments: argparse.Namespace) -> int:
         from ..finetune.job import finetune
         from ..finetune.settings import read_yaml
 
-    given = {**(read_yaml(arguments.config) if arguments.config else {}), **given_settings(arguments)}
-    finetune(given, resume=arguments.resume, dry_run=arguments.dry_run, yes=arguments.yes, mode=arguments.mode)
+    try:
+        given = {**(read_yaml(arguments.config) if arguments.config else {}), **given_settings(arguments)}
+        finetune(given, resume=arguments.resume, dry_run=arguments.dry_run, yes=arguments.yes, mode=arguments.mode)
+    except OffmateError as error:
+        if arguments.mode == "json":
+            print(json.dumps({"event": "error", "message": str(error)}), flush=True)
+        raise
     return 0

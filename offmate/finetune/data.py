@@ -25,12 +25,17 @@ _PIECE_CHARACTERS = 1024
 _MOST_FIELD_CHARACTERS = 2**31 - 1
 
 
+def is_of_hub(data: str) -> bool:
+    """Return whether a source is a data set of the Hub, and not of files."""
+    return data.startswith(_DATASET)
+
+
 def check_source(data: str) -> None:
     """Check a source without reading it.
 
     Raises: OffmateError if it is missing, empty, of an unknown kind, or needs a library that is not installed.
     """
-    if data.startswith(_DATASET):
+    if is_of_hub(data):
         _check_datasets(data)
         return
     if any(file.suffix.lower() == _PARQUET for file in source_files(data)):
@@ -62,7 +67,7 @@ def pieces(data: str) -> Iterator[Piece]:
 
     Raises: OffmateError with the file and line of an entry that cannot be used.
     """
-    if data.startswith(_DATASET):
+    if is_of_hub(data):
         yield from _rows(data)
         return
     for file in source_files(data):

@@ -18,7 +18,7 @@ from ..plans.plan import Plan, load_plan
 from ..progress import working
 from ..sizes import parse_budget
 from .checkpoint import PLAN, Moment
-from .data import check_source, pieces
+from .data import check_source, is_of_hub, pieces, source_files
 from .needs import Needs, machine_of, memory_doubt, model_without_weights, needs_of, no_card
 from .packing import Batch, Batches, read_tokens, verify_tokens, write_tokens
 from .preview import Preview, Work, disk_doubt, example_lines, first_lines
@@ -101,10 +101,18 @@ def prepared(at: Position, shown: list[Example], talk: Talk) -> tuple[Position, 
 
 
 def glimpse(settings: Settings, tokenizer: Any) -> list[Example]:
-    """Return the first documents as the model sees them, after a look at more of them."""
+    """Return documents of each format as the model sees them, after a look at the beginning of every file."""
     check_source(settings.data)
-    seen = list(examples(islice(pieces(settings.data), _GLIMPSE_PIECES), tokenizer, settings.assistant_only))
-    return seen[:_SHOWN_EXAMPLES]
+    sources = [settings.data] if is_of_hub(settings.data) else list(map(str, source_files(settings.data)))
+    each = max(1, _GLIMPSE_PIECES // len(sources))
+    seen = [
+        example
+        for source in sources[:_GLIMPSE_PIECES]
+        for example in examples(islice(pieces(source), each), tokenizer, settings.assistant_only)
+    ]
+    firsts = [next(example for example in seen if example.kind == kind) for kind in dict.fromkeys(e.kind for e in seen)]
+    chosen = [*firsts, *(example for example in seen if example not in firsts)][:_SHOWN_EXAMPLES]
+    return [example for example in seen if example in chosen]
 
 
 def _first_doubts(at: Position, needs: Needs) -> list[str]:

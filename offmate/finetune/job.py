@@ -27,7 +27,7 @@ from .hub import check_push, push
 from .lock import place_for
 from .loop import TrainingRun, train
 from .needs import device_words
-from .preview import Preview, Work, device_line
+from .preview import MEASURED, Preview, Work, device_line
 from .report import check_reporters, make_reporters
 from .result import MERGED, LastFigures, card, merge
 from .samples import read_prompts
@@ -41,6 +41,7 @@ from .weights import build_model, load_tokenizer, model_folder
 log = logging.getLogger("offmate")
 
 CHECKPOINTS = "checkpoints"
+_LATE = {"output", "merge", "push"}  # settings that count for a run that is finished
 
 
 def finetune(given: Mapping[str, Any], *, resume: bool, dry_run: bool, yes: bool, mode: str) -> None:
@@ -54,12 +55,14 @@ def finetune(given: Mapping[str, Any], *, resume: bool, dry_run: bool, yes: bool
 
     Raises: OffmateError for everything that cannot work, nearly always before weights are read.
     """
-    _hush()
+    _hush(mode)
     talk = Talk(mode, yes, dry_run)
     settings = settings_of(given, resume)
     output = Path(settings.output)
     if resume and _finished(output):
-        talk.say([f"{output}: the run is finished"], event="finished")
+        late = sorted(given.keys() - _LATE)
+        words = f"; {', '.join(late)} can no longer change anything" if late else ""
+        talk.say([f"{output}: the run is finished{words}"], event="finished")
         if not dry_run:
             _ended(resolved(settings, model_folder(settings.model)), talk)
         return
@@ -90,7 +93,7 @@ def _run(at: Position, shown: list[Example], talk: Talk, begun: list[bool]) -> N
         loaded = _load(at)
     plan, config = _plan(at, loaded)
     preview = Preview(at.settings, at.kind, needs, plan, work, at.done, held_bytes=needs.weights_bytes)
-    lines = preview.lines() if at.checkpoint is not None else preview.speed_lines("measured operators")
+    lines = preview.lines(MEASURED) if at.checkpoint is not None else preview.speed_lines(MEASURED)
     talk.say(lines, event="plan", lines=lines, doubts=preview.doubts())
     talk.agree(preview.doubts() if not asked else [])
     begun.append(True)
@@ -204,8 +207,10 @@ def _finished(output: Path) -> bool:
     return any((output / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
-def _hush() -> None:
+def _hush(mode: str) -> None:
     """Silence the libraries' progress bars, which would disturb the run's own, and their advice to themselves."""
+    if mode == "quiet":
+        log.setLevel(logging.ERROR)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     from transformers.utils import logging as transformers_logging
 

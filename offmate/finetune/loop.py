@@ -61,7 +61,7 @@ def train(run: TrainingRun) -> None:
     _tell(run, lambda r: r.start(run.start, run.n_steps))
     clock = _Clock()
     steps = run.batches.steps(run.start)
-    with _asked_to_stop() as asked:
+    with _asked_to_stop(run) as asked:
         for step in range(run.start, run.n_steps):
             row = _step(run, step, next(steps), clock)
             for reporter in run.reporters:
@@ -76,8 +76,8 @@ def train(run: TrainingRun) -> None:
                 clock.forget()
             if asked and not last:
                 log.warning(
-                    "stopped: %s of %s done, about %s left; --resume continues from there",
-                    f"{done:,}", format_steps(run.n_steps), format_left(row.left_s),
+                    "stopped: %s of %s done, about %s left. Continue with: %s",
+                    f"{done:,}", format_steps(run.n_steps), format_left(row.left_s), _resuming(settings),
                 )  # fmt: skip
                 raise KeyboardInterrupt
 
@@ -128,13 +128,21 @@ def _step(run: TrainingRun, step: int, micro_batches: list[Batch], clock: _Clock
 
 def _not_finite(run: TrainingRun, step: int, value: float, what: str = "loss") -> str:
     epoch = step // run.batches.steps_per_epoch
-    saved = sorted(run.checkpoints.glob("step-*"))
-    kept = f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
+    newest = _newest(run)
+    kept = f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
     rate = learning_rate(run.settings, step, run.n_steps)
     return (
         f"the {what} of step {step + 1} (epoch {epoch + 1}, learning rate {rate:.3g}) is {value}; training stops, "
         f"{kept}. Try a lower learning_rate, more warmup_steps, or max_grad_norm"
     )
+
+
+def _newest(run: TrainingRun) -> Path | None:
+    return max(run.checkpoints.glob("step-*"), default=None)
+
+
+def _resuming(settings: Settings) -> str:
+    return f"offmate finetune --output {settings.output} --resume"
 
 
 def _evaluate(run: TrainingRun, done: int) -> None:
@@ -184,7 +192,7 @@ class _Clock:
 
 
 @contextmanager
-def _asked_to_stop() -> Iterator[list[int]]:
+def _asked_to_stop(run: TrainingRun) -> Iterator[list[int]]:
     """Yield a list that fills when Ctrl-C or SIGTERM arrives; a second one interrupts at once."""
     asked: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -193,6 +201,9 @@ def _asked_to_stop() -> Iterator[list[int]]:
 
     def note(number: int, frame: Any) -> None:
         if asked:
+            newest = _newest(run)
+            where = f"from {newest.name}" if newest else "from the beginning, as there is no checkpoint yet"
+            log.warning("stopped at once. %s continues %s", _resuming(run.settings), where)
             raise KeyboardInterrupt
         asked.append(number)
         log.warning("stopping after this step and its checkpoint; interrupt again to stop at once")

@@ -18,6 +18,7 @@ from .tokenizing import BEGIN, END, LEFT_OUT, Example
 
 _SLOW, _SLOW_S = 5.0, 1.0  # multiple of the compute; steps of fewer seconds are never called slow
 _LONG_S = 7 * 24 * 3600
+DEVICE_RATES, MEASURED = "the device's rates", "measured operators"
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,13 @@ class Preview:
         emulated = self.plan.predicted_peak_bytes if self.kind == EMULATED else 0
         return max(self.plan.host_bytes + emulated, self.needs.weights_bytes)
 
-    def lines(self) -> list[str]:
-        """Write a line each: data, training, whether it fits, CPU memory and disk, speed, how long it takes."""
+    def lines(self, source: str = DEVICE_RATES) -> list[str]:
+        """Write a line each: data, training, whether it fits, CPU memory and disk, speed, how long it takes.
+
+        Parameters
+        ----------
+        source: what the speed is predicted from.
+        """
         plan = self.plan
         return [
             *self.work.lines(self.settings),
@@ -120,7 +126,7 @@ class Preview:
             f"CPU memory: {format_bytes(self.host_bytes)} of tensors{self._of_device()}; "
             f"{format_bytes(self.needs.disk_bytes(self.settings))} of disk for {self.settings.keep_checkpoints} "
             "checkpoints and the result",
-            *self.speed_lines("the device's rates"),
+            *self.speed_lines(source),
         ]
 
     def speed_lines(self, source: str) -> list[str]:

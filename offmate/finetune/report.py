@@ -125,7 +125,7 @@ class ConsoleReporter:
             self._last_line_s = now
 
     def evaluation(self, step: int, loss: float) -> None:
-        trained = f", training loss {self._last.loss:.4f}" if self._last is not None else ""
+        trained = f", loss of this step {self._last.loss:.4f}" if self._last is not None else ""
         self._console.print(f"step {step:,}/{self._n_steps:,}: held-out loss {loss:.4f}{trained}")
 
     def sample(self, step: int, sample: Sample) -> None:

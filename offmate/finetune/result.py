@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from ..version import VERSION
 from .checkpoint import save_merged
 from .report import StepRow
 from .samples import Sample
-from .settings import Settings
+from .settings import Lora, Settings
 from .weights import DTYPES, load_model, load_tokenizer, with_saved_adapter
 
 MERGED = "merged"
+_ELSEWHERE = ("device", "gpu_budget", "cpu_budget", "push", "report")  # of the machine, not of the result
 
 
 @dataclass
@@ -56,9 +58,7 @@ def card(settings: Settings, n_steps: int, figures: LastFigures) -> str:
         for name, value in (("last step's loss", figures.loss), ("held-out loss", figures.held_out_loss))
         if value is not None
     ]
-    given = " ".join(
-        ["offmate finetune", *(f"--{name} {getattr(settings, name)}" for name in ("model", "data", "output"))]
-    )
+    given = " ".join(["offmate finetune", *_options(settings)])
     rows = [
         f"- Base model: `{settings.model}`",
         f"- Trained: {what}, in {settings.precision}, on the data `{settings.data}` ({trained_on})",
@@ -76,6 +76,21 @@ def card(settings: Settings, n_steps: int, figures: LastFigures) -> str:
     ]
     code = ["```python", *_loading(settings), "```"]
     return "\n".join([*head, "---", "", title, "", *rows, "", *code, *written, ""])
+
+
+def _options(settings: Settings) -> list[str]:
+    """Return the options of a command that begins the same run."""
+    found = []
+    for setting in fields(Settings):
+        value = getattr(settings, setting.name)
+        if setting.name in _ELSEWHERE or value == setting.default or value in (None, (), False):
+            continue
+        option = f"--{setting.name.replace('_', '-')}"
+        if isinstance(value, Lora):
+            value = f"r={value.r},alpha={value.alpha},dropout={value.dropout:g},targets={'+'.join(value.targets)}"
+        words = value if isinstance(value, tuple) else (value,)
+        found.append(option if value is True else f"{option} {' '.join(shlex.quote(str(word)) for word in words)}")
+    return found
 
 
 def _loading(settings: Settings) -> list[str]:

@@ -50,7 +50,7 @@ class Talk:
         if self.mode != "normal" or not sys.stdin.isatty():
             raise OffmateError(f"{words}\nAdd --yes to continue anyway")
         with hidden():
-            answer = input(f"{words}\nContinue anyway? [y/N] ")
+            answer = input(f"{folded(words.splitlines())}\nContinue anyway? [y/N] ")
         if answer.strip().lower() not in ("y", "yes"):
             raise OffmateError("stopped before training")
 

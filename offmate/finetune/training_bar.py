@@ -40,7 +40,7 @@ class TrainingBar:
     @contextlib.contextmanager
     def shown(self, console: Console) -> Iterator[None]:
         """Keep the line at the bottom of a terminal inside the `with` block; it also shows plans that are made then."""
-        with Live(self, console=console, refresh_per_second=4), shown_by(self._plans):
+        with shown_by(self._plans), Live(self, console=console, refresh_per_second=4):
             yield
 
     def _plans(self, phase: str, share: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import reprlib
 from dataclasses import dataclass, field, fields
 from importlib import resources
@@ -128,6 +129,12 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(p.name.removesuffix(".json") for p in _folder().iterdir() if p.name.endswith(".json")))
 
 
+def _same_name(asked: str) -> str | None:
+    """Return the name that is asked for, whatever its case, blanks and hyphens; None if there is none."""
+    letters = re.sub(r"[^a-z0-9]", "", asked.lower())
+    return next((name for name in names() if name.replace("-", "") == letters), None)
+
+
 def load(name_or_path: str) -> Hardware:
     """Load a machine by the name of a file that comes with offmate, or by the path of a user's file.
 
@@ -138,13 +145,14 @@ def load(name_or_path: str) -> Hardware:
             f"hardware is {reprlib.repr(name_or_path)}; it must be a name ({', '.join(names())}) or the path of a file"
         )
     name_or_path = os.fspath(name_or_path)
+    name_or_path = _same_name(name_or_path) or name_or_path
     if name_or_path in names():
         return _parse(json.loads((_folder() / f"{name_or_path}.json").read_text()), name_or_path)
     if not os.path.isfile(name_or_path):  # unlike Path.is_file, it never raises
         near = difflib.get_close_matches(name_or_path.lower(), names(), n=3, cutoff=0.4)
         hint = f"Did you mean {' or '.join(near)}? " if near else ""
         raise ArgumentValueError(
-            f"hardware {name_or_path!r} is not known. {hint}Choose one of {', '.join(names())}, or give a file that "
+            f"the card {name_or_path!r} is not known. {hint}Choose one of {', '.join(names())}, or give a file that "
             "`offmate profile --json FILE` wrote"
         )
     try:

@@ -72,8 +72,8 @@ class Pace:
             return
         log.warning(
             "a step takes %s (median of steps %d to %d), but its plan predicts %s. The plan was timed on another "
-            "machine, or on this one when it was %s. To measure again, start once more while nothing else runs, with "
-            "config=offmate.Config(measure_again=True), or with OFFMATE_MEASURE_AGAIN=1 in the environment",
+            "machine, or on this one when it was %s. To measure again, start once with "
+            "OFFMATE_MEASURE_AGAIN=1 in the environment, or with Config(measure_again=True), while nothing else runs",
             format_seconds(measured_s), FIRST, LAST, format_seconds(predicted_s),
             "less busy than now" if slow else "busier than now",
         )  # fmt: skip

@@ -112,7 +112,7 @@ def test_bad_arguments_are_refused_before_anything_runs(capsys, argv, said):
 def test_a_missing_extra_is_named(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert cli.main(["demo"]) == 2
-    assert 'pip install ".[hf]"' in capsys.readouterr().err
+    assert 'pip install -e ".[hf]"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_a_file_gets_every_figure_on_one_line():
     step, held_out, saved = console.export_text().splitlines()
     assert step.startswith("step 51/88: loss 7.6457, 34 s left, 113 tokens/s, GPU 17 GiB, CPU 31 GiB, ")
     assert ", until " in step
-    assert held_out == "step 51/88: held-out loss 7.1000, training loss 7.6457"
+    assert held_out == "step 51/88: held-out loss 7.1000, loss of this step 7.6457"
     assert saved.endswith("long")
 
 
