@@ -69,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return _FAILED
-    except KeyboardInterrupt:
-        print("offmate: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"offmate: {interrupt or 'interrupted'}", file=sys.stderr)
         return _INTERRUPTED
 
 

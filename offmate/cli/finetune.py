@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..errors import OffmateError
+from ..errors import InfeasibleBudget, OffmateError
 from ..libraries import check_installed
-from .arguments import Help
+from .arguments import Help, with_options
 
 _EXAMPLES = """examples:
   offmate init --model chat --data chats.jsonl --output tuned > run.yaml
@@ -144,10 +144,13 @@ def run(arguments: argparse.Namespace) -> int:
         from ..finetune.settings import read_yaml
 
     try:
-        given = {**(read_yaml(arguments.config) if arguments.config else {}), **given_settings(arguments)}
+        in_file = read_yaml(arguments.config) if arguments.config else {}
+        left_empty = [name for name, value in in_file.items() if value is None]
+        given = {name: value for name, value in in_file.items() if name not in left_empty} | given_settings(arguments)
         finetune(given, resume=arguments.resume, dry_run=arguments.dry_run, yes=arguments.yes, mode=arguments.mode)
     except OffmateError as error:
         if arguments.mode == "json":
-            print(json.dumps({"event": "error", "message": str(error)}), flush=True)
+            words = with_options(str(error)) if isinstance(error, InfeasibleBudget) else str(error)
+            print(json.dumps({"event": "error", "message": words}), flush=True)
         raise
     return 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import io
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -46,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     Returns: the exit status, 0. Raises: ArgumentValueError for a value that cannot be; LibraryError without PyYAML.
     """
     check_installed("yaml")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")  # as YAML is read
     print("\n".join(lines(given_settings(arguments))))
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,6 +98,9 @@ def _check(arguments: argparse.Namespace) -> None:
     count = len(arguments.plans)
     if count > _MOST:
         raise ArgumentValueError(f"{count} plans are named; one can be shown, or {_MOST} compared")
+    for option, path in (("--html", arguments.html), ("--trace", arguments.trace), ("--json", arguments.json)):
+        if path is not None and any(os.path.realpath(path) == os.path.realpath(plan) for plan in arguments.plans):
+            raise ArgumentValueError(f"{option} {path} would overwrite the plan that is shown; name another file")
     given = {
         "--text": arguments.text, "--blocks": arguments.blocks, "--what-if": arguments.what_if, "--json": arguments.json
     }  # fmt: skip

@@ -26,6 +26,7 @@ from .updates import UpdateRule
 log = logging.getLogger("offmate")
 
 _MANIFEST, _UPDATES, _RANDOM, _MOMENT, PLAN = "manifest.json", "optimizer.pt", "random.pt", "moment.json", "plan.json"
+EVALUATED = "evaluated"  # an empty file in a checkpoint: the evaluation of its step is done
 _NEEDED_FILES = (_UPDATES, _RANDOM, _MOMENT)
 _MOST = 10**12  # of steps and threads
 _ENTRY_FILES = ("config.json", "adapter_config.json")
@@ -75,11 +76,16 @@ def save_checkpoint(folder: Path, moment: Moment, model: Any, updates: UpdateRul
         _verify_weights(aside, model)
         _verify_updates(aside / _UPDATES, state)
 
-    target = folder / f"step-{moment.step:08d}"
+    target = folder / step_name(moment.step)
     _write_aside(target, write, f"the checkpoint of step {moment.step}")
     for old in _checkpoints(folder)[keep:]:
         _remove(old)
     return target
+
+
+def step_name(step: int) -> str:
+    """Return the name of a checkpoint's folder."""
+    return f"step-{step:08d}"
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -167,6 +173,11 @@ def save_result(output: Path, model: Any, tokenizer: Any, card: str) -> None:
     shutil.rmtree(aside)
 
 
+def is_merged(folder: Path) -> bool:
+    """Return whether a folder holds a merged model as it was written."""
+    return _changed(folder) is None
+
+
 def save_merged(folder: Path, model: Any, tokenizer: Any) -> Path:
     """Write a merged model as a folder that transformers loads, and return the folder."""
 
@@ -220,15 +231,31 @@ def _write_manifest(folder: Path) -> None:
 
 def _fault(path: Path) -> str | None:
     """Describe what is wrong with a checkpoint; None if it is intact."""
+    changed = _changed(path, _NEEDED_FILES)
+    if changed is not None:
+        return changed
+    try:
+        load_moment(path)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _changed(path: Path, needed: tuple[str, ...] = ()) -> str | None:
+    """Describe what differs in a folder from its manifest; None if nothing does.
+
+    Parameters
+    ----------
+    needed: files that the manifest has to name.
+    """
     try:
         files = json.loads((path / _MANIFEST).read_text())
-        lacking = [name for name in _NEEDED_FILES if name not in files]
+        lacking = [name for name in needed if name not in files]
         if lacking:
             return f"its manifest does not name {lacking[0]}"
         for name, (size, digest) in files.items():
             if (path / name).stat().st_size != size or _digest(path / name) != digest:
                 return f"{name} has changed"
-        load_moment(path)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return f"{type(error).__name__}: {error}"
     return None

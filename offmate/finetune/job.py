@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ..machines.devices import EMULATED, device_kind
 from ..plans.plan import Plan
 from ..progress import working
 from ..split import Split
-from .checkpoint import load_moment, newest_checkpoint, restore_random, restore_updates, save_result
+from .checkpoint import is_merged, load_moment, newest_checkpoint, restore_random, restore_updates, save_result
 from .forecast import OUTPUTS, TOKENS, Loaded, Position, batch_of, glimpse, prepared, saved_plan
 from .hub import check_push, push
 from .lock import place_for
@@ -55,7 +56,11 @@ def finetune(given: Mapping[str, Any], *, resume: bool, dry_run: bool, yes: bool
 
     Raises: OffmateError for everything that cannot work, nearly always before weights are read.
     """
-    _hush(mode)
+    with _hushed(mode):
+        _finetune(given, resume=resume, dry_run=dry_run, yes=yes, mode=mode)
+
+
+def _finetune(given: Mapping[str, Any], *, resume: bool, dry_run: bool, yes: bool, mode: str) -> None:
     talk = Talk(mode, yes, dry_run)
     settings = settings_of(given, resume)
     output = Path(settings.output)
@@ -191,7 +196,7 @@ def _train(at: Position, loaded: Loaded, plan: Plan, config: Config, work: Work,
 def _ended(settings: Settings, talk: Talk) -> None:
     """Merge and push a result if the settings ask for it; what is merged already is not merged again."""
     output = Path(settings.output)
-    if settings.merge and not (output / MERGED).exists():
+    if settings.merge and not is_merged(output / MERGED):
         gc.collect()
         where = merge(settings, model_folder(settings.model))
         talk.say([f"merged: {where} loads with plain transformers"], event="merged", folder=str(where))
@@ -207,13 +212,19 @@ def _finished(output: Path) -> bool:
     return any((output / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
-def _hush(mode: str) -> None:
+@contextlib.contextmanager
+def _hushed(mode: str) -> Iterator[None]:
     """Silence the libraries' progress bars, which would disturb the run's own, and their advice to themselves."""
-    if mode == "quiet":
-        log.setLevel(logging.ERROR)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    level = log.level
+    if mode == "quiet":
+        log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from ..errors import OffmateError
-from .checkpoint import Moment, save_checkpoint
+from .checkpoint import EVALUATED, Moment, save_checkpoint, step_name
 from .packing import IGNORED, Batch, Batches, Packed, eval_batches
 from .report import Reporter, StepRow, format_left, format_steps, host_bytes
 from .samples import Prompts, write_samples
 from .settings import Settings
+from .start import SETTINGS
 from .updates import UpdateRule, learning_rate
 
 log = logging.getLogger("offmate")
@@ -59,6 +60,8 @@ def train(run: TrainingRun) -> None:
     """
     settings = run.settings
     _tell(run, lambda r: r.start(run.start, run.n_steps))
+    if run.start and _lacks_evaluation(run):
+        _evaluate(run, run.start)
     clock = _Clock()
     steps = run.batches.steps(run.start)
     with _asked_to_stop(run) as asked:
@@ -69,17 +72,17 @@ def train(run: TrainingRun) -> None:
             done, last = step + 1, step + 1 == run.n_steps
             saves = last or done % settings.checkpoint_every == 0 or bool(asked)
             evaluates = done % settings.eval_every == 0 if settings.eval_every else saves
+            evaluates = (evaluates or last) and not asked
             with _saved(run, done) if saves else nullcontext():
-                if (evaluates or last) and not asked:
+                if evaluates:
                     _evaluate(run, done)
             if saves or evaluates:
                 clock.forget()
             if asked and not last:
-                log.warning(
-                    "stopped: %s of %s done, about %s left. Continue with: %s",
-                    f"{done:,}", format_steps(run.n_steps), format_left(row.left_s), _resuming(settings),
-                )  # fmt: skip
-                raise KeyboardInterrupt
+                raise KeyboardInterrupt(
+                    f"stopped: {done:,} of {format_steps(run.n_steps)} done, about {format_left(row.left_s)} left. "
+                    f"Continue with: {_resuming(settings)}"
+                )
 
 
 def evaluate(model: Any, batches: Iterable[Batch]) -> float | None:
@@ -137,6 +140,15 @@ def _not_finite(run: TrainingRun, step: int, value: float, what: str = "loss") -
     )
 
 
+def _lacks_evaluation(run: TrainingRun) -> bool:
+    """Return whether the run was killed after a checkpoint and before the evaluation that belongs to it."""
+    settings, done = run.settings, run.start
+    if done == run.n_steps:
+        return True  # the result's card has its figures
+    due = done % (settings.eval_every or settings.checkpoint_every) == 0
+    return due and not (run.checkpoints / step_name(done) / EVALUATED).is_file()
+
+
 def _newest(run: TrainingRun) -> Path | None:
     return max(run.checkpoints.glob("step-*"), default=None)
 
@@ -153,11 +165,16 @@ def _evaluate(run: TrainingRun, done: int) -> None:
     for sample in write_samples(run.model, run.tokenizer, run.prompts, run.settings.sample_tokens):
         for reporter in run.reporters:
             reporter.sample(done, sample)
+    checkpoint = run.checkpoints / step_name(done)
+    if checkpoint.is_dir():
+        (checkpoint / EVALUATED).touch()
 
 
 @contextmanager
 def _saved(run: TrainingRun, done: int) -> Iterator[None]:
     """Write a checkpoint before what follows, and report it after that."""
+    if not (run.checkpoints.parent / SETTINGS).is_file():
+        raise OffmateError(f"{run.checkpoints.parent} was removed while the run trained, so it stops; begin it anew")
     handle, keep = run.model.offmate, run.settings.keep_checkpoints
     moment = Moment(done, run.packed.digest, torch.get_num_threads(), torch.__version__, handle.split)
     path = save_checkpoint(run.checkpoints, moment, run.model, run.updates, handle.plan, keep)
@@ -203,8 +220,7 @@ def _asked_to_stop(run: TrainingRun) -> Iterator[list[int]]:
         if asked:
             newest = _newest(run)
             where = f"from {newest.name}" if newest else "from the beginning, as there is no checkpoint yet"
-            log.warning("stopped at once. %s continues %s", _resuming(run.settings), where)
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(f"stopped at once. {_resuming(run.settings)} continues {where}")
         asked.append(number)
         log.warning("stopping after this step and its checkpoint; interrupt again to stop at once")
 

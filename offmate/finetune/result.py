@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import textwrap
 from dataclasses import dataclass, field, fields
@@ -67,7 +68,11 @@ def card(settings: Settings, n_steps: int, figures: LastFigures) -> str:
         *([f"- Losses: {', '.join(losses)}"] if losses else []),
         f"- Made with offmate {VERSION}: `{given}`; `finetune.yaml` lists all settings",
     ]
-    head = ["---", f"base_model: {settings.model}", "library_name: " + ("peft" if settings.lora else "transformers")]
+    head = [
+        "---",
+        f"base_model: {_quoted(settings.model)}",
+        "library_name: " + ("peft" if settings.lora else "transformers"),
+    ]
     title = f"# {Path(settings.output).name}"
     written = [
         line
@@ -76,6 +81,11 @@ def card(settings: Settings, n_steps: int, figures: LastFigures) -> str:
     ]
     code = ["```python", *_loading(settings), "```"]
     return "\n".join([*head, "---", "", title, "", *rows, "", *code, *written, ""])
+
+
+def _quoted(text: str) -> str:
+    """Return a text as both YAML and Python write it, in double quotes."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _options(settings: Settings) -> list[str]:
@@ -99,8 +109,8 @@ def _loading(settings: Settings) -> list[str]:
         f"from {'peft' if settings.lora else 'transformers'} import {kind}",
         "from transformers import AutoTokenizer",
         "",
-        f'model = {kind}.from_pretrained("{settings.output}", dtype="auto")',
-        f'tokenizer = AutoTokenizer.from_pretrained("{settings.output}")',
+        f'model = {kind}.from_pretrained({_quoted(settings.output)}, dtype="auto")',
+        f"tokenizer = AutoTokenizer.from_pretrained({_quoted(settings.output)})",
     ]
 
 

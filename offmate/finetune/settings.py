@@ -158,8 +158,8 @@ class Settings:
             _choice("report", name, REPORTERS)
         _whole("sample_tokens", self.sample_tokens, 1, _MOST_TOKENS)
         for prompt in self.sample:
-            if not isinstance(prompt, str) or not prompt.strip():
-                raise ArgumentValueError(f"sample is {_short(prompt)}; write a prompt, or a list of them")
+            if not isinstance(prompt, str) or not prompt.strip() or not _is_text(prompt):
+                raise ArgumentValueError(f"sample is {_short(prompt)}; write a prompt as UTF-8 text, or a list of them")
         if self.push is not None and not (isinstance(self.push, str) and _REPOSITORY.fullmatch(self.push)):
             raise ArgumentValueError(f"push is {_short(self.push)}; name a repository of the Hub, such as me/my-model")
         if not isinstance(self.merge, bool):
@@ -190,6 +190,8 @@ class Settings:
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain data for YAML and JSON."""
         plain = dataclasses.asdict(self)
+        if self.max_grad_norm is None:
+            plain["max_grad_norm"] = _NONE[0]  # nothing would mean that it is left to the default
         plain["report"], plain["sample"] = list(self.report), list(self.sample)
         if self.lora is not None:
             plain["lora"]["targets"] = list(self.lora.targets)
@@ -222,7 +224,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     Raises: OffmateError if the file does not exist, cannot be read as YAML or is not a mapping.
     """
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ArgumentValueError(f"{path}: no such configuration file") from None
     except (OSError, ValueError, yaml.YAMLError) as error:  # no UTF-8, or a null byte in the name
@@ -331,6 +333,11 @@ def _number(name: str, value: Any, least: float, *, above: bool = False, below: 
         raise ArgumentValueError(
             f"{name} is {_short(value)}; it must be {'more than' if above else 'at least'} {least:g}{upper}"
         )
+
+
+def _is_text(value: str) -> bool:
+    """Return whether a text can be written as UTF-8; half a character, as undecodable arguments have, cannot."""
+    return value == value.encode("utf-8", "ignore").decode("utf-8")
 
 
 def _short(value: Any) -> str:

@@ -35,7 +35,10 @@ _OPTIONAL = (
     "per_copy_s",
     "instruction_s",
 )
-_KEYS = {*_RATES, *_OPTIONAL, "device_memory_bytes", "matrix_flops_per_s"}
+_KEYS = {
+    *_RATES, *_OPTIONAL, "format", "name", "basis", "device_memory_bytes", "matrix_flops_per_s", "shared_cores",
+    "copies", "comment",
+}  # fmt: skip
 
 # Rates of updates with float32 copies, relative to float32, where a file does not say. On a CPU that memory does not
 # limit, casts take instructions: 0.62 was measured on two cores of an AMD EPYC, 0.48 on two of an Intel Xeon at
@@ -212,11 +215,11 @@ def _parse(data: Any, where: str) -> Hardware:
 
 
 def _check_optional(data: dict[str, Any], where: str) -> None:
-    """Raise ArgumentValueError for a key that is nearly that of an optional figure, which would then be left out."""
-    for key in data.keys() - _KEYS:
-        near = difflib.get_close_matches(key, [name for name in _OPTIONAL if name not in data], n=1, cutoff=0.85)
-        if near:
-            raise ArgumentValueError(f"{where}: {key!r} is not known; did you mean {near[0]!r}?")
+    """Raise ArgumentValueError for a key that no file has: a misspelt figure would be left out without a word."""
+    for key in sorted(data.keys() - _KEYS):
+        near = difflib.get_close_matches(key, _KEYS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(_KEYS))}"
+        raise ArgumentValueError(f"{where}: {key!r} is not known; {hint}")
 
 
 def _per_copy_s(data: dict[str, Any], where: str) -> float:

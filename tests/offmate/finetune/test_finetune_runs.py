@@ -192,7 +192,7 @@ def test_nan_stops_and_keeps_the_last_good_checkpoint(base, tmp_path, capsys):
     assert "step" in said and "learning_rate" in said
 
 
-def test_told_to_stop_it_finishes_the_step_and_its_checkpoint(base, tmp_path, monkeypatch, capsys, caplog):
+def test_told_to_stop_it_finishes_the_step_and_its_checkpoint(base, tmp_path, monkeypatch, capsys):
     own, output = loop._step, tmp_path / "out"
 
     def step(run, number, *args):
@@ -203,8 +203,9 @@ def test_told_to_stop_it_finishes_the_step_and_its_checkpoint(base, tmp_path, mo
     monkeypatch.setattr(loop, "_step", step)
     assert cli.main(usual(base, output, quiet=True)) == 130
     assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"]
-    assert capsys.readouterr().out == ""
-    assert re.search(rf"stopped: 3 of {STEPS} steps done, about \d+ s left; --resume", caplog.text)
+    said, err = capsys.readouterr()
+    assert said == ""
+    assert re.search(rf"stopped: 3 of {STEPS} steps done, about \d+ s left. Continue with: offmate finetune", err)
 
 
 def test_a_full_disk_keeps_the_last_good_checkpoint(base, tmp_path, capsys, monkeypatch):
@@ -264,7 +265,8 @@ def test_a_dry_run_prints_every_doubt_and_a_run_is_not_begun(base, tmp_path, cap
 def test_a_dry_run_that_does_not_fit_says_so_after_its_other_doubts(base, tmp_path, capsys):
     assert cli.main(usual(base, tmp_path / "out", dry_run=True, gpu_budget="70KiB", device=None)) == 1
     captured = capsys.readouterr()
-    plan = [json.loads(line) for line in captured.out.splitlines()][-1]
+    *_, plan, failed = [json.loads(line) for line in captured.out.splitlines()]
+    assert failed["event"] == "error" and failed["message"] in captured.err
     assert "NO GPU WAS FOUND" in plan["doubts"][0] and "the least that works is" in plan["doubts"][-1]
     assert "the least that works is" in captured.err
     assert list(tmp_path.iterdir()) == []
@@ -447,3 +449,53 @@ def test_on_an_accelerator_dropout_resumes_bit_for_bit(sim, base, tmp_path, monk
     rest = finetune(usual(base, broken, "gpt2", resume=True, **settings))
     assert losses(rest) == losses(events)[2:]
     assert same(weights(broken), weights(unbroken))
+
+
+@pytest.mark.parametrize("step", [2, STEPS])
+def test_an_evaluation_that_was_cut_off_is_made_up_for(base, unbroken, tmp_path, monkeypatch, capsys, step):
+    output, own = tmp_path / "out", loop._evaluate
+
+    def evaluate(run, done):
+        if done == step:
+            raise OffmateError("stopped by the test")
+        own(run, done)
+
+    monkeypatch.setattr(loop, "_evaluate", evaluate)
+    assert "stopped by the test" in refused(usual(base, output), capsys)
+    monkeypatch.undo()
+    rest = finetune(usual(base, output, resume=True))
+    assert losses(rest, "evaluation") == losses(unbroken[0], "evaluation")[-len(losses(rest, "evaluation")) :]
+    assert next(event["step"] for event in rest if event["event"] == "evaluation") == step
+    assert "held-out loss" in (output / "README.md").read_text()
+
+
+def test_a_run_whose_folder_is_removed_stops(base, tmp_path, capsys, monkeypatch):
+    output, own = tmp_path / "out", loop._step
+
+    def step(run, number, *args):
+        if number == 3:
+            shutil.rmtree(output)
+        return own(run, number, *args)
+
+    monkeypatch.setattr(loop, "_step", step)
+    assert "was removed while the run trained" in refused(usual(base, output), capsys)
+
+
+def test_a_merged_model_that_is_damaged_is_merged_again(base, tmp_path):
+    output = tmp_path / "out"
+    finetune(usual(base, output, lora="r=4", merge=True))
+    before = (output / "merged" / "model.safetensors").read_bytes()
+    (output / "merged" / "model.safetensors").unlink()
+    again = [*usual(base, output, lora="r=4", merge=True, resume=True)]
+    assert [event["event"] for event in finetune(again)] == ["finished", "merged"]
+    assert (output / "merged" / "model.safetensors").read_bytes() == before
+
+
+def test_the_card_has_the_whole_command(base, tmp_path):
+    output = tmp_path / 'an "odd": folder'
+    finetune(usual(base, output, lora="r=4,alpha=8"))
+    text = (output / "README.md").read_text()
+    assert "--lora r=4,alpha=8,dropout=0,targets=all-linear" in text and f"--steps {STEPS}" in text
+    head = yaml.safe_load(text.split("---")[1])
+    assert head["base_model"] == str(base / "llama")
+    compile(text.split("```python\n")[1].split("```")[0], "README.md", "exec")

@@ -98,7 +98,7 @@ def test_figures_that_no_machine_has(tmp_path: Path, key: str, value: float) -> 
     ("key", "typed", "said"),
     [
         ("in_bytes_per_s", "in_byte_per_s", "there is no in_bytes_per_s, but 'in_byte_per_s'"),
-        ("device_memory_bytes", "device_memory", "there is no device_memory_bytes, but 'device_memory'"),
+        ("device_memory_bytes", "device_memory", "'device_memory' is not known; did you mean 'device_memory_bytes'?"),
         (None, "host_memory_byte", "'host_memory_byte' is not known; did you mean 'host_memory_bytes'?"),
         (None, "per_copy", "did you mean 'per_copy_s'?"),
         (None, "comment", None),

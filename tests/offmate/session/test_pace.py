@@ -82,4 +82,4 @@ def test_a_training_loop_is_watched(
             optimizer.step()
             optimizer.zero_grad()
     assert caplog.text.count("its plan predicts 1000 s") == 1
-    assert "To measure again, start once more" in caplog.text
+    assert "To measure again, start once with" in caplog.text
