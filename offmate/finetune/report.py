@@ -129,7 +129,7 @@ class ConsoleReporter:
         self._console.print(f"step {step:,}/{self._n_steps:,}: held-out loss {loss:.4f}{trained}")
 
     def sample(self, step: int, sample: Sample) -> None:
-        words = Text(f"step {step}: after {sample.prompt!r} the model writes\n")
+        words = Text(f"step {step:,}/{self._n_steps:,}: after {sample.prompt!r} the model writes\n")
         self._console.print(words + Text(textwrap.indent(sample.text, "  ")))
 
     def checkpoint(self, step: int, path: Path) -> None:
