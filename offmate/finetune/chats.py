@@ -175,10 +175,12 @@ def _opening(messages: list[Message], number: int, place: str, whole: str, token
     answer = messages[number]
     marked = [*messages[:number], {**answer, "content": marker}, *messages[number + 1 :]]
     before, found, _ = _applied(marked, place, tokenizer, asks=False).partition(marker)
-    asked = _applied(messages, place, tokenizer, asks=True)
-    if not found or not whole.startswith(before) or not asked.startswith(whole):
+    # The words after which the assistant speaks are those that a template writes behind the user's next message.
+    later = [*messages[: number + 1], {"role": "user", "content": marker}]
+    told, asked = (_applied(later, place, tokenizer, asks) for asks in (False, True))
+    if not found or not whole.startswith(before) or not asked.startswith(told):
         return None
-    words = asked[len(whole) :]
+    words = asked[len(told) :]
     if not words:
         own = answer["content"]
         shown = isinstance(own, str) and whole[len(before) :].startswith((own, own.strip()))
