@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from typing import Any
 
@@ -11,9 +12,11 @@ from .rows import Message, Piece
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REMEDY = (
-    "Train on all tokens (--train-on all), or mark the assistant's part in the tokenizer's chat template with "
-    "{% generation %} and {% endgeneration %}"
+    "Train on all tokens (--train-on all), remove the row, or mark the assistant's part in the tokenizer's chat "
+    "template with {% generation %} and {% endgeneration %}"
 )
+_MARKER = "\ue000"  # a character that no text uses
+_SYSTEM = ("system", "developer")
 
 
 def rendered(messages: list[Message], place: str, tokenizer: Any, *, asks: bool = False) -> str:
@@ -23,17 +26,69 @@ def rendered(messages: list[Message], place: str, tokenizer: Any, *, asks: bool 
     ----------
     asks: end with the words after which the assistant speaks (the generation prompt).
 
-    Raises: OffmateError if the tokenizer has no template, or if the template refuses the messages.
+    Raises: OffmateError if the tokenizer has no template, or if the template refuses the messages, leaves out all
+        of their text, or writes what is not text as Python writes it.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise OffmateError(
             f"{place}: chat messages, but the tokenizer has no chat template; use the tokenizer of a chat model, or "
             'write each conversation as text, such as {"text": "Question: ... Answer: ..."}'
         )
+    text = _applied(messages, place, tokenizer, asks)
+    _check_written(messages, text, place, tokenizer, asks)
+    return text
+
+
+def _applied(messages: list[Message], place: str, tokenizer: Any, asks: bool) -> str:
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
     except Exception as error:
-        raise OffmateError(f"{place}: the tokenizer's chat template refuses the messages: {error}") from error
+        raise OffmateError(
+            f"{place}: the tokenizer's chat template refuses the messages: {error}. Change or remove the row"
+        ) from error
+
+
+def _check_written(messages: list[Message], text: str, place: str, tokenizer: Any, asks: bool) -> None:
+    """Raise OffmateError if a template leaves out all text or the calls of tools, or writes a value of Python."""
+    said = [words for m in messages if isinstance(m["content"], str) and (words := m["content"].strip())]
+    if said and not any(words in text for words in said):
+        raise OffmateError(
+            f"{place}: the tokenizer's chat template writes nothing of what the messages say, such as "
+            f"{said[0][:80]!r}; use the tokenizer of a model for text chats, or write each conversation as text"
+        )
+    if any(m.get("tool_calls") for m in messages):
+        without = [{**m, "content": m["content"] or ""} for m in messages]
+        without = [{key: value for key, value in m.items() if key != "tool_calls"} for m in without]
+        if text == _if_taken(without, tokenizer, asks):
+            raise OffmateError(
+                f"{place}: the tokenizer's chat template leaves out 'tool_calls'; use the tokenizer of a model that "
+                "knows tools, write the calls into 'content', or remove the row"
+            )
+    _check_values(messages, text, place, tokenizer, asks)
+
+
+def _check_values(messages: list[Message], text: str, place: str, tokenizer: Any, asks: bool) -> None:
+    others = [m["content"] for m in messages if not isinstance(m["content"], str)]
+    if not others:
+        return
+    without = [m if isinstance(m["content"], str) else {**m, "content": ""} for m in messages]
+    silent = _if_taken(without, tokenizer, asks) or ""
+    for value in others:
+        words = str(value)
+        as_json = json.dumps(value, ensure_ascii=False, default=str)
+        if words != as_json and text.count(words) > silent.count(words):
+            raise OffmateError(
+                f"{place}: the tokenizer's chat template writes content {as_json[:80]} as Python does: {words[:80]}; "
+                'write that content as text, or as "" if it says nothing'
+            )
+
+
+def _if_taken(messages: list[Message], tokenizer: Any, asks: bool) -> str | None:
+    """Return a chat as the template writes it; None if it refuses the messages."""
+    try:
+        return _applied(messages, "", tokenizer, asks)
+    except OffmateError:
+        return None
 
 
 def assistants(piece: Piece, ids: list[int], tokenizer: Any) -> list[bool]:
@@ -80,11 +135,17 @@ def _by_prefixes(
         if message["role"] != "assistant":
             continue
         edges = []
+        speaks_first = all(earlier["role"] in _SYSTEM for earlier in messages[:number])
         for count, asks in ((number, True), (number + 1, False)):
             try:
-                text = rendered(messages[:count], place, tokenizer, asks=asks)
+                if asks and speaks_first:
+                    text = _opening(messages, number, place, whole, tokenizer)
+                else:
+                    text = rendered(messages[:count], place, tokenizer, asks=asks)
             except OffmateError as error:
                 return [], f"its first {count} messages alone cannot be written ({error})"
+            if text is None:
+                return [], "the assistant speaks first, and the chat template does not show where its answer begins"
             tokens = _encode(text, tokenizer)
             if not whole.startswith(text):
                 return [], (
@@ -101,6 +162,33 @@ def _by_prefixes(
         begin, end = edges
         spans.append((begin, _end_of_turn(ids, begin, end, tokenizer)))
     return spans, ""
+
+
+def _opening(messages: list[Message], number: int, place: str, whole: str, tokenizer: Any) -> str | None:
+    """Return what a template writes before an answer that nobody asked for; None if that cannot be told.
+
+    Templates seldom write a chat without a message of the user, so the answer's own place in the text is found.
+    """
+    marker = _MARKER
+    while marker in whole:
+        marker += _MARKER
+    answer = messages[number]
+    marked = [*messages[:number], {**answer, "content": marker}, *messages[number + 1 :]]
+    before, found, _ = _applied(marked, place, tokenizer, asks=False).partition(marker)
+    # The words after which the assistant speaks are those that a template writes behind the user's next message.
+    later = [*messages[: number + 1], {"role": "user", "content": marker}]
+    told, asked = (_applied(later, place, tokenizer, asks) for asks in (False, True))
+    if not found or not whole.startswith(before) or not asked.startswith(told):
+        return None
+    words = asked[len(told) :]
+    if not words:
+        own = answer["content"]
+        shown = isinstance(own, str) and whole[len(before) :].startswith((own, own.strip()))
+        # A blank before the answer may be one token with its first word, and is learned wherever a user spoke before.
+        return before.rstrip() if shown else None
+    # The assistant's thoughts may stand between the words after which it speaks and the answer.
+    at = before.rfind(words)
+    return before[: at + len(words)] if at >= 0 else None
 
 
 def _end_of_turn(ids: list[int], begin: int, end: int, tokenizer: Any) -> int:

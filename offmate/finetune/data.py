@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,10 @@ _TEXT = (".txt", ".md", ".text")
 _JSON = (".jsonl", ".ndjson", ".json")
 _CSV, _PARQUET = ".csv", ".parquet"
 _READ = (*_TEXT, *_JSON, _CSV, _PARQUET)
+_KINDS = ", ".join(_READ)
 _DATASET = "hf:"
 # Text files are cut at line ends into pieces of about this size, so that no file has to fit into memory.
 _PIECE_CHARACTERS = 1024
-
-
 # The most characters of a field of CSV; Python's own limit of 131,072 is short for a chat.
 _MOST_FIELD_CHARACTERS = 2**31 - 1
 
@@ -31,23 +31,24 @@ def is_of_hub(data: str) -> bool:
 
 
 def check_source(data: str) -> None:
-    """Check a source without reading it.
+    """Check a source, and read files up to the first text.
 
-    Raises: OffmateError if it is missing, empty, of an unknown kind, or needs a library that is not installed.
+    Raises: OffmateError if it is missing, empty, of an unknown kind, or needs a library that is not installed, and for
+        an entry before the first text that cannot be used.
     """
     if is_of_hub(data):
         _check_datasets(data)
         return
     if any(file.suffix.lower() == _PARQUET for file in source_files(data)):
         _check_datasets(data)
-    if sum(file.stat().st_size for file in source_files(data)) == 0:
-        raise ArgumentValueError(f"data {data!r} is empty")
+    if not any(piece.content.strip() if isinstance(piece.content, str) else True for piece in pieces(data)):
+        raise _empty(data)
 
 
 def source_files(data: str) -> list[Path]:
     """List the files of a source: the file itself, or a folder's files of known kinds, sorted by name.
 
-    Raises: OffmateError if there are no such files.
+    Raises: OffmateError if there are no such files, or if the file is of another kind.
     """
     path = Path(data)
     if not path.exists():
@@ -55,10 +56,15 @@ def source_files(data: str) -> list[Path]:
             f"data {data!r}: no such file; write a data set of the Hub as hf:NAME or hf:NAME:SPLIT"
         )
     if path.is_file():
+        if path.suffix.lower() not in _READ:
+            raise ArgumentValueError(
+                f"data {data!r}: a file whose name ends with {path.suffix!r} is of no known kind. These can be read: "
+                f"{_KINDS}; convert the file, or rename it if it is of one of these kinds"
+            )
         return [path]
     files = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in _READ)
     if not files:
-        raise ArgumentValueError(f"data {data!r}: the folder holds no {', '.join(_READ)} file")
+        raise ArgumentValueError(f"data {data!r}: the folder holds no {_KINDS} file")
     return files
 
 
@@ -79,6 +85,10 @@ def pieces(data: str) -> Iterator[Piece]:
             raise OffmateError(f"{file}: cannot be read: {error.strerror}") from None
 
 
+def _empty(data: str) -> ArgumentValueError:
+    return ArgumentValueError(f"data {data!r} is empty: it holds no text to train on; add some, or name other data")
+
+
 def _check_datasets(data: str) -> None:
     if not is_installed("datasets"):
         raise LibraryError(f"data {data!r} cannot be read: {missing('datasets')}")
@@ -95,18 +105,18 @@ def _of_file(file: Path) -> Iterator[Piece]:
 
 def _text(file: Path) -> Iterator[Piece]:
     held: list[str] = []
-    size, first, number = 0, True, 0
-    with file.open(encoding="utf-8", newline="") as lines:
+    size, first, begin, number = 0, True, 1, 1
+    with file.open(encoding="utf-8-sig", newline="") as lines:
         # A single line may be the whole file; the argument of readline bounds it.
         while line := lines.readline(_PIECE_CHARACTERS):
-            number += line.endswith("\n")
             if held and size >= _PIECE_CHARACTERS:
-                yield Piece("".join(held), f"{file}, line {number}", first, last=False)
-                held, size, first = [], 0, False
+                yield Piece("".join(held), f"{file}, line {begin}", first, last=False)
+                held, size, first, begin = [], 0, False, number
             held.append(line)
             size += len(line)
+            number += line.endswith("\n")
     if held:
-        yield Piece("".join(held), f"{file}, line {number}", first, last=True)
+        yield Piece("".join(held), f"{file}, line {begin}", first, last=True)
 
 
 def _json_lines(file: Path) -> Iterator[Piece]:
@@ -136,26 +146,39 @@ def _is_list(file: Path) -> bool:
 def _json_list(file: Path) -> Iterator[Piece]:
     """Yield the rows of a JSON list, of which the text is in memory, but one row at a time."""
     text, decoder = file.read_text(encoding="utf-8-sig"), json.JSONDecoder()
-    at, number = _skip(text, text.index("[") + 1, ""), 0
+    at, number = _skip(text, text.index("[") + 1), 0
     while text[at : at + 1] != "]":
-        number += 1
-        place = f"{file}, item {number}"
+        place = f"{file}, item {number + 1}"
         try:
+            if number:
+                at = _behind_comma(text, at)
+                if text[at : at + 1] == "]":  # a comma behind the last item loses nothing
+                    break
             row, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
             raise _broken(place, error) from None
+        number += 1
         piece = read_row(row, place)
         if piece is not None:
             yield piece
-        at = _skip(text, at, ",")
+        at = _skip(text, at)
+    end = _skip(text, at + 1)
+    if end < len(text):
+        error = json.JSONDecodeError("the file goes on behind the end of its list", text, end)
+        remedy = "put all rows into one list, or write one row per line without a list"
+        raise OffmateError(f"{file}: broken JSON: {error}: {text[end : end + 40]!r}; {remedy}")
 
 
-def _skip(text: str, at: int, separator: str) -> int:
-    """Return the position of what follows blanks and at most one separator."""
+def _behind_comma(text: str, at: int) -> int:
+    if text[at : at + 1] != ",":
+        raise json.JSONDecodeError("Expecting ',' between items, or ']' after the last one", text, at)
+    return _skip(text, at + 1)
+
+
+def _skip(text: str, at: int) -> int:
+    """Return the position of what follows blanks."""
     while text[at : at + 1].isspace():
         at += 1
-    if separator and text[at : at + 1] == separator:
-        return _skip(text, at + 1, "")
     return at
 
 
@@ -163,18 +186,44 @@ def _csv(file: Path) -> Iterator[Piece]:
     """Yield the rows of a table; every field stays the text that it is, "42" and "NA" too."""
     csv.field_size_limit(_MOST_FIELD_CHARACTERS)
     with file.open(encoding="utf-8-sig", newline="") as lines:
-        table = csv.DictReader(lines, strict=True)
+        table = csv.reader(lines, strict=True)
+        names: list[str] = []
+        begin = 1
         try:
-            for row in table:
-                fields = {name: value for name, value in row.items() if name is not None}
-                piece = read_row(fields, f"{file}, line {table.line_num}")
-                if piece is not None:
-                    yield piece
+            for fields in table:
+                place = f"{file}, line {begin}"
+                begin = table.line_num + 1
+                if names and fields:
+                    piece = read_row(_table_row(names, fields, place), place)
+                    if piece is not None:
+                        yield piece
+                elif fields:
+                    names = _column_names(fields, place)
         except csv.Error as error:
             raise OffmateError(
                 f"{file}, line {table.line_num}: broken CSV: {error}; the first line names the columns, such as "
                 "prompt,completion, and a field with a comma, quote or line break needs double quotes"
             ) from None
+
+
+def _column_names(fields: list[str], place: str) -> list[str]:
+    twice = [repr(name) for name, count in Counter(fields).items() if count > 1 and name]
+    if twice:
+        raise OffmateError(
+            f"{place}: the column name {', '.join(twice)} occurs more than once in {','.join(fields)[:200]!r}; give "
+            "every column its own name, or remove the columns that are not needed"
+        )
+    return fields
+
+
+def _table_row(names: list[str], fields: list[str], place: str) -> dict[str, str]:
+    if len(fields) > len(names):
+        raise OffmateError(
+            f"{place}: {len(fields)} fields, but the first line names {len(names)} columns "
+            f"({', '.join(names)[:200]}). Left over: {str(fields[len(names) :])[:200]}. Put double quotes around "
+            'a field that holds commas, such as "yes, of course"'
+        )
+    return dict(zip(names, fields))
 
 
 def _parquet(file: Path) -> Iterator[Piece]:
@@ -199,7 +248,12 @@ def _rows(data: str) -> Iterator[Piece]:
         rows = datasets.load_dataset(name, split=split or "train", streaming=True)
     except Exception as error:
         raise OffmateError(f"data {data!r} cannot be loaded: {error}") from error
-    yield from _numbered(rows, data, "cannot be loaded")
+    some = False
+    for piece in _numbered(rows, data, "cannot be loaded"):
+        some = True
+        yield piece
+    if not some:
+        raise _empty(data)
 
 
 def _numbered(rows: Any, name: str, fault: str) -> Iterator[Piece]:

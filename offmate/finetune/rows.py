@@ -51,6 +51,13 @@ _SPEAKERS = {
     "system": "system", "tool": "tool",
 }  # fmt: skip
 
+# Who speaks in chat templates. Most of them leave out a message of any other role without a word.
+_TOOL_ROLES = ("tool", "function", "ipython", "observation")
+_ROLES = ("system", "user", "assistant", "developer", *_TOOL_ROLES)
+
+# The types of the parts of a message that is not only text.
+_MEDIA = ("image", "image_url", "input_image", "audio", "input_audio", "video", "file")
+
 # An example line of each format, by its name.
 EXAMPLES = {
     "text": '{"text": "Once upon a time ..."}',
@@ -82,6 +89,7 @@ def read_row(row: Any, place: str) -> Piece | None:
         raise _unusable(place, f"a {type(row).__name__} instead of an object", "text")
     kind = next((kind for kind, keys in _KEYS.items() if _has(row, kind, keys)), None)
     if kind is None:
+        _check_values(row, place)
         keys = ", ".join(map(str, row)) or "none"
         raise OffmateError(
             f"{place}: none of the known formats (keys: {keys[:200]}). A line has one of these forms:\n  "
@@ -90,6 +98,19 @@ def read_row(row: Any, place: str) -> Piece | None:
     used = [row.get(key) for key in (*_KEYS[kind], *_MORE_KEYS)]
     _check_characters(json.dumps(used, ensure_ascii=False, default=str), place)
     return _READERS[kind](row, place)
+
+
+def _check_values(row: Mapping[str, Any], place: str) -> None:
+    """Raise OffmateError if a row of no format has some of the keys of one: for the values that it lacks."""
+    begun = [kind for kind, keys in _KEYS.items() if any(key in row for key in keys)]
+    if not begun:
+        return
+    # A format of which a value is there is more likely meant than one of which there are only nulls.
+    kind = next((k for k in begun if any(row.get(key) is not None for key in _KEYS[k])), begun[0])
+    faults = [f"{key!r} is {'null' if key in row else 'missing'}" for key in _KEYS[kind] if row.get(key) is None]
+    if not faults:
+        faults = [f"'text' is a {type(row['text']).__name__}, not text"]
+    raise _unusable(place, f"{' and '.join(faults)} (keys: {', '.join(map(str, row))[:200]})", kind)
 
 
 def _has(row: Mapping[str, Any], kind: str, keys: tuple[str, ...]) -> bool:
@@ -109,7 +130,14 @@ def _messages(row: Mapping[str, Any], place: str) -> Piece | None:
 def _share_gpt(row: Mapping[str, Any], place: str) -> Piece | None:
     turns = _chat(row["conversations"], place, "ShareGPT")
     system = _string(row.get("system") or "", "'system'", place, "ShareGPT")
-    if system and turns and turns[0]["role"] != "system":
+    own = turns[0]["content"] if turns and turns[0]["role"] == "system" else None
+    if system and own is not None and own != system:
+        raise _unusable(
+            place,
+            f"'system' says {system[:80]!r}, but the chat's own system turn says {own[:80]!r}; keep one",
+            "ShareGPT",
+        )
+    if system and turns and own is None:
         turns = [{"role": "system", "content": system}, *turns]
     return Piece(turns, place, kind="ShareGPT") if turns else None
 
@@ -153,20 +181,66 @@ def _chat(turns: Any, place: str, kind: str) -> list[Message]:
             raise _unusable(place, f"a chat that is broken JSON ({error})", kind) from None
     if not isinstance(turns, list):
         raise _unusable(place, f"{str(turns)[:80]!r} is not a list of messages", kind)
-    return [_message(turn, place, kind) for turn in turns]
+    return [_message(turn, number, place, kind) for number, turn in enumerate(turns, start=1)]
 
 
-def _message(turn: Any, place: str, kind: str) -> Message:
+def _message(turn: Any, number: int, place: str, kind: str) -> Message:
     named = isinstance(turn, Mapping)
     if named and isinstance(turn.get("role"), str) and "content" in turn:
-        return dict(turn)
+        role = turn["role"]
+        if role not in _ROLES:
+            raise _unusable(place, f"message {number} has the role {role!r}; write one of {', '.join(_ROLES)}", kind)
+        calls = role == "assistant" and bool(turn.get("tool_calls") or turn.get("function_call"))
+        return {**turn, "content": _content(turn["content"], role, calls, f"{place}: message {number} ({role})")}
     if named and "from" in turn and "value" in turn and kind == "ShareGPT":
         role = _SPEAKERS.get(str(turn["from"]).lower())
         if role is None:
             raise _unusable(place, f"the speaker {turn['from']!r} is not one of {', '.join(_SPEAKERS)}", kind)
-        return {"role": role, "content": turn["value"]}
+        return {"role": role, "content": _content(turn["value"], role, False, f"{place}: message {number} ({role})")}
     words = "'from' and 'value'" if kind == "ShareGPT" else "'role' and 'content'"
     raise _unusable(place, f"a message without {words}: {str(turn)[:80]}", kind)
+
+
+def _content(content: Any, role: str, calls: bool, place: str) -> Any:
+    """Return what a message says, with the parts of a text joined.
+
+    A call of tools may say nothing, and a tool may answer with any JSON: templates that know tools write these.
+
+    Parameters
+    ----------
+    calls: whether the message calls tools. place: file, line and message, for errors.
+
+    Raises: OffmateError if a template would write it as Python writes it.
+    """
+    if isinstance(content, str) or (content is None and calls):
+        return content
+    if isinstance(content, list) and (role not in _TOOL_ROLES or all(map(_is_part, content))):
+        return "".join(_part(part, number, place) for number, part in enumerate(content, start=1))
+    if content is None:
+        raise OffmateError(
+            f'{place} has the content null; write its text, write "" if it says nothing, or remove the message'
+        )
+    if role not in _TOOL_ROLES:
+        raise OffmateError(
+            f"{place} has the content {str(content)[:80]} ({type(content).__name__}), which is not text; "
+            'put it in double quotes, such as "42"'
+        )
+    return content
+
+
+def _is_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in ("text", *_MEDIA)
+
+
+def _part(part: Any, number: int, place: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    what = f"is of the type {kind!r}" if kind not in (None, "text") else f"holds no text: {str(part)[:80]}"
+    raise OffmateError(
+        f"{place}, part {number} {what}. Only text can be trained on, such as "
+        '{"type": "text", "text": "Hello!"}; remove the part or the row'
+    )
 
 
 def _string(value: Any, name: str, place: str, kind: str) -> str:

@@ -68,6 +68,50 @@ def test_what_the_assistant_says_is_known_by_prefixes(template, turns, said):
     assert learned(template, turns) == said
 
 
+# As Qwen2.5 does: the first message decides whether there are words before it.
+OPENS = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nhelp<|im_end|>\n{% endif %}{{ messages[0].role[:0] }}"
+    + CHATML
+)
+THINKS = CHATML.replace(
+    "{{ m['content'] }}", "{% if m['role'] == 'assistant' %}<think></think>{% endif %}{{ m['content'] }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "said"),
+    [
+        (CHATML, TURNS[2:], "answer<im_end>again<im_end>"),
+        (OPENS, TURNS[2:], "answer<im_end>again<im_end>"),
+        (OPENS, [TURNS[0], *TURNS[2:]], "answer<im_end>again<im_end>"),
+        (INST, TURNS[2:], " answer</s> again</s>"),
+        (THINKS, TURNS[2:], "<think></think>answer<im_end><think></think>again<im_end>"),
+        ("{% if messages|length < 1 %}{{ raise_exception('none') }}{% endif %}" + CHATML, TURNS[2:3], "answer<im_end>"),
+    ],
+)
+def test_an_assistant_may_speak_first(template, turns, said):
+    assert learned(template, turns) == said
+
+
+def test_where_a_first_answer_cannot_be_told_the_line_is_refused():
+    template = CHATML.replace("<|im_start|>assistant\n{% endif", "<|im_start|>bot\n{% endif")
+    with pytest.raises(OffmateError, match=r"the assistant speaks first, .*\(--train-on all\), remove the row"):
+        learned(template, TURNS[2:])
+
+
+def test_what_a_template_would_change_in_silence_is_refused():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "now"}]}
+    with pytest.raises(OffmateError, match=r"line 1: .* leaves out 'tool_calls'; use the tokenizer"):
+        learned(CHATML, [TURNS[1], call])
+    with pytest.raises(OffmateError, match=r"""writes content {"a": true} as Python does: {'a': True}"""):
+        learned(CHATML, [*TURNS[1:3], {"role": "tool", "content": {"a": True}}])
+    knows_tools = CHATML.replace("{{ m['content'] }}", "{{ m['content'] or m['tool_calls'] | tojson }}")
+    assert learned(knows_tools, [TURNS[1], call]) == '[{"name": "now"}]<im_end>'
+    for_images = CHATML.replace("{{ m['content'] }}", "{% for part in m['content'] %}{{ part['text'] }}{% endfor %}")
+    with pytest.raises(OffmateError, match="writes nothing of what the messages say, such as 'ask'"):
+        learned(for_images, TURNS[1:3])
+
+
 def test_only_the_completion_of_a_chat_is_learned():
     assert learned(CHATML, TURNS, trained_from=3) == "again<im_end>"
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from offmate.errors import OffmateError
+from offmate.errors import ArgumentValueError, OffmateError
 from offmate.finetune import checkpoint, lock, packing, preview
 from offmate.finetune.checkpoint import (
     Moment,
@@ -145,7 +145,7 @@ def written(tmp_path: Path, name: str, content: str | bytes) -> str:
 def test_text_pieces_are_the_text(tmp_path_factory, text):
     path = written(tmp_path_factory.mktemp("t"), "a.txt", text)
     found = list(pieces(path))
-    assert "".join(str(piece.content) for piece in found) == text
+    assert "".join(str(piece.content) for piece in found) == text.removeprefix("\ufeff")  # a byte-order mark
     assert [piece.first for piece in found] == [i == 0 for i in range(len(found))]
     assert [piece.last for piece in found] == [i == len(found) - 1 for i in range(len(found))]
 
@@ -189,11 +189,13 @@ def test_a_folder_and_a_data_set(tmp_path, monkeypatch):
 
     def load_dataset(*args, **kwargs):
         asked.append((args, kwargs))
-        return iter([{"text": "row"}])
+        return iter([{"text": "row" if args[0] == "org/name" else ""}])
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     assert [piece.content for piece in pieces("hf:org/name:test")] == ["row"]
     assert asked == [(("org/name",), {"split": "test", "streaming": True})]
+    with pytest.raises(ArgumentValueError, match="data 'hf:org/none' is empty"):
+        list(pieces("hf:org/none"))
 
 
 # -- packing ----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from offmate.errors import OffmateError
+from offmate.errors import ArgumentValueError, OffmateError
 from offmate.finetune.data import check_source, pieces
 from offmate.finetune.rows import EXAMPLES, Pair, read_row
 
@@ -38,6 +38,57 @@ def test_rows_become_documents(row, content):
     piece = read_row(row, "p")
     assert piece is not None and piece.content == content
     assert piece.trained_from == (1 if isinstance(row.get("prompt"), list) else 0)
+
+
+def said_by(role: str, content, **more) -> dict:
+    return {"messages": [CHAT[0], {"role": role, "content": content, **more}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "content"),
+    [
+        (said_by("assistant", [{"type": "text", "text": "a", "image": None}, {"type": "text", "text": "b"}]), "ab"),
+        (said_by("assistant", None, tool_calls=[{"type": "function"}]), None),
+        (said_by("tool", {"degrees": 3}), {"degrees": 3}),
+        (said_by("tool", [{"type": "car"}]), [{"type": "car"}]),
+        (said_by("user", ""), ""),
+        ({"conversations": [{"from": "gpt", "value": [{"type": "text", "text": "a"}]}]}, "a"),
+    ],
+)  # fmt: skip
+def test_content_is_text_parts_of_text_or_what_tools_say(row, content):
+    assert read_row(row, "p").content[-1]["content"] == content
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (said_by("user", [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": "u"}]),
+         "message 2 (user), part 2 is of the type 'image_url'"),
+        (said_by("tool", [{"type": "image"}]), "message 2 (tool), part 1 is of the type 'image'"),
+        (said_by("assistant", [{"type": "text", "text": None}]), "message 2 (assistant), part 1 holds no text"),
+        (said_by("assistant", 42), "message 2 (assistant) has the content 42 (int), which is not text"),
+        (said_by("assistant", None, tool_calls=None), "message 2 (assistant) has the content null; write its text"),
+        (said_by("user", None), "message 2 (user) has the content null"),
+        ({"conversations": [{"from": "gpt", "value": 4.5}]}, "message 1 (assistant) has the content 4.5 (float)"),
+        (said_by("Usr", "x"), "message 2 has the role 'Usr'; write one of system, user, assistant, developer, tool"),
+        ({"conversations": [{"role": "system", "content": "a"}, *CHAT], "system": "b"},
+         "'system' says 'b', but the chat's own system turn says 'a'; keep one"),
+        ({"prompt": "x", "completion": None}, "'completion' is null (keys: prompt, completion)"),
+        ({"prompt": "x", "text": None}, "'completion' is missing (keys: prompt, text)"),
+        ({"instruction": None, "input": "x"}, "'instruction' is null and 'output' is missing"),
+        ({"messages": None}, "'messages' is null"),
+        ({"text": 3}, "'text' is a int, not text"),
+    ],
+)  # fmt: skip
+def test_nothing_of_a_row_is_changed_or_left_out_in_silence(row, said):
+    with pytest.raises(OffmateError) as caught:
+        read_row(row, "a.jsonl, line 7")
+    assert str(caught.value).startswith("a.jsonl, line 7: ") and said in str(caught.value)
+
+
+def test_a_system_text_that_the_chat_repeats_is_no_conflict():
+    chat = [{"role": "system", "content": "a"}, *CHAT]
+    assert read_row({"conversations": chat, "system": "a"}, "p").content == chat
 
 
 @pytest.mark.parametrize("row", [{"text": ""}, {"conversations": []}, {"instruction": "i", "output": ""}])
@@ -84,6 +135,66 @@ def test_json_is_a_list_or_lines(tmp_path):
             list(pieces(written(tmp_path, "bad.json", content)))
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('[{"text": "one"}] [{"text": "two"}]', r"bad.json: broken JSON: .* its list: line 1 column 19"),
+        ('[{"text": "one"}]\nrest', r"of its list: line 2 column 1 .*'rest'; put all rows into one list"),
+        ('[{"text": "one"}\n{"text": "two"}]', r"item 2: broken JSON: Expecting ',' between items.*: line 2 column 1"),
+        ('[{"text": "one"},, {"text": "two"}]', r"item 2: broken JSON"),
+        ('[{"text": "one"}', r"item 2: broken JSON: Expecting ',' between items, or '\]'"),
+    ],
+)  # fmt: skip
+def test_nothing_of_a_json_file_is_left_out(tmp_path, content, said):
+    with pytest.raises(OffmateError, match=said):
+        list(pieces(written(tmp_path, "bad.json", content)))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("prompt,completion\nHi,\"a\nb\"\nHi,Yes, of course\n",
+         r"a.csv, line 4: 3 fields, but the first line names 2 columns \(prompt, completion\). "
+         r"Left over: \[' of course'\]. Put double quotes"),
+        ("text,id,text\na,1,b\n", r"a.csv, line 1: the column name 'text' occurs more than once in 'text,id,text'"),
+        ("prompt,completion\nHi\n", r"a.csv, line 2: 'completion' is missing"),
+    ],
+)  # fmt: skip
+def test_nothing_of_a_table_is_left_out(tmp_path, content, said):
+    with pytest.raises(OffmateError, match=said):
+        list(pieces(written(tmp_path, "a.csv", content)))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", "\n \n"), ("a.jsonl", '{"text": ""}\n{"text": " "}\n'), ("a.json", "[]"), ("a.csv", "text\n"),
+        ("a.txt", "\ufeff\n"),
+    ],
+)  # fmt: skip
+def test_a_source_without_any_text_is_empty(tmp_path, name, content):
+    with pytest.raises(ArgumentValueError, match="is empty"):
+        check_source(written(tmp_path, name, content))
+    written(tmp_path, "b.txt", "text")
+    check_source(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.jsonl.bak", "data"])
+def test_a_file_of_an_unknown_kind_is_refused(tmp_path, name):
+    data = written(tmp_path, name, "text")
+    for read in (check_source, lambda source: list(pieces(source))):
+        with pytest.raises(ArgumentValueError, match=r"is of no known kind. These can be read: \.txt, .*\.parquet"):
+            read(data)
+
+
+def test_a_text_is_read_without_its_mark_and_named_by_its_first_line(tmp_path):
+    (piece,) = pieces(written(tmp_path, "a.txt", "\ufeffone"))
+    assert piece.content == "one" and piece.place.endswith("a.txt, line 1")
+    line = "x" * 99 + "\n"
+    begins = [piece.place.rpartition(" ")[2] for piece in pieces(written(tmp_path, "a.txt", line * 25))]
+    assert begins == ["1", "12", "23"]
+
+
 def test_fields_of_csv_stay_text(tmp_path):
     table = written(tmp_path, "a.csv", '\ufeffprompt,completion,more\nanswer?,42,x\n"a, ""b""\nc",NA\n')
     assert [piece.content for piece in pieces(table)] == [Pair("answer?", "42"), Pair('a, "b"\nc', "NA")]
@@ -99,6 +210,9 @@ def test_parquet_is_read_through_datasets(tmp_path):
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
     assert [piece.content for piece in pieces(str(tmp_path / "a.parquet"))] == [CHAT, CHAT[:1]]
     assert next(iter(pieces(str(tmp_path / "a.parquet")))).place.endswith("a.parquet, row 1")
+    datasets.Dataset.from_dict({"text": []}).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(ArgumentValueError, match="is empty"):
+        check_source(str(tmp_path / "a.parquet"))
     (tmp_path / "a.parquet").write_bytes(b"no")
     with pytest.raises(OffmateError, match="cannot be read as Parquet"):
         list(pieces(str(tmp_path / "a.parquet")))
