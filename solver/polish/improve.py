@@ -175,14 +175,16 @@ def _hold_back(schedule: Schedule, held_before: Sequence[_Placed]) -> tuple[list
     budget, sizes = schedule.device_budget_bytes, schedule.item_bytes
     done: list[_Placed] = []
     held = deque(held_before)
+    names = {late.action.name for late in held}
     extra = sum(sizes[late.action.item] for late in held)
     leaving: set[Item] = set()
     for entry, high in zip(_placed(schedule), memory_highs(schedule)):
         action = entry.action
         again = effect(action, schedule).brings
         border = bool(done) and _crosses(done[-1], entry)
-        while held and (border or high + extra > budget or any(late.action.name in again for late in held)):
+        while held and (border or high + extra > budget or not names.isdisjoint(again)):
             late = held.popleft()
+            names.discard(late.action.name)
             extra -= sizes[late.action.item]
             done.append(_beside(late, done[-1] if done else entry))
         if action.kind is Kind.OFFLOAD:
@@ -190,6 +192,7 @@ def _hold_back(schedule: Schedule, held_before: Sequence[_Placed]) -> tuple[list
         if action.kind is Kind.FREE and action.item in leaving:
             leaving.discard(action.item)
             held.append(entry)
+            names.add(action.name)
             extra += sizes[action.item]
         else:
             done.append(entry)
