@@ -164,9 +164,9 @@ def _json_list(file: Path) -> Iterator[Piece]:
         at = _skip(text, at)
     end = _skip(text, at + 1)
     if end < len(text):
-        error = json.JSONDecodeError("the file goes on behind the end of its list", text, end)
+        fault = json.JSONDecodeError("the file goes on behind the end of its list", text, end)
         remedy = "put all rows into one list, or write one row per line without a list"
-        raise OffmateError(f"{file}: broken JSON: {error}: {text[end : end + 40]!r}; {remedy}")
+        raise OffmateError(f"{file}: broken JSON: {fault}: {text[end : end + 40]!r}; {remedy}")
 
 
 def _behind_comma(text: str, at: int) -> int:
