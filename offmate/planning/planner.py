@@ -37,6 +37,7 @@ from ..solver.solve import least_budget
 from ..split import Split
 from .describe import described
 from .fingerprint import differences, fingerprint_of
+from .garbage import fewer_collections
 from .phases import searching
 from .refusal import block_rows, refusal
 from .request import Prepared, Request
@@ -49,6 +50,7 @@ log = logging.getLogger("offmate")
 _TOLERANCE = 2e-6  # the least budget is rounded up by about as much
 
 
+@fewer_collections()
 def make_plan(
     model: torch.nn.Module,
     args: tuple[Any, ...],
@@ -185,6 +187,7 @@ def _as_pinned(plan: Plan, request: Request) -> bool:
     return not isinstance(updates, Split) or updates.agrees(plan.split)
 
 
+@fewer_collections()
 def plan_elsewhere(
     model: torch.nn.Module,
     args: tuple[Any, ...],
