@@ -55,7 +55,7 @@ def test_a_refusal_is_an_outcome(tmp_path):
     *_, last = program.lines
     small = dataclasses.replace(last, text=last.text.replace("2MiB", "2KiB"))
     outcome = run(dataclasses.replace(program, lines=(*program.lines[:-1], small)), tmp_path / "work", start=_start)
-    assert "a budget of 2 KiB cannot" in outcome.refused
+    assert "a budget of 2 KiB is too small" in outcome.refused
 
 
 def test_lines_keep_the_indentation_of_the_line_that_they_follow():

@@ -160,7 +160,7 @@ def test_what_is_missing_says_how_to_get_it(monkeypatch, package):
     for name in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [_Hider(package), *sys.meta_path])
-    with pytest.raises(ImportError, match=r'pip install "\.\[viz\]"'):
+    with pytest.raises(ImportError, match=r'pip install -e "\.\[viz\]"'):
         viz(f"{package}.pyplot")
 
 
