@@ -50,7 +50,6 @@ log = logging.getLogger("offmate")
 _TOLERANCE = 2e-6  # the least budget is rounded up by about as much
 
 
-@fewer_collections()
 def make_plan(
     model: torch.nn.Module,
     args: tuple[Any, ...],
