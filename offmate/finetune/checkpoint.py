@@ -28,6 +28,7 @@ log = logging.getLogger("offmate")
 _MANIFEST, _UPDATES, _RANDOM, _MOMENT, PLAN = "manifest.json", "optimizer.pt", "random.pt", "moment.json", "plan.json"
 EVALUATED = "evaluated"  # an empty file in a checkpoint: the evaluation of its step is done
 _NEEDED_FILES = (_UPDATES, _RANDOM, _MOMENT)
+_CHUNK_ELEMENTS = 1 << 22
 _MOST = 10**12  # of steps and threads
 _ENTRY_FILES = ("config.json", "adapter_config.json")
 
@@ -291,12 +292,19 @@ def _verify_updates(file: Path, state: dict[str, Any]) -> None:
 
 
 def _check_finite(model: torch.nn.Module, step: int) -> None:
+    """Raise OffmateError if a value that training changes is not finite; a frozen one stays as it was."""
+    frozen = {name for name, param in model.named_parameters(remove_duplicate=False) if not param.requires_grad}
     for name, value in model.state_dict().items():
-        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        if name not in frozen and value.is_floating_point() and not _is_finite(value):
             raise OffmateError(
                 f"{name} has become infinite or NaN by step {step}; training stops and no checkpoint is written. "
                 "Earlier ones are untouched. Try a lower learning_rate, or max_grad_norm"
             )
+
+
+def _is_finite(value: torch.Tensor) -> bool:
+    """Return whether all elements are finite; a part at a time, since torch makes copies of what it looks at."""
+    return all(bool(torch.isfinite(part).all()) for part in value.reshape(-1).split(_CHUNK_ELEMENTS))
 
 
 def _accelerator() -> Any:
