@@ -102,6 +102,19 @@ def least_host(problem: Problem, *, time_limit_s: float = 60.0, gap: float = 1e-
     return _round_up(evaluate(program.tiers[HOST], _point(answer)))
 
 
+def least_host_within_device(
+    problem: Problem, *, time_limit_s: float = 60.0, gap: float = 1e-4, backend: str | None = None
+) -> int | None:
+    """Find the smallest host budget in bytes with which `problem` has a plan within its device budget.
+
+    Returns: None if no host budget suffices. Raises: NoAnswer if the time limit was too short.
+    """
+    program, answer = _minimise(problem, "host within device", time_limit_s, gap, backend)
+    if answer.status is Status.INFEASIBLE:
+        return None
+    return _round_up(evaluate(program.tiers[HOST], _point(answer)))
+
+
 def _minimise(
     problem: Problem, goal: Goal, time_limit_s: float, gap: float, backend: str | None
 ) -> tuple[Program, RawAnswer]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _DOES_NOT_FIT = 1
 _TOY = "tiny-"  # shapes for trying commands, which nobody trains
-_SECONDS = 12  # about what a row takes on two cores, if it has to be worked out
+_LAYER_S = 1.0  # about what a model takes per layer on two cores, if its rows have to be worked out
 _EXAMPLES = """examples:
   offmate fits --card rtx3060 --ram 32GiB
   offmate fits --card rtx4090 --only llama3-8b qwen2.5-7b --seq-len 4096
@@ -73,8 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
     known = {model: _kept(_path(shape, arguments, machine)) for model, shape in asked}
     screen = console(arguments.quiet)
     table = FitsTable(screen, arguments, machine)
-    left = [model for model, _ in asked if known[model] is None]
-    table.begin(len(models), len(left) * 3 * _SECONDS if left else 0, has_adapters())
+    layers = [configurations[model].num_hidden_layers for model, _ in asked if known[model] is None]
+    table.begin(len(models), sum(layers) * _LAYER_S, has_adapters())
     rows: list[Row] = []
     for model, shape in asked:
         found = []

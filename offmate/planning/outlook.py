@@ -21,14 +21,12 @@ from ..solver.problem import Problem
 from ..solver.refinements import Improve
 from ..solver.schedule import Schedule
 from ..solver.simulate import simulate
-from ..solver.solve import least_budget
+from ..solver.solve import least_budget, least_host_within_device
 from .request import Request
 from .solver_errors import solver_errors
 from .subject import Subject, state, user_bytes_of
 
-_AMPLE_HOST_BYTES = 2**44  # more than any machine has, and few enough for the solver's arithmetic
 _LIMIT_S = 600.0  # of a search; of 80 layers on busy cores it takes more than a minute
-_ROUNDS = 10  # until the least host memory is found
 _WHOLE_TENSORS = 1.02  # whole tensors need a little more than fractions of them
 
 
@@ -56,7 +54,9 @@ class Outlook:
     @cached_property
     def least_device_bytes(self) -> int | None:
         """The least device budget that works with the host budget; None if none does."""
-        return self._least_device_bytes(self.problem.host_budget_bytes)
+        with solver_errors():
+            found = least_budget(self.problem, time_limit_s=_LIMIT_S)
+        return None if found.resource == "host" else found.bytes + self.fixed_bytes
 
     @property
     def fits(self) -> bool:
@@ -67,21 +67,9 @@ class Outlook:
     @cached_property
     def least_host_bytes(self) -> int | None:
         """About the least host memory with which the device budget suffices; None if none does."""
-        budget, host = self.problem.device_budget_bytes + self.fixed_bytes, 0
-        ample = self._least_device_bytes(_AMPLE_HOST_BYTES)
-        if ample is None or ample > budget:
-            return None
-        # A byte more on the host saves at most about a byte on the device, so this comes near from below.
-        for _ in range(_ROUNDS):
-            with solver_errors():
-                found = least_budget(replace(self.problem, host_budget_bytes=host), time_limit_s=_LIMIT_S)
-            if found.resource == "host":
-                host = found.bytes
-            elif found.bytes + self.fixed_bytes > budget:
-                host += found.bytes + self.fixed_bytes - budget
-            else:
-                break
-        return int(host * _WHOLE_TENSORS)
+        with solver_errors():
+            least = least_host_within_device(self.problem, time_limit_s=_LIMIT_S)
+        return None if least is None else int(least * _WHOLE_TENSORS)
 
     def rough(self) -> Rough | None:
         """Make a plan with few of the planner's passes, a few percent slower than its own; None if none is found."""
@@ -94,11 +82,6 @@ class Outlook:
         schedule: Schedule = replace(found.schedule, rates=problem.rates)
         simulation = simulate(schedule)
         return Rough(simulation.step_s, simulation.peak_bytes + self.fixed_bytes, schedule.host_bytes)
-
-    def _least_device_bytes(self, host_budget_bytes: int) -> int | None:
-        with solver_errors():
-            found = least_budget(replace(self.problem, host_budget_bytes=host_budget_bytes), time_limit_s=_LIMIT_S)
-        return None if found.resource == "host" else found.bytes + self.fixed_bytes
 
 
 def outlooks_elsewhere(

@@ -54,7 +54,8 @@ from .groups import GroupColumns, add_group, mark
 from .held import held_bytes
 from .streamed import streaming_solution
 
-Goal = Literal["time", "device", "host"]
+Goal = Literal["time", "device", "host", "host within device"]
+_HOST_GOALS = ("host", "host within device")
 
 SCALE = 1000.0
 TRAFFIC_WEIGHT = 1e-4  # weight of all bytes that could move, relative to the unavoidable seconds: it only breaks ties
@@ -95,7 +96,8 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
     Parameters
     ----------
     goal: the least seconds within both budgets ("time"); the least device budget with the host budget as given
-        ("device"); or the least host budget with unlimited device memory ("host").
+        ("device"); the least host budget with unlimited device memory ("host"); or that with the device budget as
+        given ("host within device").
 
     Source: OffMate, section 4.1, with the two-part flows of the legend above.
     """
@@ -191,7 +193,7 @@ def _levels(builder: Builder, account: Account, unit: float) -> tuple[Terms, ...
 def _tier_rows(problem: Problem, builder: Builder, account: Account, goal: Goal, least: Terms) -> None:
     """Bound the bytes on each tier by its capacity, or those on the host by `least` if that is the goal."""
     for tier in problem.tiers:
-        asked, used = goal == "host" and tier.name == HOST, account.tiers[tier.name]
+        asked, used = goal in _HOST_GOALS and tier.name == HOST, account.tiers[tier.name]
         unit = (_most(used, builder) if asked else tier.capacity_bytes) / SCALE or 1.0
         limit = least if asked else {ONE: tier.capacity_bytes / unit}
         builder.at_most_zero(tier.name, add((1 / unit, used), (-1.0, limit)))

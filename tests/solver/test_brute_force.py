@@ -11,7 +11,7 @@ import pytest
 from offmate.solver.problem import Group, Option, Problem
 from offmate.solver.program.held import held_bytes
 from offmate.solver.solution import Status
-from offmate.solver.solve import least_budget, least_host, solve
+from offmate.solver.solve import least_budget, least_host, least_host_within_device, solve
 
 from .random_problems import gated, in_rows, limited, random_problem
 
@@ -276,6 +276,9 @@ def check_no_whole_plan_is_better(problem: Problem, rng: random.Random, backend:
         assert solution.objective_s <= seconds + 2e-4 * seconds
         assert max(solution.memory_bytes) <= device
         assert solution.host_bytes <= host
+        least = least_host_within_device(within, backend=backend)
+        assert least is not None and least <= host * (1 + 2e-6) + 256
+        assert solve(replace(within, host_budget_bytes=least), backend=backend).status is Status.OPTIMAL
     endless = replace(problem, host_budget_bytes=10**9)
     assert least_budget(endless, backend=backend).bytes <= min(p[1] for p in plans) * (1 + 2e-6) + 256
     assert least_host(problem, backend=backend) <= min(p[2] for p in plans) * (1 + 2e-6) + 256

@@ -10,7 +10,7 @@ from offmate.solver import backends
 from offmate.solver.backends import BackendError
 from offmate.solver.problem import Block, Group, Option, Problem, ProblemError, Rates, TensorSize, Value
 from offmate.solver.solution import Status
-from offmate.solver.solve import least_budget, least_host, solve
+from offmate.solver.solve import least_budget, least_host, least_host_within_device, solve
 
 from ..random_problems import random_problem
 
@@ -245,6 +245,21 @@ def test_the_host_is_named_when_no_device_budget_would_do(backend: str) -> None:
     assert least.bytes == least_host(problem, backend=backend) == 6144
     assert solve(problem, backend=backend).status is Status.INFEASIBLE
     assert solve(replace(problem, host_budget_bytes=least.bytes), backend=backend).status is Status.OPTIMAL
+
+
+@BACKENDS
+def test_the_least_host_within_a_device_budget(backend: str) -> None:
+    # 100 compute, 50 are the gradient, and what the host does not hold of the rest stays: updates are made there
+    group = trained("w", (0, 1), (1,), 100, 50, 1000)
+    problem = problem_of(1, [group], options=[Option("keep", 0, 0, 1.0, 2.0, 0, 0)])
+    device = [least_budget(replace(problem, host_budget_bytes=host), backend=backend).bytes for host in (0, 10_000)]
+    assert least_host_within_device(replace(problem, device_budget_bytes=device[0]), backend=backend) == 0
+    assert least_host_within_device(replace(problem, device_budget_bytes=49), backend=backend) is None
+    tight = replace(problem, device_budget_bytes=device[1])
+    least = least_host_within_device(tight, backend=backend)
+    assert least is not None and 0 < least <= 10_000
+    assert solve(replace(tight, host_budget_bytes=least), backend=backend).status is Status.OPTIMAL
+    assert solve(replace(tight, host_budget_bytes=least * 9 // 10), backend=backend).status is Status.INFEASIBLE
 
 
 def test_the_least_budget_is_found_once_for_all_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
