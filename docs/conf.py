@@ -7,6 +7,7 @@ from importlib import metadata
 
 project = "offmate"
 author = "the offmate authors"
+project_copyright = author
 release = metadata.version("offmate")
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 exclude_patterns = ["_build"]
