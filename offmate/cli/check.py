@@ -131,4 +131,4 @@ def _print(screen: Any, subject: Subject, verdict: Verdict) -> None:
     screen.print(subject.name, markup=False)
     screen.print(pairs(rows))
     if verdict.trace:
-        screen.print(verdict.trace, markup=False, highlight=False)
+        screen.print(verdict.trace, markup=False, highlight=False, soft_wrap=True)

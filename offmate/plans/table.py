@@ -40,7 +40,7 @@ def plan_table(blocks: Sequence[BlockRow]) -> Table:
     alike: dict[tuple[str, str, int, tuple[int, ...]], list[int]] = {}
     for index, row in enumerate(blocks):
         alike.setdefault((row.class_id, row.option_word, row.recomputed, _sizes(row)), []).append(index)
-    rows = [(_spans(indices), *key) for key, indices in alike.items()]
+    rows = [(spans(indices), *key) for key, indices in alike.items()]
     return _table("per block, and in all", rows, blocks)
 
 
@@ -136,7 +136,7 @@ def _number(value: float, digits: int) -> str:
     return f"{value:.{digits}f}" if value else "-"
 
 
-def _spans(indices: Sequence[int]) -> str:
+def spans(indices: Sequence[int]) -> str:
     """Abbreviate ascending numbers: 3 4 5 as "3–5", 1 3 5 7 9 as "1, 3 … 9"."""
     parts, start = [], 0
     while start < len(indices):

@@ -361,7 +361,7 @@ def test_a_chat_is_trained_on_what_the_assistant_says(base, tmp_path):
     assert all(math.isfinite(loss) for loss in losses(events))
     plan = next(event for event in events if event["event"] == "plan")
     assert (
-        "documents: 60 ShareGPT" in plan["lines"][0] and "sequences left out, with nothing to learn" in plan["lines"][0]
+        "documents: 60 as ShareGPT" in plan["lines"][0] and "sequences left out, with nothing to learn" in plan["lines"][0]
     )
 
 

@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from offmate.plans.table import BlockRow, _spans, class_lines, class_table, plan_table
+from offmate.plans.table import BlockRow, class_lines, class_table, plan_table, spans
 
 MIB = 1 << 20
 
@@ -33,7 +33,7 @@ def printed(rows: list[BlockRow], width: int) -> list[str]:
     ],
 )
 def test_block_numbers_are_shortened(indices, text):
-    assert _spans(indices) == text
+    assert spans(indices) == text
 
 
 def test_blocks_that_are_alike_share_a_row_and_all_are_added_up():
