@@ -197,6 +197,8 @@ def _canvas(ax: Axes | None, width: float, height: float) -> Iterator[Axes]:
     plain = all(pyplot.rcParams[name] == value for name, value in _PLAIN.items())
     chosen = pyplot.rcParams["figure.dpi"]
     dpi = _DPI if chosen == pyplot.rcParamsDefault["figure.dpi"] else chosen
+    # A notebook's backend sets `interactive` as it loads. Loaded in the context, it would lose that, and show one plot.
+    pyplot.draw_if_interactive()
     with pyplot.rc_context(_ANY_PAGE if plain else {}):
         made = pyplot.subplots(figsize=(width, height), layout="constrained", dpi=dpi)[1]
         yield made
