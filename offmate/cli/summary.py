@@ -152,15 +152,19 @@ def summary(plan: Plan, tokens: int = 0) -> Iterator[tuple[str, str | Text]]:
     peak, budget = format_bytes(plan.predicted_peak_bytes), format_bytes(plan.budget_bytes)
     rate = f", {tokens / step_s:,.0f} tokens/s" if tokens else ""
     yield "one step", f"{format_seconds(step_s)} predicted{rate}"
-    yield (
-        "overhead",
-        f"{_percent(step_s / endless_s - 1)} over unlimited GPU memory ({format_seconds(endless_s)}, updates included)",
-    )
+    yield "overhead", _overhead(step_s / endless_s - 1, format_seconds(endless_s))
     least = format_least_bytes(plan.least_budget_bytes)
     yield "GPU memory", f"{peak} at most, budget {budget}; the least budget that works is {least}"
     yield "RAM", f"{format_least_bytes(plan.host_bytes)} of tensors"
     yield "moved", f"{format_bytes(into)} in and {format_bytes(out)} out per step"
     yield "bound", f"{plan.bound_words}; {plan.status}"
+
+
+def _overhead(part: float, endless: str) -> str:
+    unlimited = f"unlimited GPU memory ({endless}, updates included)"
+    if part < 0:
+        return f"{_percent(part)}: faster than with {unlimited}, because the CPU makes some of the updates"
+    return f"{_percent(part)} over {unlimited}"
 
 
 def _limit_rows(found: Explanation) -> Iterator[tuple[str, str]]:
