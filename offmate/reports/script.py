@@ -31,7 +31,8 @@ rough=end/(8*zoomed),ten=10**Math.floor(Math.log10(rough)),step=[1,2,5,10].find(
 apart=(axis.offsetWidth||1e9)*step/end,every=[1,2,5].find(k=>k*apart>=48)||10;
 axis.replaceChildren(...Array.from({length:Math.ceil(n/every)},(_,k)=>{const i=k*every,
 mark=document.createElement('span');mark.style.left=100*i*step/end+'%';
-if(i&&(end-i*step)/end*axis.offsetWidth<20)mark.style.transform='translateX(-100%)';mark.textContent=+(i*step/unit).toPrecision(9)+' '+name;return mark}))});
+if(i&&(end-i*step)/end*axis.offsetWidth<20)mark.style.transform='translateX(-100%)';
+mark.textContent=+(i*step/unit).toPrecision(9)+' '+name;return mark}))});
 const zoom=(z,at=.5,held=.5)=>{z=Math.min(64,Math.max(1,z));
 const changed=z!==zoomed;zoomed=z;
 buttons.forEach(b=>b.classList.toggle('on',Math.abs(b.dataset.zoom-z)<.01));
