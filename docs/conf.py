@@ -7,12 +7,14 @@ from importlib import metadata
 
 project = "offmate"
 author = "the offmate authors"
+project_copyright = author
 release = metadata.version("offmate")
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "offmate"
-html_static_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 myst_heading_anchors = 3
 highlight_language = "none"  # blocks without a language are commands and their output, not Python
 autodoc_member_order = "bysource"

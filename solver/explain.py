@@ -119,7 +119,7 @@ class Explanation:
                 lines.append(f"With {offer.change}, a step would take about {offer.saved_s:.2g} s less.")
             else:
                 change = f"{offer.change[0].upper()}{offer.change[1:]}"
-                lines.append(f"{change} would save less than {self.certain:.1%}.")
+                lines.append(f"{change} would save less than {100 * self.certain:.1f} %.")
         return "\n".join(lines)
 
 
@@ -243,14 +243,20 @@ def _sentence(phase: Phase) -> str:
         longest = max(phase.waits, key=lambda resource: phase.waits[resource])
         mostly = "" if phase.waits[longest] > _ALL * waits_s else "mostly "
         parts.append(f"the GPU waits {waits_s:.2g} s, {mostly}for {_WORDS.get(longest, longest)}")
-    parts.append("GPU memory is full" if phase.memory >= _ALL else f"GPU memory is at most {phase.memory:.0%} full")
+    parts.append(
+        "GPU memory is full" if phase.memory >= _ALL else f"GPU memory is at most {round(100 * phase.memory)} % full"
+    )
     return "; ".join(parts) + "."
 
 
 def _limits(phase: Phase) -> str:
     order = sorted(phase.busy, key=lambda resource: -phase.busy[resource])
-    full = [f"{_WORDS.get(name, name)} ({phase.busy[name]:.0%})" for name in order if phase.busy[name] >= _FULL]
+    full = [
+        f"{_WORDS.get(name, name)} ({round(100 * phase.busy[name])} %)" for name in order if phase.busy[name] >= _FULL
+    ]
     if full:
         return f"it is limited by {' and '.join(full)}"
-    busy = [f"{_WORDS.get(name, name)} {phase.busy[name]:.0%}" for name in order if phase.busy[name] >= _BUSY]
+    busy = [
+        f"{_WORDS.get(name, name)} {round(100 * phase.busy[name])} %" for name in order if phase.busy[name] >= _BUSY
+    ]
     return f"nothing is busy all the time{', ' if busy else ''}{', '.join(busy)}"

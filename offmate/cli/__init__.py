@@ -21,12 +21,18 @@ from ..files import reason
 from ..libraries import check_installed, library_errors
 from ..progress import quiet, working
 from . import cards, check, doctor, fits, init, plan, profile, show
-from .arguments import Help, count, device, output_file, size, with_options
+from .arguments import Help, count, device, output_file, refuse_unknown, size, with_options
 from .finetune import add_parser as add_finetune
 
 _FAILED = 1
 _CANNOT_START = 2
 _INTERRUPTED = 130
+_FIRST_STEPS = """first steps:
+  offmate doctor                   which GPU is found, and what is missing
+  offmate demo                     train a small model, without a GPU too
+  offmate fits --card rtx3060      which models can be trained on a card
+  offmate plan --help              options and examples of one command
+"""
 _NOT_STARTED = (ArgumentValueError, ArgumentTypeError, LibraryError, PlanFileError)
 
 
@@ -41,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     130 interrupted.
     """
     parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        refuse_unknown(getattr(arguments, "parser", parser), unknown)
     if not hasattr(arguments, "run"):
         parser.print_help()
         return _CANNOT_START
@@ -76,10 +84,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="offmate", description="Train within a GPU memory budget, with plain PyTorch's numbers."
+        prog="offmate",
+        description="Train within a GPU memory budget, with plain PyTorch's numbers.",
+        epilog=_FIRST_STEPS,
+        formatter_class=Help,
     )
     parser.add_argument("--version", action="version", version=f"offmate {__version__}")
-    verbs = parser.add_subparsers(metavar="COMMAND")
+    verbs = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     demo = verbs.add_parser(
         "demo",
@@ -115,6 +126,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_parser(verbs)
     init.add_parser(verbs)
     add_finetune(verbs)
+    for verb in verbs.choices.values():
+        verb.set_defaults(parser=verb)  # whose usage an unknown option prints
     return parser
 
 

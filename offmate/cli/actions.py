@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import groupby
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
 from ..plans.plan import Plan
+from ..plans.table import spans
 from ..progress import hidden
 from ..reports.items import parts_of
 from ..sizes import format_bytes
@@ -30,16 +30,20 @@ def print_actions(console: Console, plan: Plan) -> None:
     of = f" of {format_bytes(schedule.host_budget_bytes)}" if schedule.host_budget_bytes < _UNLIMITED_BYTES else ""
     rows = [
         ("GPU memory", f"{format_bytes(plan.predicted_peak_bytes)} of {format_bytes(plan.budget_bytes)}"),
-        ("CPU memory", f"{format_bytes(schedule.host_bytes)}{of}"),
+        ("RAM", f"{format_bytes(schedule.host_bytes)}{of}"),
     ]
     for tier, used in schedule.tiers[1:]:
         rows.append((tier.name, f"{format_bytes(used)} of {format_bytes(tier.capacity_bytes)}"))
-    rows.append(("options", ", ".join(_runs(schedule.options))))
+    rows += _labelled("options", list(_options(plan)))
     residents = list(_residents(plan)) or ["nothing is on the device from one iteration to the next"]
-    rows += [("stays" if number == 0 else "", line) for number, line in enumerate(residents)]
+    rows += _labelled("stays", residents)
     console.print(pairs(rows))
     with hidden():  # once for all lines
         _print_parts(console, plan)
+
+
+def _labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:
+    return [(label if number == 0 else "", line) for number, line in enumerate(lines)]
 
 
 def _print_parts(console: Console, plan: Plan) -> None:
@@ -63,11 +67,13 @@ def _print_line(console: Console, name: str, moved: str, held: str, indent: str 
     console.print(line, markup=False, style=style)
 
 
-def _runs(options: tuple[int, ...]) -> Iterator[str]:
-    """Yield the options of the blocks in order; those of equal neighbours once: 0 × 3, 1, 0 × 2."""
-    for option, same in groupby(options):
-        count = len(list(same))
-        yield f"{option} × {count}" if count > 1 else str(option)
+def _options(plan: Plan) -> Iterator[str]:
+    """Yield a line per option: its name, and the blocks that run with it."""
+    found: dict[str, list[int]] = {}
+    for index, row in enumerate(plan.blocks):
+        found.setdefault(row.option, []).append(index)
+    for name, indices in found.items():
+        yield f"{name}: {'block' if len(indices) == 1 else 'blocks'} {spans(indices)}"
 
 
 def _residents(plan: Plan) -> Iterator[str]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
+from typing import NoReturn
 
 from ..files import reason
 from ..sizes import parse_budget
@@ -24,10 +27,13 @@ _OPTIONS = (
 
 
 class Help(argparse.HelpFormatter):
-    """A help formatter that folds descriptions to the terminal's width and keeps the line breaks of examples."""
+    """A help formatter that folds sentences to the terminal's width, and keeps indented examples as they are."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return text if "\n" in text else super()._fill_text(text, width, indent)
+        fill = super()._fill_text
+        return "\n".join(
+            line if line.startswith(" ") else fill(line, width, indent) for line in text.rstrip().splitlines()
+        )
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +56,13 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
         help="CPU memory (default: what the card's file says, or any amount if it says nothing)",
     )
     ram.add_argument("--cpu-budget", type=size, default=argparse.SUPPRESS, metavar="SIZE", help="the same as --ram")
+
+
+def refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
+    """Exit with a parser's usage and the arguments that it does not know, with the option that was probably meant."""
+    near = get_close_matches(unknown[0].partition("=")[0], re.findall(r"--[a-z-]+", parser.format_usage()), n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    parser.error(f"unknown arguments: {' '.join(unknown)}{hint}")
 
 
 def with_options(message: str) -> str:

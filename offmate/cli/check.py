@@ -21,8 +21,8 @@ _EXAMPLES = """examples:
   offmate check llama3-8b
   offmate check ./my-model
   offmate check my_model.py
-a Python file defines model(), which returns the model, and batch(), which returns a dict of keyword arguments or a
-tuple of positional ones; it may define call(model, batch), loss(output, batch) and optimizer(model)
+A Python file defines model(), which returns the model, and batch(), which returns a dict of keyword arguments or a \
+tuple of positional ones. It may define call(model, batch), loss(output, batch) and optimizer(model).
 exit status: 0 the numbers are equal, 1 they are not, or offmate refuses the model, 2 nothing could be compared
 """
 
@@ -131,4 +131,4 @@ def _print(screen: Any, subject: Subject, verdict: Verdict) -> None:
     screen.print(subject.name, markup=False)
     screen.print(pairs(rows))
     if verdict.trace:
-        screen.print(verdict.trace, markup=False, highlight=False)
+        screen.print(verdict.trace, markup=False, highlight=False, soft_wrap=True)

@@ -55,7 +55,9 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "absent", ", ".join(name for name, version in versions.items() if not version) or "nothing"
     wsl = ", WSL" if system["wsl"] else ""
     yield "system", f"Python {system['python']}, {system['os']}, Linux {system['kernel']}{wsl}"
-    yield "processor", f"{system['processor']}, {system['cores']} cores, torch uses {system['torch_threads']} threads"
+    threads = system["torch_threads"]
+    used = f"torch uses {threads} {'thread' if threads == 1 else 'threads'}"
+    yield "processor", f"{system['processor']}, {system['cores']} cores, {used}"
     yield (
         "host",
         (

@@ -74,7 +74,7 @@ _SETTINGS: tuple[tuple[str, Any, str, str], ...] = (
         "push",
         str,
         "REPOSITORY",
-        "the Hub's repository for the result, such as me/my-model; a new one is private",
+        "the Hub's repository for the result, such as me/tuned; a new one is private",
     ),
 )
 

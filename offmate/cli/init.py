@@ -18,7 +18,7 @@ _WIDTH = 98
 _END = "...\n"  # which YAML writes behind a lone value
 _EXAMPLES = """examples:
   offmate init > run.yaml
-  offmate init --model ./chat --data chats.jsonl --output ./tuned --lora 16 > run.yaml
+  offmate init --model ./chat --data chats.jsonl --output ./tuned > run.yaml
   offmate finetune --config run.yaml --dry-run
 """
 _HEAD = """\

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import takewhile
 from typing import Any
 
 from rich import box
@@ -26,9 +28,9 @@ _WORDS = {
     "copy in": "copies in",
     "copy out": "copies out",
     "cpu": "CPU updates",
-    "host memory": "host memory",
+    "host memory": "RAM bandwidth",
 }
-_BESIDE_BAR = {False: 34, True: 46}  # screen columns beside the bar, without and with the CPU memory's
+_BESIDE_BAR = {False: 34, True: 46}  # screen columns beside the bar, without and with the RAM's
 _UNLIMITED_BYTES = 2**60  # a RAM budget beyond this was not named
 _USUAL_RAM_BYTES = 32 << 30
 _BUSY = 0.7  # a resource that works for at least this part of a phase is named
@@ -86,20 +88,48 @@ def figures(plan: Plan) -> dict[str, Any]:
 
 
 def _classes(plan: Plan) -> Iterator[str]:
-    """Yield every class that has parameters with the module of its largest one; numbers in the path become *."""
+    """Yield every class that has parameters with the module of its largest one.
+
+    Numbers that differ between its blocks become *. Where several classes would have one name, each has the whole path.
+    """
     largest: dict[int, tuple[int, str]] = {}
     blocks = block_of_items(plan.schedule)
     for item, size in plan.schedule.item_bytes.items():
         if item.kind is ItemKind.PARAMETER and item in blocks:
             largest[blocks[item]] = max(largest.get(blocks[item], (0, "")), (size, item.name))
-    seen = set()
+    members: dict[str, list[list[str]]] = {}
     for index, row in enumerate(plan.blocks):
-        if index in largest and row.class_id not in seen:
-            seen.add(row.class_id)
-            parts = ["*" if part.isdigit() else part for part in largest[index][1].split(".")[:-1]]
-            # One name below a layer tells which part it is: self_attn, mlp.
-            end = len(parts) - parts[::-1].index("*") + 1 if "*" in parts else len(parts)
-            yield f"{row.class_id}={'.'.join(parts[:end]) or 'the model'}"
+        if index in largest:
+            members.setdefault(row.class_id, []).append(_module(largest[index][1]))
+    paths = {class_id: _common_path(found) for class_id, found in members.items()}
+    alike = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths.values()))
+    start = len(list(alike)) if len(paths) > 1 else 0
+    short = {class_id: _to_part_of_layer(path[start:]) for class_id, path in paths.items()}
+    times = Counter(short.values())
+    for class_id, name in short.items():
+        whole = ".".join(paths[class_id][start:])
+        yield f"{class_id}={(whole if times[name] > 1 else name) or 'the model'}"
+
+
+def _module(parameter: str) -> list[str]:
+    """Return the path of a parameter's module, without the name that peft gives to what an adapter wraps."""
+    return [part for part in parameter.split(".")[:-1] if part != "base_layer"]
+
+
+def _common_path(paths: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Return the path of a class's first block, with * for the numbers in which its blocks differ."""
+    first, *rest = paths
+    alike = [path for path in rest if len(path) == len(first)]
+    return tuple(
+        "*" if part.isdigit() and any(path[place] != part for path in alike) else part
+        for place, part in enumerate(first)
+    )
+
+
+def _to_part_of_layer(path: Sequence[str]) -> str:
+    """Return a path up to one name below its last number, which tells the part of a layer: self_attn, mlp."""
+    numbers = [place for place, part in enumerate(path) if part == "*" or part.isdigit()]
+    return ".".join(path[: numbers[-1] + 2] if numbers else path)
 
 
 def verdict(plan: Plan) -> Text:
@@ -122,15 +152,19 @@ def summary(plan: Plan, tokens: int = 0) -> Iterator[tuple[str, str | Text]]:
     peak, budget = format_bytes(plan.predicted_peak_bytes), format_bytes(plan.budget_bytes)
     rate = f", {tokens / step_s:,.0f} tokens/s" if tokens else ""
     yield "one step", f"{format_seconds(step_s)} predicted{rate}"
-    yield (
-        "overhead",
-        f"{_percent(step_s / endless_s - 1)} over unlimited GPU memory ({format_seconds(endless_s)}, updates included)",
-    )
+    yield "overhead", _overhead(step_s / endless_s - 1, format_seconds(endless_s))
     least = format_least_bytes(plan.least_budget_bytes)
     yield "GPU memory", f"{peak} at most, budget {budget}; the least budget that works is {least}"
-    yield "CPU memory", f"{format_bytes(plan.host_bytes)} of tensors"
+    yield "RAM", f"{format_least_bytes(plan.host_bytes)} of tensors"
     yield "moved", f"{format_bytes(into)} in and {format_bytes(out)} out per step"
     yield "bound", f"{plan.bound_words}; {plan.status}"
+
+
+def _overhead(part: float, endless: str) -> str:
+    unlimited = f"unlimited GPU memory ({endless}, updates included)"
+    if part < 0:
+        return f"{_percent(part)}: faster than with {unlimited}, because the CPU makes some of the updates"
+    return f"{_percent(part)} over {unlimited}"
 
 
 def _limit_rows(found: Explanation) -> Iterator[tuple[str, str]]:
@@ -139,18 +173,21 @@ def _limit_rows(found: Explanation) -> Iterator[tuple[str, str]]:
         if phase.seconds <= 0:
             continue
         busy = sorted(phase.busy.items(), key=lambda entry: -entry[1])
-        named = [f"{_WORDS.get(name, name)} {part:.0%}" for name, part in busy if part >= _BUSY] or [
+        named = [f"{_WORDS.get(name, name)} {round(100 * part)} %" for name, part in busy if part >= _BUSY] or [
             "no resource is busy all the time"
         ]
         name = phase.name.replace("_", "-")
-        yield word, f"{name} ({format_seconds(phase.seconds)}): {', '.join(named)}; memory {phase.memory:.0%} full"
+        yield (
+            word,
+            f"{name} ({format_seconds(phase.seconds)}): {', '.join(named)}; memory {round(100 * phase.memory)} % full",
+        )
         word = ""
     if found.launching_matters:
         assert found.launching is not None
         yield "launching", found.launching.words()
     word = "would save"
     for offer in found.offers:
-        less = f"less than {found.certain:.1%}"
+        less = f"less than {100 * found.certain:.1f} %"
         saved = f"about {format_seconds(offer.saved_s)} per step" if found.worth(offer) else less
         yield word, f"{offer.change}: {saved}"
         word = ""
@@ -168,7 +205,7 @@ def curve(points: Sequence[SweepPoint], endless_s: float, width: int) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     wide = width >= NARROW
     if wide:
-        table.add_column("CPU memory", justify="right", no_wrap=True)
+        table.add_column("RAM", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     most_s = max((p.predicted_step_s for p in points if p.predicted_step_s is not None), default=1.0)
     for p in points:

@@ -35,7 +35,7 @@ class Work:
 
     def _data_line(self, settings: Settings) -> str:
         batches, tally = self.batches, self.packed.tally
-        kinds = ", ".join(f"{count:,} {kind}" for kind, count in tally.items() if kind != LEFT_OUT)
+        kinds = ", ".join(f"{count:,} as {kind}" for kind, count in tally.items() if kind != LEFT_OUT)
         without = {
             "documents": tally.get(LEFT_OUT, 0),
             "sequences": batches.n_unused,
@@ -53,8 +53,9 @@ class Work:
     def _training_line(self, settings: Settings) -> str:
         clipped = "no clipping" if settings.max_grad_norm is None else f"clipping at {settings.max_grad_norm:g}"
         warmup = format_steps(settings.warmup(self.n_steps), "warm-up step")
+        rate = f"{settings.learning_rate:g}".replace("e-0", "e-")
         return (
-            f"training: {settings.optimizer}, learning rate {settings.learning_rate:g} ({settings.schedule}, "
+            f"training: {settings.optimizer}, learning rate {rate} ({settings.schedule}, "
             f"{warmup}), {clipped}, weight decay {settings.weight_decay:g}, "
             f"{settings.accumulation} × {settings.batch_size} sequences per step"
         )

@@ -142,7 +142,8 @@ def _options(first: tuple[BlockRow, ...], second: tuple[BlockRow, ...]) -> dict[
     for old, new in zip(first, second):
         before = (old.option, old.kept_bytes, old.offloaded_bytes, old.recomputed)
         if before != (new.option, new.kept_bytes, new.offloaded_bytes, new.recomputed):
-            names = (old.option, new.option if new.option != old.option else f"another {new.option}")
+            word = new.option_word
+            names = (old.option_word, word if word != old.option_word else f"another {word}")
             changed.setdefault(names, []).append(old.name)
     by_number = sorted(changed.items(), key=lambda entry: -len(entry[1]))
     return {names: tuple(blocks) for names, blocks in by_number}
@@ -157,14 +158,14 @@ def _places(first: Schedule, second: Schedule) -> tuple[tuple[str, int], ...]:
         if _updater(first, name) != (updater := _updater(second, name)):
             changed[f"parameters now updated {updater}"] += size
         if (name in old_moving) != (name in new_moving):
-            changed[f"parameters now {'moving' if name in new_moving else 'staying on the device'}"] += size
+            changed[f"parameters that now {'move' if name in new_moving else 'stay on the GPU'}"] += size
     return tuple(changed.most_common())
 
 
 def _updater(schedule: Schedule, name: str) -> str:
     if name in schedule.update_cpu_s:
         return "on the CPU"
-    return "on the device" if name in schedule.update_device_s else "by your own code"
+    return "on the GPU" if name in schedule.update_device_s else "by your own code"
 
 
 def _moving(schedule: Schedule) -> set[str]:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.table import Table
 
-_TINY = re.compile(r"(\d[\d.]*e-\d+) s\b")
+_SECONDS = re.compile(r"\b(\d[\d.]*(?:e-\d+)?) s\b")
 _WORTH_SAYING_BYTES = 1024
 _WORTH_SAYING_PART = 0.01  # of a step
 
@@ -159,9 +159,9 @@ class Plan:
         into, out = self.moved_bytes
         updates = sum(r.cpu_update_bytes for r in self.blocks), sum(r.params_bytes for r in self.blocks)
         recomputing = [r for r in self.blocks if r.recomputed]
-        updated = f"the host updates {format_bytes(updates[0])} of {format_bytes(updates[1])} of parameters"
+        updated = f"the CPU updates {format_bytes(updates[0])} of {format_bytes(updates[1])} of parameters"
         if self.problem is not None and self.problem.update == "external":
-            updated = "your own code updates the parameters on the host"
+            updated = "your own code updates the parameters on the CPU"
         computes = self.schedule.computes
         compute_s = sum(times * computes[a.name].seconds for times, a in self._all_actions if a.kind is Kind.COMPUTE)
         lines = [self.about.words()] if self.about.words() else []
@@ -170,8 +170,8 @@ class Plan:
             f"least budget that works {format_least_bytes(self.least_budget_bytes)}",
             f"one step {format_seconds(self.predicted_step_s)} predicted, {format_seconds(compute_s)} of it compute; "
             f"{self.bound_words} ({self.status})",
-            f"per step {format_bytes(into)} come in and {format_bytes(out)} go out; "
-            f"{format_bytes(self.host_bytes)} of host memory",
+            f"per step, {format_bytes(into)} are copied to the GPU and {format_bytes(out)} to RAM; "
+            f"{format_bytes(self.host_bytes)} of RAM are needed",
             f"{updated}; {len(recomputing)} of {len(self.blocks)} blocks recompute",
         ]
         if self.batch_size is not None:
@@ -277,8 +277,8 @@ def pair_document(first: Plan, second: Plan, names: tuple[str, str]) -> str:
 
 
 def _readable(text: str) -> str:
-    """Write seconds with an exponent, such as 1.2e-05 s, in a smaller unit."""
-    return _TINY.sub(lambda found: format_seconds(float(found[1])), text)
+    """Write seconds below 1 in a smaller unit, such as 70.7 ms for 0.0707 s, as everywhere else."""
+    return _SECONDS.sub(lambda found: format_seconds(float(found[1])), text)
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
@@ -307,7 +307,7 @@ def _compared(plan: Plan) -> Compared:
         ("GPU budget", "B"): plan.budget_bytes,
         ("predicted peak", "B"): plan.predicted_peak_bytes,
         ("least budget", "B"): plan.least_budget_bytes,
-        ("CPU memory", "B"): plan.host_bytes,
+        ("RAM", "B"): plan.host_bytes,
         ("copied in per step", "B"): moved_in,
         ("copied out per step", "B"): moved_out,
         ("activations kept", "B"): sum(row.kept_bytes for row in blocks),

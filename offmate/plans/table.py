@@ -18,12 +18,12 @@ _OPTIONS = {
     "keep": "all values stay on the GPU",
     "offload": "values go to RAM and come back",
     "recompute": "only values that cannot be computed again are kept",
-    "mixture": "some values are kept, some go to RAM, some are computed again, in numbered ways",
+    "mixture": "some values stay, some leave, some are recomputed",
 }
 _COLUMNS = (
     "kept, offloaded: values that a forward leaves for its backward",
-    "recomputed: operators (ops) of the forward that the backward runs again",
-    "stay: parameters that never leave the GPU; on CPU: those that the CPU updates",
+    "recomputed: operators (ops) of the forward that run again",
+    "stay: never leave the GPU; on CPU: parameters updated by the CPU",
 )
 _MANY_UNITS = 1000  # above it decimals only widen the table
 
@@ -39,8 +39,8 @@ def plan_table(blocks: Sequence[BlockRow]) -> Table:
     """
     alike: dict[tuple[str, str, int, tuple[int, ...]], list[int]] = {}
     for index, row in enumerate(blocks):
-        alike.setdefault((row.class_id, row.option, row.recomputed, _sizes(row)), []).append(index)
-    rows = [(_spans(indices), *key) for key, indices in alike.items()]
+        alike.setdefault((row.class_id, row.option_word, row.recomputed, _sizes(row)), []).append(index)
+    rows = [(spans(indices), *key) for key, indices in alike.items()]
     return _table("per block, and in all", rows, blocks)
 
 
@@ -59,7 +59,7 @@ def class_table(blocks: Sequence[BlockRow]) -> Table:
 
 def legend(blocks: Sequence[BlockRow]) -> Iterator[str]:
     """Iterate over lines that explain the names of the options, those that occur."""
-    names = dict.fromkeys(row.option.split()[0] for row in blocks if row.option)
+    names = {row.option_word for row in blocks}
     for name, words in _OPTIONS.items():
         if name in names:
             yield f"option {name}: {words}"
@@ -77,16 +77,18 @@ def class_lines(blocks: Sequence[BlockRow]) -> Iterator[str]:
 def _by_class(blocks: Sequence[BlockRow]) -> Iterator[tuple[int, str, str, int, tuple[int, ...]]]:
     """Iterate over classes and options: number of blocks, and their recomputed operators and bytes, added up.
 
-    Blocks with nothing to report share the last row.
+    The options of a class follow each other. Blocks with nothing to report share the last row.
     """
+    order = {class_id: place for place, class_id in enumerate(dict.fromkeys(row.class_id for row in blocks))}
     found: dict[tuple[str, str], list[BlockRow]] = {}
     silent: dict[tuple[str, str], list[BlockRow]] = {}
     for row in blocks:
         if row.recomputed or any(_sizes(row)):
-            found.setdefault((row.class_id, row.option), []).append(row)
+            found.setdefault((row.class_id, row.option_word), []).append(row)
         else:
             silent.setdefault(("other", "-"), []).append(row)
-    for (class_id, option), rows in (found | silent).items():
+    by_class = sorted(found.items(), key=lambda entry: order[entry[0][0]])
+    for (class_id, option), rows in (*by_class, *silent.items()):
         sizes = tuple(sum(column) for column in zip(*map(_sizes, rows)))
         yield len(rows), class_id, option, sum(row.recomputed for row in rows), sizes
 
@@ -134,7 +136,7 @@ def _number(value: float, digits: int) -> str:
     return f"{value:.{digits}f}" if value else "-"
 
 
-def _spans(indices: Sequence[int]) -> str:
+def spans(indices: Sequence[int]) -> str:
     """Abbreviate ascending numbers: 3 4 5 as "3–5", 1 3 5 7 9 as "1, 3 … 9"."""
     parts, start = [], 0
     while start < len(indices):
@@ -175,3 +177,8 @@ class BlockRow:
     params_bytes: int
     params_resident_bytes: int
     cpu_update_bytes: int
+
+    @property
+    def option_word(self) -> str:
+        """The option's name without its number, which tells the mixtures of a class apart."""
+        return self.option.partition(" ")[0]

@@ -74,10 +74,14 @@ class Trace:
         pairs = [(self.measured.step_s, self.predicted.step_s), (self.measured.stall_s, self.predicted.stall_s)]
         step, stall = (f"{format_seconds(a)} measured, {format_seconds(b)} predicted" for a, b in pairs)
         peaks = [format_bytes(t.peak.total_bytes) for t in (self.measured, self.predicted)]
-        waits = ", ".join(f"{format_seconds(s)} for {cause}" for cause, s in sorted(self.stall_s.items()) if s > 0)
+        waits = ", ".join(
+            f"{format_seconds(s)} for {self.measured.title(cause)}"
+            for cause, s in sorted(self.stall_s.items())
+            if s > 0
+        )
         return (
             f"one step: {step}\nof it waiting: {stall}{f' ({waits})' if waits else ''}\n"
-            f"device peak: {peaks[0]} measured, {peaks[1]} predicted, budget {format_bytes(self.budget_bytes)}"
+            f"GPU peak: {peaks[0]} measured, {peaks[1]} predicted, budget {format_bytes(self.budget_bytes)}"
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -125,7 +125,7 @@ def _timeline(timeline: Timeline, end_s: float, top_bytes: int, named: bool) -> 
 
 def _headline(timeline: Timeline, budget: str) -> str:
     part = timeline.stall_s / timeline.step_s if timeline.step_s > 0 else 0.0
-    waiting = f"waiting for <b>{format_seconds(timeline.stall_s)}</b> of it ({part:.1%})"
+    waiting = f"waiting for <b>{format_seconds(timeline.stall_s)}</b> of it ({100 * part:.1f} %)"
     return (
         f'<p class="om-head"><b>{format_seconds(timeline.step_s)}</b> per step · '
         f"{waiting if timeline.stall_s > 0 else 'no waiting'} · peak "
@@ -145,7 +145,7 @@ def _block_legend(timeline: Timeline) -> str:
 
 
 def _side(timeline: Timeline, row: Resource) -> str:
-    busy = f"{timeline.busy(row):.0%} busy"
+    busy = f"{round(100 * timeline.busy(row))} % busy"
     return f'<div class="om-label om-row"><span>{timeline.title(row)}</span><small>{busy}</small></div>'
 
 

@@ -69,7 +69,7 @@ def draw_timeline(timeline: Timeline, ax: Axes | None = None) -> Axes:
                 ax.broken_barh(spans, (place - height / 2, height), facecolors=colours, linewidth=0)
         waits = [(wait.start_s, wait.end_s - wait.start_s) for wait in timeline.waits]
         ax.broken_barh(waits, (-0.4, 0.8), facecolors="none", edgecolor=STALL_COLOUR, hatch="/////", linewidth=0)
-        titles = [f"{name}\n{timeline.busy(row):.0%} busy" for row, name in timeline.rows.items()]
+        titles = [f"{name}\n{round(100 * timeline.busy(row))} % busy" for row, name in timeline.rows.items()]
         ax.set_yticks(range(len(titles)), titles)
         ax.set_ylim(len(titles) - 0.5, -0.5)
         _phase_lines(ax, timeline)
@@ -197,6 +197,8 @@ def _canvas(ax: Axes | None, width: float, height: float) -> Iterator[Axes]:
     plain = all(pyplot.rcParams[name] == value for name, value in _PLAIN.items())
     chosen = pyplot.rcParams["figure.dpi"]
     dpi = _DPI if chosen == pyplot.rcParamsDefault["figure.dpi"] else chosen
+    # A notebook's backend sets `interactive` as it loads. Loaded in the context, it would lose that, and show one plot.
+    pyplot.draw_if_interactive()
     with pyplot.rc_context(_ANY_PAGE if plain else {}):
         made = pyplot.subplots(figsize=(width, height), layout="constrained", dpi=dpi)[1]
         yield made

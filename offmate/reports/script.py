@@ -27,9 +27,12 @@ root.addEventListener('mouseleave',()=>{tip.hidden=true});
 const scrolls=[...root.querySelectorAll('.om-scroll')],buttons=root.querySelectorAll('[data-zoom]');let zoomed=1;
 const marks=()=>root.querySelectorAll('.om-axis[data-end]').forEach(axis=>{const end=+axis.dataset.end,
 rough=end/(8*zoomed),ten=10**Math.floor(Math.log10(rough)),step=[1,2,5,10].find(f=>f*ten>=rough*.999)*ten,
-[unit,name]=end>=1?[1,'s']:end>=1e-3?[1e-3,'ms']:[1e-6,'µs'],n=end>0?Math.floor(end/step+1e-9)+1:0;
-axis.replaceChildren(...Array.from({length:n},(_,i)=>{const mark=document.createElement('span');
-mark.style.left=100*i*step/end+'%';mark.textContent=+(i*step/unit).toPrecision(9)+' '+name;return mark}))});
+[unit,name]=end>=1?[1,'s']:end>=1e-3?[1e-3,'ms']:[1e-6,'µs'],n=end>0?Math.floor(end/step+1e-9)+1:0,
+apart=(axis.offsetWidth||1e9)*step/end,every=[1,2,5].find(k=>k*apart>=48)||10;
+axis.replaceChildren(...Array.from({length:Math.ceil(n/every)},(_,k)=>{const i=k*every,
+mark=document.createElement('span');mark.style.left=100*i*step/end+'%';
+if(i&&(end-i*step)/end*axis.offsetWidth<20)mark.style.transform='translateX(-100%)';
+mark.textContent=+(i*step/unit).toPrecision(9)+' '+name;return mark}))});
 const zoom=(z,at=.5,held=.5)=>{z=Math.min(64,Math.max(1,z));
 const changed=z!==zoomed;zoomed=z;
 buttons.forEach(b=>b.classList.toggle('on',Math.abs(b.dataset.zoom-z)<.01));
@@ -57,5 +60,6 @@ if(!moves&&f.type==='pointerup'&&Math.abs(f.clientX-x)>4){const[a,b]=span(f);zoo
 addEventListener('pointermove',move);addEventListener('pointerup',end);addEventListener('pointercancel',end)});
 s.addEventListener('dblclick',()=>zoom(1));
 s.addEventListener('keydown',e=>{const to={'+':zoomed*2,'=':zoomed*2,'-':zoomed/2,'0':1}[e.key];
-if(to&&!e.ctrlKey&&!e.metaKey){e.preventDefault();zoom(to,middle())}})});zoom(1,0,0)})()
+if(to&&!e.ctrlKey&&!e.metaKey){e.preventDefault();zoom(to,middle())}})});zoom(1,0,0);
+marks();addEventListener('resize',marks)})()
 """.strip()

@@ -21,7 +21,7 @@ def test_where_everything_fits_computes_limit_and_nothing_helps() -> None:
     assert forward.busy["compute"] == pytest.approx(1.0, abs=0.02)
     more_memory = next(offer for offer in result.offers if "GPU memory" in offer.change)
     assert more_memory.saved_s <= 0.02 * result.step_s
-    assert "The forward takes" in result.text() and "it is limited by GPU compute (100%)" in result.text()
+    assert "The forward takes" in result.text() and "it is limited by GPU compute (100 %)" in result.text()
     assert sum(forward.waits.values()) == 0 and "waits" not in result.text().splitlines()[0]
     assert "One more GiB of GPU memory would save less than" in result.text()
 

@@ -28,7 +28,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"offmate {__version__}\n"
 
 
-@pytest.mark.parametrize("verb", ["plan", "show", "profile", "doctor", "demo", "finetune"])
+@pytest.mark.parametrize("verb", ["plan", "fits", "cards", "show", "check", "profile", "doctor", "demo", "finetune"])
 def test_help_has_examples_and_fits_eighty_columns(verb, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as caught:
@@ -38,6 +38,13 @@ def test_help_has_examples_and_fits_eighty_columns(verb, monkeypatch, capsys):
     assert f"\n  offmate {verb}" in text[text.index("examples:") :]
     assert "--quiet" in text and "--json" in text
     assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_an_unknown_option_shows_the_usage_of_its_command_and_the_nearest_option(capsys):
+    said = refused(capsys, "plan", "gpt2", "--crad", "rtx3060")
+    assert said.startswith("usage: offmate plan") and "--crad rtx3060; did you mean --card?" in said
+    assert "did you mean" not in refused(capsys, "cards", "more")
+    assert refused(capsys, "--nothing").startswith("usage: offmate [-h]")
 
 
 def test_demo_arguments(tmp_path):

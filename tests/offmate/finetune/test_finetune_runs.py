@@ -360,9 +360,8 @@ def test_a_chat_is_trained_on_what_the_assistant_says(base, tmp_path):
     events = finetune(arguments(model, data, tmp_path / "out", steps=3, yes=True))
     assert all(math.isfinite(loss) for loss in losses(events))
     plan = next(event for event in events if event["event"] == "plan")
-    assert (
-        "documents: 60 ShareGPT" in plan["lines"][0] and "sequences left out, with nothing to learn" in plan["lines"][0]
-    )
+    line = plan["lines"][0]
+    assert "documents: 60 as ShareGPT" in line and "sequences left out, with nothing to learn" in line
 
 
 def test_a_budget_that_does_not_work_is_refused_and_leaves_nothing(base, tmp_path, capsys):

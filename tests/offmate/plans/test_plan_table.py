@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from offmate.plans.table import BlockRow, _spans, class_lines, class_table, plan_table
+from offmate.plans.table import BlockRow, class_lines, class_table, plan_table, spans
 
 MIB = 1 << 20
 
@@ -33,7 +33,7 @@ def printed(rows: list[BlockRow], width: int) -> list[str]:
     ],
 )
 def test_block_numbers_are_shortened(indices, text):
-    assert _spans(indices) == text
+    assert spans(indices) == text
 
 
 def test_blocks_that_are_alike_share_a_row_and_all_are_added_up():
@@ -49,6 +49,15 @@ def test_a_model_of_many_blocks_fits_eighty_columns():
     lines = printed(rows, 80)
     assert max(map(len, lines)) <= 80
     assert any("128000" in line for line in lines)
+
+
+def test_the_mixtures_of_a_class_share_a_row_that_follows_its_other_options():
+    rows = [row(0, "A"), row(1, "B", "mixture 5"), row(2, "C"), row(3, "B", "mixture 2"), row(4, "B")]
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    console.print(class_table(rows))
+    lines = [line.split()[:4] for line in console.file.getvalue().splitlines() if "×" in line]
+    assert [" ".join(line) for line in lines] == ["1 × A keep", "2 × B mixture", "1 × B keep", "1 × C keep"]
+    assert "option mixture" in console.file.getvalue()
 
 
 def test_blocks_of_a_class_are_added_up_and_silent_ones_share_a_row():

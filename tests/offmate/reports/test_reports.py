@@ -177,7 +177,7 @@ def test_two_plans_in_words_and_as_a_table():
     assert "activations kept: 6 B → 36 B (+500.0 %)" in words
     assert "activations offloaded: 30 B → 0 B" in words
     assert "1 block from offload to keep: 0" in words
-    assert "parameters now updated on the device: 10 B" in words
+    assert "parameters now updated on the GPU: 10 B" in words
     for width in (80, 120):
         console = Console(width=width, record=True, file=io.StringIO())
         console.print(difference.table())

@@ -4,6 +4,7 @@ import functools
 import http.server
 import importlib.util
 import json
+import re
 import threading
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from offmate.reports.chrome_trace import save_trace
 from offmate.reports.html import save_document
 from offmate.reports.items import KINDS
+from offmate.reports.units import second_ticks
 
 from ...browser import CHROMIUM, WHY_SKIPPED, browser
 from ..loops import trained
@@ -79,6 +81,24 @@ def test_pointing_shows_what_is_there(page, tmp_path):
 WIDE = "document.querySelector('.om-wide').offsetWidth / document.querySelector('.om-scroll').clientWidth"
 LEFT = "[...document.querySelectorAll('.om-scroll')].map(s => Math.round(s.scrollLeft))"
 MARKS = "[...document.querySelector('.om-axis[data-end]').children].map(e => e.innerText)"
+
+
+EDGES = (
+    "[...document.querySelectorAll('.om-axis[data-end] span')].flatMap(e => "
+    "[e.getBoundingClientRect().left, e.getBoundingClientRect().right])"
+)
+
+
+@pytest.mark.parametrize("end_s", [0.0082, 0.0135, 0.0505])
+def test_times_on_a_telephone_neither_overlap_nor_leave_the_page(page, tmp_path, end_s):
+    path = tmp_path / "plan.html"
+    marks = "".join(f'<span style="left:{100 * t / end_s}%">{name}</span>' for t, name in second_ticks(end_s))
+    axis = f'om-axis" data-end="{end_s}">{marks}</div>'
+    text, changed = re.subn(r'om-axis" data-end=.*?</div>', axis, tiny_plan().to_html())
+    path.write_text(text)
+    page.open(path.as_uri(), width=390)
+    edges = page.run(EDGES)
+    assert changed == 1 and len(edges) >= 6 and edges == sorted(edges) and edges[-1] <= 390
 
 
 def in_timeline(events):

@@ -23,6 +23,8 @@ def test_what_is_saved_is_small_and_complete(path):
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     assert all(output.output_type != "error" for cell in code for output in cell.outputs)
     assert all(output.get("name") != "stderr" for cell in code for output in cell.outputs)
+    plots = [cell for cell in code if re.search(r"\bplot_\w+\(.*\);$", cell.source)]
+    assert all(any("image/png" in output.get("data", {}) for output in cell.outputs) for cell in plots)
     assert not re.search(rf"site-packages|/({'|'.join(OWN_FOLDERS)})/", path.read_text())
 
 

@@ -13,6 +13,7 @@ from offmate.reports.colours import KIND_COLOURS, block_colour, text_on
 from offmate.reports.extra import viz
 from offmate.reports.items import KINDS
 
+from ... import warm
 from ...solver.tiny_schedule import tiny_schedule
 from .report_plans import plan_of, resident_plan, tiny_plan
 
@@ -132,6 +133,25 @@ def test_plots_can_be_read_on_light_and_on_dark_pages(name):
         assert contrast(ax.figure.get_facecolor(), "#000") == 1
         assert all(contrast(text.get_color(), "#000") > 3.5 for text in texts_of(ax))
     plt.close("all")
+
+
+def plot_with_a_backend_that_sets_interactive_as_it_loads(folder):
+    import matplotlib
+
+    (folder / "late_backend.py").write_text(
+        "import matplotlib\nfrom matplotlib.backends.backend_agg import *\nmatplotlib.interactive(True)\n"
+    )
+    sys.path.insert(0, str(folder))
+    matplotlib.use("module://late_backend")
+    assert "late_backend" not in sys.modules and not matplotlib.is_interactive()
+    tiny_plan().plot_timeline()
+    assert "late_backend" in sys.modules and matplotlib.is_interactive()
+
+
+def test_a_notebook_shows_the_plots_after_the_first_too(tmp_path):
+    pytest.importorskip("matplotlib")
+    said = tmp_path / "said.txt"
+    assert warm.run(said, plot_with_a_backend_that_sets_interactive_as_it_loads, tmp_path) == 0, said.read_text()
 
 
 def test_axes_of_the_users_keep_their_style():
