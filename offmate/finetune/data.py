@@ -19,8 +19,9 @@ _CSV, _PARQUET = ".csv", ".parquet"
 _READ = (*_TEXT, *_JSON, _CSV, _PARQUET)
 _KINDS = ", ".join(_READ)
 _DATASET = "hf:"
-# Text files are cut at line ends into pieces of about this size, so that no file has to fit into memory.
-_PIECE_CHARACTERS = 1024
+# Text files are read in pieces of this size, so that no file has to fit into memory.
+PIECE_CHARACTERS = 2**18
+_BLOCK_CHARACTERS = 1024
 # The most characters of a field of CSV; Python's own limit of 131,072 is short for a chat.
 _MOST_FIELD_CHARACTERS = 2**31 - 1
 
@@ -104,19 +105,15 @@ def _of_file(file: Path) -> Iterator[Piece]:
 
 
 def _text(file: Path) -> Iterator[Piece]:
-    held: list[str] = []
-    size, first, begin, number = 0, True, 1, 1
-    with file.open(encoding="utf-8-sig", newline="") as lines:
-        # A single line may be the whole file; the argument of readline bounds it.
-        while line := lines.readline(_PIECE_CHARACTERS):
-            if held and size >= _PIECE_CHARACTERS:
-                yield Piece("".join(held), f"{file}, line {begin}", first, last=False)
-                held, size, first, begin = [], 0, False, number
-            held.append(line)
-            size += len(line)
-            number += line.endswith("\n")
-    if held:
-        yield Piece("".join(held), f"{file}, line {begin}", first, last=True)
+    number = 1
+    with file.open(encoding="utf-8-sig", newline="") as text:
+        piece = text.read(PIECE_CHARACTERS)
+        first = True
+        while piece:
+            after = text.read(PIECE_CHARACTERS)
+            yield Piece(piece, f"{file}, line {number}", first, last=not after)
+            number += piece.count("\n")
+            piece, first = after, False
 
 
 def _json_lines(file: Path) -> Iterator[Piece]:
@@ -137,7 +134,7 @@ def _json_lines(file: Path) -> Iterator[Piece]:
 def _is_list(file: Path) -> bool:
     """Return whether a file's JSON is a list of rows; a list on its first line alone may also be a line of its own."""
     with file.open(encoding="utf-8-sig") as text:
-        while block := text.read(_PIECE_CHARACTERS):
+        while block := text.read(_BLOCK_CHARACTERS):
             if block.strip():
                 return block.lstrip().startswith("[")
     return False

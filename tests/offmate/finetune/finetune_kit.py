@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -61,6 +61,17 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )  # fmt: skip
     tokenizer.train_from_iterator([TEXT[:50_000]], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def make_blank_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer as Llama-2's: a blank before the text, and no borders of words that tokens respect."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<s>", "</s>", "<unk>"], show_progress=False)
+    tokenizer.train_from_iterator([TEXT[begin : begin + 300] for begin in range(0, 30_000, 300)], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
 def arguments(model: Path, data: Path, output: Path, **more: Any) -> list[str]:

@@ -187,12 +187,13 @@ def test_a_file_of_an_unknown_kind_is_refused(tmp_path, name):
             read(data)
 
 
-def test_a_text_is_read_without_its_mark_and_named_by_its_first_line(tmp_path):
+def test_a_text_is_read_without_its_mark_and_named_by_its_first_line(tmp_path, monkeypatch):
     (piece,) = pieces(written(tmp_path, "a.txt", "\ufeffone"))
     assert piece.content == "one" and piece.place.endswith("a.txt, line 1")
+    monkeypatch.setattr("offmate.finetune.data.PIECE_CHARACTERS", 1024)
     line = "x" * 99 + "\n"
     begins = [piece.place.rpartition(" ")[2] for piece in pieces(written(tmp_path, "a.txt", line * 25))]
-    assert begins == ["1", "12", "23"]
+    assert begins == ["1", "11", "21"]
 
 
 def test_fields_of_csv_stay_text(tmp_path):
