@@ -19,13 +19,14 @@ from ..plans.plan import Plan, load_plan
 from ..progress import working
 from ..sizes import parse_budget
 from .checkpoint import PLAN, Moment
-from .data import check_source, is_of_hub, pieces, source_files
+from .data import check_source, is_of_hub, pieces
 from .needs import Needs, machine_of, memory_doubt, model_without_weights, needs_of, no_card
 from .packing import Batch, Batches, read_tokens, verify_tokens, write_tokens
 from .preview import Preview, Work, disk_doubt, example_lines, first_lines
 from .rows import Piece
 from .samples import Prompts, sample_lines
 from .settings import AUTO, Settings
+from .sources import source_files
 from .start import SETTINGS
 from .talk import Talk
 from .tokenizing import Example, examples
@@ -106,7 +107,7 @@ def prepared(at: Position, shown: list[Example], talk: Talk) -> tuple[Position, 
 def glimpse(settings: Settings, tokenizer: Any) -> list[Example]:
     """Return documents of each format as the model sees them, after a look at the beginning of every file."""
     check_source(settings.data)
-    sources = [settings.data] if is_of_hub(settings.data) else list(map(str, source_files(settings.data)))
+    sources = [settings.data] if is_of_hub(settings.data) else list(map(str, source_files(settings.data).read))
     each = max(1, _GLIMPSE_PIECES // len(sources))
     seen = [
         example

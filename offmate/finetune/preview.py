@@ -10,10 +10,12 @@ from ..machines.devices import EMULATED
 from ..plans.plan import Plan
 from ..reports.units import format_count, format_seconds
 from ..sizes import format_bytes, format_least_bytes
+from .data import is_of_hub
 from .needs import Needs, device_words, memory_doubt
 from .packing import Batches, Packed
 from .report import format_left, format_steps
 from .settings import ALL_LINEAR, Settings
+from .sources import skipped_line, source_files
 from .tokenizing import BEGIN, END, LEFT_OUT, Example
 
 _SLOW, _SLOW_S = 5.0, 1.0  # multiple of the compute; steps of fewer seconds are never called slow
@@ -30,8 +32,8 @@ class Work:
     n_steps: int
 
     def lines(self, settings: Settings) -> list[str]:
-        """Write how much of which data there is, what of it is trained on, and what a step does."""
-        return [self._data_line(settings), self._training_line(settings)]
+        """Write how much of which data there is, what of it is trained on and not read, and what a step does."""
+        return [self._data_line(settings), *not_read_lines(settings.data), self._training_line(settings)]
 
     def _data_line(self, settings: Settings) -> str:
         batches, tally = self.batches, self.packed.tally
@@ -159,6 +161,14 @@ class Preview:
         if self.left_s > _LONG_S:
             found.append(f"the run takes {self.left_s / 86400:.0f} days; try fewer steps or a shorter sequence_length")
         return found + (memory_doubt(self.host_bytes - self.held_bytes) if memory else [])
+
+
+def not_read_lines(data: str) -> list[str]:
+    """Write which files of a folder of data are not read; nothing if all are, or if it is no folder."""
+    if is_of_hub(data) or not Path(data).is_dir():
+        return []
+    line = skipped_line(source_files(data).skipped)
+    return [f"data: {line}"] if line else []
 
 
 def device_line(kind: str) -> str:

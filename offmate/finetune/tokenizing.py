@@ -63,7 +63,7 @@ def tokenized(
     Raises: OffmateError if the tokenizer has no chat template, or if it does not show what the assistant says.
     """
     for piece, ids in _with_ids(source, tokenizer, assistant_only):
-        learns = any(number >= 0 for number in ids) or isinstance(piece.content, str)
+        learns = any(number >= 0 for number in ids) or (isinstance(piece.content, str) and not piece.is_empty)
         if tally is not None and piece.first:
             tally[piece.kind if learns else LEFT_OUT] += 1
         if learns:
@@ -93,6 +93,9 @@ def _with_ids(source: Iterator[Piece], tokenizer: Any, assistant_only: bool) -> 
             yield from held()
             some, n_characters = [], 0
             yield from _long_text(piece, source, tokenizer)
+            continue
+        if piece.is_empty:
+            yield piece, []
             continue
         some.append(_as_chat(piece) if templated else piece)
         n_characters += len(piece.content) if isinstance(piece.content, str) else 0
@@ -136,7 +139,7 @@ def _as_chat(piece: Piece) -> Piece:
     """Return a pair that may be a chat as one."""
     if not isinstance(piece.content, Pair) or not piece.content.chat:
         return piece
-    return Piece(list(piece.content.chat), piece.place, kind=piece.kind)
+    return replace(piece, content=list(piece.content.chat))
 
 
 def _marked(piece: Piece, ids: list[int], tokenizer: Any) -> list[int]:
@@ -145,6 +148,8 @@ def _marked(piece: Piece, ids: list[int], tokenizer: Any) -> list[int]:
         return ids
     if isinstance(piece.content, list):
         return [i if own else ~i for i, own in zip(ids, assistants(piece, ids, tokenizer))]
+    if not piece.content.completion:  # the end-of-sequence token alone is nothing to learn
+        return [~i for i in ids]
     prompt = _encode(tokenizer, [piece.content.prompt], special=True)[0]
     # The tokens of the prompt may differ at its end once the completion follows; one that reaches across is learned.
     begin = next((n for n, (a, b) in enumerate(zip(prompt, ids)) if a != b), min(len(prompt), len(ids)))
@@ -170,7 +175,11 @@ def _encode(tokenizer: Any, texts: list[str], special: bool) -> list[list[int]]:
 def _text(piece: Piece, tokenizer: Any) -> str:
     if isinstance(piece.content, Pair):
         return piece.content.prompt + piece.content.completion
-    return piece.content if isinstance(piece.content, str) else rendered(piece.content, piece.place, tokenizer)
+    return (
+        piece.content
+        if isinstance(piece.content, str)
+        else rendered(piece.content, piece.place, tokenizer, tools=piece.tools)
+    )
 
 
 def _shown(ids: list[int], tokenizer: Any) -> str:

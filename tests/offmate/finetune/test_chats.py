@@ -101,7 +101,7 @@ def test_where_a_first_answer_cannot_be_told_the_line_is_refused():
 
 def test_what_a_template_would_change_in_silence_is_refused():
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "now"}]}
-    with pytest.raises(OffmateError, match=r"line 1: .* leaves out 'tool_calls'; use the tokenizer"):
+    with pytest.raises(OffmateError, match=r"line 1: .* leaves out 'tool_calls': now; use the tokenizer"):
         learned(CHATML, [TURNS[1], call])
     with pytest.raises(OffmateError, match=r"""writes content {"a": true} as Python does: {'a': True}"""):
         learned(CHATML, [*TURNS[1:3], {"role": "tool", "content": {"a": True}}])
