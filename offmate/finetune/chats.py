@@ -74,22 +74,35 @@ def assistants(piece: Piece, ids: list[int], tokenizer: Any) -> list[bool]:
     return _weighed(piece, mask, ids, writer)
 
 
-def _weighed(piece: Piece, mask: list[bool], ids: list[int], writer: Writer) -> list[bool]:
+def _weighed(piece: Piece, whole: list[bool], ids: list[int], writer: Writer) -> list[bool]:
     """Return the mask without what is only read: what comes before the answers of a pair, and messages of weight 0."""
-    messages = _messages(piece)
+    messages, mask = _messages(piece), list(whole)
     if piece.trained_from:
         begin = len(_encode(writer.write(messages[: piece.trained_from]), writer.tokenizer))
         mask = [own and number >= begin for number, own in enumerate(mask)]
-    unweighted = [number for number, m in enumerate(messages) if m["role"] == "assistant" and m.get("weight") == 0]
-    spans, fault = _by_prefixes(messages, ids, writer, unweighted) if unweighted else ([], "")
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    unweighted = [number for number in answers if messages[number].get("weight") == 0]
+    if not unweighted:
+        return mask
+    spans, fault = _by_prefixes(messages, ids, writer, unweighted)
     if fault:
-        raise OffmateError(
-            f"{piece.place}: cannot tell which tokens are those of message {unweighted[0] + 1}, whose weight is 0: "
-            f"{fault}. Remove its weight or the row"
-        )
+        # Where each answer is one run of tokens, the runs tell which is which.
+        runs = _runs(whole)
+        if len(runs) != len(answers):
+            raise OffmateError(
+                f"{piece.place}: cannot tell which tokens are those of message {unweighted[0] + 1}, whose weight is 0: "
+                f"{fault}. Remove its weight or the row"
+            )
+        spans = [run for run, number in zip(runs, answers) if number in unweighted]
     for begin, end in spans:
         mask[begin:end] = [False] * (end - begin)
     return mask
+
+
+def _runs(mask: list[bool]) -> list[tuple[int, int]]:
+    """Return where each run of tokens that are trained on begins and ends."""
+    edges = [n for n in range(len(mask) + 1) if (n > 0 and mask[n - 1]) != (n < len(mask) and mask[n])]
+    return list(zip(edges[::2], edges[1::2]))
 
 
 def _template(writer: Writer) -> str:

@@ -42,7 +42,7 @@ def tokens_in_windows(parts: Iterator[str], tokenizer: Any) -> Iterator[list[int
     ----------
     parts: the text in order, each part but the last one longer than `OVERLAP` characters.
     """
-    if not tokenizer.is_fast:
+    if not getattr(tokenizer, "is_fast", False):
         yield tokenizer("".join(parts), add_special_tokens=False, verbose=False)["input_ids"]
         return
     window, begin = _window(next(parts), tokenizer), 0

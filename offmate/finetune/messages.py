@@ -53,7 +53,7 @@ def read_messages(turns: Any, place: str, kind: str) -> list[Message]:
 
     Raises: OffmateError for a list that is none, an unknown role, and content that would not stay what it is.
     """
-    turns = from_cell(turns, "a chat", place, kind)
+    turns = [] if turns == "" else from_cell(turns, "a chat", place, kind)
     if not isinstance(turns, list):
         raise unusable(place, f"{str(turns)[:80]!r} is not a list of messages", kind)
     return [_message(turn, number, place, kind) for number, turn in enumerate(turns, start=1)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,7 @@ _MORE_KEYS = ("system", "input", "tools", "history")
 _INSTEAD = {
     "system": "put it at the beginning of the prompt, or write the row as messages",
     "tools": "describe the tools in the prompt, or write the row as messages",
+    "input": "put it into the prompt, or write the row as an Alpaca row with 'instruction' and 'output'",
     "history": "write the earlier turns as messages, or as an Alpaca row with 'history'",
     "functions": 'write each function as one of \'tools\', such as {"type": "function", "function": {...}}',
     "chat_template_kwargs": "set these in the tokenizer's chat template",
@@ -185,13 +186,15 @@ def _prompted(row: Mapping[str, Any], place: str) -> Piece:
     kind = "prompt/completion"
     listed = [key for key in _KEYS[kind] if is_listed(row[key])]
     if not listed:
-        _refuse(row, _INSTEAD, place, kind)
+        # A prompt beside an instruction is made of it and its input.
+        made = "instruction" in row
+        _refuse(row, [key for key in _INSTEAD if key != "input" or not made], place, kind)
         prompt, completion = (_string(row[key], f"{key!r}", place, kind) for key in _KEYS[kind])
         return Piece(Pair(prompt, completion), place, kind=kind)
     for key in _KEYS[kind]:
         if key not in listed and row[key] not in ("", "[]"):
             raise unusable(place, f"{key!r} is text, but {listed[0]!r} is a list of messages; write both alike", kind)
-    asked, answered = (read_messages(row[key] or [], place, kind) for key in _KEYS[kind])
+    asked, answered = (read_messages(row[key], place, kind) for key in _KEYS[kind])
     return _of_chat(asked + answered, row, place, kind, len(answered))
 
 
@@ -219,7 +222,7 @@ def _tools(row: Mapping[str, Any], place: str, kind: str) -> tuple[dict[str, Any
     return tuple(dict(tool) for tool in tools)
 
 
-def _refuse(row: Mapping[str, Any], keys: Any, place: str, kind: str) -> None:
+def _refuse(row: Mapping[str, Any], keys: Iterable[str], place: str, kind: str) -> None:
     """Raise OffmateError for a key that would change what a row says, and that its format does not read."""
     for key in keys:
         if _is_filled(row.get(key)) and row[key] not in ({}, "[]", "{}"):

@@ -82,6 +82,7 @@ def test_content_is_text_parts_of_text_or_what_tools_say(row, content):
         ({"text": "", "prompt": "x"}, "'completion' is missing"),
         ({"messages": [{"role": "system", "content": "a"}, *CHAT], "system": "b"}, "'system' says 'b', but the chat's"),
         ({"prompt": "x", "completion": "y", "system": "s"}, "'system' cannot be used in this format: put it at"),
+        ({"prompt": "x", "completion": "y", "input": "z"}, "'input' cannot be used in this format: put it into"),
         ({"prompt": "x", "completion": "y", "tools": [{}]}, "'tools' cannot be used in this format: describe the"),
         ({"instruction": "x", "output": "y", "tools": "[{}]"}, "'tools' cannot be used in this format"),
         ({"messages": CHAT, "history": [["a", "b"]]}, "'history' cannot be used in this format"),
@@ -117,7 +118,7 @@ def test_a_system_text_that_the_chat_repeats_is_no_conflict():
 
 @pytest.mark.parametrize(
     "row", [{"text": ""}, {"conversations": []}, {"messages": [], "system": "s"}, {"prompt": "", "completion": ""},
-            {"instruction": "", "output": ""}, {"text": "", "messages": []}],
+            {"instruction": "", "output": ""}, {"text": "", "messages": ""}],
 )  # fmt: skip
 def test_rows_without_a_word_are_empty(row):
     assert read_row(row, "p").is_empty
@@ -150,6 +151,7 @@ TOOL = {"type": "function", "function": {"name": "now"}}
         ({"prompt": CHAT[:1], "completion": CHAT[1:], "system": "s"}, [SYSTEM, *CHAT], 2),
         ({"prompt": json.dumps(CHAT[:1]), "completion": json.dumps(CHAT[1:])}, CHAT, 1),
         ({"prompt": json.dumps(CHAT[:1]), "completion": ""}, CHAT[:1], 1),
+        ({"prompt": "i z", "completion": "o", "instruction": "i", "input": "z"}, Pair("i z", "o"), 0),
         ({"prompt": "[1, 2]", "completion": "[3]"}, Pair("[1, 2]", "[3]"), 0),
         ({"instruction": "i", "output": "o", "history": [["a", "b"]], "system": "s"},
          Pair("s\n\na\n\nb\n\ni\n\n", "o", (

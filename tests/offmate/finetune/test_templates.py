@@ -123,10 +123,20 @@ def test_a_message_of_weight_0_is_only_read(template):
         assert found.replace("<im_end>", "").replace("</s>", "").replace(" ", "") == said
 
 
+# Prefixes do not tell the answers here, since the number of all messages comes first.
+AHEAD = MARKED.replace("{% for m in messages %}", "{{ messages | length }}{% for m in messages %}")
+
+
+def test_where_prefixes_do_not_tell_each_answer_is_a_run_of_marked_tokens():
+    turns = [ASK, {**ANSWER, "weight": 0}, ASK, {"role": "assistant", "content": "again"}]
+    assert learned(AHEAD, turns) == "again<im_end>"
+
+
 def test_a_weight_of_0_that_cannot_be_kept_is_refused():
-    ahead = MARKED.replace("{% for m in messages %}", "{{ messages | length }}{% for m in messages %}")
+    twice = "{% generation %}{{ m['content'] }}{% endgeneration %}:{% generation %}<|im_end|>"
+    template = AHEAD.replace("{% generation %}{{ m['content'] }}<|im_end|>", twice)
     with pytest.raises(OffmateError, match=r"which tokens are those of message 2, whose weight is 0: .* Remove its"):
-        learned(ahead, [ASK, {**ANSWER, "weight": 0}, ASK, ANSWER])
+        learned(template, [ASK, {**ANSWER, "weight": 0}, ASK, ANSWER])
 
 
 @pytest.mark.parametrize("templated", [True, False])
