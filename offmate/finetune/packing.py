@@ -176,6 +176,16 @@ class Batches:
         """The number of whole sequences without a token to train on, which are left out."""
         return len(self.tokens) // self.sequence_length - self.n_sequences
 
+    @property
+    def n_leftover_tokens(self) -> int:
+        """The number of tokens at the end that fill no sequence, which are left out."""
+        return len(self.tokens) % self.sequence_length
+
+    @property
+    def n_leftover_sequences(self) -> int:
+        """The number of sequences that each epoch leaves out, because they fill no step."""
+        return self.n_sequences - self.steps_per_epoch * self.batch_size * self.accumulation
+
     @cached_property
     def _used(self) -> np.ndarray:
         """The numbers of the sequences that are used."""

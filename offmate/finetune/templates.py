@@ -77,8 +77,8 @@ class _Said:
 def check_written(writer: Writer, messages: list[Message], text: str, asks: bool = False) -> None:
     """Check that a template writes every message, thought, tool and call of tools, and none as Python would.
 
-    The words of every chat are looked for. Since words such as "ok" may also stand elsewhere, a chat with marks in
-    their place is written once for every shape of a chat: its roles, and the keys of its messages.
+    The words of every chat are looked for. Since words such as "ok" may also stand elsewhere, a chat with marks
+    in them is written once for every shape of a chat: its roles, and the keys of its messages.
 
     Parameters
     ----------
@@ -158,7 +158,7 @@ def _said(messages: list[Message], tools: tuple[dict[str, Any], ...]) -> list[_S
 
 
 def _marked_message(message: Message, number: int, text: str, marks: list[_Said]) -> Message:
-    """Return a message with marks in place of what it says, which it adds to the list."""
+    """Return a message with marks in what it says, which it adds to the list."""
     marked = dict(message)
     for key in ("content", *_REASONING):
         if message.get(key) not in (None, "") and str(message[key]).strip():
@@ -171,7 +171,7 @@ def _marked_message(message: Message, number: int, text: str, marks: list[_Said]
 
 
 def _marked_call(call: Any, number: int, key: str, text: str, marks: list[_Said]) -> Any:
-    """Return a tool, or the call of one, with marks in place of its name and arguments."""
+    """Return a tool, or the call of one, with marks in its name and arguments."""
     function = dict(_function(call))
     for name in ("name", "arguments"):
         if function.get(name):
@@ -190,8 +190,12 @@ def _marked(value: Any, number: int, key: str, text: str, marks: list[_Said]) ->
         return {mark: mark}
     if isinstance(value, list):
         return [mark]
-    # Arguments may be JSON as text, which some templates read.
-    return json.dumps({mark: mark}) if isinstance(value, str) and value.lstrip().startswith("{") else mark
+    if not isinstance(value, str):
+        return mark
+    if key in _CALLS and value.lstrip().startswith("{"):  # arguments as JSON
+        return json.dumps({mark: mark})
+    # Some templates look at how a text begins and ends.
+    return f"{value[: len(value) // 2]}{mark}{value[len(value) // 2 :]}"
 
 
 def _calls(message: Message, key: str) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 from offmate.finetune import data
 from offmate.finetune.forecast import glimpse
 from offmate.finetune.long_texts import OVERLAP, tokens_in_windows
-from offmate.finetune.packing import write_tokens
+from offmate.finetune.packing import Batches, write_tokens
+from offmate.finetune.preview import Work
 from offmate.finetune.settings import make_settings
 
 from .finetune_kit import TEXT, make_blank_tokenizer, make_tokenizer
@@ -103,3 +105,26 @@ def test_the_example_of_a_long_text_is_its_beginning(tmp_path, short_pieces):
     (shown,) = glimpse(settings, make_tokenizer())
     assert shown.place.endswith("a.txt, line 1, the beginning") and shown.text.startswith("⟦" + TEXT[:20])
     assert "</s>" not in shown.text
+
+
+def test_what_fills_no_sequence_and_no_step_is_said(tmp_path):
+    settings = make_settings({"model": "m", "data": written(tmp_path, TEXT[:900]), "output": "o", "learning_rate": 1})
+    packed = write_tokens(settings.data, make_tokenizer(), 0.0, tmp_path / "tokens")
+    whole = len(packed.train) // 9
+    line, _ = Work(packed, Batches(packed.train, 9, 5, 1, 0), 9).lines(settings)
+    assert len(packed.train) % 9 and whole % 5
+    assert f" {len(packed.train) % 9} token" in line and "at the end left out, too few for a sequence; " in line
+    assert f" {whole % 5} sequence" in line and " left out of each epoch at random, too few for a step; " in line
+    packed = replace(packed, train=packed.train[:90])
+    assert "left out" not in Work(packed, Batches(packed.train, 9, 5, 1, 0), 9).lines(settings)[0]
+
+
+def test_a_held_out_document_that_is_most_of_the_data_is_a_doubt(tmp_path):
+    rows = [{"text": "one"}] * 19 + [{"text": TEXT[:900]}, {"text": "one"}]
+    settings = make_settings({"model": "m", "data": "d", "output": "o", "warmup_steps": 0})
+    source = written(tmp_path, "\n".join(map(json.dumps, rows)), "a.jsonl")
+    packed = write_tokens(source, make_tokenizer(), 0.05, tmp_path / "tokens")
+    (doubt,) = Work(packed, Batches(packed.train, 7, 1, 1, 0), 9).doubts(settings)
+    assert "% of all tokens are held out, although eval_fraction is 0.05" in doubt and "split long ones" in doubt
+    packed = write_tokens(written(tmp_path, TEXT[:900]), make_tokenizer(), 0.05, tmp_path / "tokens")
+    assert Work(packed, Batches(packed.train, 7, 1, 1, 0), 9).doubts(settings) == []

@@ -77,6 +77,12 @@ def test_thoughts_before_the_last_answer_are_taken():
     assert "hmm" in learned(of_trl("qwen3"), [ASK, THOUGHT])
 
 
+def test_thoughts_between_tools_whose_answers_users_write_are_taken():
+    """Qwen3's template knows these answers by how they begin and end."""
+    told = {"role": "user", "content": "<tool_response>\nnoon\n</tool_response>"}
+    assert "hmm" in rendered([ASK, THOUGHT, told, ANSWER], "p", tokenizer_with(of_trl("qwen3")))
+
+
 def test_words_that_stand_elsewhere_do_not_hide_what_is_left_out():
     """ "user" is also what this template writes before every message of the user."""
     no_system = CHATML.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'system' %}")
