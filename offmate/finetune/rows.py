@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import OffmateError
@@ -33,7 +33,8 @@ class Piece:
     Parameters
     ----------
     content: text, the messages of a chat, or a pair. place: file and line, or data set and row, for error messages.
-    first, last: whether it is the first, and the last, piece of its document. kind: the name of the row's format.
+    first, last: whether it is the first, and the last, piece of its document.
+    kind: the name of the row's format, and of others in it that are not read.
     trained_from: the number of the chat's message from which on the assistant's are trained on.
     tools: the tools that a chat describes to the model.
     """
@@ -79,14 +80,15 @@ def read_row(row: Any, place: str) -> Piece:
     """
     if not isinstance(row, Mapping):
         raise unusable(place, f"a {type(row).__name__} instead of an object", "text")
-    kind = _kind(row, place)
+    kind, *others = _kinds(row, place)
     used = [row.get(key) for key in (*_KEYS[kind], *_MORE_KEYS)]
     _check_characters(json.dumps(used, ensure_ascii=False, default=str), place)
-    return _READERS[kind](row, place)
+    piece = _READERS[kind](row, place)
+    return replace(piece, kind=f"{kind} (beside it, {' and '.join(others)} not read)") if others else piece
 
 
-def _kind(row: Mapping[str, Any], place: str) -> str:
-    """Return the first format of which a row has the keys, and a value that is not empty if any format has one."""
+def _kinds(row: Mapping[str, Any], place: str) -> list[str]:
+    """Return the formats of which a row has the keys, and a value that is not empty if any format has one."""
     there = [kind for kind, keys in _KEYS.items() if _has(row, kind, keys)]
     filled = [kind for kind in there if any(_is_filled(row[key]) for key in _KEYS[kind])]
     if not filled:
@@ -97,7 +99,7 @@ def _kind(row: Mapping[str, Any], place: str) -> str:
             f"{place}: none of the known formats (keys: {keys[:200]}). A line has one of these forms:\n  "
             + "\n  ".join(f"{kind}: {line}" for kind, line in EXAMPLES.items())
         )
-    return (filled or there)[0]
+    return filled or there[:1]
 
 
 def _check_values(values: Mapping[str, Any], row: Mapping[str, Any], place: str) -> None:

@@ -14,6 +14,7 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 _CALLS = ("tool_calls", "function_call")
 _ROLES_OF_MOST = ("system", "user", "assistant")
 _SHOWN_CHARACTERS = 80
+_SHAPE_DEPTH = 7  # from the list of messages down to the values of a call's arguments
 
 # The shapes of chats of which each tokenizer's template has been seen to write all.
 _complete: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()
@@ -173,11 +174,11 @@ def _marked_message(message: Message, number: int, text: str, marks: list[_Said]
 def _marked_call(call: Any, number: int, key: str, text: str, marks: list[_Said]) -> Any:
     """Return a tool, or the call of one, with marks in its name and arguments."""
     function = dict(_function(call))
-    for name in ("name", "arguments"):
-        if function.get(name):
-            function[name] = _marked(function[name], number, key, text, marks)
-    if not function:
+    named = [name for name in ("name", "arguments") if function.get(name)]
+    if not named:
         return _marked(call, number, key, text, marks)
+    for name in named:
+        function[name] = _marked(function[name], number, key, text, marks)
     return {**call, "function": function} if isinstance(call.get("function"), dict) else {**call, **function}
 
 
@@ -209,12 +210,15 @@ def _function(call: Any) -> dict[str, Any]:
     return function if isinstance(function, dict) else {}
 
 
-def _shape(value: Any) -> Any:
+def _shape(value: Any, depth: int = _SHAPE_DEPTH) -> Any:
     """Return what of a chat decides how a template writes it: roles and keys, and of the others what kind they are."""
-    if isinstance(value, dict):
-        return tuple((k, v if k == "role" else _shape(v)) for k, v in value.items() if v not in (None, "", [], {}))
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_shape, value))
+    if isinstance(value, dict) and depth:
+        there = [(key, own) for key, own in value.items() if own not in (None, "", [], {})]
+        return tuple(
+            (key, own if key == "role" and isinstance(own, str) else _shape(own, depth - 1)) for key, own in there
+        )
+    if isinstance(value, (list, tuple)) and depth:
+        return tuple(_shape(own, depth - 1) for own in value)
     return type(value).__name__ if not isinstance(value, str) or value.strip() else "blank"
 
 

@@ -139,6 +139,11 @@ def test_an_empty_field_does_not_win_over_a_filled_one(row, kind, content):
     assert piece.kind == kind and content in (None, piece.content)
 
 
+def test_a_filled_format_that_is_not_read_is_said():
+    piece = read_row({"text": "t", "instruction": "i", "output": "o", "messages": [], "prompt": "p"}, "p")
+    assert piece.content == "t" and piece.kind == "text (beside it, Alpaca not read)"
+
+
 SYSTEM = {"role": "system", "content": "s"}
 TOOL = {"type": "function", "function": {"name": "now"}}
 

@@ -106,6 +106,21 @@ def test_tools_that_a_template_does_not_write_are_refused():
     assert "leaves out 'tools': clock; use the tokenizer of a model that knows tools, describe the tools" in found
 
 
+@pytest.mark.parametrize("name", [{}, {"name": "clock"}])
+def test_calls_and_tools_of_any_form_are_looked_for(name):
+    deep = {"role": ["x"]}
+    for _ in range(300):
+        deep = {"in": deep}
+    call = {**ANSWER, "tool_calls": [{"type": "function", "function": {**name, "arguments": deep}}]}
+    assert "message 2 (assistant): the tokenizer's chat template leaves out 'tool_calls'" in refusal(
+        CHATML, [ASK, call]
+    )
+    assert "leaves out 'tools'" in refusal(CHATML, [ASK, ANSWER], ({"type": "function", **name},))
+    assert "leaves out 'function_call'" in refusal(CHATML, [ASK, {**ANSWER, "function_call": "auto"}])
+    writes = CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}{{ (m['tool_calls'] or '') | tojson }}")
+    assert "in" in rendered([ASK, call], "p", tokenizer_with(writes))
+
+
 def test_tools_are_what_the_template_writes():
     row = {"messages": [ASK, ANSWER], "tools": list(TOOLS)}
     template = "{% for t in tools %}<{{ t['function']['name'] }}>{% endfor %}" + CHATML
