@@ -16,9 +16,14 @@ from offmate.finetune.packing import Batches, write_tokens
 from offmate.finetune.preview import Work
 from offmate.finetune.settings import make_settings
 
-from .finetune_kit import TEXT, make_blank_tokenizer, make_tokenizer
+from .finetune_kit import TEXT, make_blank_tokenizer, make_likely_tokenizer, make_lower_tokenizer, make_tokenizer
 
-TOKENIZERS = {"words": make_tokenizer, "blank": make_blank_tokenizer}
+TOKENIZERS = {
+    "words": make_tokenizer,
+    "blank": make_blank_tokenizer,
+    "likely": make_likely_tokenizer,
+    "lower": make_lower_tokenizer,
+}
 
 
 @pytest.fixture
@@ -36,7 +41,8 @@ def written(folder: Path, text: str, name: str = "a.txt") -> str:
 def test_a_file_has_the_tokens_of_its_whole_text(tmp_path, short_pieces, name, text):
     tokenizer = TOKENIZERS[name]()
     packed = write_tokens(written(tmp_path, text), tokenizer, 0.0, tmp_path / "tokens")
-    assert packed.train.tolist() == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    whole = tokenizer(text)["input_ids"]
+    assert packed.train.tolist() == whole + [tokenizer.eos_token_id] * (whole[-1] != tokenizer.eos_token_id)
     assert packed.tally == {"text": 1}
 
 
