@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from typing import Any
 
 from ..errors import OffmateError
-from .rows import Message, Piece
+from .messages import SYSTEM_ROLES, Message
+from .rows import Piece
+from .templates import Writer, check_written
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REMEDY = (
@@ -16,79 +17,35 @@ _REMEDY = (
     "template with {% generation %} and {% endgeneration %}"
 )
 _MARKER = "\ue000"  # a character that no text uses
-_SYSTEM = ("system", "developer")
 
 
-def rendered(messages: list[Message], place: str, tokenizer: Any, *, asks: bool = False) -> str:
+def rendered(
+    messages: list[Message],
+    place: str,
+    tokenizer: Any,
+    *,
+    asks: bool = False,
+    tools: tuple[dict[str, Any], ...] = (),
+) -> str:
     """Return a chat as the tokenizer's template writes it.
 
     Parameters
     ----------
-    asks: end with the words after which the assistant speaks (the generation prompt).
+    asks: end with the words after which the assistant speaks (the generation prompt). tools: those that the chat
+        describes to the model.
 
-    Raises: OffmateError if the tokenizer has no template, or if the template refuses the messages, leaves out all
-        of their text, or writes what is not text as Python writes it.
+    Raises: OffmateError if the tokenizer has no template, or if the template refuses the messages, leaves out
+        something that they say, or writes what is not text as Python writes it.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise OffmateError(
             f"{place}: chat messages, but the tokenizer has no chat template; use the tokenizer of a chat model, or "
             'write each conversation as text, such as {"text": "Question: ... Answer: ..."}'
         )
-    text = _applied(messages, place, tokenizer, asks)
-    _check_written(messages, text, place, tokenizer, asks)
+    writer = Writer(tokenizer, place, tools)
+    text = writer.write(messages, asks)
+    check_written(writer, messages, text, asks)
     return text
-
-
-def _applied(messages: list[Message], place: str, tokenizer: Any, asks: bool) -> str:
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
-    except Exception as error:
-        raise OffmateError(
-            f"{place}: the tokenizer's chat template refuses the messages: {error}. Change or remove the row"
-        ) from error
-
-
-def _check_written(messages: list[Message], text: str, place: str, tokenizer: Any, asks: bool) -> None:
-    """Raise OffmateError if a template leaves out all text or the calls of tools, or writes a value of Python."""
-    said = [words for m in messages if isinstance(m["content"], str) and (words := m["content"].strip())]
-    if said and not any(words in text for words in said):
-        raise OffmateError(
-            f"{place}: the tokenizer's chat template writes nothing of what the messages say, such as "
-            f"{said[0][:80]!r}; use the tokenizer of a model for text chats, or write each conversation as text"
-        )
-    if any(m.get("tool_calls") for m in messages):
-        without = [{**m, "content": m["content"] or ""} for m in messages]
-        without = [{key: value for key, value in m.items() if key != "tool_calls"} for m in without]
-        if text == _if_taken(without, tokenizer, asks):
-            raise OffmateError(
-                f"{place}: the tokenizer's chat template leaves out 'tool_calls'; use the tokenizer of a model that "
-                "knows tools, write the calls into 'content', or remove the row"
-            )
-    _check_values(messages, text, place, tokenizer, asks)
-
-
-def _check_values(messages: list[Message], text: str, place: str, tokenizer: Any, asks: bool) -> None:
-    others = [m["content"] for m in messages if not isinstance(m["content"], str)]
-    if not others:
-        return
-    without = [m if isinstance(m["content"], str) else {**m, "content": ""} for m in messages]
-    silent = _if_taken(without, tokenizer, asks) or ""
-    for value in others:
-        words = str(value)
-        as_json = json.dumps(value, ensure_ascii=False, default=str)
-        if words != as_json and text.count(words) > silent.count(words):
-            raise OffmateError(
-                f"{place}: the tokenizer's chat template writes content {as_json[:80]} as Python does: {words[:80]}; "
-                'write that content as text, or as "" if it says nothing'
-            )
-
-
-def _if_taken(messages: list[Message], tokenizer: Any, asks: bool) -> str | None:
-    """Return a chat as the template writes it; None if it refuses the messages."""
-    try:
-        return _applied(messages, "", tokenizer, asks)
-    except OffmateError:
-        return None
 
 
 def assistants(piece: Piece, ids: list[int], tokenizer: Any) -> list[bool]:
@@ -104,20 +61,52 @@ def assistants(piece: Piece, ids: list[int], tokenizer: Any) -> list[bool]:
 
     Raises: OffmateError with the place if none of these ways can tell.
     """
-    messages = _messages(piece)
-    if _MARK.search(tokenizer.get_chat_template()):
-        mask = _by_marks(messages, ids, tokenizer, None)
+    messages, writer = _messages(piece), Writer(tokenizer, piece.place, piece.tools)
+    if _MARK.search(_template(writer)):
+        mask = _by_marks(messages, ids, writer, None)
         if mask is None:
             raise AssertionError("a chat template must yield the same tokens every time")
     else:
-        spans, fault = _by_prefixes(messages, piece.place, ids, tokenizer)
-        mask = _mask(spans, len(ids)) if not fault else _by_marks(messages, ids, tokenizer, _training(tokenizer))
+        spans, fault = _by_prefixes(messages, ids, writer)
+        mask = _mask(spans, len(ids)) if not fault else _by_marks(messages, ids, writer, _training(tokenizer))
         if mask is None:
             raise OffmateError(f"{piece.place}: cannot tell which tokens are the assistant's: {fault}. {_REMEDY}")
+    return _weighed(piece, mask, ids, writer)
+
+
+def _weighed(piece: Piece, whole: list[bool], ids: list[int], writer: Writer) -> list[bool]:
+    """Return the mask without what is only read: what comes before the answers of a pair, and messages of weight 0."""
+    messages, mask = _messages(piece), list(whole)
     if piece.trained_from:
-        begin = len(_encode(rendered(messages[: piece.trained_from], piece.place, tokenizer), tokenizer))
+        begin = len(_encode(writer.write(messages[: piece.trained_from]), writer.tokenizer))
         mask = [own and number >= begin for number, own in enumerate(mask)]
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    unweighted = [number for number in answers if messages[number].get("weight") == 0]
+    if not unweighted:
+        return mask
+    spans, fault = _by_prefixes(messages, ids, writer, unweighted)
+    if fault:
+        # Where each answer is one run of tokens, the runs tell which is which.
+        runs = _runs(whole)
+        if len(runs) != len(answers):
+            raise OffmateError(
+                f"{piece.place}: cannot tell which tokens are those of message {unweighted[0] + 1}, whose weight is 0: "
+                f"{fault}. Remove its weight or the row"
+            )
+        spans = [run for run, number in zip(runs, answers) if number in unweighted]
+    for begin, end in spans:
+        mask[begin:end] = [False] * (end - begin)
     return mask
+
+
+def _runs(mask: list[bool]) -> list[tuple[int, int]]:
+    """Return where each run of tokens that are trained on begins and ends."""
+    edges = [n for n in range(len(mask) + 1) if (n > 0 and mask[n - 1]) != (n < len(mask) and mask[n])]
+    return list(zip(edges[::2], edges[1::2]))
+
+
+def _template(writer: Writer) -> str:
+    return writer.tokenizer.get_chat_template(tools=list(writer.tools) or None)
 
 
 def _messages(piece: Piece) -> list[Message]:
@@ -126,22 +115,27 @@ def _messages(piece: Piece) -> list[Message]:
 
 
 def _by_prefixes(
-    messages: list[Message], place: str, ids: list[int], tokenizer: Any
+    messages: list[Message], ids: list[int], writer: Writer, numbers: list[int] | None = None
 ) -> tuple[list[tuple[int, int]], str]:
-    """Return where each answer begins and ends among the tokens, and what keeps that from being told."""
-    whole = rendered(messages, place, tokenizer)
+    """Return where each answer begins and ends among the tokens, and what keeps that from being told.
+
+    Parameters
+    ----------
+    numbers: those of the messages that are looked for; None looks for all of the assistant's.
+    """
+    whole, tokenizer = writer.write(messages), writer.tokenizer
     spans = []
     for number, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or (numbers is not None and number not in numbers):
             continue
         edges = []
-        speaks_first = all(earlier["role"] in _SYSTEM for earlier in messages[:number])
+        speaks_first = all(earlier["role"] in SYSTEM_ROLES for earlier in messages[:number])
         for count, asks in ((number, True), (number + 1, False)):
             try:
                 if asks and speaks_first:
-                    text = _opening(messages, number, place, whole, tokenizer)
+                    text = _opening(messages, number, whole, writer)
                 else:
-                    text = rendered(messages[:count], place, tokenizer, asks=asks)
+                    text = writer.write(messages[:count], asks)
             except OffmateError as error:
                 return [], f"its first {count} messages alone cannot be written ({error})"
             if text is None:
@@ -164,7 +158,7 @@ def _by_prefixes(
     return spans, ""
 
 
-def _opening(messages: list[Message], number: int, place: str, whole: str, tokenizer: Any) -> str | None:
+def _opening(messages: list[Message], number: int, whole: str, writer: Writer) -> str | None:
     """Return what a template writes before an answer that nobody asked for; None if that cannot be told.
 
     Templates seldom write a chat without a message of the user, so the answer's own place in the text is found.
@@ -174,10 +168,10 @@ def _opening(messages: list[Message], number: int, place: str, whole: str, token
         marker += _MARKER
     answer = messages[number]
     marked = [*messages[:number], {**answer, "content": marker}, *messages[number + 1 :]]
-    before, found, _ = _applied(marked, place, tokenizer, asks=False).partition(marker)
+    before, found, _ = writer.write(marked).partition(marker)
     # The words after which the assistant speaks are those that a template writes behind the user's next message.
     later = [*messages[: number + 1], {"role": "user", "content": marker}]
-    told, asked = (_applied(later, place, tokenizer, asks) for asks in (False, True))
+    told, asked = (writer.write(later, asks) for asks in (False, True))
     if not found or not whole.startswith(before) or not asked.startswith(told):
         return None
     words = asked[len(told) :]
@@ -211,12 +205,17 @@ def _mask(spans: list[tuple[int, int]], length: int) -> list[bool]:
     return mask
 
 
-def _by_marks(messages: list[Message], ids: list[int], tokenizer: Any, template: str | None) -> list[bool] | None:
+def _by_marks(messages: list[Message], ids: list[int], writer: Writer, template: str | None) -> list[bool] | None:
     """Return the tokens that a template marks; None if its tokens are not these, or if there is no such template."""
-    if template is None and not _MARK.search(tokenizer.get_chat_template()):
+    if template is None and not _MARK.search(_template(writer)):
         return None
-    marked = tokenizer.apply_chat_template(
-        messages, chat_template=template, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    marked = writer.tokenizer.apply_chat_template(
+        messages,
+        tools=list(writer.tools) or None,
+        chat_template=template,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
     )
     return [bool(own) for own in marked["assistant_masks"]] if list(marked["input_ids"]) == ids else None
 

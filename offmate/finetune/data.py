@@ -11,16 +11,15 @@ from typing import Any
 
 from ..errors import ArgumentValueError, LibraryError, OffmateError
 from ..libraries import is_installed, missing
-from .rows import EXAMPLES, Piece, read_row
+from .row_errors import EXAMPLES
+from .rows import Piece, read_row
+from .sources import CSV, JSON, PARQUET, source_files
+from .unique_keys import RepeatedKey, read_json, unique
 
-_TEXT = (".txt", ".md", ".text")
-_JSON = (".jsonl", ".ndjson", ".json")
-_CSV, _PARQUET = ".csv", ".parquet"
-_READ = (*_TEXT, *_JSON, _CSV, _PARQUET)
-_KINDS = ", ".join(_READ)
 _DATASET = "hf:"
-# Text files are cut at line ends into pieces of about this size, so that no file has to fit into memory.
-_PIECE_CHARACTERS = 1024
+# Text files are read in pieces of this size, so that no file has to fit into memory.
+PIECE_CHARACTERS = 2**18
+_BLOCK_CHARACTERS = 1024
 # The most characters of a field of CSV; Python's own limit of 131,072 is short for a chat.
 _MOST_FIELD_CHARACTERS = 2**31 - 1
 
@@ -39,33 +38,10 @@ def check_source(data: str) -> None:
     if is_of_hub(data):
         _check_datasets(data)
         return
-    if any(file.suffix.lower() == _PARQUET for file in source_files(data)):
+    if any(file.suffix.lower() == PARQUET for file in source_files(data).read):
         _check_datasets(data)
-    if not any(piece.content.strip() if isinstance(piece.content, str) else True for piece in pieces(data)):
+    if all(_is_blank(piece) for piece in pieces(data)):
         raise _empty(data)
-
-
-def source_files(data: str) -> list[Path]:
-    """List the files of a source: the file itself, or a folder's files of known kinds, sorted by name.
-
-    Raises: OffmateError if there are no such files, or if the file is of another kind.
-    """
-    path = Path(data)
-    if not path.exists():
-        raise ArgumentValueError(
-            f"data {data!r}: no such file; write a data set of the Hub as hf:NAME or hf:NAME:SPLIT"
-        )
-    if path.is_file():
-        if path.suffix.lower() not in _READ:
-            raise ArgumentValueError(
-                f"data {data!r}: a file whose name ends with {path.suffix!r} is of no known kind. These can be read: "
-                f"{_KINDS}; convert the file, or rename it if it is of one of these kinds"
-            )
-        return [path]
-    files = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in _READ)
-    if not files:
-        raise ArgumentValueError(f"data {data!r}: the folder holds no {_KINDS} file")
-    return files
 
 
 def pieces(data: str) -> Iterator[Piece]:
@@ -76,7 +52,7 @@ def pieces(data: str) -> Iterator[Piece]:
     if is_of_hub(data):
         yield from _rows(data)
         return
-    for file in source_files(data):
+    for file in source_files(data).read:
         try:
             yield from _of_file(file)
         except UnicodeDecodeError as error:
@@ -89,6 +65,10 @@ def _empty(data: str) -> ArgumentValueError:
     return ArgumentValueError(f"data {data!r} is empty: it holds no text to train on; add some, or name other data")
 
 
+def _is_blank(piece: Piece) -> bool:
+    return not piece.content.strip() if isinstance(piece.content, str) else piece.is_empty
+
+
 def _check_datasets(data: str) -> None:
     if not is_installed("datasets"):
         raise LibraryError(f"data {data!r} cannot be read: {missing('datasets')}")
@@ -96,27 +76,23 @@ def _check_datasets(data: str) -> None:
 
 def _of_file(file: Path) -> Iterator[Piece]:
     suffix = file.suffix.lower()
-    if suffix in _JSON:
+    if suffix in JSON:
         return _json_list(file) if suffix == ".json" and _is_list(file) else _json_lines(file)
-    if suffix == _CSV:
+    if suffix == CSV:
         return _csv(file)
-    return _parquet(file) if suffix == _PARQUET else _text(file)
+    return _parquet(file) if suffix == PARQUET else _text(file)
 
 
 def _text(file: Path) -> Iterator[Piece]:
-    held: list[str] = []
-    size, first, begin, number = 0, True, 1, 1
-    with file.open(encoding="utf-8-sig", newline="") as lines:
-        # A single line may be the whole file; the argument of readline bounds it.
-        while line := lines.readline(_PIECE_CHARACTERS):
-            if held and size >= _PIECE_CHARACTERS:
-                yield Piece("".join(held), f"{file}, line {begin}", first, last=False)
-                held, size, first, begin = [], 0, False, number
-            held.append(line)
-            size += len(line)
-            number += line.endswith("\n")
-    if held:
-        yield Piece("".join(held), f"{file}, line {begin}", first, last=True)
+    number = 1
+    with file.open(encoding="utf-8-sig", newline="") as text:
+        piece = text.read(PIECE_CHARACTERS)
+        first = True
+        while piece:
+            after = text.read(PIECE_CHARACTERS)
+            yield Piece(piece, f"{file}, line {number}", first, last=not after)
+            number += piece.count("\n")
+            piece, first = after, False
 
 
 def _json_lines(file: Path) -> Iterator[Piece]:
@@ -126,18 +102,16 @@ def _json_lines(file: Path) -> Iterator[Piece]:
                 continue
             place = f"{file}, line {number}"
             try:
-                row = json.loads(line)
+                row = read_json(line)
             except (ValueError, RecursionError) as error:
                 raise _broken(place, error) from None
-            piece = read_row(row, place)
-            if piece is not None:
-                yield piece
+            yield read_row(row, place)
 
 
 def _is_list(file: Path) -> bool:
     """Return whether a file's JSON is a list of rows; a list on its first line alone may also be a line of its own."""
     with file.open(encoding="utf-8-sig") as text:
-        while block := text.read(_PIECE_CHARACTERS):
+        while block := text.read(_BLOCK_CHARACTERS):
             if block.strip():
                 return block.lstrip().startswith("[")
     return False
@@ -145,7 +119,7 @@ def _is_list(file: Path) -> bool:
 
 def _json_list(file: Path) -> Iterator[Piece]:
     """Yield the rows of a JSON list, of which the text is in memory, but one row at a time."""
-    text, decoder = file.read_text(encoding="utf-8-sig"), json.JSONDecoder()
+    text, decoder = file.read_text(encoding="utf-8-sig"), json.JSONDecoder(object_pairs_hook=unique)
     at, number = _skip(text, text.index("[") + 1), 0
     while text[at : at + 1] != "]":
         place = f"{file}, item {number + 1}"
@@ -158,9 +132,7 @@ def _json_list(file: Path) -> Iterator[Piece]:
         except (ValueError, RecursionError) as error:
             raise _broken(place, error) from None
         number += 1
-        piece = read_row(row, place)
-        if piece is not None:
-            yield piece
+        yield read_row(row, place)
         at = _skip(text, at)
     end = _skip(text, at + 1)
     if end < len(text):
@@ -194,9 +166,7 @@ def _csv(file: Path) -> Iterator[Piece]:
                 place = f"{file}, line {begin}"
                 begin = table.line_num + 1
                 if names and fields:
-                    piece = read_row(_table_row(names, fields, place), place)
-                    if piece is not None:
-                        yield piece
+                    yield read_row(_table_row(names, fields, place), place)
                 elif fields:
                     names = _column_names(fields, place)
         except csv.Error as error:
@@ -229,6 +199,10 @@ def _table_row(names: list[str], fields: list[str], place: str) -> dict[str, str
 def _parquet(file: Path) -> Iterator[Piece]:
     import datasets
 
+    if file.stat().st_size == 0:
+        raise OffmateError(
+            f"{file}: the file is empty (0 bytes), so it is no Parquet file; write it again, or remove it"
+        )
     try:
         rows = datasets.load_dataset("parquet", data_files=str(file), split="train", streaming=True)
     except Exception as error:
@@ -237,6 +211,8 @@ def _parquet(file: Path) -> Iterator[Piece]:
 
 
 def _broken(place: str, error: Exception) -> OffmateError:
+    if isinstance(error, RepeatedKey):
+        return OffmateError(f"{place}: {error}")
     return OffmateError(f"{place}: broken JSON: {error}. A good line is {EXAMPLES['messages']}")
 
 
@@ -250,7 +226,7 @@ def _rows(data: str) -> Iterator[Piece]:
         raise OffmateError(f"data {data!r} cannot be loaded: {error}") from error
     some = False
     for piece in _numbered(rows, data, "cannot be loaded"):
-        some = True
+        some = some or not _is_blank(piece)
         yield piece
     if not some:
         raise _empty(data)
@@ -265,6 +241,4 @@ def _numbered(rows: Any, name: str, fault: str) -> Iterator[Piece]:
             return
         except Exception as error:  # the library's own, while it reads on
             raise OffmateError(f"data {name!r} {fault}: {type(error).__name__}: {error}") from error
-        piece = read_row(row, f"{name}, row {number}")
-        if piece is not None:
-            yield piece
+        yield read_row(row, f"{name}, row {number}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from ..plans.plan import Plan, load_plan
 from ..progress import working
 from ..sizes import parse_budget
 from .checkpoint import PLAN, Moment
-from .data import check_source, is_of_hub, pieces, source_files
+from .data import check_source, is_of_hub, pieces
 from .needs import Needs, machine_of, memory_doubt, model_without_weights, needs_of, no_card
 from .packing import Batch, Batches, read_tokens, verify_tokens, write_tokens
 from .preview import Preview, Work, disk_doubt, example_lines, first_lines
+from .rows import Piece
 from .samples import Prompts, sample_lines
 from .settings import AUTO, Settings
+from .sources import source_files
 from .start import SETTINGS
 from .talk import Talk
 from .tokenizing import Example, examples
@@ -33,6 +36,7 @@ TOKENS = "tokens"
 OUTPUTS = ("loss",)  # nothing else is read of a training forward
 
 _GLIMPSE_PIECES = 256
+_GLIMPSE_CHARACTERS = 2**14  # of a long text
 _SHOWN_EXAMPLES = 3
 _AMPLE_BYTES = 2**44  # more CPU memory than any machine has, and few enough for the solver's arithmetic
 # A forecast need not be the best plan: hours to a few percent, in less time. Measuring is followed by a full search.
@@ -103,16 +107,22 @@ def prepared(at: Position, shown: list[Example], talk: Talk) -> tuple[Position, 
 def glimpse(settings: Settings, tokenizer: Any) -> list[Example]:
     """Return documents of each format as the model sees them, after a look at the beginning of every file."""
     check_source(settings.data)
-    sources = [settings.data] if is_of_hub(settings.data) else list(map(str, source_files(settings.data)))
+    sources = [settings.data] if is_of_hub(settings.data) else list(map(str, source_files(settings.data).read))
     each = max(1, _GLIMPSE_PIECES // len(sources))
     seen = [
         example
         for source in sources[:_GLIMPSE_PIECES]
-        for example in examples(islice(pieces(source), each), tokenizer, settings.assistant_only)
+        for example in examples(islice(_beginnings(source), each), tokenizer, settings.assistant_only)
     ]
     firsts = [next(example for example in seen if example.kind == kind) for kind in dict.fromkeys(e.kind for e in seen)]
     chosen = [*firsts, *(example for example in seen if example not in firsts)][:_SHOWN_EXAMPLES]
     return [example for example in seen if example in chosen]
+
+
+def _beginnings(source: str) -> Iterator[Piece]:
+    """Yield the documents of a source, but of a long text, which is a file of its own, only the beginning."""
+    for piece in takewhile(lambda piece: piece.first, pieces(source)):
+        yield piece if piece.last else replace(piece, content=str(piece.content)[:_GLIMPSE_CHARACTERS])
 
 
 def _first_doubts(at: Position, needs: Needs) -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ import torch
 from ..errors import OffmateError
 from ..files import reason
 from .data import pieces
-from .tokenizing import tokenized
+from .tokenizing import Tokens, tokenized
 
 Batch = dict[str, torch.Tensor]
 
@@ -59,17 +59,18 @@ def write_tokens(
     """Tokenize a source into a folder as a stream; the folder appears complete or not at all.
 
     Documents follow one another, each closed by the tokenizer's end-of-sequence token if it has one. Every
-    1 / `eval_fraction`-th document (in plain text: every such piece) is held out.
+    1 / `eval_fraction`-th document is held out. If there are not that many, that share of all tokens is held out at the
+    end, provided that the documents there are texts: nothing follows there, so no neighbours are joined.
 
     Raises: OffmateError with the place of an entry that cannot be used.
     """
     tally: Counter[str] = Counter()
     aside = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
-    pieces_of = tokenized(pieces(data), tokenizer, assistant_only, tally)
+    documents = tokenized(pieces(data), tokenizer, assistant_only, tally)
     try:
         aside.mkdir(parents=True)
-        _write(pieces_of, Fraction(str(eval_fraction)), aside, say, tally)
+        _write(documents, Fraction(str(eval_fraction)), aside, say, tally)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(aside, folder)
     except OSError as error:
@@ -81,23 +82,38 @@ def write_tokens(
 
 
 def _write(
-    pieces_of: Iterator[list[int]], share: Fraction, folder: Path, say: Callable[[int], None], tally: Counter[str]
+    documents: Iterator[Tokens], share: Fraction, folder: Path, say: Callable[[int], None], tally: Counter[str]
 ) -> None:
-    """Write the tokens of all pieces, and what is known of them, into a folder."""
+    """Write the tokens of all documents, and what is known of them, into a folder."""
     counts = [0, 0]
-    hashes = [hashlib.sha256(), hashlib.sha256()]
-    with (folder / _TRAIN).open("wb") as train, (folder / _EVAL).open("wb") as held_out:
-        for number, ids in enumerate(pieces_of):
-            split = int((number + 1) * share) - int(number * share)
-            encoded = np.asarray(ids, dtype="<i4").tobytes()
-            (train, held_out)[split].write(encoded)
-            hashes[split].update(encoded)
-            counts[split] += len(ids)
+    n_documents = split = 0
+    texts_from = 0  # the number of the token from which on there are only texts
+    with (folder / _TRAIN).open("w+b") as train, (folder / _EVAL).open("w+b") as held_out:
+        for number, part in enumerate(documents):
+            if part.first:
+                split = int((n_documents + 1) * share) - int(n_documents * share)
+                n_documents += 1
+            (train, held_out)[split].write(np.asarray(part.ids, dtype="<i4").tobytes())
+            counts[split] += len(part.ids)
+            if not part.is_text:
+                texts_from = counts[0]
             if number % _TOLD_PIECES == 0:
                 say(sum(counts))
-    digest = hashlib.sha256("".join(h.hexdigest() for h in hashes).encode()).hexdigest()
-    known = {"train": counts[0], "eval": counts[1], "digest": digest, "tally": dict(tally)}
+        if int(n_documents * share) == 0:
+            kept = counts[0] - int(counts[0] * share)
+            if kept >= texts_from:
+                _move_end(train, held_out, kept * _TOKEN_BYTES)
+                counts = [kept, counts[0] - kept]
+    splits = [_mapped(folder / name, count) for name, count in zip((_TRAIN, _EVAL), counts)]
+    known = {"train": counts[0], "eval": counts[1], "digest": _digest(*splits), "tally": dict(tally)}
     (folder / _META).write_text(json.dumps(known))
+
+
+def _move_end(source: BinaryIO, target: BinaryIO, kept_bytes: int) -> None:
+    """Move what stands in a file behind its first bytes to the end of another one."""
+    source.seek(kept_bytes)
+    shutil.copyfileobj(source, target)
+    source.truncate(kept_bytes)
 
 
 def read_tokens(folder: Path) -> Packed:
@@ -119,13 +135,17 @@ def read_tokens(folder: Path) -> Packed:
 
 def verify_tokens(packed: Packed) -> bool:
     """Return whether the tokens on disk are those that were written, reading them piece by piece."""
+    return _digest(packed.train, packed.eval) == packed.digest
+
+
+def _digest(train: np.ndarray, held_out: np.ndarray) -> str:
     hashes = []
-    for split in (packed.train, packed.eval):
+    for split in (train, held_out):
         digest = hashlib.sha256()
         for start in range(0, len(split), _SCANNED):
             digest.update(split[start : start + _SCANNED].tobytes())
         hashes.append(digest.hexdigest())
-    return hashlib.sha256("".join(hashes).encode()).hexdigest() == packed.digest
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -155,6 +175,16 @@ class Batches:
     def n_unused(self) -> int:
         """The number of whole sequences without a token to train on, which are left out."""
         return len(self.tokens) // self.sequence_length - self.n_sequences
+
+    @property
+    def n_leftover_tokens(self) -> int:
+        """The number of tokens at the end that fill no sequence, which are left out."""
+        return len(self.tokens) % self.sequence_length
+
+    @property
+    def n_leftover_sequences(self) -> int:
+        """The number of sequences that each epoch leaves out, because they fill no step."""
+        return self.n_sequences - self.steps_per_epoch * self.batch_size * self.accumulation
 
     @cached_property
     def _used(self) -> np.ndarray:

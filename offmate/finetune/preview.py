@@ -10,13 +10,16 @@ from ..machines.devices import EMULATED
 from ..plans.plan import Plan
 from ..reports.units import format_count, format_seconds
 from ..sizes import format_bytes, format_least_bytes
+from .data import is_of_hub
 from .needs import Needs, device_words, memory_doubt
 from .packing import Batches, Packed
 from .report import format_left, format_steps
 from .settings import ALL_LINEAR, Settings
+from .sources import skipped_line, source_files
 from .tokenizing import BEGIN, END, LEFT_OUT, Example
 
 _SLOW, _SLOW_S = 5.0, 1.0  # multiple of the compute; steps of fewer seconds are never called slow
+_UNEVEN = 4.0  # multiple of the share that is to be held out
 _LONG_S = 7 * 24 * 3600
 DEVICE_RATES, MEASURED = "the device's rates", "measured operators"
 
@@ -30,25 +33,33 @@ class Work:
     n_steps: int
 
     def lines(self, settings: Settings) -> list[str]:
-        """Write how much of which data there is, what of it is trained on, and what a step does."""
-        return [self._data_line(settings), self._training_line(settings)]
+        """Write how much of which data there is, what of it is trained on and not read, and what a step does."""
+        return [self._data_line(settings), *not_read_lines(settings.data), self._training_line(settings)]
 
     def _data_line(self, settings: Settings) -> str:
         batches, tally = self.batches, self.packed.tally
         kinds = ", ".join(f"{count:,} as {kind}" for kind, count in tally.items() if kind != LEFT_OUT)
         without = {
-            "documents": tally.get(LEFT_OUT, 0),
-            "sequences": batches.n_unused,
+            "document": tally.get(LEFT_OUT, 0),
+            "sequence": batches.n_unused,
         }
         unused = "".join(
-            f"{count:,} {name} left out, with nothing to learn; " for name, count in without.items() if count
+            f"{format_steps(count, name)} left out, with nothing to learn; " for name, count in without.items() if count
         )
         trained = "the assistant's tokens of chats, completions and text" if settings.assistant_only else "all tokens"
         return (
             f"data: {f'documents: {kinds}; ' if kinds else ''}{unused}{batches.n_sequences:,} sequences of "
-            f"{batches.sequence_length} tokens, {batches.steps_per_epoch:,} steps per epoch; "
+            f"{batches.sequence_length} tokens, {batches.steps_per_epoch:,} steps per epoch; {self._leftover()}"
             f"{len(self.packed.eval):,} tokens held out; training on {trained}"
         )
+
+    def _leftover(self) -> str:
+        """Write what fills no sequence and no step."""
+        tokens, sequences = self.batches.n_leftover_tokens, self.batches.n_leftover_sequences
+        found = f"{format_steps(tokens, 'token')} at the end left out, too few for a sequence; " if tokens else ""
+        if sequences:
+            found += f"{format_steps(sequences, 'sequence')} left out of each epoch at random, too few for a step; "
+        return found
 
     def _training_line(self, settings: Settings) -> str:
         clipped = "no clipping" if settings.max_grad_norm is None else f"clipping at {settings.max_grad_norm:g}"
@@ -70,6 +81,12 @@ class Work:
             )
         if settings.eval_fraction > 0 and len(self.packed.eval) < 2:
             found.append("no document is held out, so nothing is evaluated; raise eval_fraction, or set it to 0")
+        held, total = len(self.packed.eval), len(self.packed.eval) + len(self.packed.train)
+        if held > _UNEVEN * settings.eval_fraction * total:
+            found.append(
+                f"{held / total:.0%} of all tokens are held out, although eval_fraction is {settings.eval_fraction:g}, "
+                "because the documents differ in length; split long ones, or set eval_fraction to 0"
+            )
         return found
 
 
@@ -160,6 +177,14 @@ class Preview:
         if self.left_s > _LONG_S:
             found.append(f"the run takes {self.left_s / 86400:.0f} days; try fewer steps or a shorter sequence_length")
         return found + (memory_doubt(self.host_bytes - self.held_bytes) if memory else [])
+
+
+def not_read_lines(data: str) -> list[str]:
+    """Write which files of a folder of data are not read; nothing if all are, or if it is no folder."""
+    if is_of_hub(data) or not Path(data).is_dir():
+        return []
+    line = skipped_line(source_files(data).skipped)
+    return [f"data: {line}"] if line else []
 
 
 def device_line(kind: str) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import OffmateError
-
-Message = dict[str, Any]
+from .messages import Message, from_cell, is_listed, read_messages, with_system
+from .row_errors import EXAMPLES, unusable
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,10 @@ class Piece:
     Parameters
     ----------
     content: text, the messages of a chat, or a pair. place: file and line, or data set and row, for error messages.
-    first, last: whether it is the first, and the last, piece of its document. kind: the name of the row's format.
+    first, last: whether it is the first, and the last, piece of its document.
+    kind: the name of the row's format, and of others in it that are not read.
     trained_from: the number of the chat's message from which on the assistant's are trained on.
+    tools: the tools that a chat describes to the model.
     """
 
     content: str | list[Message] | Pair
@@ -43,29 +45,13 @@ class Piece:
     last: bool = True
     kind: str = "text"
     trained_from: int = 0
+    tools: tuple[dict[str, Any], ...] = ()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is written there."""
+        return not (self.content.prompt or self.content.completion if isinstance(self.content, Pair) else self.content)
 
-# Who speaks, in ShareGPT's words and in those of chat templates.
-_SPEAKERS = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant",
-    "system": "system", "tool": "tool",
-}  # fmt: skip
-
-# Who speaks in chat templates. Most of them leave out a message of any other role without a word.
-_TOOL_ROLES = ("tool", "function", "ipython", "observation")
-_ROLES = ("system", "user", "assistant", "developer", *_TOOL_ROLES)
-
-# The types of the parts of a message that is not only text.
-_MEDIA = ("image", "image_url", "input_image", "audio", "input_audio", "video", "file")
-
-# An example line of each format, by its name.
-EXAMPLES = {
-    "text": '{"text": "Once upon a time ..."}',
-    "messages": '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}',
-    "ShareGPT": '{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]}',
-    "Alpaca": '{"instruction": "Translate to French", "input": "Hi", "output": "Salut"}',
-    "prompt/completion": '{"prompt": "2 + 2 =", "completion": " 4"}',
-}
 
 # The keys by which a row's format is known, in the order in which they are looked for.
 _KEYS = {
@@ -75,42 +61,58 @@ _KEYS = {
     "prompt/completion": ("prompt", "completion"),
     "Alpaca": ("instruction", "output"),
 }
+# Others that some formats read, and those that would change what a chat says, with what to write instead.
+_MORE_KEYS = ("system", "input", "tools", "history")
+_INSTEAD = {
+    "system": "put it at the beginning of the prompt, or write the row as messages",
+    "tools": "describe the tools in the prompt, or write the row as messages",
+    "input": "put it into the prompt, or write the row as an Alpaca row with 'instruction' and 'output'",
+    "history": "write the earlier turns as messages, or as an Alpaca row with 'history'",
+    "functions": 'write each function as one of \'tools\', such as {"type": "function", "function": {...}}',
+    "chat_template_kwargs": "set these in the tokenizer's chat template",
+}
 
 
-_MORE_KEYS = ("system", "input")  # that some formats read, too
-
-
-def read_row(row: Any, place: str) -> Piece | None:
-    """Return a row's document; None if it is empty, or if there is nothing to learn in it.
+def read_row(row: Any, place: str) -> Piece:
+    """Return a row's document, which may be empty.
 
     Raises: OffmateError with the place, what is wrong there, and an example line.
     """
     if not isinstance(row, Mapping):
-        raise _unusable(place, f"a {type(row).__name__} instead of an object", "text")
-    kind = next((kind for kind, keys in _KEYS.items() if _has(row, kind, keys)), None)
-    if kind is None:
-        _check_values(row, place)
+        raise unusable(place, f"a {type(row).__name__} instead of an object", "text")
+    kind, *others = _kinds(row, place)
+    used = [row.get(key) for key in (*_KEYS[kind], *_MORE_KEYS)]
+    _check_characters(json.dumps(used, ensure_ascii=False, default=str), place)
+    piece = _READERS[kind](row, place)
+    return replace(piece, kind=f"{kind} (beside it, {' and '.join(others)} not read)") if others else piece
+
+
+def _kinds(row: Mapping[str, Any], place: str) -> list[str]:
+    """Return the formats of which a row has the keys, and a value that is not empty if any format has one."""
+    there = [kind for kind, keys in _KEYS.items() if _has(row, kind, keys)]
+    filled = [kind for kind in there if any(_is_filled(row[key]) for key in _KEYS[kind])]
+    if not filled:
+        _check_values({key: value for key, value in row.items() if not there or _is_filled(value)}, row, place)
+    if not there:
         keys = ", ".join(map(str, row)) or "none"
         raise OffmateError(
             f"{place}: none of the known formats (keys: {keys[:200]}). A line has one of these forms:\n  "
             + "\n  ".join(f"{kind}: {line}" for kind, line in EXAMPLES.items())
         )
-    used = [row.get(key) for key in (*_KEYS[kind], *_MORE_KEYS)]
-    _check_characters(json.dumps(used, ensure_ascii=False, default=str), place)
-    return _READERS[kind](row, place)
+    return filled or there[:1]
 
 
-def _check_values(row: Mapping[str, Any], place: str) -> None:
-    """Raise OffmateError if a row of no format has some of the keys of one: for the values that it lacks."""
-    begun = [kind for kind, keys in _KEYS.items() if any(key in row for key in keys)]
+def _check_values(values: Mapping[str, Any], row: Mapping[str, Any], place: str) -> None:
+    """Raise OffmateError if a row of no format has some of the values of one: for those that it lacks."""
+    begun = [kind for kind, keys in _KEYS.items() if any(key in values for key in keys)]
     if not begun:
         return
     # A format of which a value is there is more likely meant than one of which there are only nulls.
-    kind = next((k for k in begun if any(row.get(key) is not None for key in _KEYS[k])), begun[0])
+    kind = next((k for k in begun if any(values.get(key) is not None for key in _KEYS[k])), begun[0])
     faults = [f"{key!r} is {'null' if key in row else 'missing'}" for key in _KEYS[kind] if row.get(key) is None]
     if not faults:
         faults = [f"'text' is a {type(row['text']).__name__}, not text"]
-    raise _unusable(place, f"{' and '.join(faults)} (keys: {', '.join(map(str, row))[:200]})", kind)
+    raise unusable(place, f"{' and '.join(faults)} (keys: {', '.join(map(str, row))[:200]})", kind)
 
 
 def _has(row: Mapping[str, Any], kind: str, keys: tuple[str, ...]) -> bool:
@@ -118,52 +120,87 @@ def _has(row: Mapping[str, Any], kind: str, keys: tuple[str, ...]) -> bool:
     return all(row.get(key) is not None for key in keys) and (kind != "text" or isinstance(row["text"], str))
 
 
-def _text(row: Mapping[str, Any], place: str) -> Piece | None:
-    return Piece(row["text"], place) if row["text"] else None
+def _is_filled(value: Any) -> bool:
+    return bool(value.strip()) if isinstance(value, str) else value is not None and value != []
 
 
-def _messages(row: Mapping[str, Any], place: str) -> Piece | None:
-    turns = _chat(row["messages"], place, "messages")
-    return Piece(turns, place, kind="messages") if turns else None
+def _text(row: Mapping[str, Any], place: str) -> Piece:
+    return Piece(row["text"], place)
 
 
-def _share_gpt(row: Mapping[str, Any], place: str) -> Piece | None:
-    turns = _chat(row["conversations"], place, "ShareGPT")
-    system = _string(row.get("system") or "", "'system'", place, "ShareGPT")
-    own = turns[0]["content"] if turns and turns[0]["role"] == "system" else None
-    if system and own is not None and own != system:
-        raise _unusable(
-            place,
-            f"'system' says {system[:80]!r}, but the chat's own system turn says {own[:80]!r}; keep one",
-            "ShareGPT",
-        )
-    if system and turns and own is None:
-        turns = [{"role": "system", "content": system}, *turns]
-    return Piece(turns, place, kind="ShareGPT") if turns else None
+def _messages(row: Mapping[str, Any], place: str) -> Piece:
+    return _of_chat(read_messages(row["messages"], place, "messages"), row, place, "messages")
 
 
-def _alpaca(row: Mapping[str, Any], place: str) -> Piece | None:
-    instruction = _string(row["instruction"], "'instruction'", place, "Alpaca")
-    more = _string(row.get("input") or "", "'input'", place, "Alpaca")
-    output = _string(row["output"], "'output'", place, "Alpaca")
-    system = _string(row.get("system") or "", "'system'", place, "Alpaca")
+def _share_gpt(row: Mapping[str, Any], place: str) -> Piece:
+    return _of_chat(read_messages(row["conversations"], place, "ShareGPT"), row, place, "ShareGPT")
+
+
+def _of_chat(
+    turns: list[Message], row: Mapping[str, Any], place: str, kind: str, n_answered: int | None = None
+) -> Piece:
+    """Return a chat with the system text and the tools that stand beside it.
+
+    Parameters
+    ----------
+    n_answered: how many messages at its end are trained on alone; None trains on all of the assistant's.
+    """
+    _refuse(row, ("history", "functions", "chat_template_kwargs"), place, kind)
+    turns = with_system(turns, _optional(row, "system", place, kind), place, kind)
+    trained_from = 0 if n_answered is None else len(turns) - n_answered
+    return Piece(turns, place, kind=kind, trained_from=trained_from, tools=_tools(row, place, kind))
+
+
+def _alpaca(row: Mapping[str, Any], place: str) -> Piece:
+    kind = "Alpaca"
+    _refuse(row, ("tools", "functions", "chat_template_kwargs"), place, kind)
+    instruction, output = (_string(row[key], f"{key!r}", place, kind) for key in ("instruction", "output"))
+    more, system = (_optional(row, key, place, kind) for key in ("input", "system"))
     asked = "\n\n".join(part for part in (instruction, more) if part)
+    earlier = _history(row, place)
     chat = [{"role": "system", "content": system}] if system else []
-    chat += [{"role": "user", "content": asked}, {"role": "assistant", "content": output}]
-    prompt = "".join(f"{part}\n\n" for part in (system, asked) if part)
-    return Piece(Pair(prompt, output, tuple(chat)), place, kind="Alpaca") if output else None
+    for question, answer in earlier:
+        chat += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    chat += [{"role": "user", "content": asked}]
+    # Only the output is learned, as it is without a chat template.
+    trained_from = len(chat) if earlier else 0
+    chat += [{"role": "assistant", "content": output}] if output else []
+    prompt = "".join(f"{part}\n\n" for part in (system, *sum(earlier, ()), asked) if part)
+    return Piece(Pair(prompt, output, tuple(chat)), place, kind=kind, trained_from=trained_from)
 
 
-def _prompted(row: Mapping[str, Any], place: str) -> Piece | None:
+def _history(row: Mapping[str, Any], place: str) -> list[tuple[str, ...]]:
+    """Return the earlier turns of an Alpaca row: what was asked, and what was answered."""
+    history = row.get("history")
+    if history is None or history == "":
+        return []
+    history = from_cell(history, "'history'", place, "Alpaca")
+    if not isinstance(history, list) or not all(
+        isinstance(turn, list) and len(turn) == 2 and all(isinstance(words, str) for words in turn) for turn in history
+    ):
+        raise unusable(
+            place, f'\'history\' is {str(history)[:80]!r}, not a list such as [["question", "answer"]]', "Alpaca"
+        )
+    return [tuple(turn) for turn in history]
+
+
+def _prompted(row: Mapping[str, Any], place: str) -> Piece:
     kind = "prompt/completion"
-    if isinstance(row["prompt"], str):
-        completion = _string(row["completion"], "'completion'", place, kind)
-        return Piece(Pair(row["prompt"], completion), place, kind=kind) if completion else None
-    asked, answered = (_chat(row[key], place, kind) for key in ("prompt", "completion"))
-    return Piece(asked + answered, place, kind=kind, trained_from=len(asked)) if answered else None
+    listed = [key for key in _KEYS[kind] if is_listed(row[key])]
+    if not listed:
+        # A prompt beside an instruction is made of it and its input.
+        made = "instruction" in row
+        _refuse(row, [key for key in _INSTEAD if key != "input" or not made], place, kind)
+        prompt, completion = (_string(row[key], f"{key!r}", place, kind) for key in _KEYS[kind])
+        return Piece(Pair(prompt, completion), place, kind=kind)
+    for key in _KEYS[kind]:
+        if key not in listed and row[key] not in ("", "[]"):
+            raise unusable(place, f"{key!r} is text, but {listed[0]!r} is a list of messages; write both alike", kind)
+    asked, answered = (read_messages(row[key], place, kind) for key in _KEYS[kind])
+    return _of_chat(asked + answered, row, place, kind, len(answered))
 
 
-_READERS: dict[str, Callable[[Mapping[str, Any], str], Piece | None]] = {
+_READERS: dict[str, Callable[[Mapping[str, Any], str], Piece]] = {
     "text": _text,
     "messages": _messages,
     "ShareGPT": _share_gpt,
@@ -172,85 +209,37 @@ _READERS: dict[str, Callable[[Mapping[str, Any], str], Piece | None]] = {
 }
 
 
-def _chat(turns: Any, place: str, kind: str) -> list[Message]:
-    """Return the messages of a chat with roles that templates know."""
-    if isinstance(turns, str) and turns.lstrip().startswith("["):  # in a table, a cell holds text
-        try:
-            turns = json.loads(turns)
-        except (ValueError, RecursionError) as error:
-            raise _unusable(place, f"a chat that is broken JSON ({error})", kind) from None
-    if not isinstance(turns, list):
-        raise _unusable(place, f"{str(turns)[:80]!r} is not a list of messages", kind)
-    return [_message(turn, number, place, kind) for number, turn in enumerate(turns, start=1)]
-
-
-def _message(turn: Any, number: int, place: str, kind: str) -> Message:
-    named = isinstance(turn, Mapping)
-    if named and isinstance(turn.get("role"), str) and "content" in turn:
-        role = turn["role"]
-        if role not in _ROLES:
-            raise _unusable(place, f"message {number} has the role {role!r}; write one of {', '.join(_ROLES)}", kind)
-        calls = role == "assistant" and bool(turn.get("tool_calls") or turn.get("function_call"))
-        return {**turn, "content": _content(turn["content"], role, calls, f"{place}: message {number} ({role})")}
-    if named and "from" in turn and "value" in turn and kind == "ShareGPT":
-        role = _SPEAKERS.get(str(turn["from"]).lower())
-        if role is None:
-            raise _unusable(place, f"the speaker {turn['from']!r} is not one of {', '.join(_SPEAKERS)}", kind)
-        return {"role": role, "content": _content(turn["value"], role, False, f"{place}: message {number} ({role})")}
-    words = "'from' and 'value'" if kind == "ShareGPT" else "'role' and 'content'"
-    raise _unusable(place, f"a message without {words}: {str(turn)[:80]}", kind)
-
-
-def _content(content: Any, role: str, calls: bool, place: str) -> Any:
-    """Return what a message says, with the parts of a text joined.
-
-    A call of tools may say nothing, and a tool may answer with any JSON: templates that know tools write these.
-
-    Parameters
-    ----------
-    calls: whether the message calls tools. place: file, line and message, for errors.
-
-    Raises: OffmateError if a template would write it as Python writes it.
-    """
-    if isinstance(content, str) or (content is None and calls):
-        return content
-    if isinstance(content, list) and (role not in _TOOL_ROLES or all(map(_is_part, content))):
-        return "".join(_part(part, number, place) for number, part in enumerate(content, start=1))
-    if content is None:
-        raise OffmateError(
-            f'{place} has the content null; write its text, write "" if it says nothing, or remove the message'
+def _tools(row: Mapping[str, Any], place: str, kind: str) -> tuple[dict[str, Any], ...]:
+    tools = row.get("tools")
+    if tools is None or tools == "":
+        return ()
+    tools = from_cell(tools, "'tools'", place, kind)
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise unusable(
+            place,
+            f"'tools' is {str(tools)[:80]!r}, not a list of tools such as "
+            '[{"type": "function", "function": {"name": "now", "description": "...", "parameters": {}}}]',
+            kind,
         )
-    if role not in _TOOL_ROLES:
-        raise OffmateError(
-            f"{place} has the content {str(content)[:80]} ({type(content).__name__}), which is not text; "
-            'put it in double quotes, such as "42"'
-        )
-    return content
+    return tuple(dict(tool) for tool in tools)
 
 
-def _is_part(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in ("text", *_MEDIA)
+def _refuse(row: Mapping[str, Any], keys: Iterable[str], place: str, kind: str) -> None:
+    """Raise OffmateError for a key that would change what a row says, and that its format does not read."""
+    for key in keys:
+        if _is_filled(row.get(key)) and row[key] not in ({}, "[]", "{}"):
+            raise unusable(place, f"{key!r} cannot be used in this format: {_INSTEAD[key]}, or remove the key", kind)
 
 
-def _part(part: Any, number: int, place: str) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "text" and isinstance(part.get("text"), str):
-        return part["text"]
-    what = f"is of the type {kind!r}" if kind not in (None, "text") else f"holds no text: {str(part)[:80]}"
-    raise OffmateError(
-        f"{place}, part {number} {what}. Only text can be trained on, such as "
-        '{"type": "text", "text": "Hello!"}; remove the part or the row'
-    )
+def _optional(row: Mapping[str, Any], key: str, place: str, kind: str) -> str:
+    value = row.get(key)
+    return "" if value is None else _string(value, f"{key!r}", place, kind)
 
 
 def _string(value: Any, name: str, place: str, kind: str) -> str:
     if not isinstance(value, str):
-        raise _unusable(place, f"{name} is a {type(value).__name__}, not text", kind)
+        raise unusable(place, f"{name} is a {type(value).__name__}, not text", kind)
     return value
-
-
-def _unusable(place: str, what: str, kind: str) -> OffmateError:
-    return OffmateError(f"{place}: {what}. A line in the format {kind!r} is {EXAMPLES[kind]}")
 
 
 def _check_characters(text: str, place: str) -> None:

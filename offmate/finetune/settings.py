@@ -18,6 +18,7 @@ import yaml
 from ..errors import ArgumentValueError
 from ..files import write_whole
 from ..sizes import parse_budget
+from .unique_keys import UniqueKeyLoader
 
 SCHEDULES = ("cosine", "linear", "constant")
 OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")
@@ -221,10 +222,10 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read the settings in a YAML file, without checking them.
 
-    Raises: OffmateError if the file does not exist, cannot be read as YAML or is not a mapping.
+    Raises: OffmateError if the file does not exist, cannot be read as YAML, has a key twice or is no mapping.
     """
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = yaml.load(path.read_text(encoding="utf-8"), UniqueKeyLoader)
     except FileNotFoundError:
         raise ArgumentValueError(f"{path}: no such configuration file") from None
     except (OSError, ValueError, yaml.YAMLError) as error:  # no UTF-8, or a null byte in the name

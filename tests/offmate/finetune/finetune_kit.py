@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -61,6 +61,40 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )  # fmt: skip
     tokenizer.train_from_iterator([TEXT[:50_000]], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def make_blank_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer as Llama-2's: a blank before the text, and no borders of words that tokens respect."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<s>", "</s>", "<unk>"], show_progress=False)
+    tokenizer.train_from_iterator([TEXT[begin : begin + 300] for begin in range(0, 30_000, 300)], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def make_likely_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer as T5's, of a likelihood over the whole text, which joins blanks."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
+    trainer = trainers.UnigramTrainer(
+        vocab_size=600, special_tokens=["<s>", "</s>", "<unk>"], unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT[begin : begin + 300] for begin in range(0, 30_000, 300)], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def make_lower_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer as BERT's, of words in lower case, with special tokens on both sides."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(vocab_size=600, special_tokens=["<s>", "</s>", "<unk>"], show_progress=False)
+    tokenizer.train_from_iterator([TEXT[begin : begin + 300] for begin in range(0, 30_000, 300)], trainer)
+    both = [("<s>", 0), ("</s>", 1)]
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=both)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
 def arguments(model: Path, data: Path, output: Path, **more: Any) -> list[str]:

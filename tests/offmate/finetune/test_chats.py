@@ -46,8 +46,8 @@ def learned(template: str, turns: list[dict[str, str]], trained_from: int = 0) -
     """What of a chat is trained on."""
     tokenizer = tokenizer_with(template)
     piece = Piece(turns, "a.jsonl, line 1", trained_from=trained_from)
-    (ids,) = tokenized(iter([piece]), tokenizer, assistant_only=True)
-    (everything,) = tokenized(iter([piece]), tokenizer)
+    (ids,) = (found.ids for found in tokenized(iter([piece]), tokenizer, assistant_only=True))
+    (everything,) = (found.ids for found in tokenized(iter([piece]), tokenizer))
     assert [i if i >= 0 else ~i for i in ids] == everything
     return "|".join(tokenizer.decode([i]) for i in ids if i >= 0).replace("|", "")
 
@@ -101,7 +101,7 @@ def test_where_a_first_answer_cannot_be_told_the_line_is_refused():
 
 def test_what_a_template_would_change_in_silence_is_refused():
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "now"}]}
-    with pytest.raises(OffmateError, match=r"line 1: .* leaves out 'tool_calls'; use the tokenizer"):
+    with pytest.raises(OffmateError, match=r"line 1: .* leaves out 'tool_calls': now; use the tokenizer"):
         learned(CHATML, [TURNS[1], call])
     with pytest.raises(OffmateError, match=r"""writes content {"a": true} as Python does: {'a': True}"""):
         learned(CHATML, [*TURNS[1:3], {"role": "tool", "content": {"a": True}}])
@@ -162,7 +162,8 @@ def test_a_token_across_the_edge_of_an_answer_is_refused():
 
 def test_of_a_pair_the_completion_and_its_end_are_learned():
     tokenizer = make_tokenizer()
-    (ids,) = tokenized(iter([Piece(Pair("2 + 2 =", " 4"), "p")]), tokenizer, assistant_only=True)
+    pair = Piece(Pair("2 + 2 =", " 4"), "p")
+    (ids,) = (found.ids for found in tokenized(iter([pair]), tokenizer, assistant_only=True))
     assert tokenizer.decode([i for i in ids if i >= 0]) == " 4</s>"
     assert tokenizer.decode([~i for i in ids if i < 0]) == "2 + 2 ="
 

@@ -112,6 +112,11 @@ def test_only_what_changes_the_numbers_is_a_difference():
     [
         ("- a", "must map names to values"),
         ("a: [", "cannot be read as YAML"),
+        (
+            "seed: 1\nmodel: m\nseed: 2",
+            "c.yaml: cannot be read as YAML: the key 'seed' stands in line 1 and again in line 3",
+        ),
+        ("lora: {r: 1, r: 2}", "the key 'r'"),
         ("a: " + "[" * 5000, "nested too deeply"),
     ],
 )
@@ -184,7 +189,7 @@ def test_a_folder_and_a_data_set(tmp_path, monkeypatch):
     written(tmp_path, "b.jsonl", '{"text": "two"}\n{"text": ""}\n')
     written(tmp_path, "a.txt", "one")
     written(tmp_path, "c.bin", b"\xff")
-    assert [piece.content for piece in pieces(str(tmp_path))] == ["one", "two"]
+    assert [piece.content for piece in pieces(str(tmp_path))] == ["one", "two", ""]
     asked = []
 
     def load_dataset(*args, **kwargs):

@@ -233,7 +233,7 @@ def test_dry_run_says_what_the_run_takes_reads_no_weights_and_leaves_nothing(bas
     words = [line.split(":")[0] for name in ("needs", "plan") for line in events[name]["lines"]]
     assert words == ["model", "needs at least", "data", "training", "fits", "CPU memory", "speed", "run"]
     shown = events["examples"]["examples"]
-    assert [example["kind"] for example in shown] == ["text"] * 3
+    assert [example["kind"] for example in shown] == ["text"]
     assert all(example["text"].startswith("⟦") and example["text"].endswith("⟧") for example in shown)
     assert list(tmp_path.iterdir()) == []
 

@@ -9,6 +9,7 @@ import pytest
 
 from offmate.errors import ArgumentValueError, OffmateError
 from offmate.finetune.data import check_source, pieces
+from offmate.finetune.preview import not_read_lines
 from offmate.finetune.rows import EXAMPLES, Pair, read_row
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
@@ -78,6 +79,30 @@ def test_content_is_text_parts_of_text_or_what_tools_say(row, content):
         ({"instruction": None, "input": "x"}, "'instruction' is null and 'output' is missing"),
         ({"messages": None}, "'messages' is null"),
         ({"text": 3}, "'text' is a int, not text"),
+        ({"text": "", "prompt": "x"}, "'completion' is missing"),
+        ({"messages": [{"role": "system", "content": "a"}, *CHAT], "system": "b"}, "'system' says 'b', but the chat's"),
+        ({"prompt": "x", "completion": "y", "system": "s"}, "'system' cannot be used in this format: put it at"),
+        ({"prompt": "x", "completion": "y", "input": "z"}, "'input' cannot be used in this format: put it into"),
+        ({"prompt": "x", "completion": "y", "tools": [{}]}, "'tools' cannot be used in this format: describe the"),
+        ({"instruction": "x", "output": "y", "tools": "[{}]"}, "'tools' cannot be used in this format"),
+        ({"messages": CHAT, "history": [["a", "b"]]}, "'history' cannot be used in this format"),
+        ({"messages": CHAT, "functions": [{"name": "f"}]}, "write each function as one of 'tools'"),
+        ({"messages": CHAT, "tools": 3}, "'tools' is '3', not a list of tools"),
+        ({"messages": CHAT, "system": 0}, "'system' is a int, not text"),
+        ({"prompt": json.dumps(CHAT[:1]), "completion": "y"}, "'completion' is text, but 'prompt' is a list"),
+        ({"prompt": "x", "completion": json.dumps(CHAT[1:])}, "'prompt' is text, but 'completion' is a list"),
+        ({"prompt": str(CHAT[:1]), "completion": str(CHAT[1:])}, "a chat that is broken JSON"),
+        ({"instruction": "x", "output": "y", "history": ["a"]}, "'history' is \"['a']\", not a list such as"),
+        ({"instruction": "x", "output": "y", "history": 0}, "'history' is '0', not a list such as"),
+        ({"instruction": "x", "output": "y", "input": 0}, "'input' is a int, not text"),
+        ({"instruction": "x", "output": "y", "input": []}, "'input' is a list, not text"),
+        ({"instruction": "x", "output": "y", "system": 0}, "'system' is a int, not text"),
+        ({"conversations": CHAT, "system": False}, "'system' is a bool, not text"),
+        ({"conversations": [{"from": "gpt", "value": "a", "role": "user", "content": "b"}]},
+         "message 1 has from, value, role, content; keep 'from' and 'value', or 'role' and 'content'"),
+        (said_by("assistant", "x", weight=0.5), "message 2 (assistant) has the weight '0.5'; write \"weight\": 0"),
+        (said_by("assistant", "x", weight="0"), "message 2 (assistant) has the weight '0'"),
+        (said_by("assistant", "x", train=False), "message 2 (assistant) has the train 'False'; write \"weight\": 0"),
     ],
 )  # fmt: skip
 def test_nothing_of_a_row_is_changed_or_left_out_in_silence(row, said):
@@ -91,9 +116,71 @@ def test_a_system_text_that_the_chat_repeats_is_no_conflict():
     assert read_row({"conversations": chat, "system": "a"}, "p").content == chat
 
 
-@pytest.mark.parametrize("row", [{"text": ""}, {"conversations": []}, {"instruction": "i", "output": ""}])
-def test_rows_without_anything_to_learn_are_skipped(row):
-    assert read_row(row, "p") is None
+@pytest.mark.parametrize(
+    "row", [{"text": ""}, {"conversations": []}, {"messages": [], "system": "s"}, {"prompt": "", "completion": ""},
+            {"instruction": "", "output": ""}, {"text": "", "messages": ""}],
+)  # fmt: skip
+def test_rows_without_a_word_are_empty(row):
+    assert read_row(row, "p").is_empty
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "content"),
+    [
+        ({"text": "", "prompt": "a", "completion": "b"}, "prompt/completion", Pair("a", "b")),
+        ({"text": " ", "prompt": "", "completion": "b"}, "prompt/completion", Pair("", "b")),
+        ({"text": "", "prompt": "", "completion": "", "messages": CHAT}, "messages", CHAT),
+        ({"text": "t", "prompt": "", "completion": ""}, "text", "t"),
+        ({"text": "", "prompt": "", "completion": "", "instruction": "i", "output": "o"}, "Alpaca", None),
+    ],
+)  # fmt: skip
+def test_an_empty_field_does_not_win_over_a_filled_one(row, kind, content):
+    piece = read_row(row, "p")
+    assert piece.kind == kind and content in (None, piece.content)
+
+
+def test_a_filled_format_that_is_not_read_is_said():
+    piece = read_row({"text": "t", "instruction": "i", "output": "o", "messages": [], "prompt": "p"}, "p")
+    assert piece.content == "t" and piece.kind == "text (beside it, Alpaca not read)"
+
+
+SYSTEM = {"role": "system", "content": "s"}
+TOOL = {"type": "function", "function": {"name": "now"}}
+
+
+@pytest.mark.parametrize(
+    ("row", "content", "trained_from"),
+    [
+        ({"messages": CHAT, "system": "s"}, [SYSTEM, *CHAT], 0),
+        ({"messages": [SYSTEM, *CHAT], "system": "s"}, [SYSTEM, *CHAT], 0),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:], "system": "s"}, [SYSTEM, *CHAT], 2),
+        ({"prompt": json.dumps(CHAT[:1]), "completion": json.dumps(CHAT[1:])}, CHAT, 1),
+        ({"prompt": json.dumps(CHAT[:1]), "completion": ""}, CHAT[:1], 1),
+        ({"prompt": "i z", "completion": "o", "instruction": "i", "input": "z"}, Pair("i z", "o"), 0),
+        ({"prompt": "[1, 2]", "completion": "[3]"}, Pair("[1, 2]", "[3]"), 0),
+        ({"instruction": "i", "output": "o", "history": [["a", "b"]], "system": "s"},
+         Pair("s\n\na\n\nb\n\ni\n\n", "o", (
+             SYSTEM, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+             {"role": "user", "content": "i"}, {"role": "assistant", "content": "o"})), 4),
+        ({"instruction": "i", "output": "o", "history": '[["a", "b"]]', "input": None},
+         Pair("a\n\nb\n\ni\n\n", "o", (
+             {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+             {"role": "user", "content": "i"}, {"role": "assistant", "content": "o"})), 3),
+        ({"instruction": "i", "output": "", "history": []}, Pair("i\n\n", "", ({"role": "user", "content": "i"},)), 0),
+        ({"conversations": [{"from": "gpt", "value": "x", "role": None, "weight": 0}]},
+         [{"role": "assistant", "content": "x", "weight": 0}], 0),
+    ],
+)  # fmt: skip
+def test_keys_beside_a_chat_are_read(row, content, trained_from):
+    piece = read_row(row, "p")
+    assert piece.content == content and piece.trained_from == trained_from
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])])
+def test_tools_go_with_the_chat(tools):
+    for row in ({"messages": CHAT}, {"conversations": CHAT}, {"prompt": CHAT[:1], "completion": CHAT[1:]}):
+        assert read_row({**row, "tools": tools}, "p").tools == (TOOL,)
+    assert read_row({"messages": CHAT, "tools": None}, "p").tools == ()
 
 
 @pytest.mark.parametrize(
@@ -187,12 +274,13 @@ def test_a_file_of_an_unknown_kind_is_refused(tmp_path, name):
             read(data)
 
 
-def test_a_text_is_read_without_its_mark_and_named_by_its_first_line(tmp_path):
+def test_a_text_is_read_without_its_mark_and_named_by_its_first_line(tmp_path, monkeypatch):
     (piece,) = pieces(written(tmp_path, "a.txt", "\ufeffone"))
     assert piece.content == "one" and piece.place.endswith("a.txt, line 1")
+    monkeypatch.setattr("offmate.finetune.data.PIECE_CHARACTERS", 1024)
     line = "x" * 99 + "\n"
     begins = [piece.place.rpartition(" ")[2] for piece in pieces(written(tmp_path, "a.txt", line * 25))]
-    assert begins == ["1", "12", "23"]
+    assert begins == ["1", "11", "21"]
 
 
 def test_fields_of_csv_stay_text(tmp_path):
@@ -204,6 +292,42 @@ def test_fields_of_csv_stay_text(tmp_path):
         list(pieces(written(tmp_path, "a.csv", 'text\n"open')))
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", '{"text": "one"}\n{"text": "two", "text": "three"}'),
+        ("a.json", '[{"text": "one"}, {"text": "two", "text": "three"}]'),
+        ("a.jsonl", '{"text": "one"}\n{"messages": [{"role": "user", "text": 1, "content": "a", "text": 2}]}'),
+    ],
+)
+def test_a_key_that_occurs_twice_is_refused(tmp_path, name, content):
+    with pytest.raises(OffmateError, match=r"(line|item) 2: the key 'text' occurs 2 times in one object .*; keep one"):
+        list(pieces(written(tmp_path, name, content)))
+
+
+def test_of_a_folder_what_is_no_data_is_not_read_and_said(tmp_path):
+    for name in ("a.txt", ".ipynb_checkpoints/b.txt", ".c.txt", "README.md", "sub/LICENSE.txt", "sub/d.md", "e.bin"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        written(tmp_path, name, name)
+    (tmp_path / "elsewhere").symlink_to(tmp_path / "sub", target_is_directory=True)
+    assert [piece.content for piece in pieces(str(tmp_path))] == ["a.txt", "sub/d.md"]
+    (line,) = not_read_lines(str(tmp_path))
+    assert line.startswith("data: 6 of the folder's files and folders not read: .c.txt (hidden), ")
+    for said in (".ipynb_checkpoints (hidden)", "README.md (about the folder)", "e.bin (of the kind '.bin')",
+                 "elsewhere (a link to a folder) and 1 more"):  # fmt: skip
+        assert said in line
+    assert not_read_lines(str(tmp_path / "a.txt")) == not_read_lines("hf:a/b") == []
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "none.txt")
+    with pytest.raises(OffmateError, match=r"gone.txt: a broken link to .*none.txt; remove it"):
+        check_source(str(tmp_path))
+
+
+def test_a_folder_of_which_nothing_is_read_says_why(tmp_path):
+    written(tmp_path, "README.md", "about")
+    with pytest.raises(ArgumentValueError, match=r"file that is read \(1 of .*: README.md \(about the folder\)\)"):
+        check_source(str(tmp_path))
+
+
 def test_parquet_is_read_through_datasets(tmp_path):
     datasets = pytest.importorskip("datasets")
     rows = [{"messages": CHAT, "id": 1}, {"messages": CHAT[:1], "id": 2}]
@@ -213,6 +337,9 @@ def test_parquet_is_read_through_datasets(tmp_path):
     datasets.Dataset.from_dict({"text": []}).to_parquet(tmp_path / "a.parquet")
     with pytest.raises(ArgumentValueError, match="is empty"):
         check_source(str(tmp_path / "a.parquet"))
+    (tmp_path / "a.parquet").write_bytes(b"")
+    with pytest.raises(OffmateError, match=r"a.parquet: the file is empty \(0 bytes\), so it is no Parquet file"):
+        list(pieces(str(tmp_path / "a.parquet")))
     (tmp_path / "a.parquet").write_bytes(b"no")
     with pytest.raises(OffmateError, match="cannot be read as Parquet"):
         list(pieces(str(tmp_path / "a.parquet")))

@@ -29,7 +29,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def usual(base: Path, output: Path, **more: object) -> list[str]:
-    settings = {"steps": 4, "learning_rate": 1e-2, "checkpoint_every": 2, "yes": True}
+    settings = {"steps": 4, "learning_rate": 1e-3, "checkpoint_every": 2, "yes": True}
     return arguments(base / "llama", base / "text.txt", output, **(settings | more))
 
 
