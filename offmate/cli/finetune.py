@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-from ..errors import InfeasibleBudget, OffmateError
 from ..libraries import check_installed
-from .arguments import Help, with_options
+from .arguments import Help
 
 _EXAMPLES = """examples:
   offmate init --model chat --data chats.jsonl --output tuned > run.yaml
@@ -56,7 +54,7 @@ _SETTINGS: tuple[tuple[str, Any, str, str], ...] = (
         str,
         "SPEC",
         "low-rank adapter: its rank (16), or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj (default of targets: "
-        "all-linear)",
+        "all-linear); none trains all parameters",
     ),
     ("seed", int, "N", "seed of data order, dropout and adapters (default: 0)"),
     (
@@ -92,7 +90,9 @@ def settings_options() -> tuple[argparse.ArgumentParser, dict[str, str]]:
             "--sample", nargs="+", metavar="PROMPT", help="let the model continue these prompts after each evaluation"
         ),
         parser.add_argument(
-            "--merge", action="store_true", help="with --lora, also write the merged model, in DIR/merged"
+            "--merge",
+            action=argparse.BooleanOptionalAction,
+            help="with --lora, also write the merged model, in DIR/merged",
         ),
     ]
     return parser, {option.dest: (option.help or "").replace("%%", "%") for option in options}
@@ -143,14 +143,8 @@ def run(arguments: argparse.Namespace) -> int:
         from ..finetune.job import finetune
         from ..finetune.settings import read_yaml
 
-    try:
-        in_file = read_yaml(arguments.config) if arguments.config else {}
-        left_empty = [name for name, value in in_file.items() if value is None]
-        given = {name: value for name, value in in_file.items() if name not in left_empty} | given_settings(arguments)
-        finetune(given, resume=arguments.resume, dry_run=arguments.dry_run, yes=arguments.yes, mode=arguments.mode)
-    except OffmateError as error:
-        if arguments.mode == "json":
-            words = with_options(str(error)) if isinstance(error, InfeasibleBudget) else str(error)
-            print(json.dumps({"event": "error", "message": words}), flush=True)
-        raise
+    in_file = read_yaml(arguments.config) if arguments.config else {}
+    left_empty = [name for name, value in in_file.items() if value is None]
+    given = {name: value for name, value in in_file.items() if name not in left_empty} | given_settings(arguments)
+    finetune(given, resume=arguments.resume, dry_run=arguments.dry_run, yes=arguments.yes, mode=arguments.mode)
     return 0
