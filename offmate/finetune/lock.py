@@ -101,11 +101,16 @@ def _is_lock(entry: Path) -> bool:
     return len(content) <= _PID_BYTES and (not content or content.isdigit())
 
 
-def check_free(output: Path) -> None:
-    """Raise OffmateError if a run may not begin in a folder: another one is writing there, or it holds files."""
+def check_free(output: Path, own: bool = False) -> None:
+    """Raise OffmateError if a run may not begin in a folder: another one is writing there, or it holds files.
+
+    Parameters
+    ----------
+    own: this process holds the lock.
+    """
     if is_free(output):
         return
-    process = _holder(output)
+    process = None if own else _holder(output)
     if process is not None:
         raise OffmateError(_held(output, process))
     hint = "continue it with --resume, or " if (output / SETTINGS).is_file() else ""
@@ -156,7 +161,7 @@ def place_for(output: Path, keep: bool, dry_run: bool) -> Iterator[Place]:
     try:
         with locked(output):
             if not keep:
-                check_free(output)  # again, since a run may have ended here before the lock was taken
+                check_free(output, own=True)  # again, since a run may have ended here before the lock was taken
             try:
                 yield place
             except BaseException:
