@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -136,15 +140,33 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns: the exit status, as in `offmate.cli.main`. Raises: OffmateError for everything that cannot work.
     """
-    check_installed(*_NEEDED)
-    from ..progress import working
+    with _terminable():
+        check_installed(*_NEEDED)
+        from ..progress import working
 
-    with working("loading PyTorch"):
-        from ..finetune.job import finetune
-        from ..finetune.settings import read_yaml
+        with working("loading PyTorch"):
+            from ..finetune.job import finetune
+            from ..finetune.settings import read_yaml
 
-    in_file = read_yaml(arguments.config) if arguments.config else {}
-    left_empty = [name for name, value in in_file.items() if value is None]
-    given = {name: value for name, value in in_file.items() if name not in left_empty} | given_settings(arguments)
-    finetune(given, resume=arguments.resume, dry_run=arguments.dry_run, yes=arguments.yes, mode=arguments.mode)
+        in_file = read_yaml(arguments.config) if arguments.config else {}
+        left_empty = [name for name, value in in_file.items() if value is None]
+        given = {name: value for name, value in in_file.items() if name not in left_empty} | given_settings(arguments)
+        finetune(given, resume=arguments.resume, dry_run=arguments.dry_run, yes=arguments.yes, mode=arguments.mode)
     return 0
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM interrupt like Ctrl-C, so that what is not to stay is removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -6,8 +6,6 @@ import contextlib
 import gc
 import logging
 import os
-import signal
-import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -68,7 +66,7 @@ def finetune(given: Mapping[str, Any], *, resume: bool, dry_run: bool, yes: bool
 
     Raises: OffmateError for everything that cannot work, nearly always before weights are read.
     """
-    with _hushed(mode), _terminable():
+    with _hushed(mode):
         _finetune(given, resume=resume, dry_run=dry_run, yes=yes, mode=mode)
 
 
@@ -282,23 +280,6 @@ def _explained(settings: Settings, place: Place, resume: bool, dry_run: bool) ->
         else:
             words = "stopped before training, and what it made is removed; the same command begins again"
         raise KeyboardInterrupt(words) from None
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Let SIGTERM interrupt like Ctrl-C, so that what is not to stay is removed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
