@@ -8,8 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from .. import __version__
 from ..errors import (
@@ -104,25 +103,19 @@ def _say_event(words: str) -> None:
         print(json.dumps({"event": "error", "message": words}), flush=True)
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose refusals are events, too, if `events` asks for them."""
-
-    def __init__(self, *args: Any, events: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._events = events
+class _EventParser(argparse.ArgumentParser):
+    """A parser whose refusals are events, too; so are those of its subcommands' parsers, which are of its class."""
 
     def error(self, message: str) -> NoReturn:
-        if self._events:
-            _say_event(message)
+        _say_event(message)
         super().error(message)
 
 
 def _parser(events: bool = False) -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="offmate", description="Train within a GPU memory budget, with plain PyTorch's numbers.", events=events
-    )
+    kind = _EventParser if events else argparse.ArgumentParser
+    parser = kind(prog="offmate", description="Train within a GPU memory budget, with plain PyTorch's numbers.")
     parser.add_argument("--version", action="version", version=f"offmate {__version__}")
-    verbs = parser.add_subparsers(metavar="COMMAND", parser_class=partial(_Parser, events=events))
+    verbs = parser.add_subparsers(metavar="COMMAND")
 
     demo = verbs.add_parser(
         "demo",

@@ -152,7 +152,8 @@ def _load(at: Position) -> tuple[Position, Loaded]:
             log.warning(
                 "the run began with torch %s, this is %s: last bits may differ", moment.torch, torch.__version__
             )
-    folder, digests = model_folder(at.settings.model, revision=at.sources.revision), {}
+    folder = model_folder(at.settings.model, revision=at.sources.revision)
+    digests: dict[str, str] = {}
     model = build_model(at.settings, folder, at.checkpoint, digests)
     check_weights(at.sources, folder, digests)
     if at.settings.lora is not None and at.checkpoint is not None:

@@ -170,9 +170,9 @@ def place_for(output: Path, keep: bool, dry_run: bool) -> Iterator[Place]:
                 raise
     except BaseException:
         if not place.begun:
-            for folder in made:
+            for new in made:
                 with contextlib.suppress(OSError):  # it is no longer empty
-                    folder.rmdir()
+                    new.rmdir()
         raise
 
 
