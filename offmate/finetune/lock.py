@@ -20,7 +20,8 @@ _NAME = ".lock"
 _PID_BYTES = 20
 # What a run that was killed before it kept its settings leaves behind: the draft of a file.
 _DRAFT = re.compile(rf"\.({re.escape(SETTINGS)}|{re.escape(SOURCES)})\.[0-9a-f]{{16}}\.tmp")
-_BEFORE_TRAINING = (SETTINGS, SOURCES, TOKENS, f".{TOKENS}.tmp", NEW_TOKENS, f".{NEW_TOKENS}.tmp")
+# The settings go last, so that a removal which is cut off leaves a run that can be resumed.
+_BEFORE_TRAINING = (SOURCES, TOKENS, NEW_TOKENS, f".{NEW_TOKENS}.tmp", SETTINGS)
 
 
 @dataclass

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -122,7 +123,8 @@ def load_model(folder: Path, dtype: torch.dtype, digests: dict[str, str] | None 
 
     Parameters
     ----------
-    digests: is filled with the SHA-256 digest of the content of each file of weights; None computes none.
+    digests: is filled with the SHA-256 digest of the content of each file of weights, by its place below the folder;
+        None computes none.
 
     Raises: OffmateError if weights are missing or cannot be read.
     """
@@ -241,7 +243,7 @@ def _read_weights(
         except _DAMAGE as error:
             raise OffmateError(f"{file}: the weights are damaged: {error}") from error
         if digests is not None and seen is not None:
-            digests[file.name] = seen.hexdigest()
+            digests[os.path.relpath(file, folder)] = seen.hexdigest()
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -61,9 +61,13 @@ def test_a_library_that_does_not_load(capsys, monkeypatch):
     assert failed([*ARGV, "o"], capsys) == (2, "transformers is not installed")
 
 
-def test_ctrl_c_before_the_arguments_are_known(capsys, monkeypatch):
-    monkeypatch.setattr("offmate.cli.finetune.check_installed", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_before_anything_is_loaded(capsys, monkeypatch, number):
+    monkeypatch.setattr("offmate.cli.finetune.check_installed", lambda *_: os.kill(os.getpid(), number))
     assert failed([*ARGV, "o"], capsys) == (130, "interrupted")
+
+
+def test_ctrl_c_before_the_arguments_are_known(capsys, monkeypatch):
     monkeypatch.setattr("offmate.cli._parser", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     assert failed([*ARGV, "o"], capsys) == (130, "interrupted")
 

@@ -14,7 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from offmate import cli
 from offmate.finetune.settings import make_settings
-from offmate.finetune.sources import Sources, changes_of_data, check_description, data_marks, read_sources, with_model
+from offmate.finetune.sources import (
+    Sources,
+    changes_of_data,
+    check_description,
+    check_weights,
+    data_marks,
+    read_sources,
+    with_model,
+)
 from offmate.finetune.weights import load_model, model_folder
 
 from .finetune_kit import TEXT, arguments, finetune, losses, make_models, refused, stop_after
@@ -113,6 +121,22 @@ def test_weights_and_sizes_are_compared_before_anything_is_read(base):
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     with pytest.raises(RuntimeError, match=r"chat_template\.jinja is new"):
         check_description(sources, folder, weights=False)
+
+
+def test_weights_in_a_folder_of_their_own_are_compared(base):
+    folder, digests = base / "llama", {}
+    (folder / "parts").mkdir()
+    (folder / "model.safetensors").rename(folder / "parts" / "one.safetensors")
+    names = load_file(folder / "parts" / "one.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "parts/one.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    load_model(folder, torch.float32, digests)
+    settings = make_settings({"model": str(folder), "data": "d", "output": "o"})
+    record = with_model(Sources(), settings, folder, digests)
+    assert "parts/one.safetensors" in record.model
+    check_weights(record, folder, digests)
+    with pytest.raises(RuntimeError, match=r"one\.safetensors has changed"):
+        check_weights(record, folder, dict.fromkeys(digests, "another"))
 
 
 def test_a_model_of_the_hub_stays_at_its_revision(base, monkeypatch):
