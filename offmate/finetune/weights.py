@@ -236,7 +236,7 @@ def _read_weights(
     folder: Path, dtype: torch.dtype, exact: list[str], digests: dict[str, str] | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for file in _weight_files(folder):
-        # A digest of all that is read finds a change of a single element, and takes 0.7 s per GB on one core.
+        # A digest of all that is read finds a change of a single element, and takes about 1 s per GB on one core.
         seen = hashlib.sha256() if digests is not None else None
         try:
             yield from _read_file(file, dtype, exact, seen)
