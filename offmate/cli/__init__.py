@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from .. import __version__
 from ..errors import (
@@ -46,7 +48,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns: the exit status: 0 success, 1 failure, 2 it could not start (bad arguments, a missing extra),
     130 interrupted.
     """
-    parser = _parser()
+    argv = sys.argv[1:] if argv is None else argv
+    events = _says_events(argv)
+    try:
+        return _run(argv, events)
+    except KeyboardInterrupt as interrupt:
+        _say_failed(str(interrupt) or "interrupted", events)
+        return _INTERRUPTED
+
+
+def _run(argv: Sequence[str], events: bool) -> int:
+    parser = _parser(events)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         refuse_unknown(getattr(arguments, "parser", parser), unknown)
@@ -60,10 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with library_errors(), quiet(silent), working("working"):
             return arguments.run(arguments)
     except InfeasibleBudget as error:
-        print(f"offmate: {with_options(str(error))}", file=sys.stderr)
+        _say_failed(with_options(str(error)), events)
         return _FAILED
     except OffmateError as error:
-        print(f"offmate: {error}", file=sys.stderr)
+        _say_failed(str(error), events)
         return _CANNOT_START if isinstance(error, _NOT_STARTED) else _FAILED
     except BrokenPipeError:
         # The reader of the output has gone, as with `| head`; Python must not complain about it at exit either.
@@ -71,19 +83,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _FAILED
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        print(
-            f"offmate: {where}{reason(error)}; check the path, that you may read and write there, and that the disk "
-            "has room",
-            file=sys.stderr,
+        _say_failed(
+            f"{where}{reason(error)}; check the path, that you may read and write there, and that the disk has room",
+            events,
         )
         return _FAILED
-    except KeyboardInterrupt as interrupt:
-        print(f"offmate: {interrupt or 'interrupted'}", file=sys.stderr)
-        return _INTERRUPTED
+    except Exception as error:
+        if events:  # whoever reads them learns that the run is over; the traceback follows on stderr
+            _say_event(f"unexpected {type(error).__name__}: {error}")
+        raise
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _says_events(argv: Sequence[str]) -> bool:
+    """Return whether a command line asks for events on stdout, of which the last one tells of a failure."""
+    flag = "--json"
+    return argv[:1] == ["finetune"] and any(len(word) > 2 and flag.startswith(word) for word in argv)
+
+
+def _say_failed(words: str, events: bool) -> None:
+    if events:
+        _say_event(words)
+    print(f"offmate: {words}", file=sys.stderr)
+
+
+def _say_event(words: str) -> None:
+    with contextlib.suppress(OSError):  # the reader may have gone
+        print(json.dumps({"event": "error", "message": words}), flush=True)
+
+
+class _EventParser(argparse.ArgumentParser):
+    """A parser whose refusals are events, too; so are those of its subcommands' parsers, which are of its class."""
+
+    def error(self, message: str) -> NoReturn:
+        _say_event(message)
+        super().error(message)
+
+
+def _parser(events: bool = False) -> argparse.ArgumentParser:
+    kind = _EventParser if events else argparse.ArgumentParser
+    parser = kind(
         prog="offmate",
         description="Train within a GPU memory budget, with plain PyTorch's numbers.",
         epilog=_FIRST_STEPS,

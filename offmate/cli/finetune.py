@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import InfeasibleBudget, OffmateError
 from ..libraries import check_installed
-from .arguments import Help, with_options
+from .arguments import Help
 
 _EXAMPLES = """examples:
   offmate init --model chat --data chats.jsonl --output tuned > run.yaml
@@ -56,7 +58,7 @@ _SETTINGS: tuple[tuple[str, Any, str, str], ...] = (
         str,
         "SPEC",
         "low-rank adapter: its rank (16), or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj (default of targets: "
-        "all-linear)",
+        "all-linear); none trains all parameters",
     ),
     ("seed", int, "N", "seed of data order, dropout and adapters (default: 0)"),
     (
@@ -92,7 +94,9 @@ def settings_options() -> tuple[argparse.ArgumentParser, dict[str, str]]:
             "--sample", nargs="+", metavar="PROMPT", help="let the model continue these prompts after each evaluation"
         ),
         parser.add_argument(
-            "--merge", action="store_true", help="with --lora, also write the merged model, in DIR/merged"
+            "--merge",
+            action=argparse.BooleanOptionalAction,
+            help="with --lora, also write the merged model, in DIR/merged",
         ),
     ]
     return parser, {option.dest: (option.help or "").replace("%%", "%") for option in options}
@@ -136,21 +140,33 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns: the exit status, as in `offmate.cli.main`. Raises: OffmateError for everything that cannot work.
     """
-    check_installed(*_NEEDED)
-    from ..progress import working
+    with _terminable():
+        check_installed(*_NEEDED)
+        from ..progress import working
 
-    with working("loading PyTorch"):
-        from ..finetune.job import finetune
-        from ..finetune.settings import read_yaml
+        with working("loading PyTorch"):
+            from ..finetune.job import finetune
+            from ..finetune.settings import read_yaml
 
-    try:
         in_file = read_yaml(arguments.config) if arguments.config else {}
         left_empty = [name for name, value in in_file.items() if value is None]
         given = {name: value for name, value in in_file.items() if name not in left_empty} | given_settings(arguments)
         finetune(given, resume=arguments.resume, dry_run=arguments.dry_run, yes=arguments.yes, mode=arguments.mode)
-    except OffmateError as error:
-        if arguments.mode == "json":
-            words = with_options(str(error)) if isinstance(error, InfeasibleBudget) else str(error)
-            print(json.dumps({"event": "error", "message": words}), flush=True)
-        raise
     return 0
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM interrupt like Ctrl-C, so that what is not to stay is removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..libraries import check_installed, is_installed
 
 if TYPE_CHECKING:
-    from ..finetune.settings import Lora
+    from ..finetune.lora import Lora
     from ..plans.about import About
 
 _ALL_LINEAR = ("all-linear",)
@@ -134,7 +134,7 @@ def parse_adapter(text: str | None) -> Lora | None:
 
     Raises: ArgumentValueError with an example.
     """
-    from ..finetune.settings import parse_lora
+    from ..finetune.lora import parse_lora
 
     lora = parse_lora(text)
     return lora if lora is None or lora.targets else replace(lora, targets=_ALL_LINEAR)

@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
-import os
 import random
+import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from ..errors import OffmateError
 from ..runtime.torch_names.trees import tree_leaves
 from ..split import Split
+from .folders import faults, move_in, read_manifest, remove, write_aside
 from .updates import UpdateRule
 
 log = logging.getLogger("offmate")
 
-_MANIFEST, _UPDATES, _RANDOM, _MOMENT, PLAN = "manifest.json", "optimizer.pt", "random.pt", "moment.json", "plan.json"
+_UPDATES, _RANDOM, _MOMENT, PLAN = "optimizer.pt", "random.pt", "moment.json", "plan.json"
+_RESULT = ".result"
 EVALUATED = "evaluated"  # an empty file in a checkpoint: the evaluation of its step is done
 _NEEDED_FILES = (_UPDATES, _RANDOM, _MOMENT)
 _CHUNK_ELEMENTS = 1 << 22
 _MOST = 10**12  # of steps and threads
-_ENTRY_FILES = ("config.json", "adapter_config.json")
+_NAME = re.compile(r"step-(\d{8,})")
+_UNFINISHED = re.compile(r"\.step-\d{8,}(\.old)?\.tmp")
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Moment:
     step: steps done, from which the data position follows. tokens: digest of the run's tokens.
     threads, torch: number of threads and version of torch, on which the last bits depend.
     split: who updates which parameter; on an accelerator the last bits depend on it, too.
+    loss: of the last step; None if it is not known.
     """
 
     step: int
@@ -49,6 +52,7 @@ class Moment:
     threads: int
     torch: str
     split: Split = field(default_factory=Split)
+    loss: float | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("step", 0), ("threads", 1)):
@@ -57,6 +61,8 @@ class Moment:
                 raise ValueError(f"{name} is {str(value)[:40]}, not a whole number from {least} to {_MOST:,}")
         if not isinstance(self.tokens, str) or not isinstance(self.torch, str):
             raise TypeError("tokens and torch must be text")
+        if self.loss is not None and not isinstance(self.loss, float):
+            raise TypeError("loss must be a number")
 
 
 def save_checkpoint(folder: Path, moment: Moment, model: Any, updates: UpdateRule, plan: Any, keep: int) -> Path:
@@ -78,9 +84,9 @@ def save_checkpoint(folder: Path, moment: Moment, model: Any, updates: UpdateRul
         _verify_updates(aside / _UPDATES, state)
 
     target = folder / step_name(moment.step)
-    _write_aside(target, write, f"the checkpoint of step {moment.step}")
-    for old in _checkpoints(folder)[keep:]:
-        _remove(old)
+    write_aside(target, write, f"the checkpoint of step {moment.step}")
+    for old in checkpoints(folder)[keep:]:
+        remove(old)
     return target
 
 
@@ -90,13 +96,11 @@ def step_name(step: int) -> str:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest intact checkpoint, or None if the folder has none; remove unfinished ones.
+    """Return the newest intact checkpoint, or None if the folder has none.
 
     Raises: OffmateError if there are checkpoints but all are damaged.
     """
-    for unfinished in folder.glob(".*.tmp"):
-        shutil.rmtree(unfinished, ignore_errors=True)
-    found = _checkpoints(folder)
+    found = checkpoints(folder)
     for path in found:
         fault = _fault(path)
         if fault is None:
@@ -105,6 +109,13 @@ def newest_checkpoint(folder: Path) -> Path | None:
     if found:
         raise OffmateError(f"{folder}: all {len(found)} checkpoints are damaged; start a new run in another folder")
     return None
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove checkpoints that were not written to the end; no other run may be writing into the folder."""
+    for path in folder.glob(".step-*"):
+        if _UNFINISHED.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def load_moment(path: Path) -> Moment:
@@ -164,30 +175,9 @@ def save_result(output: Path, model: Any, tokenizer: Any, card: str) -> None:
         _verify_weights(aside, model)
         (aside / "README.md").write_text(card, encoding="utf-8")
 
-    aside = output / "result"
-    _write_aside(aside, write, "the result")
-    files = sorted(aside.iterdir(), key=lambda file: file.name in _ENTRY_FILES)
-    for file in files:
-        if file.name != _MANIFEST:
-            os.replace(file, output / file.name)
-    _sync_folder(output)
-    shutil.rmtree(aside)
-
-
-def is_merged(folder: Path) -> bool:
-    """Return whether a folder holds a merged model as it was written."""
-    return _changed(folder) is None
-
-
-def save_merged(folder: Path, model: Any, tokenizer: Any) -> Path:
-    """Write a merged model as a folder that transformers loads, and return the folder."""
-
-    def write(aside: Path) -> None:
-        model.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
-
-    _write_aside(folder, write, "the merged model")
-    return folder
+    aside = output / _RESULT
+    write_aside(aside, write, "the result")
+    move_in(aside, output)
 
 
 def checkpoint_bytes(model: torch.nn.Module, updates: UpdateRule, lora: bool) -> tuple[int, int]:
@@ -196,45 +186,11 @@ def checkpoint_bytes(model: torch.nn.Module, updates: UpdateRule, lora: bool) ->
     return sum(p.numel() * p.element_size() for p in saved), updates.state_bytes()
 
 
-def _write_aside(target: Path, write: Callable[[Path], None], what: str) -> None:
-    aside = target.with_name(f".{target.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        aside.mkdir(parents=True)
-        write(aside)
-        _write_manifest(aside)
-        if target.exists():
-            _remove(target)
-        os.replace(aside, target)
-        _sync_folder(target.parent)
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, OffmateError) and not isinstance(error.__cause__, OSError):
-            raise
-        raise OffmateError(
-            f"{what} could not be written below {target.parent}: {error}. Earlier checkpoints are untouched; free disk "
-            "space and continue with --resume"
-        ) from error
-
-
-def _write_manifest(folder: Path) -> None:
-    files = {}
-    for file in sorted(folder.iterdir()):
-        with file.open("rb+") as opened:
-            os.fsync(opened.fileno())
-        files[file.name] = [file.stat().st_size, _digest(file)]
-    with (folder / _MANIFEST).open("w") as manifest:
-        json.dump(files, manifest)
-        manifest.flush()
-        os.fsync(manifest.fileno())
-    _sync_folder(folder)
-
-
 def _fault(path: Path) -> str | None:
     """Describe what is wrong with a checkpoint; None if it is intact."""
-    changed = _changed(path, _NEEDED_FILES)
-    if changed is not None:
-        return changed
+    fault = _changed(path, _NEEDED_FILES)
+    if fault is not None:
+        return fault
     try:
         load_moment(path)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -242,24 +198,16 @@ def _fault(path: Path) -> str | None:
     return None
 
 
-def _changed(path: Path, needed: tuple[str, ...] = ()) -> str | None:
-    """Describe what differs in a folder from its manifest; None if nothing does.
-
-    Parameters
-    ----------
-    needed: files that the manifest has to name.
-    """
+def _changed(path: Path, needed: tuple[str, ...]) -> str | None:
+    """Describe what differs in a folder from its manifest, which has to name the needed files; None if nothing does."""
     try:
-        files = json.loads((path / _MANIFEST).read_text())
-        lacking = [name for name in needed if name not in files]
-        if lacking:
-            return f"its manifest does not name {lacking[0]}"
-        for name, (size, digest) in files.items():
-            if (path / name).stat().st_size != size or _digest(path / name) != digest:
-                return f"{name} has changed"
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+        files = read_manifest(path)
+    except ValueError as error:
+        return str(error)
+    lacking = [name for name in needed if name not in files]
+    if lacking:
+        return f"its manifest does not name {lacking[0]}"
+    return next((f"{name} {fault}" for name, fault in faults(path, files)), None)
 
 
 def _verify_weights(folder: Path, model: Any) -> None:
@@ -325,26 +273,7 @@ def _random_state() -> dict[str, Any]:
     }
 
 
-def _checkpoints(folder: Path) -> list[Path]:
-    """List the checkpoints, the newest first."""
-    return sorted(folder.glob("step-*"), reverse=True)
-
-
-def _remove(path: Path) -> None:
-    """Remove a checkpoint; it is renamed first, so that a partly removed folder has no checkpoint's name."""
-    aside = path.with_name(f".{path.name}.old.tmp")
-    os.replace(path, aside)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def checkpoints(folder: Path) -> list[Path]:
+    """List the checkpoints, the newest first; a copy under another name is none."""
+    found = [(int(name[1]), path) for path in folder.glob("step-*") if (name := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]

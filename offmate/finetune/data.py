@@ -13,7 +13,7 @@ from ..errors import ArgumentValueError, LibraryError, OffmateError
 from ..libraries import is_installed, missing
 from .row_errors import EXAMPLES
 from .rows import Piece, read_row
-from .sources import CSV, JSON, PARQUET, source_files
+from .source_files import CSV, JSON, PARQUET, source_files
 from .unique_keys import RepeatedKey, read_json, unique
 
 _DATASET = "hf:"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
@@ -20,24 +22,25 @@ from ..progress import working
 from ..sizes import parse_budget
 from .checkpoint import PLAN, Moment
 from .data import check_source, is_of_hub, pieces
+from .names import NEW_TOKENS, SETTINGS, TOKENS
 from .needs import Needs, machine_of, memory_doubt, model_without_weights, needs_of, no_card
-from .packing import Batch, Batches, read_tokens, verify_tokens, write_tokens
+from .packing import Batch, Batches, Packed, read_tokens, verify_tokens, write_tokens
 from .preview import Preview, Work, disk_doubt, example_lines, first_lines
 from .rows import Piece
 from .samples import Prompts, sample_lines
 from .settings import AUTO, Settings
-from .sources import source_files
-from .start import SETTINGS
+from .source_files import source_files
+from .sources import Sources, changes_of_data, data_marks
 from .talk import Talk
 from .tokenizing import Example, examples
 from .updates import UpdateRule
 
-TOKENS = "tokens"
 OUTPUTS = ("loss",)  # nothing else is read of a training forward
 
 _GLIMPSE_PIECES = 256
 _GLIMPSE_CHARACTERS = 2**14  # of a long text
 _SHOWN_EXAMPLES = 3
+_SHOWN_CHANGES = 3
 _AMPLE_BYTES = 2**44  # more CPU memory than any machine has, and few enough for the solver's arithmetic
 # A forecast need not be the best plan: hours to a few percent, in less time. Measuring is followed by a full search.
 _FORECAST_GAP = 0.05
@@ -50,6 +53,7 @@ class Position:
     Parameters
     ----------
     kind: the device, as `device_kind` returns it. folder: the model's. place: that of tokens and checkpoints.
+    sources: the base model and the data as the run began with them.
     """
 
     settings: Settings
@@ -60,6 +64,7 @@ class Position:
     place: Path
     checkpoint: Path | None
     moment: Moment | None
+    sources: Sources
 
     @property
     def done(self) -> int:
@@ -93,8 +98,7 @@ def prepared(at: Position, shown: list[Example], talk: Talk) -> tuple[Position, 
         raise OffmateError(disk[0])
     talk.agree(first)
     at = _settled(at, talk)
-    with working("making tokens"):
-        work = _work(at)
+    at, work = _work(at, talk)
     at = replace(at, settings=replace(at.settings, warmup_steps=at.settings.warmup(work.n_steps)))
     _keep_settings(at, talk)
     talk.say(example_lines(shown), event="examples", examples=[vars(example) for example in shown])
@@ -150,23 +154,59 @@ def _keep_settings(at: Position, talk: Talk) -> None:
         at.settings.save(at.place / SETTINGS)
 
 
-def _work(at: Position) -> Work:
-    """Return the tokens of a run, made or found, and its steps. Raises: OffmateError if they are too few, or others."""
+def _work(at: Position, talk: Talk) -> tuple[Position, Work]:
+    """Return the tokens of a run, made or found, and its steps, and the position that knows their data.
+
+    Raises: OffmateError if the tokens are too few, or others than the run's.
+    """
     settings, folder = at.settings, at.place / TOKENS
-    if not folder.is_dir():
-        packed = write_tokens(
-            settings.data, at.tokenizer, settings.eval_fraction, folder, assistant_only=settings.assistant_only
-        )
+    if folder.is_dir():
+        packed = _found_tokens(at, folder, talk)
     else:
-        packed = read_tokens(folder)
-        if not verify_tokens(packed):
-            raise OffmateError(f"{folder}: the run's tokens have changed; start a new run in another folder")
-    if at.moment is not None and packed.digest != at.moment.tokens:
-        raise OffmateError(f"{settings.data!r} has changed since the run began; restore it, or start a new run")
+        with working("making tokens"):
+            at, packed = _new_tokens(at, folder)
     length, size = settings.sequence_length or 0, settings.batch_size
     batches = Batches(packed.train, length, size, settings.accumulation, settings.seed, keeps_all=not packed.tally)
     batches.check()
-    return Work(packed, batches, settings.steps or settings.epochs * batches.steps_per_epoch)
+    return at, Work(packed, batches, settings.steps or settings.epochs * batches.steps_per_epoch)
+
+
+def _found_tokens(at: Position, folder: Path, talk: Talk) -> Packed:
+    """Return the tokens that a run has made at its start, and say so if its data have changed since."""
+    with working("checking tokens"):
+        packed = read_tokens(folder)
+        if not verify_tokens(packed) or (at.moment is not None and packed.digest != at.moment.tokens):
+            raise OffmateError(f"{folder}: the run's tokens have changed; start a new run in another folder")
+        changes = changes_of_data(at.sources, at.settings.data)
+    if changes:
+        shown = ", ".join(changes[:_SHOWN_CHANGES]) + ", ..." * (len(changes) > _SHOWN_CHANGES)
+        words = (
+            f"data {at.settings.data!r} have changed since the run began ({shown}); the run goes on with the tokens "
+            "that it made from them at its start"
+        )
+        talk.say([words], event="data", message=words, changes=changes)
+    return packed
+
+
+def _new_tokens(at: Position, folder: Path) -> tuple[Position, Packed]:
+    """Make the tokens of a run; they take their place only if they are those that an earlier part of it trained on."""
+    settings, aside = at.settings, at.place / NEW_TOKENS
+    marks = data_marks(settings.data)
+    packed = write_tokens(
+        settings.data, at.tokenizer, settings.eval_fraction, aside, assistant_only=settings.assistant_only
+    )
+    if at.moment is not None and packed.digest != at.moment.tokens:
+        shutil.rmtree(aside)
+        changes = changes_of_data(at.sources, settings.data)
+        named = f" ({', '.join(changes[:_SHOWN_CHANGES])})" if changes else ""
+        raise OffmateError(
+            f"data {settings.data!r} have changed since the run began{named}, and its tokens are gone; restore the "
+            "data, or start a new run in another folder"
+        )
+    at = replace(at, sources=replace(at.sources, data=marks))
+    at.sources.save(at.place)
+    os.replace(aside, folder)
+    return at, packed
 
 
 def _forecast(

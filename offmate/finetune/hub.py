@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentValueError, OffmateError
+from .names import SOURCES
 
 _REMEDY = "log in with `hf auth login`, or set HF_TOKEN to a token with write access"
 
@@ -45,7 +46,8 @@ def push(output: Path, repository: str, aside: tuple[str, ...]) -> str:
         url = str(api.create_repo(repository, private=True, exist_ok=True))
         hidden = [pattern for name in aside for pattern in (f"{name}/**", f"{name}/*")]
         api.upload_folder(
-            repo_id=repository, folder_path=output, ignore_patterns=[*hidden, ".*", "tensorboard/*", "wandb/*"],
+            repo_id=repository, folder_path=output,
+            ignore_patterns=[*hidden, ".*", SOURCES, "*.before-*", "tensorboard/*", "wandb/*"],
             commit_message="Fine-tuned with offmate",
         )  # fmt: skip
     except Exception as error:  # the library's errors and those of its HTTP client

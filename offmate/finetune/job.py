@@ -6,9 +6,9 @@ import contextlib
 import gc
 import logging
 import os
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,28 @@ from ..machines.devices import EMULATED, device_kind
 from ..plans.plan import Plan
 from ..progress import working
 from ..split import Split
-from .checkpoint import is_merged, load_moment, newest_checkpoint, restore_random, restore_updates, save_result
-from .forecast import OUTPUTS, TOKENS, Loaded, Position, batch_of, glimpse, prepared, saved_plan
+from .checkpoint import (
+    load_moment,
+    newest_checkpoint,
+    remove_unfinished,
+    restore_random,
+    restore_updates,
+    save_result,
+)
+from .folders import ENTRY_FILES
+from .forecast import OUTPUTS, Loaded, Position, batch_of, glimpse, prepared, saved_plan
 from .hub import check_push, push
-from .lock import place_for
-from .loop import TrainingRun, train
+from .lock import Place, place_for
+from .loop import TrainingRun, resuming, train
+from .names import CHECKPOINTS, TOKENS
 from .needs import device_words
+from .packing import TOKEN_FILES
 from .preview import MEASURED, Preview, Work, device_line
 from .report import check_reporters, make_reporters
-from .result import MERGED, LastFigures, card, merge
+from .result import LastFigures, card, is_merged, merge
 from .samples import read_prompts
 from .settings import Settings
+from .sources import Sources, check_description, check_weights, read_sources, warn_if_unknown, with_model
 from .start import check_vocabulary, n_positions, resolved, settings_of
 from .talk import Talk
 from .tokenizing import Example
@@ -41,7 +52,6 @@ from .weights import build_model, load_tokenizer, model_folder
 
 log = logging.getLogger("offmate")
 
-CHECKPOINTS = "checkpoints"
 _LATE = {"output", "merge", "push"}  # settings that count for a run that is finished
 
 
@@ -64,44 +74,61 @@ def _finetune(given: Mapping[str, Any], *, resume: bool, dry_run: bool, yes: boo
     talk = Talk(mode, yes, dry_run)
     settings = settings_of(given, resume)
     output = Path(settings.output)
-    if resume and _finished(output):
-        late = sorted(given.keys() - _LATE)
-        words = f"; {', '.join(late)} can no longer change anything" if late else ""
-        talk.say([f"{output}: the run is finished{words}"], event="finished")
-        if not dry_run:
-            _ended(resolved(settings, model_folder(settings.model)), talk)
+    if resume and _finished(output) and (dry_run or not (settings.merge or settings.push)):
+        _say_finished(output, given, talk)
         return
+    with place_for(output, keep=resume, dry_run=dry_run) as place, _explained(settings, place, resume, dry_run):
+        if resume and not dry_run:
+            settings = settings_of(given, resume)  # an earlier run may have ended before the lock was taken
+        if resume and _finished(output):
+            _say_finished(output, given, talk)
+            _ended(settings, talk)
+            return
+        _begin(settings, place, resume, talk)
+
+
+def _begin(settings: Settings, place: Place, resume: bool, talk: Talk) -> None:
+    """Begin a run, or continue it from its newest checkpoint."""
+    output = Path(settings.output)
     check_reporters(settings.report)
     check_push(settings.push)
+    if settings.merge:
+        is_merged(output)  # refuses what could not be merged at the end
     kind = device_kind(settings.device)
     talk.say([device_line(kind)], event="device", device=kind, words=device_words(kind))
-    folder = model_folder(settings.model, weights=False)
+    if resume and not talk.dry_run:
+        remove_unfinished(output / CHECKPOINTS)
+    checkpoint = newest_checkpoint(output / CHECKPOINTS) if resume else None
+    moment = load_moment(checkpoint) if checkpoint is not None else None
+    sources = read_sources(output) if resume else Sources()
+    folder = model_folder(settings.model, weights=False, revision=sources.revision)
+    check_description(sources, folder, weights=checkpoint is None or settings.lora is not None)
     settings = resolved(settings, folder)
     tokenizer = load_tokenizer(folder)
     check_vocabulary(tokenizer, folder)
     prompts = read_prompts(settings, tokenizer, n_positions(folder))
-    shown = [] if resume and (output / TOKENS).is_dir() else glimpse(settings, tokenizer)
-    with place_for(output, keep=resume, dry_run=dry_run) as (aside, begun):
-        place = output if resume and (not dry_run or (output / TOKENS).is_dir()) else aside
-        checkpoint = newest_checkpoint(output / CHECKPOINTS) if resume else None
-        moment = load_moment(checkpoint) if checkpoint is not None else None
-        _run(Position(settings, kind, folder, tokenizer, prompts, place, checkpoint, moment), shown, talk, begun)
+    known = resume and (output / TOKENS).is_dir()
+    shown = [] if known else glimpse(settings, tokenizer)
+    at = Position(
+        settings, kind, folder, tokenizer, prompts, output if known else place.folder, checkpoint, moment, sources
+    )
+    _run(at, shown, talk, place)
 
 
-def _run(at: Position, shown: list[Example], talk: Talk, begun: list[bool]) -> None:
+def _run(at: Position, shown: list[Example], talk: Talk, place: Place) -> None:
     """Forecast a run; unless this is a dry run, load its model and train it."""
     at, work, needs, asked = prepared(at, shown, talk)
     if talk.dry_run:
         return
     gc.collect()  # what the forecast has held should not lie beside the weights
     with working("reading weights"):
-        loaded = _load(at)
+        at, loaded = _load(at)
     plan, config = _plan(at, loaded)
     preview = Preview(at.settings, at.kind, needs, plan, work, at.done, held_bytes=needs.weights_bytes)
     lines = preview.lines(MEASURED) if at.checkpoint is not None else preview.speed_lines(MEASURED)
     talk.say(lines, event="plan", lines=lines, doubts=preview.doubts())
     talk.agree(preview.doubts() if not asked else [])
-    begun.append(True)
+    place.begun = True
     _train(at, loaded, plan, config, work, talk.mode)
     del loaded, plan, preview  # a merge reads the base again
     _ended(at.settings, talk)
@@ -112,8 +139,11 @@ def _run(at: Position, shown: list[Example], talk: Talk, begun: list[bool]) -> N
 # -- with weights -----------------------------------------------------------------------------------------------------
 
 
-def _load(at: Position) -> Loaded:
-    """Read the weights of a run, and the states of its optimizer."""
+def _load(at: Position) -> tuple[Position, Loaded]:
+    """Read the weights of a run, and the states of its optimizer; return the position that knows its base model.
+
+    Raises: OffmateError if the base model has changed since the run began.
+    """
     moment = at.moment
     if moment is not None:
         # The last bits of a sum depend on how many threads share it.
@@ -122,11 +152,19 @@ def _load(at: Position) -> Loaded:
             log.warning(
                 "the run began with torch %s, this is %s: last bits may differ", moment.torch, torch.__version__
             )
-    model = build_model(at.settings, model_folder(at.settings.model), at.checkpoint)
+    folder = model_folder(at.settings.model, revision=at.sources.revision)
+    digests: dict[str, str] = {}
+    model = build_model(at.settings, folder, at.checkpoint, digests)
+    check_weights(at.sources, folder, digests)
+    if at.settings.lora is not None and at.checkpoint is not None:
+        warn_if_unknown(at.sources, folder)
+    if not at.sources.model:
+        at = replace(at, sources=with_model(at.sources, at.settings, folder, digests))
+        at.sources.save(at.place)
     updates = UpdateRule(model, at.settings)
     if at.checkpoint is not None:
         restore_updates(at.checkpoint, updates)
-    return Loaded(model, updates)
+    return at, Loaded(model, updates)
 
 
 def _plan(at: Position, loaded: Loaded) -> tuple[Plan, Config]:
@@ -174,7 +212,7 @@ def _train(at: Position, loaded: Loaded, plan: Plan, config: Config, work: Work,
         plan=plan,
         config=config,
     )
-    figures = LastFigures()
+    figures = LastFigures(at.moment.loss if at.moment is not None else None)
     reporters = [*make_reporters(settings.report, output, settings.to_dict(), mode), figures]
     if at.checkpoint is not None:
         restore_random(at.checkpoint)
@@ -190,26 +228,59 @@ def _train(at: Position, loaded: Loaded, plan: Plan, config: Config, work: Work,
         for reporter in reporters:
             reporter.close()
     save_result(output, model, at.tokenizer, card(settings, work.n_steps, figures))
-    shutil.rmtree(output / TOKENS)
+    _remove_tokens(output / TOKENS)
 
 
 def _ended(settings: Settings, talk: Talk) -> None:
     """Merge and push a result if the settings ask for it; what is merged already is not merged again."""
     output = Path(settings.output)
-    if settings.merge and not is_merged(output / MERGED):
+    if settings.merge and not is_merged(output):
         gc.collect()
-        where = merge(settings, model_folder(settings.model))
+        sources = read_sources(output)
+        folder = model_folder(settings.model, revision=sources.revision)
+        where = merge(resolved(settings, folder), folder, sources)
         talk.say([f"merged: {where} loads with plain transformers"], event="merged", folder=str(where))
     if settings.push is not None:
         url = push(output, settings.push, aside=(CHECKPOINTS, TOKENS))
         talk.say([f"pushed: {url}"], event="pushed", url=url)
 
 
+def _remove_tokens(folder: Path) -> None:
+    """Remove the tokens of a run that is done; a file of somebody else's in their folder stays."""
+    for name in TOKEN_FILES:
+        (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
 # -- surroundings -----------------------------------------------------------------------------------------------------
 
 
 def _finished(output: Path) -> bool:
-    return any((output / name).is_file() for name in ("config.json", "adapter_config.json"))
+    return any((output / name).is_file() for name in ENTRY_FILES)
+
+
+def _say_finished(output: Path, given: Mapping[str, Any], talk: Talk) -> None:
+    late = sorted(given.keys() - _LATE)
+    words = f"; {', '.join(late)} can no longer change anything" if late else ""
+    talk.say([f"{output}: the run is finished{words}"], event="finished")
+
+
+@contextlib.contextmanager
+def _explained(settings: Settings, place: Place, resume: bool, dry_run: bool) -> Iterator[None]:
+    """Let an interruption say how to go on, unless it does."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        if str(interrupt):
+            raise
+        if dry_run:
+            words = "stopped; a dry run leaves no files behind"
+        elif resume or place.begun:
+            words = f"stopped. Continue with: {resuming(settings)}"
+        else:
+            words = "stopped before training, and what it made is removed; the same command begins again"
+        raise KeyboardInterrupt(words) from None
 
 
 @contextlib.contextmanager

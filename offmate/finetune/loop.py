@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from ..errors import OffmateError
-from .checkpoint import EVALUATED, Moment, save_checkpoint, step_name
+from .checkpoint import EVALUATED, Moment, checkpoints, save_checkpoint, step_name
+from .names import SETTINGS
 from .packing import IGNORED, Batch, Batches, Packed, eval_batches
 from .report import Reporter, StepRow, format_left, format_steps, host_bytes
 from .samples import Prompts, write_samples
 from .settings import Settings
-from .start import SETTINGS
 from .updates import UpdateRule, learning_rate
 
 log = logging.getLogger("offmate")
@@ -72,16 +72,20 @@ def train(run: TrainingRun) -> None:
             done, last = step + 1, step + 1 == run.n_steps
             saves = last or done % settings.checkpoint_every == 0 or bool(asked)
             evaluates = done % settings.eval_every == 0 if settings.eval_every else saves
-            evaluates = (evaluates or last) and not asked
-            with _saved(run, done) if saves else nullcontext():
-                if evaluates:
-                    _evaluate(run, done)
+            if saves:
+                _save(run, done, row.loss)
+            # A run that ends complete has its last evaluation, even if it was asked to stop during its last step.
+            if last or (evaluates and not asked):
+                _evaluate(run, done)
+                evaluates = True
+            if asked and not saves:  # it was asked during the evaluation
+                _save(run, done, row.loss)
             if saves or evaluates:
                 clock.forget()
             if asked and not last:
                 raise KeyboardInterrupt(
                     f"stopped: {done:,} of {format_steps(run.n_steps)} done, about {format_left(row.left_s)} left. "
-                    f"Continue with: {_resuming(settings)}"
+                    f"Continue with: {resuming(settings)}"
                 )
 
 
@@ -150,10 +154,11 @@ def _lacks_evaluation(run: TrainingRun) -> bool:
 
 
 def _newest(run: TrainingRun) -> Path | None:
-    return max(run.checkpoints.glob("step-*"), default=None)
+    return next(iter(checkpoints(run.checkpoints)), None)
 
 
-def _resuming(settings: Settings) -> str:
+def resuming(settings: Settings) -> str:
+    """Return the command that continues a run."""
     return f"offmate finetune --output {settings.output} --resume"
 
 
@@ -170,18 +175,14 @@ def _evaluate(run: TrainingRun, done: int) -> None:
         (checkpoint / EVALUATED).touch()
 
 
-@contextmanager
-def _saved(run: TrainingRun, done: int) -> Iterator[None]:
-    """Write a checkpoint before what follows, and report it after that."""
+def _save(run: TrainingRun, done: int, loss: float) -> None:
+    """Write a checkpoint, and report that it is on disk."""
     if not (run.checkpoints.parent / SETTINGS).is_file():
         raise OffmateError(f"{run.checkpoints.parent} was removed while the run trained, so it stops; begin it anew")
     handle, keep = run.model.offmate, run.settings.keep_checkpoints
-    moment = Moment(done, run.packed.digest, torch.get_num_threads(), torch.__version__, handle.split)
+    moment = Moment(done, run.packed.digest, torch.get_num_threads(), torch.__version__, handle.split, loss)
     path = save_checkpoint(run.checkpoints, moment, run.model, run.updates, handle.plan, keep)
-    try:
-        yield
-    finally:
-        _tell(run, lambda r: r.checkpoint(done, path))
+    _tell(run, lambda r: r.checkpoint(done, path))
 
 
 def _tell(run: TrainingRun, what: Callable[[Reporter], None]) -> None:
@@ -220,7 +221,7 @@ def _asked_to_stop(run: TrainingRun) -> Iterator[list[int]]:
         if asked:
             newest = _newest(run)
             where = f"from {newest.name}" if newest else "from the beginning, as there is no checkpoint yet"
-            raise KeyboardInterrupt(f"stopped at once. {_resuming(run.settings)} continues {where}")
+            raise KeyboardInterrupt(f"stopped at once. {resuming(run.settings)} continues {where}")
         asked.append(number)
         log.warning("stopping after this step and its checkpoint; interrupt again to stop at once")
 

@@ -28,7 +28,7 @@ IGNORED = -100  # the label that losses ignore
 _TOLD_PIECES = 1024  # between two reports of how far tokenizing is
 _SCANNED = 2**22  # tokens that are looked at at a time
 _TOKEN_BYTES = 4
-_TRAIN, _EVAL, _META = "train.bin", "eval.bin", "tokens.json"
+_TRAIN, _EVAL, _META = TOKEN_FILES = ("train.bin", "eval.bin", "tokens.json")
 
 
 @dataclass(frozen=True)

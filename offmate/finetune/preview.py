@@ -11,11 +11,12 @@ from ..plans.plan import Plan
 from ..reports.units import format_count, format_seconds
 from ..sizes import format_bytes, format_least_bytes
 from .data import is_of_hub
+from .lora import ALL_LINEAR
 from .needs import Needs, device_words, memory_doubt
 from .packing import Batches, Packed
 from .report import format_left, format_steps
-from .settings import ALL_LINEAR, Settings
-from .sources import skipped_line, source_files
+from .settings import Settings
+from .source_files import skipped_line, source_files
 from .tokenizing import BEGIN, END, LEFT_OUT, Example
 
 _SLOW, _SLOW_S = 5.0, 1.0  # multiple of the compute; steps of fewer seconds are never called slow

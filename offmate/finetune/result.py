@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import textwrap
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
+from ..errors import OffmateError
 from ..version import VERSION
-from .checkpoint import save_merged
+from .folders import MANIFEST, MISSING, faults, move_in, read_manifest, sync_folder, write_aside
+from .lora import Lora
 from .report import StepRow
 from .samples import Sample
-from .settings import Lora, Settings
+from .settings import Settings
+from .sources import Sources, check_description, check_weights, warn_if_unknown
 from .weights import DTYPES, load_model, load_tokenizer, with_saved_adapter
 
 MERGED = "merged"
@@ -114,16 +119,60 @@ def _loading(settings: Settings) -> list[str]:
     ]
 
 
-def merge(settings: Settings, folder: Path) -> Path:
+def is_merged(output: Path) -> bool:
+    """Return whether the result in a folder is merged: false if there is no merged model, or if it lacks files.
+
+    Raises: OffmateError if merging would overwrite what somebody else has written or changed.
+    """
+    folder = output / MERGED
+    if not os.path.lexists(folder):
+        return False
+    remedy = f"move it away, then merge with: offmate finetune --output {output} --resume --merge"
+    try:
+        files = read_manifest(folder)
+    except ValueError:
+        raise OffmateError(f"{folder} is there, but holds no merged model of this run; {remedy}") from None
+    found = list(faults(folder, files))
+    for name, fault in found:
+        if fault != MISSING:
+            raise OffmateError(f"{folder / name} {fault} since the model was merged, so it is not replaced; {remedy}")
+    return not found
+
+
+def merge(settings: Settings, folder: Path, sources: Sources) -> Path:
     """Merge a run's adapter into its base model, and write the whole model, as peft's `merge_and_unload` makes it.
 
     Parameters
     ----------
-    folder: that of the base model.
+    folder: that of the base model. sources: what the run was made from.
 
     Returns: the folder with the merged model, which plain transformers loads.
-    Raises: OffmateError if the base cannot be read or the disk is full.
+    Raises: OffmateError if the base has changed or cannot be read, or the disk is full.
     """
     output = Path(settings.output)
-    model = with_saved_adapter(load_model(folder, DTYPES[settings.precision]), output)
-    return save_merged(output / MERGED, model.merge_and_unload(), load_tokenizer(folder))
+    check_description(sources, folder, weights=True)
+    digests: dict[str, str] = {}
+    base = load_model(folder, DTYPES[settings.precision], digests)
+    check_weights(sources, folder, digests)
+    warn_if_unknown(sources, folder)
+    model = with_saved_adapter(base, output)
+    return _save_merged(output / MERGED, model.merge_and_unload(), load_tokenizer(folder))
+
+
+def _save_merged(folder: Path, model: Any, tokenizer: Any) -> Path:
+    """Write a merged model as a folder that transformers loads; other files in the folder stay."""
+
+    def write(aside: Path) -> None:
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+
+    aside = folder.with_name(f".{folder.name}")
+    write_aside(aside, write, "the merged model")
+    if folder.exists():
+        # First, so that files which are not yet moved count as missing if the process ends here.
+        os.replace(aside / MANIFEST, folder / MANIFEST)
+        move_in(aside, folder)
+    else:
+        os.replace(aside, folder)
+        sync_folder(folder.parent)
+    return folder

@@ -6,8 +6,6 @@ import dataclasses
 import difflib
 import math
 import re
-import reprlib
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +15,9 @@ import yaml
 
 from ..errors import ArgumentValueError
 from ..files import write_whole
-from ..sizes import parse_budget
+from .lora import Lora, parse_lora, saved_lora
 from .unique_keys import UniqueKeyLoader
+from .values import NONE, as_float, check_choice, check_number, check_size, check_whole, is_text, short
 
 SCHEDULES = ("cosine", "linear", "constant")
 OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")
@@ -26,15 +25,12 @@ AUTO = "auto"
 PRECISIONS = ("fp32", "bf16", "bf16-master", AUTO)
 TRAINED_ON = ("all", "assistant")
 REPORTERS = ("tensorboard", "wandb")
-ALL_LINEAR = "all-linear"  # peft's name for every linear layer but the last, which predicts the words
 
-# Beyond these, a number is a slip: torch could not hold the tensors, or the seed of an epoch's order.
-_MOST = 10**12
-_MOST_MICRO_BATCHES, _MOST_SEQUENCES, _MOST_TOKENS, _MOST_RANK = 10**6, 2**16, 2**24, 2**16
+# Beyond these, a number is a slip.
+_MOST_MICRO_BATCHES, _MOST_SEQUENCES, _MOST_TOKENS = 10**6, 2**16, 2**24
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _WARMUP_SHARE = 0.03
-_NONE = ("none", "null", "off")
 
 # Values that leave a setting to the run. A run stores what it took, so such a value asks for no change of it.
 _OPEN: dict[str, Any] = {
@@ -47,28 +43,6 @@ _FREE = (
     "gpu_budget", "cpu_budget", "eval_every", "checkpoint_every", "keep_checkpoints", "report", "output", "merge",
     "sample", "sample_tokens", "push",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Lora:
-    """A low-rank adapter: rank, scale, dropout, and names of the layers that get one.
-
-    Parameters
-    ----------
-    targets: parts of the layers' names, or `ALL_LINEAR` alone; empty for peft's choice, as runs of older versions have.
-    """
-
-    r: int
-    alpha: int = 16
-    dropout: float = 0.0
-    targets: tuple[str, ...] = (ALL_LINEAR,)
-
-    def __post_init__(self) -> None:
-        _whole("lora r", self.r, 1, _MOST_RANK)
-        _whole("lora alpha", self.alpha, 1)
-        _number("lora dropout", self.dropout, 0.0, below=1.0)
-        if not all(isinstance(target, str) and target for target in self.targets):
-            raise ArgumentValueError(f"lora targets is {self.targets!r}; name layers, such as q_proj and v_proj")
 
 
 @dataclass(frozen=True)
@@ -134,43 +108,47 @@ class Settings:
         for name in ("model", "data", "output"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
-                given = f"{name} is {_short(value)}" if value else f"no {name} is given"
+                given = f"{name} is {short(value)}" if value else f"no {name} is given"
                 raise ArgumentValueError(f"{given}; name it with --{name}, or with `{name}:` in the configuration file")
+            if "\0" in value or not is_text(value):
+                raise ArgumentValueError(
+                    f"{name} is {short(value)}; a null byte, or one that is not UTF-8, cannot be part of a name here"
+                )
         for name in ("epochs", "checkpoint_every", "keep_checkpoints"):
-            _whole(name, getattr(self, name), 1)
-        _whole("batch_size", self.batch_size, 1, _MOST_SEQUENCES)
-        _whole("accumulation", self.accumulation, 1, _MOST_MICRO_BATCHES)
+            check_whole(name, getattr(self, name), 1)
+        check_whole("batch_size", self.batch_size, 1, _MOST_SEQUENCES)
+        check_whole("accumulation", self.accumulation, 1, _MOST_MICRO_BATCHES)
         for name, least in (("steps", 1), ("eval_every", 1), ("warmup_steps", 0)):
             if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), least)
+                check_whole(name, getattr(self, name), least)
         if self.sequence_length is not None:
-            _whole("sequence_length", self.sequence_length, 2, _MOST_TOKENS)
-        _whole("seed", self.seed, 0)
+            check_whole("sequence_length", self.sequence_length, 2, _MOST_TOKENS)
+        check_whole("seed", self.seed, 0)
         for name in ("learning_rate", "max_grad_norm"):
             if getattr(self, name) is not None:
-                _number(name, getattr(self, name), 0.0, above=True)
-        _number("weight_decay", self.weight_decay, 0.0)
-        _number("eval_fraction", self.eval_fraction, 0.0, below=1.0)
-        _choice("schedule", self.schedule, SCHEDULES)
-        _choice("optimizer", self.optimizer, OPTIMIZERS)
-        _choice("precision", self.precision, PRECISIONS)
-        _choice("train_on", self.train_on, TRAINED_ON)
+                check_number(name, getattr(self, name), 0.0, above=True)
+        check_number("weight_decay", self.weight_decay, 0.0)
+        check_number("eval_fraction", self.eval_fraction, 0.0, below=1.0)
+        check_choice("schedule", self.schedule, SCHEDULES)
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        check_choice("precision", self.precision, PRECISIONS)
+        check_choice("train_on", self.train_on, TRAINED_ON)
         for name in self.report:
-            _choice("report", name, REPORTERS)
-        _whole("sample_tokens", self.sample_tokens, 1, _MOST_TOKENS)
+            check_choice("report", name, REPORTERS)
+        check_whole("sample_tokens", self.sample_tokens, 1, _MOST_TOKENS)
         for prompt in self.sample:
-            if not isinstance(prompt, str) or not prompt.strip() or not _is_text(prompt):
-                raise ArgumentValueError(f"sample is {_short(prompt)}; write a prompt as UTF-8 text, or a list of them")
+            if not isinstance(prompt, str) or not prompt.strip() or not is_text(prompt):
+                raise ArgumentValueError(f"sample is {short(prompt)}; write a prompt as UTF-8 text, or a list of them")
         if self.push is not None and not (isinstance(self.push, str) and _REPOSITORY.fullmatch(self.push)):
-            raise ArgumentValueError(f"push is {_short(self.push)}; name a repository of the Hub, such as me/my-model")
+            raise ArgumentValueError(f"push is {short(self.push)}; name a repository of the Hub, such as me/my-model")
         if not isinstance(self.merge, bool):
-            raise ArgumentValueError(f"merge is {_short(self.merge)}; it must be true or false")
+            raise ArgumentValueError(f"merge is {short(self.merge)}; it must be true or false")
         if self.merge and self.lora is None:
             raise ArgumentValueError(
                 "merge is for adapters, but this run trains all parameters; add --lora, or leave out merge"
             )
         for name in ("gpu_budget", "cpu_budget"):
-            _size(name, getattr(self, name))
+            check_size(name, getattr(self, name))
 
     @property
     def assistant_only(self) -> bool:
@@ -192,7 +170,7 @@ class Settings:
         """Convert to plain data for YAML and JSON."""
         plain = dataclasses.asdict(self)
         if self.max_grad_norm is None:
-            plain["max_grad_norm"] = _NONE[0]  # nothing would mean that it is left to the default
+            plain["max_grad_norm"] = NONE  # nothing would mean that it is left to the default
         plain["report"], plain["sample"] = list(self.report), list(self.sample)
         if self.lora is not None:
             plain["lora"]["targets"] = list(self.lora.targets)
@@ -252,48 +230,26 @@ def differences(saved: Settings, given: Mapping[str, Any]) -> list[str]:
 def continued(saved: Settings, given: Mapping[str, Any]) -> Settings:
     """Return a run's settings with the given ones in their place; one that leaves a value open changes nothing."""
     asked = {name: value for name, value in given.items() if name not in _OPEN or value != _OPEN[name]}
-    return make_settings({**saved.to_dict(), **asked})
+    return make_settings({**vars(saved), **asked})
 
 
-def parse_lora(value: Any) -> Lora | None:
-    """Parse a LoRA setting: a rank, text such as "r=16,alpha=32,targets=q_proj+v_proj", or a mapping."""
-    if value is None or isinstance(value, Lora):
-        return value
-    typed = _short(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        value = str(value)
-    if isinstance(value, str):
-        given = f"r={value}" if value.strip().isdecimal() else value
-        parts = [part.partition("=") for part in given.split(",")]
-        value = {name.strip(): text.strip() for name, _, text in parts}
-        if isinstance(value.get("targets"), str):
-            value["targets"] = [name.strip() for name in value["targets"].split("+")]
-    example = "write 16 for a rank, or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
-    if not isinstance(value, Mapping) or "r" not in value or not value.keys() <= {"r", "alpha", "dropout", "targets"}:
-        raise ArgumentValueError(f"lora is {typed}; {example}")
-    try:
-        r, alpha = int(value["r"]), int(value.get("alpha", Lora.alpha))
-        dropout = float(value.get("dropout", Lora.dropout))
-        targets = tuple(value.get("targets", Lora.targets) or ())
-    except (TypeError, ValueError, OverflowError):
-        raise ArgumentValueError(f"lora is {typed}; {example}") from None
-    return Lora(r, alpha, dropout, targets)
+def saved_settings(path: Path) -> Settings:
+    """Read the settings that an earlier run has stored. Raises: OffmateError if they cannot be read."""
+    values = read_yaml(path)
+    return make_settings({**values, "lora": saved_lora(values.get("lora"))})
 
 
 def _same(value: Any) -> Any:
     return value
 
 
-def _float(value: Any) -> Any:
-    # YAML 1.1 reads 2e-5 as text.
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
 def _norm(value: Any) -> Any:
-    return None if isinstance(value, str) and value.strip().lower() in _NONE else _float(value)
+    if isinstance(value, str) and value.strip().lower() == NONE:
+        return None
+    number = as_float(value)
+    if isinstance(number, str):
+        raise ArgumentValueError(f"max_grad_norm is {short(value)}; write a number above 0, or none to clip nothing")
+    return number
 
 
 def _names(value: Any) -> tuple[Any, ...]:
@@ -306,7 +262,7 @@ def _prompts(value: Any) -> tuple[Any, ...]:
 
 def _several(name: str, value: Any, hint: str) -> tuple[Any, ...]:
     if value is not None and not isinstance(value, str | list | tuple):
-        raise ArgumentValueError(f"{name} is {_short(value)}; {hint}")
+        raise ArgumentValueError(f"{name} is {short(value)}; {hint}")
     return (value,) if isinstance(value, str) else tuple(value or ())
 
 
@@ -317,44 +273,5 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "gpu_budget": str,
     "cpu_budget": str,
     "max_grad_norm": _norm,
-    **dict.fromkeys(("learning_rate", "weight_decay", "eval_fraction"), _float),
+    **dict.fromkeys(("learning_rate", "weight_decay", "eval_fraction"), as_float),
 }
-
-
-def _whole(name: str, value: Any, least: int, most: int = _MOST) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        upper = f" and at most {most:,}" if isinstance(value, int) and value > most else ""
-        raise ArgumentValueError(f"{name} is {_short(value)}; it must be a whole number of at least {least}{upper}")
-
-
-def _number(name: str, value: Any, least: float, *, above: bool = False, below: float = math.inf) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    if not good or value < least or (above and value <= least) or value >= below:
-        upper = f" and less than {below:g}" if math.isfinite(below) else ", and finite"
-        raise ArgumentValueError(
-            f"{name} is {_short(value)}; it must be {'more than' if above else 'at least'} {least:g}{upper}"
-        )
-
-
-def _is_text(value: str) -> bool:
-    """Return whether a text can be written as UTF-8; half a character, as undecodable arguments have, cannot."""
-    return value == value.encode("utf-8", "ignore").decode("utf-8")
-
-
-def _short(value: Any) -> str:
-    """Return a value as it is written, cut to a few words."""
-    return reprlib.repr(value)
-
-
-def _choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ArgumentValueError(f"{name} is {_short(value)}; it must be one of {', '.join(choices)}")
-
-
-def _size(name: str, value: str) -> None:
-    if value == "auto":
-        return
-    try:
-        parse_budget(value)
-    except (TypeError, ValueError) as error:
-        raise ArgumentValueError(f"{name}: {error}") from None

@@ -9,13 +9,12 @@ from typing import Any
 
 from ..errors import ArgumentValueError, OffmateError
 from ..machines.devices import EMULATED, device_kind
-from .lock import is_free
+from .lock import check_free
+from .names import SETTINGS
 from .needs import resolved_precision
-from .settings import Settings, continued, differences, make_settings, read_yaml
+from .settings import Settings, continued, differences, make_settings, saved_settings
 from .updates import base_learning_rate
 from .weights import load_config, stored_dtype
-
-SETTINGS = "finetune.yaml"
 
 _DEFAULT_LENGTH = 1024
 
@@ -23,21 +22,18 @@ _DEFAULT_LENGTH = 1024
 def settings_of(given: Mapping[str, Any], resume: bool) -> Settings:
     """Return the settings of a new run, or of an earlier one with the given ones that do not change its numbers.
 
-    Raises: ArgumentValueError if the output is taken, if there is no run to resume, or if its numbers would change.
+    Raises: OffmateError if the output is taken, if there is no run to resume, or if its numbers would change.
     """
     if not resume:
         settings = make_settings(given)
-        output = Path(settings.output)
-        if not is_free(output):
-            hint = "continue it with --resume, or " if (output / SETTINGS).is_file() else ""
-            raise ArgumentValueError(f"output {settings.output!r} exists already; {hint}name another folder")
+        check_free(Path(settings.output))
         return settings
     if not given.get("output"):
         raise ArgumentValueError("--resume needs --output, the folder of the run to continue")
     path = Path(given["output"]) / SETTINGS
     if not path.is_file():
         raise ArgumentValueError(f"there is no run to resume in {given['output']!r}: it has no {SETTINGS}")
-    saved = make_settings(read_yaml(path))
+    saved = saved_settings(path)
     if saved.device is None and given.get("device") == EMULATED == device_kind(None):
         saved = replace(saved, device=EMULATED)  # as older versions ran here without saying so
     found = differences(saved, given)

@@ -50,7 +50,10 @@ class Talk:
         if self.mode != "normal" or not sys.stdin.isatty():
             raise OffmateError(f"{words}\nAdd --yes to continue anyway")
         with hidden():
-            answer = input(f"{folded(words.splitlines())}\nContinue anyway? [y/N] ")
+            try:
+                answer = input(f"{folded(words.splitlines())}\nContinue anyway? [y/N] ")
+            except EOFError:  # Ctrl-D
+                answer = "no"
         if answer.strip().lower() not in ("y", "yes"):
             raise OffmateError("stopped before training")
 

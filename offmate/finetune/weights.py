@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
+import os
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +18,8 @@ import torch
 from ..errors import ArgumentValueError, OffmateError
 from ..libraries import load
 from ..transformers_names import kept_in_float32
-from .settings import ALL_LINEAR, Lora, Settings
+from .lora import ALL_LINEAR, Lora
+from .settings import Settings
 
 log = logging.getLogger("offmate")
 
@@ -34,12 +37,13 @@ _SAFETENSORS = {
 _DESCRIPTION = ["*.json", "*.model", "*.txt", "*.jinja"]  # all of a model on the Hub but its weights
 
 
-def model_folder(model: str, *, weights: bool = True) -> Path:
+def model_folder(model: str, *, weights: bool = True, revision: str | None = None) -> Path:
     """Return the local folder of a model, downloaded first if it is a Hub id.
 
     Parameters
     ----------
-    weights: whether the weights of a Hub model are downloaded, too.
+    weights: whether the weights of a Hub model are downloaded, too. revision: the commit of a Hub model; the newest
+        one if left out.
 
     Raises: OffmateError if neither a folder nor a Hub model has that name.
     """
@@ -53,7 +57,8 @@ def model_folder(model: str, *, weights: bool = True) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=_DESCRIPTION + ["*.safetensors"] * weights))
+        patterns = _DESCRIPTION + ["*.safetensors"] * weights
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise OffmateError(
@@ -91,18 +96,21 @@ def load_tokenizer(folder: Path) -> Any:
         ) from error
 
 
-def build_model(settings: Settings, folder: Path, checkpoint: Path | None) -> torch.nn.Module:
+def build_model(
+    settings: Settings, folder: Path, checkpoint: Path | None, digests: dict[str, str] | None = None
+) -> torch.nn.Module:
     """Build the model that a run trains, in training mode, with an adapter if the settings ask for one.
 
     Parameters
     ----------
     folder: that of the base model. checkpoint: folder of the run's newest checkpoint, None at its start.
+    digests: is filled with those of the base model's weights by file, as far as they are read.
     """
     torch.manual_seed(settings.seed)
     dtype = DTYPES[settings.precision]
     if settings.lora is None:
-        return load_model(checkpoint or folder, dtype).train()
-    model = load_model(folder, dtype)
+        return load_model(checkpoint or folder, dtype, digests if checkpoint is None else None).train()
+    model = load_model(folder, dtype, digests)
     # peft writes the base model's name into the adapter's configuration.
     model.name_or_path = settings.model
     if checkpoint is not None:
@@ -110,8 +118,13 @@ def build_model(settings: Settings, folder: Path, checkpoint: Path | None) -> to
     return with_adapter(model, settings.lora).train()
 
 
-def load_model(folder: Path, dtype: torch.dtype) -> Any:
+def load_model(folder: Path, dtype: torch.dtype, digests: dict[str, str] | None = None) -> Any:
     """Load a causal language model into its own memory, with at most one copy of the weights at any time.
+
+    Parameters
+    ----------
+    digests: is filled with the SHA-256 digest of the content of each file of weights, by its place below the folder;
+        None computes none.
 
     Raises: OffmateError if weights are missing or cannot be read.
     """
@@ -121,7 +134,7 @@ def load_model(folder: Path, dtype: torch.dtype) -> Any:
     model_class = model_class_of(config)
     # The modules that a class keeps in float32 must not lose digits while they are read.
     exact = kept_in_float32(model_class)
-    state = dict(_read_weights(folder, dtype, exact))
+    state = dict(_read_weights(folder, dtype, exact, digests))
     try:
         model, report = model_class.from_pretrained(
             None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
@@ -159,12 +172,25 @@ def with_adapter(model: Any, lora: Lora) -> Any:
         target_modules=ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets) or None,
         task_type="CAUSAL_LM",
     )
+    for target in lora.targets if lora.targets != (ALL_LINEAR,) else ():
+        # peft looks only for the first of them.
+        if not any(f".{name}".endswith(f".{target}") for name, _ in model.named_modules()):
+            raise ArgumentValueError(f"lora targets: no layer is named {target!r}; {_layers(model)}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of names in transformers, and of layouts that peft sees for itself
             return peft.get_peft_model(model, config)
     except ValueError as error:
         raise ArgumentValueError(f"lora: {error}") from error
+
+
+def _layers(model: Any) -> str:
+    """Say what the linear layers of a model are called."""
+    from transformers.pytorch_utils import Conv1D
+
+    kinds = (torch.nn.Linear, Conv1D)
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, kinds)}
+    return f"its linear layers are named {', '.join(sorted(names))}"
 
 
 def with_saved_adapter(model: Any, folder: Path) -> Any:
@@ -206,12 +232,18 @@ def _peft() -> Any:
     return load("peft")
 
 
-def _read_weights(folder: Path, dtype: torch.dtype, exact: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_weights(
+    folder: Path, dtype: torch.dtype, exact: list[str], digests: dict[str, str] | None
+) -> Iterator[tuple[str, torch.Tensor]]:
     for file in _weight_files(folder):
+        # A digest of all that is read finds a change of a single element, and takes about 1 s per GB on one core.
+        seen = hashlib.sha256() if digests is not None else None
         try:
-            yield from _read_file(file, dtype, exact)
+            yield from _read_file(file, dtype, exact, seen)
         except _DAMAGE as error:
             raise OffmateError(f"{file}: the weights are damaged: {error}") from error
+        if digests is not None and seen is not None:
+            digests[os.path.relpath(file, folder)] = seen.hexdigest()
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -231,10 +263,12 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _read_file(file: Path, dtype: torch.dtype, exact: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_file(file: Path, dtype: torch.dtype, exact: list[str], seen: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Read a file without mapping it: mapped pages count as process memory, and a conversion would touch them all."""
     with file.open("rb", buffering=0) as source:
         begin, header = _header(file, source)
+        if seen is not None:
+            seen.update(json.dumps(header).encode())
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
@@ -242,7 +276,7 @@ def _read_file(file: Path, dtype: torch.dtype, exact: list[str]) -> Iterator[tup
             keep = not stored.is_floating_point or any(part in exact for part in name.split("."))
             tensor = torch.empty(entry["shape"], dtype=stored if keep else dtype)
             source.seek(begin + entry["data_offsets"][0])
-            _fill(tensor, stored, source)
+            _fill(tensor, stored, source, seen)
             yield name, tensor
 
 
@@ -254,7 +288,7 @@ def _header(file: Path, source: Any) -> tuple[int, dict[str, Any]]:
     return 8 + size, json.loads(source.read(size))
 
 
-def _fill(tensor: torch.Tensor, stored: torch.dtype, source: Any) -> None:
+def _fill(tensor: torch.Tensor, stored: torch.dtype, source: Any, seen: Any) -> None:
     flat = tensor.view(-1)
     per_chunk = _CHUNK_BYTES // stored.itemsize
     for start in range(0, flat.numel(), per_chunk):
@@ -268,5 +302,7 @@ def _fill(tensor: torch.Tensor, stored: torch.dtype, source: Any) -> None:
             if not got:
                 raise ValueError("the file ends too early")
             done += got
+        if seen is not None:
+            seen.update(view)
         if not same:
             part.copy_(chunk)

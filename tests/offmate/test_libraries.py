@@ -52,7 +52,8 @@ NEEDS = {
         "from pathlib import Path\nfrom offmate import cli\nfrom offmate.finetune import data\n"
         "Path('a.parquet').write_bytes(b'x')\n"
         "arguments = cli._parser().parse_args(['cards'])\narguments.run = lambda _: list(data.pieces('a.parquet'))\n"
-        "cli._parser = lambda: type('P', (), {'parse_args': lambda *_: arguments})\ncli.main(['cards'])",
+        "cli._parser = lambda _: type('P', (), {'parse_known_args': lambda *_: (arguments, [])})()\n"
+        "cli.main(['cards'])",
     ],
     "matplotlib": plans(use="plan.plot_memory()"),
     "pandas": plans(use="plan.to_dataframe()"),

@@ -9,6 +9,7 @@ import pydoc_data.topics
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
@@ -22,6 +23,8 @@ from transformers import (
 )
 
 from offmate import cli
+from offmate.errors import OffmateError
+from offmate.finetune import loop
 from offmate.finetune.loop import evaluate
 from offmate.finetune.packing import Batches, eval_batches, write_tokens
 from offmate.finetune.settings import Settings, make_settings, read_yaml
@@ -122,6 +125,19 @@ def refused(argv: list[str], capsys: Any) -> str:
     """What a command line says that fails, or whose arguments cannot work."""
     assert cli.main(argv) in (1, 2)
     return capsys.readouterr().err
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, n_steps: int) -> None:
+    """Let a run fail before its next step, once it has made some."""
+    own, done = loop._step, []
+
+    def step(*args):
+        if len(done) == n_steps:
+            raise OffmateError("stopped by the test")
+        done.append(1)
+        return own(*args)
+
+    monkeypatch.setattr(loop, "_step", step)
 
 
 def losses(events: list[dict[str, Any]], kind: str = "step") -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -12,25 +13,30 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from offmate import cli
+from offmate.cli.finetune import given_settings
 from offmate.errors import ArgumentValueError, OffmateError
-from offmate.finetune import checkpoint, lock, packing, preview
+from offmate.finetune import folders, lock, packing, preview
 from offmate.finetune.checkpoint import (
     Moment,
     load_moment,
     newest_checkpoint,
+    remove_unfinished,
     restore_random,
     restore_updates,
     save_checkpoint,
 )
 from offmate.finetune.data import check_source, pieces
 from offmate.finetune.lock import locked
+from offmate.finetune.lora import Lora
 from offmate.finetune.packing import IGNORED, Batches, eval_batches, read_tokens, verify_tokens, write_tokens
 from offmate.finetune.report import StepRow, make_reporters
-from offmate.finetune.settings import Lora, differences, make_settings, read_yaml
+from offmate.finetune.settings import continued, differences, make_settings, read_yaml, saved_settings
 from offmate.finetune.updates import UpdateRule, learning_rate
 from offmate.finetune.weights import load_model
 
@@ -82,7 +88,7 @@ def test_a_bare_rank_is_a_lora_setting(value):
         ({"precision": "fp8"}, "precision is 'fp8'"),
         ({"optimizer": "best"}, "optimizer is 'best'"),
         ({"gpu_budget": "12Gb"}, "gpu_budget: '12Gb' is a size in bits"),
-        ({"lora": "r=no"}, "write 16 for a rank, or r=16"),
+        ({"lora": "r=no"}, "lora r is 'no'; it must be a whole number of at least 1"),
         ({"lora": True}, "lora is True; write 16 for a rank"),
         ({"lora": {"r": 0}}, "lora r is 0"),
         ({"lora": "0"}, "lora r is 0"),
@@ -92,13 +98,58 @@ def test_a_bare_rank_is_a_lora_setting(value):
         ({"batch_size": 10**9}, "batch_size is 1000000000; it must be a whole number of at least 1 and at most 65,536"),
         ({"learning_rate": 10**400}, "it must be more than 0, and finite"),
         ({"lora": {"r": 1, "targets": 3}}, "lora is {'r': 1, 'targets': 3}; write 16"),
-        ({"lora": {"r": float("inf")}}, "lora is {'r': inf}; write 16"),
+        ({"lora": {"r": float("inf")}}, "lora r is inf; it must be a whole number"),
+        ({"lora": {"r": 16.9}}, "lora r is 16.9; it must be a whole number"),
+        ({"lora": {"r": True}}, "lora r is True; it must be a whole number"),
+        ({"lora": {"r": 4, "alpha": 32.7}}, "lora alpha is 32.7; it must be a whole number"),
+        ({"lora": {"r": 4, "dropout": False}}, "lora dropout is False"),
+        ({"lora": {"r": 4, "targets": []}}, "lora targets is empty; name layers, such as q_proj"),
+        ({"lora": {"r": 4, "targets": ["all-linear", "q_proj"]}}, "all-linear stands alone"),
+        ({"lora": "r=4,r=8"}, "which names a part twice"),
+        ({"max_grad_norm": "null"}, "max_grad_norm is 'null'; write a number above 0, or none to clip nothing"),
+        ({"output": "a\0b"}, "output is 'a\\x00b'; a null byte"),
+        ({"data": "a\udcff"}, "one that is not UTF-8"),
     ],
 )
 def test_bad_settings_are_named(given_values, said):
     with pytest.raises(OffmateError) as caught:
         make_settings({**NAMED, **given_values})
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "targets"),
+    [
+        ({"r": 4, "targets": "all-linear"}, ("all-linear",)),
+        ({"r": 4, "targets": "o_proj"}, ("o_proj",)),
+        ({"r": 4, "targets": "q_proj+v_proj"}, ("q_proj", "v_proj")),
+        ({"r": 4, "targets": None, "alpha": None}, ("all-linear",)),
+    ],
+)
+def test_targets_are_text_or_a_list(value, targets):
+    assert make_settings({**NAMED, "lora": value}).lora == Lora(4, targets=targets)
+
+
+def test_only_none_turns_a_setting_off(tmp_path):
+    settings = make_settings({**NAMED, "lora": "none", "max_grad_norm": "none"})
+    assert settings.lora is None and settings.max_grad_norm is None
+    settings.save(tmp_path / "s.yaml")
+    assert saved_settings(tmp_path / "s.yaml") == settings
+
+
+def test_the_targets_of_an_older_version_stay_pefts_choice(tmp_path):
+    values = {**NAMED, "lora": {"r": 4, "alpha": 8, "dropout": 0.0, "targets": []}}
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(values))
+    saved = saved_settings(tmp_path / "s.yaml")
+    assert saved.lora == Lora(4, 8, 0.0, ())
+    assert continued(saved, {"gpu_budget": "1GiB"}).lora == saved.lora
+
+
+def test_options_undo_what_yaml_sets():
+    parse = cli._parser().parse_args
+    assert given_settings(parse(["finetune", "--no-merge", "--lora", "none"])) == {"merge": False, "lora": "none"}
+    assert given_settings(parse(["finetune", "--merge"])) == {"merge": True}
+    assert given_settings(parse(["finetune"])) == {}
 
 
 def test_only_what_changes_the_numbers_is_a_difference():
@@ -260,11 +311,19 @@ def test_a_lock_is_not_opened_through_a_link(tmp_path):
 
 
 def test_what_a_run_left_that_was_killed_before_it_began_is_no_run(tmp_path):
-    for name in (".lock", ".finetune.yaml.0123.tmp"):
+    for name in (".lock", ".finetune.yaml.0123456789abcdef.tmp"):
         (tmp_path / name).touch()
     assert lock.is_free(tmp_path) and lock.is_free(tmp_path / "new")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     assert not lock.is_free(tmp_path / "link")
+    for name in ("notes.tmp", ".finetune.yaml.notes.tmp", "work.tmp"):
+        (tmp_path / "own").mkdir()
+        (tmp_path / "own" / name).touch()
+        assert not lock.is_free(tmp_path / "own")
+        shutil.rmtree(tmp_path / "own")
+    (tmp_path / ".lock").write_text("a list of mine")
+    assert not lock.is_free(tmp_path)
+    (tmp_path / ".lock").write_text("")
     (tmp_path / "finetune.yaml").touch()
     assert not lock.is_free(tmp_path)
 
@@ -438,7 +497,13 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path, trained, caplog):
     for step in (1, 2, 3):
         saved(tmp_path, step, trained)
     (tmp_path / ".step-00000009.tmp").mkdir()
+    (tmp_path / "step-00000002 (copy)").mkdir()
+    (tmp_path / ".mine.tmp").mkdir()
     assert newest_checkpoint(tmp_path).name == "step-00000003"
+    assert (tmp_path / ".step-00000009.tmp").is_dir()  # another run may be writing it
+    remove_unfinished(tmp_path)
+    for name in ("step-00000002 (copy)", ".mine.tmp"):
+        (tmp_path / name).rmdir()  # they are still there
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
     file = tmp_path / "step-00000003" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x00")
@@ -474,7 +539,7 @@ def test_a_checkpoint_made_by_hand(tmp_path, trained, moment):
         restore_random(made)
     (made / "moment.json").write_text(moment)
     (made / "manifest.json").unlink()
-    checkpoint._write_manifest(made)
+    folders.write_manifest(made)
     with pytest.raises(OffmateError, match="all 1 checkpoints are damaged"):
         newest_checkpoint(tmp_path)
 
@@ -518,7 +583,11 @@ def test_bad_input_is_refused_before_anything_runs(base, tmp_path, capsys):
         ),
         (arguments(llama, text, tmp_path / "full"), "exists already"),
         (arguments(llama, text, out, resume=True), "there is no run to resume"),
-        (arguments(llama, text, out, lora="r=4,targets=nothing"), "lora: "),
+        (
+            arguments(llama, text, out, lora="r=4,targets=nothing"),
+            "no layer is named 'nothing'; its linear layers are named",
+        ),
+        (arguments(llama, text, out, lora="r=4,targets=q_proj+v_porj"), "no layer is named 'v_porj'"),
         (arguments(tmp_path / "none", text, out, device="tpu"), "device='tpu' is not known"),
         (arguments(tmp_path / "none", text, out, device="xpu:3"), "device='xpu:3': torch"),
     ):

@@ -24,12 +24,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offmate import cli
 from offmate.errors import OffmateError
-from offmate.finetune import checkpoint, loop
+from offmate.finetune import checkpoint, folders, loop
 from offmate.finetune.settings import read_yaml
 from offmate.optim.updater import Updater
 
 from ...warm import run
-from .finetune_kit import TEXT, arguments, finetune, losses, make_models, plain_run, refused, same, weights
+from .finetune_kit import TEXT, arguments, finetune, losses, make_models, plain_run, refused, same, stop_after, weights
 
 STEPS = 6
 GATED = {"max_grad_norm": 0.5, "accumulation": 2}
@@ -37,8 +37,8 @@ GATED = {"max_grad_norm": 0.5, "accumulation": 2}
 # When a process kills itself: at a call of a function of the tool, before or after it.
 MOMENTS = {
     "step": (loop, "_step", False),
-    "writing": (checkpoint, "_write_manifest", False),
-    "pruning": (checkpoint, "_remove", True),
+    "writing": (folders, "write_manifest", False),
+    "pruning": (checkpoint, "remove", True),
 }
 
 
@@ -75,9 +75,9 @@ def usual(base: Path, output: Path, model: str = "llama", **more: object) -> lis
 
 
 def reports_in_pairs(events: list[dict]) -> list[tuple[str, int]]:
-    """The evaluations whose next report is the checkpoint of the same step."""
+    """The checkpoints whose next report is the evaluation of the same step."""
     said = [(e["event"], e["step"]) for e in events if e["event"] in ("evaluation", "checkpoint")]
-    return [a for a, b in pairwise(said) if (a[0], b) == ("evaluation", ("checkpoint", a[1]))]
+    return [a for a, b in pairwise(said) if (a[0], b) == ("checkpoint", ("evaluation", a[1]))]
 
 
 @pytest.mark.parametrize(("model", "more"), [("llama", {}), ("llama", {"max_grad_norm": None}), ("gpt2", GATED)])
@@ -87,7 +87,7 @@ def test_equals_plain_pytorch_bit_for_bit(base, tmp_path, model, more):
     state, expected, held_out = plain_run(output, tmp_path)
     assert losses(events) == expected
     assert losses(events, "evaluation")[-1] == held_out
-    assert reports_in_pairs(events) == [("evaluation", step) for step in (2, 4, STEPS)]
+    assert reports_in_pairs(events) == [("checkpoint", step) for step in (2, 4, STEPS)]
     assert losses(events, "evaluation")[-1] < losses(events, "evaluation")[0]
     assert same(weights(output), state)
     norms = [event["gradient_norm"] for event in events if event["event"] == "step"]
@@ -143,18 +143,6 @@ def test_dropout_and_float32_copies_resume_bit_for_bit(base, tmp_path, monkeypat
     finetune(usual(base, broken, "gpt2", resume=True, max_grad_norm=None))
     assert same(weights(broken), weights(unbroken))
     assert weights(broken)["transformer.wte.weight"].dtype == torch.bfloat16
-
-
-def stop_after(monkeypatch: pytest.MonkeyPatch, n_steps: int) -> None:
-    own, done = loop._step, []
-
-    def step(*args):
-        if len(done) == n_steps:
-            raise OffmateError("stopped by the test")
-        done.append(1)
-        return own(*args)
-
-    monkeypatch.setattr(loop, "_step", step)
 
 
 def finetune_raising(argv: list[str]) -> None:
@@ -428,7 +416,7 @@ def test_a_checkpoint_without_a_split_resumes(base, tmp_path, monkeypatch):
     moment = json.loads((path / "moment.json").read_text())
     del moment["split"]
     (path / "moment.json").write_text(json.dumps(moment))
-    checkpoint._write_manifest(without_manifest(path))
+    folders.write_manifest(without_manifest(path))
     assert len(losses(finetune(usual(base, output, resume=True)))) == STEPS - 2
 
 

@@ -140,7 +140,7 @@ def test_a_result_goes_to_the_hub_without_its_checkpoints(base: Path, tmp_path: 
     assert hub.sent["repository"] == ("us/tuned", {"private": True, "exist_ok": True})
     names = hub.sent["files"]
     assert {"adapter_config.json", "README.md", "tokenizer.json", "merged/config.json"} <= names
-    assert not [name for name in names if "checkpoints" in name or name.startswith(".")]
+    assert not [name for name in names if "checkpoints" in name or name.startswith((".", "sources"))]
 
 
 def test_a_push_that_fails_leaves_the_result_and_is_tried_again(
