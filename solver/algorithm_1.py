@@ -6,13 +6,16 @@ from dataclasses import replace
 
 from .problem import Problem
 from .refine import Limits, Search, candidate
+from .resources import HOST
 from .rounding.groups import round_solution
+from .rounding.settle import settle
 from .scheduling.emit import build_schedule
 from .simulate import keeps_budgets, memory_highs
 from .solution import Solution
 from .solve import solve
 
 _TRIES = 8
+_ROOMS = (0.0, 0.02, 0.05)  # parts of the host budget that are left to whole tensors, one after the other
 
 
 def algorithm_1(problem: Problem, solution: Solution, limits: Limits) -> Search | None:
@@ -31,4 +34,20 @@ def algorithm_1(problem: Problem, solution: Solution, limits: Limits) -> Search 
         solution = solve(tried, time_limit_s=limits.time_limit_s, gap=limits.gap, backend=limits.backend)
         if not solution.options:
             return None
+    return None
+
+
+def near_the_fractions(problem: Problem, solution: Solution, limits: Limits) -> Search | None:
+    """Find whole tensors near the program's answer with everything else solved again; None if they do not fit either.
+
+    Where the host is nearly full and a group has one large tensor, as an embedding, the answers to smaller and smaller
+    budgets are soon none at all. Whole parts near the fractions, larger and smaller ones in turn, take no more bytes.
+    """
+    for room in _ROOMS:
+        tried = problem.with_capacities({HOST: int((1 - room) * problem.host_budget_bytes)})
+        limit_s, gap, backend = limits.time_limit_s, limits.gap, limits.backend
+        for near in settle(tried, solution, time_limit_s=limit_s, gap=gap, backend=backend):
+            rounded = build_schedule(problem, round_solution(tried, near))
+            if keeps_budgets(problem, rounded):
+                return Search(problem, tried, solution, limits, (candidate(near, rounded, rounded),))
     return None

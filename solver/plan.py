@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import inf
 
-from .algorithm_1 import algorithm_1
+from .algorithm_1 import algorithm_1, near_the_fractions
 from .problem import Problem
 from .program.streamed import streaming_solution
 from .refine import Candidate, Gain, Limits, Refinement, Search, candidate, refine
@@ -18,7 +18,7 @@ from .scheduling.emit import build_schedule
 from .scheduling.validate import validate
 from .simulate import Simulation, keeps_budgets, simulate
 from .solution import Solution, Status
-from .solve import solve
+from .solve import fills_host, solve
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ def plan(
     The program's fractions become whole tensors by Algorithm 1. These can need more of the budgets than fractions do:
     the program is then solved again with smaller budgets. Where whole tensors cost time, passes look for a faster
     schedule (see refinements.py), and the fastest is taken. Where the host's memory limits copies and updates together,
-    the schedule that is planned without this limit is taken if it is faster under it.
+    the schedule that is planned without this limit is taken if it is faster under it. Where the host's memory is full,
+    a second search lets what is there at different times share it.
 
     Parameters
     ----------
@@ -67,11 +68,26 @@ def plan(
     Source: OffMate, section 4.2 and appendix B.
     """
     limits, ladder = Limits(time_limit_s, gap, backend), tuple(ladder)
+    found = _planned(problem, limits, ladder, report)
+    if problem.host_in_time or not fills_host(problem, found.solution):
+        return found
+    in_time = _planned(replace(problem, host_in_time=True), limits, ladder, report, found)
+    return in_time if in_time.schedule is not None else found
+
+
+def _planned(
+    problem: Problem,
+    limits: Limits,
+    ladder: tuple[Refinement, ...],
+    report: Callable[[Gain], None] | None,
+    other: Planned | None = None,
+) -> Planned:
+    """Plan, first without the rate of the host's memory if it has one; `other` is as in `_searched`."""
     if not problem.rates.host_memory_shares:
-        return _searched(problem, limits, ladder, report)
+        return _searched(problem, limits, ladder, report, other)
     # Where memory limits everything, fractions keep it busy in every step and whole tensors cannot, whatever is tried.
     endless = replace(problem, rates=problem.rates.with_endless_host_memory)
-    return _searched(problem, limits, without_trials(ladder), report, _searched(endless, limits, ladder, report))
+    return _searched(problem, limits, without_trials(ladder), report, _searched(endless, limits, ladder, report, other))
 
 
 def _searched(
@@ -97,7 +113,7 @@ def _searched(
     solution = solve(problem, time_limit_s=limits.time_limit_s, gap=limits.gap, backend=limits.backend)
     if not solution.options:  # too little time, or coefficients so far apart that the solver failed
         return _streamed(problem, solution, ladder, gains, also)
-    search = algorithm_1(problem, solution, limits)
+    search = algorithm_1(problem, solution, limits) or near_the_fractions(problem, solution, limits)
     if search is None:  # fractions fit, but whole tensors do not; those of the safe plan may
         return _streamed(problem, replace(solution, status=Status.INFEASIBLE), ladder, gains, also)
     note(Gain("algorithm 1", inf, search.loss_s, time.perf_counter() - started, 1))

@@ -54,6 +54,8 @@ class Problem:
     gate: no update starts before the last backward has ended (planned updates only; needs 3 turn-around steps). Updates
         on the device then run in turn-around steps, and their gradients stay on the device until then. Updates on the
         host run in turn-around steps and may continue into the next forward.
+    host_in_time: whether what the host holds for a part of the iteration (gradients, activations) counts in these steps
+        alone, so that it can share memory, or for the whole iteration.
     gate_s: seconds from the last gradient to the first update, for the verdict on all gradients.
     micro_batches: N, forwards and backwards per update. More than one needs a gate.
     """
@@ -72,6 +74,7 @@ class Problem:
     start_peak_bytes: int = 0
     turn_around_steps: int = 3
     gate: bool = False
+    host_in_time: bool = False
     gate_s: float = 0.0
     micro_batches: int = 1
 

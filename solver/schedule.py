@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, reduce
+from itertools import groupby
+from operator import or_
 from typing import Any
 
 from .items import Item, ItemKind
+from .packing import Tenant, packed, span_of
 from .resources import HOST, Path, Rates, Tier
 from .steps import Direction as Direction
 from .steps import passes_of
@@ -28,6 +31,8 @@ class Kind(Enum):
 
     __hash__ = object.__hash__  # members are keys of the dictionaries that the simulator uses most
 
+
+_SPARE_STEPS = (2, 1, 0)  # after a place in host memory is free, until it is used again; as many as the budget allows
 
 ABOUT_ITEMS = (Kind.PREFETCH, Kind.OFFLOAD, Kind.FREE)
 
@@ -116,6 +121,30 @@ class Part:
 
 
 @dataclass(frozen=True)
+class HostLayout:
+    """What a schedule needs of the host's memory.
+
+    Parameters
+    ----------
+    used_bytes: all of it. places: by item that shares memory, its first byte there, and the one after its last.
+    shared_bytes: of that memory.
+    """
+
+    used_bytes: int
+    places: dict[Item, tuple[int, int]] = field(default_factory=dict)
+    shared_bytes: int = 0
+
+    @cached_property
+    def neighbours(self) -> dict[Item, tuple[Item, ...]]:
+        """By item that shares memory, the other items with which its place overlaps, at other times."""
+        places = self.places.items()
+        return {
+            one: tuple(other for other, (start, end) in places if other != one and start < until and since < end)
+            for one, (since, until) in places
+        }
+
+
+@dataclass(frozen=True)
 class Schedule:
     """One iteration as actions over whole tensors, in the order in which the executor takes them.
 
@@ -137,7 +166,7 @@ class Schedule:
     homes: by item, the tier that it leaves to, if that is not the host.
     add_cpu_s, add_device_s: seconds per tensor to add a gradient to its total, for the tensors updated there; empty for
         one micro-batch.
-    host_bytes: bytes reserved in host memory.
+    host_bytes: bytes in host memory if everything there has memory of its own; see `host_layout`.
     gate: no update starts in the backward part. Gradients stay on the device or go out as they are made. The
         turn-around part, which the executor takes in the optimizer's step, starts the updates: every `update-device`,
         and each `update-cpu` that does not start in the next iteration's first forward part. Between the last backward
@@ -178,7 +207,31 @@ class Schedule:
         """Every tier but the device, the host first, and the bytes that the schedule needs there."""
         away = [(tier, sum(self.item_bytes[i] for i, home in self.homes.items() if home == tier.name))
                 for tier in self.rates.tiers]  # fmt: skip
-        return ((Tier(self.rates.host, self.host_budget_bytes), self.host_bytes), *away)
+        return ((Tier(self.rates.host, self.host_budget_bytes), self.host_layout.used_bytes), *away)
+
+    @cached_property
+    def host_layout(self) -> HostLayout:
+        """The host memory that the schedule needs; items that are there at different times share it if they have to.
+
+        They have to if the budget does not let each have its own. A place is not used again in the step in which it
+        becomes free, nor, as long as the budget allows, in the next ones, so that copies wait for nothing.
+        """
+        if self.host_bytes <= self.host_budget_bytes:
+            return HostLayout(self.host_bytes)
+        stays, n_times = _stays_on_host(self)
+        items, own_bytes = tuple(stays), self.host_bytes - sum(self.item_bytes[item] for item in stays)
+        for spare in _SPARE_STEPS:
+            tenants = tuple(
+                Tenant(self.item_bytes[i], reduce(or_, (span_of(a, n + spare, n_times) for a, n in stays[i])))
+                for i in items
+            )
+            found = packed(tenants)
+            if own_bytes + found.bytes <= self.host_budget_bytes:
+                break
+        if own_bytes + found.bytes >= self.host_bytes:  # tiny items, which the alignment of places makes larger
+            return HostLayout(self.host_bytes)
+        places = {item: (start, start + self.item_bytes[item]) for item, start in zip(items, found.places)}
+        return HostLayout(own_bytes + found.bytes, places, found.bytes)
 
     @cached_property
     def states(self) -> dict[str, tuple[Item, ...]]:
@@ -229,3 +282,32 @@ class Schedule:
     def actions(self) -> tuple[Action, ...]:
         """All actions of an iteration, in order, with one middle pass at most."""
         return tuple(action for part in self.parts for action in part.actions)
+
+
+def _stays_on_host(schedule: Schedule) -> tuple[dict[Item, list[tuple[int, int]]], int]:
+    """Find the items that are on the host for a part of the iteration only.
+
+    Returns: by item, the first time of each stay and the number of times that it lasts, where a time is a run of
+    actions of the same step; and the number of times in an iteration, after which they come again.
+    """
+    gradients = (ItemKind.GRADIENT,) if not schedule.adds_up else ()  # a total is there from the first pass on
+    runs = [list(actions) for _, actions in groupby(schedule.actions, key=lambda action: action.step)]
+    events: dict[Item, list[tuple[int, bool]]] = {}
+    for time, run in enumerate(runs):
+        for action in run:
+            if action.kind is Kind.UPDATE_CPU:
+                item, comes = Item(ItemKind.GRADIENT, action.name), False
+            elif action.kind in (Kind.OFFLOAD, Kind.PREFETCH):
+                item, comes = action.item, action.kind is Kind.OFFLOAD
+            else:
+                continue
+            if (item.kind.by_batch or item.kind in gradients) and item not in schedule.homes:
+                events.setdefault(item, []).append((time, comes))
+    stays: dict[Item, list[tuple[int, int]]] = {}
+    for item, found in events.items():
+        for k, (time, comes) in enumerate(found):
+            ends = [at - time for at, again in found[k + 1 :] if not again]
+            ends += [at - time + len(runs) for at, again in found[:k] if not again]
+            if comes and ends:
+                stays.setdefault(item, []).append((time, ends[0] + 1))
+    return stays, len(runs)

@@ -128,8 +128,8 @@ class DryRun:
     """Takes actions in order.
 
     State: the machine's queues. `arriving`, `leaving`: by item, its latest copy to the device, and to the host.
-    `on_host`: by item, the latest job that makes or changes its copy on the host. `jobs` and `taken`: those of this
-    iteration.
+    `on_host`: by item, the latest job that makes or changes its copy on the host. `used_up`: by item that shares host
+    memory, the latest job after which its place is free. `jobs` and `taken`: those of this iteration.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -138,6 +138,7 @@ class DryRun:
         self.arriving: dict[Item, Job] = {}
         self.leaving: dict[Item, Job] = {}
         self.on_host: dict[Item, Job] = {}
+        self.used_up: dict[Item, Job] = {}
         self.buffers = _Buffers()
         self.jobs: list[tuple[Action, Job]] = []
         self.taken: list[tuple[float, float]] = []
@@ -208,6 +209,8 @@ class DryRun:
         waits = _undone(self.arriving, does.reads) + self.sources(does)
         if action.kind is Kind.OFFLOAD and action.item.kind is ItemKind.GRADIENT:
             waits += self.buffers.fill(action.item.name)
+        if action.kind is Kind.OFFLOAD:
+            waits += _undone(self.used_up, self.schedule.host_layout.neighbours.get(action.item, ()))
         assert does.resource is not None
         job = self.machine.submit(does.resource, does.seconds, does.moved_bytes, waits)
         self.jobs.append((action, job))
@@ -219,6 +222,8 @@ class DryRun:
             self.leaving[item] = job
         for item in does.host_writes:
             self.on_host[item] = job
+        if action.kind is not Kind.OFFLOAD:
+            self.used_up.update(dict.fromkeys(does.host_reads, job))
 
 
 class _Buffers:

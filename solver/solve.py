@@ -14,11 +14,11 @@ from .problem import Problem
 from .program.model import Goal, Program, state_program
 from .program.readback import read_solution
 from .program.search import search
-from .resources import HOST
 from .solution import Solution, Status
 
 ALIGN_BYTES = 256
 MARGIN = 1e-6  # relative; covers the solvers' tolerance on a row
+_FULL = 1e-4  # part of the host budget that is left when it is full
 _REMEMBERED = 32  # problems whose least budget a process caches
 
 
@@ -63,6 +63,11 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.01, ba
     return Solution(answer.status, inf, bound_s, 0.0 if answer.status is Status.INFEASIBLE else inf, answer.solve_s)
 
 
+def fills_host(problem: Problem, solution: Solution) -> bool:
+    """Return whether more host memory could give a better plan than a solution, or one at all."""
+    return not solution.options or solution.host_bytes > (1 - _FULL) * problem.host_budget_bytes
+
+
 def least_budget(
     problem: Problem, *, time_limit_s: float = 60.0, gap: float = 1e-4, backend: str | None = None
 ) -> LeastBudget:
@@ -99,7 +104,7 @@ def least_host(problem: Problem, *, time_limit_s: float = 60.0, gap: float = 1e-
     Raises: NoAnswer if the time limit was too short.
     """
     program, answer = _minimise(problem, "host", time_limit_s, gap, backend)
-    return _round_up(evaluate(program.tiers[HOST], _point(answer)))
+    return _round_up(max(evaluate(row, _point(answer)) for row in program.host))
 
 
 def least_host_within_device(
@@ -112,7 +117,7 @@ def least_host_within_device(
     program, answer = _minimise(problem, "host within device", time_limit_s, gap, backend)
     if answer.status is Status.INFEASIBLE:
         return None
-    return _round_up(evaluate(program.tiers[HOST], _point(answer)))
+    return _round_up(max(evaluate(row, _point(answer)) for row in program.host))
 
 
 def _minimise(

@@ -73,7 +73,7 @@ def to_text(schedule: Schedule) -> str:
     """Format a schedule as lines for people: actions by part, with their bytes and the bytes on the device."""
     highs = iter(memory_highs(schedule))
     lines = [
-        f"device budget {schedule.device_budget_bytes} B, host {schedule.host_bytes} of "
+        f"device budget {schedule.device_budget_bytes} B, host {schedule.host_layout.used_bytes} of "
         f"{schedule.host_budget_bytes} B, options {' '.join(map(str, schedule.options))}",
         f"resident: {' '.join(schedule.resident)}",
     ]

@@ -30,7 +30,7 @@ def print_actions(console: Console, plan: Plan) -> None:
     of = f" of {format_bytes(schedule.host_budget_bytes)}" if schedule.host_budget_bytes < _UNLIMITED_BYTES else ""
     rows = [
         ("GPU memory", f"{format_bytes(plan.predicted_peak_bytes)} of {format_bytes(plan.budget_bytes)}"),
-        ("RAM", f"{format_bytes(schedule.host_bytes)}{of}"),
+        ("RAM", f"{format_bytes(schedule.host_layout.used_bytes)}{of}"),
     ]
     for tier, used in schedule.tiers[1:]:
         rows.append((tier.name, f"{format_bytes(used)} of {format_bytes(tier.capacity_bytes)}"))

@@ -81,7 +81,7 @@ class Outlook:
             return None
         schedule: Schedule = replace(found.schedule, rates=problem.rates)
         simulation = simulate(schedule)
-        return Rough(simulation.step_s, simulation.peak_bytes + self.fixed_bytes, schedule.host_bytes)
+        return Rough(simulation.step_s, simulation.peak_bytes + self.fixed_bytes, schedule.host_layout.used_bytes)
 
 
 def outlooks_elsewhere(

@@ -128,7 +128,7 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """The bytes that the plan holds in host memory."""
-        return self.schedule.host_bytes
+        return self.schedule.host_layout.used_bytes
 
     @property
     def split(self) -> Split:

@@ -97,7 +97,7 @@ def _solved(plan: Plan, problem: Problem, point: SweepPoint, time_limit_s: float
         point,
         predicted_step_s=found.simulation.step_s,
         predicted_peak_bytes=found.simulation.peak_bytes + plan.fixed_bytes,
-        host_bytes=found.schedule.host_bytes,
+        host_bytes=found.schedule.host_layout.used_bytes,
         lower_bound_s=found.solution.lower_bound_s,
     )
 

@@ -12,6 +12,7 @@ from ..reports.timeline import Timeline, build_timeline
 from ..reports.units import format_seconds
 from ..runtime.trace import Recording
 from ..sizes import format_bytes
+from ..solver.resources import Resource
 from ..solver.simulate import simulate
 from .about import UNKNOWN, About
 
@@ -75,7 +76,7 @@ class Trace:
         step, stall = (f"{format_seconds(a)} measured, {format_seconds(b)} predicted" for a, b in pairs)
         peaks = [format_bytes(t.peak.total_bytes) for t in (self.measured, self.predicted)]
         waits = ", ".join(
-            f"{format_seconds(s)} for {self.measured.title(cause)}"
+            f"{format_seconds(s)} for {self.measured.title(Resource(cause))}"
             for cause, s in sorted(self.stall_s.items())
             if s > 0
         )

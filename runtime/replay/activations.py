@@ -27,8 +27,8 @@ class _Away:
         return buffer
 
     def _send(self, item: Item, wholes: dict[str, torch.Tensor]) -> None:
-        pairs = [(self._homes.fitting(item, key, whole), whole) for key, whole in wholes.items()]
-        start_out(self._world, item, pairs)
+        homes = self._homes.shared(item, wholes)
+        start_out(self._world, item, ((homes[key], whole) for key, whole in wholes.items()))
 
 
 class Values(_Away):

@@ -24,7 +24,9 @@ def bring(world: World, item: Item, sources: dict[str, torch.Tensor], path: Path
     after: tuple[Event, ...] = (written[item],) if item in written else ()
     tensors = {key: device.empty_like(source) for key, source in sources.items()}
     copies = tuple(device.copy_in(tensors[key], source, after, link) for key, source in sources.items())
-    return Buffer(tensors, UnderWay(f"the copy of {item} to the device", copies) if copies else None)
+    arrived = UnderWay(f"the copy of {item} to the device", copies) if copies else None
+    world.shared_host.freed(item, arrived)
+    return Buffer(tensors, arrived)
 
 
 def send(world: World, item: Item, buffer: Buffer, targets: dict[str, torch.Tensor]) -> None:
@@ -46,7 +48,7 @@ def start_out(
     world: World, item: Item, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], after: tuple[Event, ...] = ()
 ) -> UnderWay | None:
     """Start copies from the device to an item's tier, each given by target and source; None if there are none."""
-    path = world.schedule.path_of(item)
+    path, after = world.schedule.path_of(item), (*after, *world.shared_host.free_after(item))
     copies = tuple(world.device.copy_out(target, source, after, path.out) for target, source in pairs)
     if not copies:
         return None
@@ -67,6 +69,13 @@ class Homes:
     def of(self, item: Item) -> dict[str, torch.Tensor]:
         """Return an item's memory, by part; empty if it has none."""
         return self._of.get(item, {})
+
+    def shared(self, item: Item, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return memory for an item's parts, at its place if it shares memory with others."""
+        if self._world.shared_host.has_place(item):
+            self._of[item] = self._world.shared_host.take(item, parts)
+            return self._of[item]
+        return {key: self.fitting(item, key, part) for key, part in parts.items()}
 
     def fitting(self, item: Item, key: str, like: torch.Tensor) -> torch.Tensor:
         """Return memory for a part of an item, that of the last iteration if it has the same shape.

@@ -55,6 +55,7 @@ class Gradients:
 
     def __init__(self, world: World, norms: Norms) -> None:
         self._host, self._device, self._contents, self._norms = world.host, world.device, world.contents, norms
+        self._shared = world.shared_host
         self._adder = world.schedule.rates.worker(Kind.ACCUMULATE_CPU.value)
         self._sizes, self._adds_up = world.schedule.item_bytes, world.schedule.adds_up
         self._arrivals: list[_Arrival] = []
@@ -88,6 +89,7 @@ class Gradients:
         tensor = self._device.empty_like(home)
         copy = self._device.copy_in(tensor, home, (leaving,))
         arrived = UnderWay(f"the copy of the gradient of {name} to the device", (copy,))
+        self._shared.freed(items.gradient(name), arrived)
         self._contents.returned_grads[name] = Buffer({"": tensor}, arrived)
 
     def _settle(self, name: str) -> None:
@@ -189,6 +191,7 @@ class Gradients:
     def release_host(self) -> None:
         """Free host memory; nothing may be under way. Sums with which an iteration continues stay."""
         self._host.grads = {name: grad for name, grad in self._host.grads.items() if name in self._host.totals}
+        self._shared.clear()
         self._arrivals.clear()
         self._unbegun.clear()
 
@@ -209,9 +212,12 @@ class Gradients:
                 self._host.totals.add(name)
 
     def _copy(self, name: str, grad: torch.Tensor) -> None:
-        if name not in self._host.grads:
+        item = items.gradient(name)
+        if self._shared.has_place(item):
+            self._host.grads[name] = self._shared.take(item, {"": grad})[""]
+        elif name not in self._host.grads:
             self._host.grads[name] = self._device.empty_host_like(grad)
-        copy = self._device.copy_out(self._host.grads[name], grad, ())
+        copy = self._device.copy_out(self._host.grads[name], grad, self._shared.free_after(item))
         self._leaves(name, copy)
 
     def _leaves(self, name: str, copy: Event) -> None:

@@ -31,7 +31,7 @@ class Updates:
         self._host, self._device, self._contents, self._states = world.host, world.device, world.contents, states
         self._gradients, self._gate = gradients, gate
         self._update, self._unmoved, self._updated = world.update, unmoved, world.updated
-        self._planned = world.schedule.item_bytes
+        self._planned, self._shared = world.schedule.item_bytes, world.shared_host
         self._worker = world.schedule.rates.worker(Kind.UPDATE_CPU.value)
 
     def on_host(self, name: str) -> None:
@@ -60,7 +60,9 @@ class Updates:
         arrived = (contents.grad_leaving.pop(name, None), contents.grad_adding.pop(name, None))
         after = tuple(event for event in arrived if event is not None)
         under_way = self._device.update_on_host(work, after, self._worker)
-        contents.written[items.parameter(name)] = UnderWay(f"the update of {name} on the CPU", (under_way,))
+        updated = UnderWay(f"the update of {name} on the CPU", (under_way,))
+        contents.written[items.parameter(name)] = updated
+        self._shared.freed(items.gradient(name), updated)
 
     def on_device(self, name: str) -> None:
         """Update a parameter on the device, item by item of its state, each with its own rows."""

@@ -13,6 +13,7 @@ from ..ledger import Ledger
 from ..memory.updated import Updated
 from .binding import Binding, HostState, Update
 from .contents import Contents
+from .shared_host import SharedHost
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class World:
     def tiers(self) -> dict[str, Ledger]:
         """The ledgers, by name, of tiers besides device and host, each with its capacity as the limit."""
         return {tier.name: Ledger(tier.capacity_bytes) for tier in self.schedule.rates.tiers}
+
+    @cached_property
+    def shared_host(self) -> SharedHost:
+        """The host memory that items share."""
+        return SharedHost(self.schedule, self.device)
 
     def tier_of(self, item: Item) -> str:
         """Return the tier that an item leaves to."""

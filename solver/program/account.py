@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..linear import Terms, accumulate
+from ..linear import Flow, Terms, accumulate
 from ..resources import HOST, Rates, Resource
 
 
@@ -22,19 +22,27 @@ class Account:
     moved: dict[Resource, list[Terms]]  # bytes over each link, and those that it could move in its seconds per copy
     serial: dict[Resource, list[Terms]]  # of these, the bytes that cannot move while the step computes
     rates: Rates
-    tiers: dict[str, Terms]  # bytes on each tier other than the device
+    tiers: dict[str, Terms]  # bytes on each tier other than the device, for the whole iteration
+    passing: list[Terms] | None  # as `rise`, of what is on the host for some steps; None if it counts in `tiers`
     traffic: Terms = field(default_factory=dict)  # all bytes that move, for the objective
 
     @staticmethod
-    def of(rates: Rates, n_steps: int) -> Account:
-        """Return an empty account of a machine's resources and tiers."""
+    def of(rates: Rates, n_steps: int, host_in_time: bool = False) -> Account:
+        """Return an empty account of a machine's resources and tiers.
+
+        Parameters
+        ----------
+        host_in_time: whether what the host holds for some steps counts in these alone.
+        """
 
         def each(resources: Iterable[Resource]) -> dict[Resource, list[Terms]]:
             return {resource: [{} for _ in range(n_steps)] for resource in resources}
 
         rise: list[Terms] = [{} for _ in range(n_steps)]
+        passing: list[Terms] | None = [{} for _ in range(n_steps)] if host_in_time else None
+        tiers: dict[str, Terms] = {tier: {} for tier in rates.paths}
         moved, serial = each(rates.links), each(rates.links)
-        return Account(rise, each(rates.working), moved, serial, rates, {tier: {} for tier in rates.paths})
+        return Account(rise, each(rates.working), moved, serial, rates, tiers, passing)
 
     def hold(self, step: int, amount_bytes: float, terms: Terms) -> None:
         """Count amount * terms on the device in `step`."""
@@ -46,17 +54,31 @@ class Account:
 
     def hold_sums(self, steps: Sequence[int], amount_bytes: float, sums: Mapping[int, Terms]) -> None:
         """Count amount * an expression by step on the device in `steps`, neighbours in cyclic order."""
-        last: Terms = {}
-        for step in steps:
-            if step == 0:  # a new cycle: changes do not carry over from the last step
-                last = {}
-            terms = sums[step]
-            if terms is not last:
-                accumulate(self.rise[step], amount_bytes, terms)
-                accumulate(self.rise[step], -amount_bytes, last)
-            last = terms
-        if steps and steps[-1] + 1 < len(self.rise):
-            accumulate(self.rise[steps[-1] + 1], -amount_bytes, last)
+        _change(self.rise, steps, amount_bytes, sums)
+
+    def pass_through(self, amount_bytes: float, out: Flow, back: Flow) -> None:
+        """Count amount * a flow on the host from the step in which it comes there to the one in which it goes.
+
+        Parameters
+        ----------
+        out: the flow to the host. back: the flow, of the same total, that ends its stay there: of what is used on the
+            host, or comes back. Its span is the same, or begins later.
+        """
+        if self.passing is None:
+            return self.keep(amount_bytes, out.total)
+        until = back.span if back.span == out.span else range(out.span[0], back.span[-1] + 1)
+        _change(self.passing, tuple(until), amount_bytes, {step: out.sums.get(step, out.total) for step in until})
+        _change(self.passing, back.span, -amount_bytes, back.prior)
+
+    @property
+    def host_in_time(self) -> bool:
+        """Whether what the host holds for some steps counts in these alone."""
+        return self.passing is not None
+
+    def stay(self, steps: Sequence[int], amount_bytes: float, terms: Terms) -> None:
+        """Count amount * terms on the host in `steps` alone, neighbours in cyclic order."""
+        assert self.passing is not None
+        _change(self.passing, steps, amount_bytes, dict.fromkeys(steps, terms))
 
     def keep(self, amount_bytes: float, terms: Terms, tier: str = HOST) -> None:
         """Count amount * terms on a tier."""
@@ -81,3 +103,17 @@ class Account:
         accumulate(self.traffic, amount_bytes, terms)
         if serial:
             accumulate(self.serial[link][step], load_bytes, terms)
+
+
+def _change(rise: list[Terms], steps: Sequence[int], amount_bytes: float, sums: Mapping[int, Terms]) -> None:
+    last: Terms = {}
+    for step in steps:
+        if step == 0:  # a new cycle: changes do not carry over from the last step
+            last = {}
+        terms = sums[step]
+        if terms is not last:
+            accumulate(rise[step], amount_bytes, terms)
+            accumulate(rise[step], -amount_bytes, last)
+        last = terms
+    if steps and steps[-1] + 1 < len(rise):
+        accumulate(rise[steps[-1] + 1], -amount_bytes, last)

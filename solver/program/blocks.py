@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..linear import ONE, Builder, Terms, add, flow
 from ..problem import Problem, ProblemError, Value
-from ..resources import Path, Resource
+from ..resources import HOST, Path, Resource
 from .account import Account
 from .groups import RoundTrip, leave, mark
 
@@ -54,7 +54,8 @@ def _add_block(problem: Problem, i: int, builder: Builder, account: Account) -> 
         if option.offloaded_bytes and not offload_steps(problem, i):
             continue
         columns[o] = column = builder.column(f"Comp[{i},{o}]", integer=True)
-        account.keep(option.offloaded_bytes, column)
+        if not account.host_in_time:
+            account.keep(option.offloaded_bytes, column)
         for forward, backward in problem.runs[i]:
             account.spend(Resource.COMPUTE, forward, option.forward_s, column)
             account.spend(Resource.COMPUTE, backward, option.backward_s, column)
@@ -94,10 +95,13 @@ def _offload(
         back = flow(builder, f"ActIn[{name}]", comes, comes, part)
         if tier != host:
             account.keep(most_bytes, part, tier.name)
-            account.keep(-most_bytes, part)
+            if not account.host_in_time:
+                account.keep(-most_bytes, part)
         trips.append(RoundTrip(tier.name, out, back))
         for forward, backward in problem.runs[i]:
             gone, there = out.later(forward - first), back.later(backward - last)
+            if tier == host and account.host_in_time:
+                account.pass_through(most_bytes, gone, there)
             leave(most_bytes, forward, gone, account, tier.path.out)
             for step, moved in there.each():
                 account.move(tier.path.into, step, most_bytes, moved, serial=step == backward)
@@ -115,7 +119,8 @@ def add_values(problem: Problem, builder: Builder, account: Account) -> tuple[Le
         ways = []
         for tier in problem.tiers if window is not None else ():
             column = builder.column(f"Z[{value.name}{mark(tier.path)}]", integer=True)
-            account.keep(value.bytes, column, tier.name)
+            if tier.name != HOST or not account.host_in_time:
+                account.keep(value.bytes, column, tier.name)
             ways.append((tier.path, Leaving(value.name, *(window or (0, 0)), column, tier.name)))
         if len(ways) > 1:
             together = ((1.0, leaving.column) for _, leaving in ways)
@@ -131,6 +136,8 @@ def add_values(problem: Problem, builder: Builder, account: Account) -> tuple[Le
 def _count_leaving(value: Value, start: int, leaving: Leaving, path: Path, account: Account) -> None:
     out, back = start + leaving.out, start + leaving.back
     account.hold_over(range(out + 1, back), -value.bytes, leaving.column)
+    if path.tier == HOST and account.host_in_time:
+        account.stay(range(out, back + 1), value.bytes, leaving.column)
     account.move(path.out, out, value.bytes, leaving.column, serial=leaving.out == value.made)
     account.move(path.into, back, value.bytes, leaving.column)
 

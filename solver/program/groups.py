@@ -77,6 +77,7 @@ def _external(problem: Problem, group: Group, span: Span, builder: Builder, acco
     grad_out = flow(builder, f"GradOut[{name}]", span.idle, leaves, WHOLE)
     back = flow(builder, f"ParInC[{name}]", span.idle, comes, WHOLE)
     _count_cpu_part(problem, group, span, WHOLE, grad_out, back, account)
+    account.keep(group.grad_bytes, WHOLE)  # until the user's code lets go of it
     account.keep(group.param_bytes, WHOLE)
     away = _others(problem, group, span.between, WHOLE, builder, account, NONE)
     return GroupColumns(WHOLE, grad_out=grad_out, cpu_back=back, away=away)
@@ -98,6 +99,10 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
         account.spend(updater, step, group.cpu_update_s, part)
     _count_cpu_part(problem, group, span, x, grad_out, cpu_back, account)
     lead_out = _sums(problem, group, span, x, grad_out, builder, account)
+    if problem.adds_up:  # the total is there from the first pass on
+        account.keep(group.grad_bytes, x)
+    else:
+        account.pass_through(group.grad_bytes, grad_out, update)
 
     after_update = around(updated, span.first - 1, problem.n_steps)
     dropped, kept = builder.column(f"D[{name}]"), builder.column(f"K[{name}]")
@@ -136,7 +141,7 @@ def _count_cpu_part(
     account.hold_over(span.idle[1:], group.grad_bytes, x)
     account.hold_sums(span.idle[1:], -group.grad_bytes, grad_out.prior)
     account.hold_sums(span.idle[1:], group.param_bytes, cpu_back.sums)
-    account.keep(group.grad_bytes + group.state_bytes, x)
+    account.keep(group.state_bytes, x)
     # What the host updates is away from its last use on; elsewhere all steps up to the last gradient count the whole.
     unread = range(problem.last_read(group) + 1, problem.last_gradient(group) + 1)
     account.hold_over(unread, group.param_bytes, add((-1.0, x)))
@@ -178,7 +183,10 @@ def _wait(
     gone = flow(builder, f"GradOutD[{group.name}]", waiting, leaving_steps(problem, waiting, 2), total)
     back = flow(builder, f"GradInD[{group.name}]", waiting, coming_steps(problem, returning), total)
     follows(builder, f"GradInD after GradOutD[{group.name}]", back, gone)
-    account.keep(group.grad_bytes, total)
+    if problem.adds_up:
+        account.keep(group.grad_bytes, total)
+    else:
+        account.pass_through(group.grad_bytes, gone, back)
     leave(group.grad_bytes, span.end, gone, account, copies=group.grad_copies)
     _come(group.grad_bytes, back, account, copies=group.grad_copies)
     account.hold_sums(waiting[1:], -group.grad_bytes, gone.prior)

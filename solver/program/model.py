@@ -27,6 +27,7 @@ Flow): `Flow.upto(t)` has moved by the end of step t, `Flow.before(t)` by its be
 | Time | time | seconds of a step | s | >= each resource's seconds |
 | Level | level | everything on the device in a step | <= budget | Level[t] = Level[t - 1] + rise of step t |
 | In, Out | links | seconds of a step's copies over one link, if alone, those per copy included | s | |
+| Host | host | what is on the host for some steps, if these are counted | bytes | as Level |
 | M | least | the budget, if the program minimises it | bytes | |
 
 With several micro-batches the steps hold up to three passes (see problem.py). Decisions within a pass (Comp, Z, d, and
@@ -40,7 +41,7 @@ are scaled only in this file: a budget is 1000 units, and so are the seconds tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Literal
@@ -70,7 +71,8 @@ class Program:
 
     Parameters
     ----------
-    memory: device bytes by step; empty if the goal is the host. tiers: bytes on each other tier. Both are unscaled.
+    memory: device bytes by step; empty if the goal is the host. host: bytes on the host, by step if they are counted in
+        time, otherwise of the whole iteration. Both are unscaled.
     device_rows: the expressions that the device budget bounds: (step, bytes).
     time: seconds of each step, in units of `time_unit_s`; empty unless the goal is time. times: how often each step
         happens in an iteration.
@@ -83,7 +85,7 @@ class Program:
     leaving: tuple[Leaving, ...]
     memory: tuple[Terms, ...]
     device_rows: tuple[tuple[int, Terms], ...]
-    tiers: dict[str, Terms]
+    host: tuple[Terms, ...]
     time: tuple[Terms, ...]
     times: tuple[int, ...]
     time_unit_s: float
@@ -101,7 +103,7 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
 
     Source: OffMate, section 4.1, with the two-part flows of the legend above.
     """
-    builder, account = Builder(), Account.of(problem.rates, problem.n_steps)
+    builder, account = Builder(), Account.of(problem.rates, problem.n_steps, problem.host_in_time)
     account.keep(problem.arrival_bytes, {ONE: 1.0})
     choices = add_blocks(problem, builder, account)
     leaving = add_values(problem, builder, account)
@@ -120,7 +122,7 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
     device_rows: tuple[tuple[int, Terms], ...] = ()
     if goal != "host":
         unit = (_most_on_device(problem) if goal == "device" else problem.device_budget_bytes) / SCALE or 1.0
-        memory = _levels(builder, account, unit)
+        memory = _levels(builder, account.rise, unit, "Level")
         outside = [
             (step, add((1.0, memory[step]), (1.0, more)))
             for begins in problem.each(0)
@@ -131,7 +133,7 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
         for i, (step, terms) in enumerate(device_rows):
             name = f"memory[{step}{'' if i < len(memory) else ',outside'}]"
             builder.at_most_zero(name, add((1 / unit, terms), (-1.0, most)))
-    _tier_rows(problem, builder, account, goal, objective)
+    host = _tier_rows(problem, builder, account, goal, objective)
     if goal == "device":
         spread = SPREAD_WEIGHT / problem.n_steps / unit
         objective = add((1.0, objective), *((spread, m) for m in memory))
@@ -143,7 +145,7 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
         leaving=leaving,
         memory=memory,
         device_rows=device_rows,
-        tiers=account.tiers,
+        host=host,
         time=time,
         times=tuple(map(problem.times, range(problem.n_steps))),
         time_unit_s=unit_s,
@@ -177,26 +179,43 @@ def _hold_the_rest(problem: Problem, choices: tuple[Choices, ...], account: Acco
     return start, user
 
 
-def _levels(builder: Builder, account: Account, unit: float) -> tuple[Terms, ...]:
-    """Add a column per step for the bytes on the device, in units of `unit`; return the bytes."""
+def _levels(builder: Builder, rises: Iterable[Terms], unit: float, name: str) -> tuple[Terms, ...]:
+    """Add a column per step for bytes that rise from step to step, in units of `unit`; return the bytes."""
     last: Terms = {}
     levels = []
-    for step, rise in enumerate(account.rise):
-        level = builder.column(f"Level[{step}]", inf)
+    for step, rise in enumerate(rises):
+        level = builder.column(f"{name}[{step}]", inf)
         change = add((1 / unit, rise), (1.0, last), (-1.0, level))
-        builder.at_most_zero(f"level[{step}]", {c: a for c, a in change.items() if abs(a) > SMALLEST}, equal=True)
+        builder.at_most_zero(
+            f"{name.lower()}[{step}]", {c: a for c, a in change.items() if abs(a) > SMALLEST}, equal=True
+        )
         levels.append(add((unit, level)))
         last = level
     return tuple(levels)
 
 
-def _tier_rows(problem: Problem, builder: Builder, account: Account, goal: Goal, least: Terms) -> None:
-    """Bound the bytes on each tier by its capacity, or those on the host by `least` if that is the goal."""
-    for tier in problem.tiers:
-        asked, used = goal in _HOST_GOALS and tier.name == HOST, account.tiers[tier.name]
-        unit = (_most(used, builder) if asked else tier.capacity_bytes) / SCALE or 1.0
-        limit = least if asked else {ONE: tier.capacity_bytes / unit}
-        builder.at_most_zero(tier.name, add((1 / unit, used), (-1.0, limit)))
+def _tier_rows(problem: Problem, builder: Builder, account: Account, goal: Goal, least: Terms) -> tuple[Terms, ...]:
+    """Bound the bytes on each tier by its capacity, or those on the host by `least` if that is the goal.
+
+    Returns: the bytes on the host; by step if they are counted in time.
+    """
+    host, *others = problem.tiers
+    asked, always = goal in _HOST_GOALS, account.tiers[HOST]
+    unit = (_most_on_host(problem, builder, account) if asked else host.capacity_bytes) / SCALE or 1.0
+    limit = least if asked else {ONE: host.capacity_bytes / unit}
+    rows: tuple[Terms, ...] = (always,)
+    if account.passing is not None:
+        passing = _levels(builder, account.passing, unit, "Host")
+        rows = tuple(add((1.0, always), (1.0, level)) for level in passing)
+    for step, used in enumerate(rows):
+        name = HOST if account.passing is None else f"{HOST}[{step}]"
+        builder.at_most_zero(name, add((1 / unit, used), (-1.0, limit)))
+    for tier in others:
+        unit = tier.capacity_bytes / SCALE or 1.0
+        builder.at_most_zero(
+            tier.name, add((1 / unit, account.tiers[tier.name]), (-tier.capacity_bytes / unit, {ONE: 1.0}))
+        )
+    return rows
 
 
 def _time_rows(problem: Problem, builder: Builder, account: Account, unit_s: float) -> tuple[Terms, ...]:
@@ -267,6 +286,12 @@ def _unavoidable_s(problem: Problem) -> float:
 def _most(terms: Terms, builder: Builder) -> float:
     """Return an upper bound of an expression, by its columns' own bounds."""
     return sum(max(0.0, a) * (1.0 if c == ONE else builder.upper[c]) for c, a in terms.items())
+
+
+def _most_on_host(problem: Problem, builder: Builder, account: Account) -> float:
+    """Return more bytes than any plan can have on the host at once."""
+    rises = account.passing or ()
+    return _most(account.tiers[HOST], builder) + sum(_most(rise, builder) for rise in rises)
 
 
 def _most_on_device(problem: Problem) -> float:

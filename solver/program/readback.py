@@ -40,7 +40,7 @@ def read_solution(program: Program, answer: RawAnswer) -> Solution:
         groups={name: read_group(columns, values) for name, columns in program.groups.items()},
         step_s=step_s,
         memory_bytes=tuple(round(evaluate(m, values)) for m in program.memory),
-        host_bytes=round(evaluate(program.tiers[HOST], values)),
+        host_bytes=round(max(evaluate(row, values) for row in program.host)),
     )
 
 

@@ -42,6 +42,7 @@ class State:
     `owed`: tensors whose gradient, or total of gradients, is complete and which are not updated yet. `fresh`: tensors
     whose gradient of this micro-batch is complete and not added to its total yet. `added`: by tensor, the number of
     gradients added. `arriving`: tensors whose gradients have been sent to the host and not been added, in order.
+    `held`: items that share host memory and whose values there are still needed.
     `known`: whether the iteration before this one has been walked. `walked`: number of micro-batches that are walked
     per iteration, with two of the middle ones, which are alike.
     """
@@ -57,6 +58,7 @@ class State:
     arriving: deque[str] = field(default_factory=deque)
     batch: int = 0
     known: bool = False
+    held: set[Item] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         schedule = self.schedule
@@ -111,6 +113,7 @@ class State:
         """Carry out one action, or raise ScheduleError with the reason why it cannot be."""
         does = effect(action, self.schedule)
         HANDLERS[action.kind](self, action, does)
+        self._share_host(action, does)
         self.there.difference_update(does.releases)
         self.there.update(does.brings)
 
@@ -172,6 +175,16 @@ class State:
                 require(not full, action, f"no buffer is free: {', '.join(self.arriving)} wait for their addition")
                 self.arriving.append(item.name)
         self.copies.add(item)
+
+    def _share_host(self, action: Action, does: Effect) -> None:
+        """Check that whoever had a place on the host before needs it no more."""
+        if action.kind is Kind.OFFLOAD:
+            neighbours = self.schedule.host_layout.neighbours
+            for other in neighbours.get(action.item, ()):
+                require(other not in self.held, action, f"its place on the host is still in use by {other}")
+            self.held |= {action.item} & neighbours.keys()
+        elif action.kind in (Kind.PREFETCH, Kind.UPDATE_CPU):
+            self.held.difference_update(does.host_reads)
 
     @property
     def _unused(self) -> set[str]:

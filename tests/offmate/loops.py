@@ -48,7 +48,7 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 @functools.cache
 def plan(budget: str, planned: bool = True) -> offmate.Plan:
-    """The plan for an "ample", "middle" or "least" budget."""
+    """The plan for an "ample", "middle" or "least" budget; or for a "shared" one, where items share RAM."""
     model = tiny()
     settings: dict[str, Any] = {
         "example_inputs": batch(0),
@@ -60,6 +60,12 @@ def plan(budget: str, planned: bool = True) -> offmate.Plan:
     if budget == "ample":
         return offmate.plan(model, AMPLE, **settings)
     least = plan("ample", planned).least_budget_bytes
+    if budget == "shared":
+        device_bytes = int(1.1 * least)
+        settings["cpu_budget"] = int(0.85 * offmate.plan(model, device_bytes, **settings).host_bytes)
+        found = offmate.plan(model, device_bytes, **settings)
+        assert any(found.schedule.host_layout.neighbours.values())
+        return found
     return offmate.plan(model, least if budget == "least" else 2 * least, **settings)
 
 

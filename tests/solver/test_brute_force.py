@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 from offmate.solver.problem import Group, Option, Problem
@@ -25,7 +26,21 @@ class Count:
     cpu: list[float]
     link_s: dict[str, list[float]]
     serial_s: list[float]
-    host: float = 0.0
+    passing: list[float]  # bytes on the host by step, of what is there for a part of the iteration only
+    host: float = 0.0  # all bytes on the host, if each has memory of its own
+    always: float = 0.0  # those of them that are there for the whole iteration
+
+    def keep(self, amount: float) -> None:
+        """Count bytes on the host for the whole iteration."""
+        self.host += amount
+        self.always += amount
+
+    def stay(self, stays: Iterable[Iterable[int]], amount: float) -> None:
+        """Count bytes on the host, in the steps of some stays."""
+        self.host += amount
+        for steps in stays:
+            for step in steps:
+                self.passing[step] += amount
 
     def move(self, problem: Problem, way: str, step: int, *amounts: float, serial: bool = False) -> None:
         """Count copies of so many bytes each."""
@@ -74,7 +89,11 @@ def count_idle_gap(problem: Problem, group: Group, rng: random.Random, count: Co
         count.cpu[idle[update]] += group.cpu_update_s
         for k in range(1, last + 1):
             count.memory[idle[k]] += group.grad_bytes * (k <= out) + group.param_bytes * (k >= back)
-        count.host += group.param_bytes + group.grad_bytes + group.state_bytes
+        count.keep(group.param_bytes + group.state_bytes)
+        if external or problem.micro_batches > 1:
+            count.keep(group.grad_bytes)
+        else:
+            count.stay([idle[out : update + 1]], group.grad_bytes)
         if problem.micro_batches > 1:
             count.cpu[idle[out + 1]] += group.cpu_add_s
             _count_gradients_out(problem, group, first_end, rng, count)
@@ -93,7 +112,7 @@ def count_idle_gap(problem: Problem, group: Group, rng: random.Random, count: Co
         return False
     out = rng.randint(idle.index(updated), last)
     count.move(problem, "out", idle[out], *params(group), serial=idle[out] == updated)
-    count.host += group.param_bytes
+    count.keep(group.param_bytes)
     back = rng.randint(out + 1, last) if out < last and rng.random() < 0.7 else None
     for k in range(1, last + 1):
         count.memory[idle[k]] += group.param_bytes * (back is None or k <= out or k >= back)
@@ -111,7 +130,10 @@ def _count_wait(problem: Problem, group: Group, end: int, updated: int, rng: ran
     out = rng.randrange(end, back - 1)
     count.move(problem, "out", out, *grads(group), serial=out == end)
     count.move(problem, "in", back, *grads(group))
-    count.host += group.grad_bytes
+    if problem.micro_batches > 1:
+        count.keep(group.grad_bytes)
+    else:
+        count.stay([range(out, back + 1)], group.grad_bytes)
     return range(out + 1, back)
 
 
@@ -139,7 +161,7 @@ def _count_states(problem: Problem, group: Group, updated: int, rng: random.Rand
     if leaves:
         count.move(problem, "out", steps[out], *states(group), serial=out == 0)
         count.move(problem, "in", steps[back], *states(group))
-        count.host += group.state_bytes
+        count.keep(group.state_bytes)
 
 
 def count_group(problem: Problem, group: Group, rng: random.Random, count: Count) -> None:
@@ -157,7 +179,7 @@ def count_group(problem: Problem, group: Group, rng: random.Random, count: Count
             count.memory[step] -= group.param_bytes
     if not group.trainable:
         gaps.append((points[-1] + problem.passes[-1], points[0], (0,)))
-        count.host += group.param_bytes * bool(on_host)
+        count.keep(group.param_bytes * bool(on_host))
     for after, before, starts in gaps:
         between = cycle(after, before - 1, problem.n_steps)[1:] if starts else []
         returns = between and on_host and after + 1 not in unread
@@ -190,7 +212,8 @@ def count_values(problem: Problem, rng: random.Random, count: Count) -> None:
         backwards = [u for u in value.uses if u >= problem.n_blocks]
         leaves = backwards and backwards[0] - forwards[-1] >= 3 and rng.random() < 0.5
         away = range(forwards[-1] + 1, backwards[0] - 1) if leaves else range(0)
-        count.host += value.bytes * bool(leaves)
+        if leaves:
+            count.stay([range(p + forwards[-1], p + backwards[0]) for p in problem.passes], value.bytes)
         for start in problem.passes:
             if leaves:
                 count.move(problem, "out", start + forwards[-1], value.bytes, serial=forwards[-1] == value.made)
@@ -199,12 +222,12 @@ def count_values(problem: Problem, rng: random.Random, count: Count) -> None:
                 count.memory[start + step] += value.bytes * (step not in away)
 
 
-def random_plan(problem: Problem, rng: random.Random) -> tuple[float, float, float]:
-    """A random whole-tensor plan: its seconds, its device bytes, its host bytes."""
+def random_plan(problem: Problem, rng: random.Random) -> tuple[float, float, float, float]:
+    """A random whole-tensor plan: its seconds, its device bytes, its host bytes, and these where memory is shared."""
     total, n = problem.n_steps, problem.n_blocks
     zeros = [0.0] * total
     links_s: dict[str, list[float]] = defaultdict(lambda: list(zeros))
-    count = Count(list(zeros), list(zeros), list(zeros), links_s, list(zeros))
+    count = Count(list(zeros), list(zeros), list(zeros), links_s, list(zeros), list(zeros))
     for group in problem.groups:
         count_group(problem, group, rng, count)
     count_values(problem, rng, count)
@@ -214,7 +237,8 @@ def random_plan(problem: Problem, rng: random.Random) -> tuple[float, float, flo
         option = rng.choice([o for o in block.options if not o.offloaded_bytes or i <= n - 2])
         most = min(3, (problem.backward_step(i) - i - 1) // 2)
         stay = rng.randint(0, most), rng.randint(0, most)
-        count.host += option.offloaded_bytes
+        first, last = i + stay[0], problem.backward_step(i) - stay[1]
+        count.stay([range(p + first, p + last + 1) for p in problem.passes], option.offloaded_bytes)
         for p, start in enumerate(problem.passes):
             before = count.memory[start + n]
             count_block(problem, i, option, stay, start, count)
@@ -230,9 +254,9 @@ def random_plan(problem: Problem, rng: random.Random) -> tuple[float, float, flo
     count.compute[problem.first_turn_around] += problem.gate_s
     count.cpu[problem.first_turn_around] += problem.gate_s
     if problem.micro_batches > 1:
-        count.host += 2 * max((t.grad_bytes for g in problem.groups if g.trainable for t in g.tensors), default=0)
+        count.keep(2 * max((t.grad_bytes for g in problem.groups if g.trainable for t in g.tensors), default=0))
     seconds = sum(_step_s(problem, count, t) * problem.times(t) for t in range(total))
-    return seconds, device, count.host
+    return seconds, device, count.host, count.always + max(count.passing)
 
 
 def _step_s(problem: Problem, count: Count, t: int) -> float:
@@ -267,9 +291,10 @@ def with_seconds_per_copy(problem: Problem, rng: random.Random) -> Problem:
 
 def check_no_whole_plan_is_better(problem: Problem, rng: random.Random, backend: str = "highs") -> None:
     plans = [random_plan(problem, rng) for _ in range(400)]
-    frontier = [min(plans), min(plans, key=lambda p: p[1]), min(plans, key=lambda p: p[2]), *rng.sample(plans, 3)]
-    for seconds, device, host in frontier:
-        within = replace(problem, device_budget_bytes=int(device), host_budget_bytes=int(host))
+    frontier = [min(plans), *(min(plans, key=lambda p, k=k: p[k]) for k in (1, 2, 3)), *rng.sample(plans, 2)]
+    for in_time, (seconds, device, *hosts) in product((False, True), frontier):
+        host = hosts[in_time]
+        within = replace(problem, device_budget_bytes=int(device), host_budget_bytes=int(host), host_in_time=in_time)
         solution = solve(within, gap=1e-6, backend=backend)
         assert solution.status is Status.OPTIMAL
         assert solution.lower_bound_s <= seconds * (1 + 1e-6)
@@ -281,7 +306,9 @@ def check_no_whole_plan_is_better(problem: Problem, rng: random.Random, backend:
         assert solve(replace(within, host_budget_bytes=least), backend=backend).status is Status.OPTIMAL
     endless = replace(problem, host_budget_bytes=10**9)
     assert least_budget(endless, backend=backend).bytes <= min(p[1] for p in plans) * (1 + 2e-6) + 256
-    assert least_host(problem, backend=backend) <= min(p[2] for p in plans) * (1 + 2e-6) + 256
+    for in_time in (False, True):
+        least_bytes = least_host(replace(problem, host_in_time=in_time), backend=backend)
+        assert least_bytes <= min(p[2 + in_time] for p in plans) * (1 + 2e-6) + 256
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -83,7 +83,7 @@ def check_goes_on(loop, counts: set[int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["first.weight", "layers.4.bias", "last.weight"])
-@pytest.mark.parametrize("budget", ["ample", "least"])
+@pytest.mark.parametrize("budget", ["ample", "least", "shared"])
 def test_faulty_update(name, budget, monkeypatch, caplog):
     loop = trained(budget, steps=2)
     updater = type(loop.session.updater)
@@ -127,8 +127,9 @@ def failing_copies(monkeypatch, direction: str, nth: int, garbage: bool) -> None
 
 @pytest.mark.parametrize("direction", ["copy_in", "copy_out"])
 @pytest.mark.parametrize("nth", range(0, 60, 4))
-def test_copy_fails(direction, nth, monkeypatch, caplog):
-    loop = trained("least", steps=2)
+@pytest.mark.parametrize("budget", ["least", "shared"])
+def test_copy_fails(budget, direction, nth, monkeypatch, caplog):
+    loop = trained(budget, steps=2)
     moves = Kind.PREFETCH if direction == "copy_in" else Kind.OFFLOAD
     copies = sum(action.kind is moves for action in loop.executor.schedule.actions)
     with monkeypatch.context() as patch:
@@ -168,7 +169,7 @@ def raise_interrupt() -> None:
 
 
 @pytest.mark.parametrize("nth", range(17))
-@pytest.mark.parametrize("budget", ["ample", "least"])
+@pytest.mark.parametrize("budget", ["ample", "least", "shared"])
 def test_interrupted_between_actions(budget, nth, caplog):
     loop = trained(budget, steps=2)
     interrupt_at(loop, actions(budget, 12)[nth], raise_interrupt)
