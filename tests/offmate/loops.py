@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from dataclasses import dataclass
@@ -61,11 +62,13 @@ def plan(budget: str, planned: bool = True) -> offmate.Plan:
         return offmate.plan(model, AMPLE, **settings)
     least = plan("ample", planned).least_budget_bytes
     if budget == "shared":
-        device_bytes = int(1.1 * least)
-        settings["cpu_budget"] = int(0.85 * offmate.plan(model, device_bytes, **settings).host_bytes)
-        found = offmate.plan(model, device_bytes, **settings)
-        assert any(found.schedule.host_layout.neighbours.values())
-        return found
+        full_bytes = offmate.plan(model, 2 * least, **settings).host_bytes
+        for part in (0.97, 0.88, 0.94, 0.91):  # which of them shares anything depends on measured seconds
+            with contextlib.suppress(offmate.OffmateError):
+                found = offmate.plan(model, 2 * least, **(settings | {"cpu_budget": int(part * full_bytes)}))
+                if any(found.schedule.host_layout.neighbours.values()):
+                    return found
+        raise AssertionError("no plan shares RAM")
     return offmate.plan(model, least if budget == "least" else 2 * least, **settings)
 
 
@@ -114,7 +117,7 @@ def compiled(budget: str = "least", steps: int = 0, planned: bool = True, model:
         known.budget_bytes,
         optimizer=optimizer if planned else None,
         device="emulated",
-        cpu_budget=CPU_BUDGET,
+        cpu_budget=known.schedule.host_budget_bytes,
         plan=known,
         config=offmate.Config(cache_dir=None),
     )
