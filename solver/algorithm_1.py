@@ -15,7 +15,8 @@ from .solution import Solution
 from .solve import solve
 
 _TRIES = 8
-_ROOMS = (0.0, 0.02, 0.05)  # parts of the host budget that are left to whole tensors, one after the other
+# Parts of the host's and of the device's budget that are left to whole tensors, one after the other.
+_ROOMS = ((0.0, 0.0), (0.02, 0.0), (0.02, 0.03), (0.05, 0.0), (0.05, 0.03))
 
 
 def algorithm_1(problem: Problem, solution: Solution, limits: Limits) -> Search | None:
@@ -43,8 +44,9 @@ def near_the_fractions(problem: Problem, solution: Solution, limits: Limits) -> 
     Where the host is nearly full and a group has one large tensor, as an embedding, the answers to smaller and smaller
     budgets are soon none at all. Whole parts near the fractions, larger and smaller ones in turn, take no more bytes.
     """
-    for room in _ROOMS:
-        tried = problem.with_capacities({HOST: int((1 - room) * problem.host_budget_bytes)})
+    for on_host, on_device in _ROOMS:
+        tried = problem.with_capacities({HOST: int((1 - on_host) * problem.host_budget_bytes)})
+        tried = replace(tried, device_budget_bytes=int((1 - on_device) * problem.device_budget_bytes))
         limit_s, gap, backend = limits.time_limit_s, limits.gap, limits.backend
         for near in settle(tried, solution, time_limit_s=limit_s, gap=gap, backend=backend):
             rounded = build_schedule(problem, round_solution(tried, near))

@@ -295,11 +295,14 @@ def _stays_on_host(schedule: Schedule) -> tuple[dict[Item, list[tuple[int, int]]
     events: dict[Item, list[tuple[int, bool]]] = {}
     for time, run in enumerate(runs):
         for action in run:
-            if action.kind is Kind.UPDATE_CPU:
+            if action.kind in (Kind.UPDATE_CPU, Kind.UPDATE_DEVICE):
                 item, comes = Item(ItemKind.GRADIENT, action.name), False
             elif action.kind in (Kind.OFFLOAD, Kind.PREFETCH):
                 item, comes = action.item, action.kind is Kind.OFFLOAD
             else:
+                continue
+            # After a failure, the host makes an update from the copy of a gradient that has returned to the device.
+            if action.kind is Kind.PREFETCH and item.kind is ItemKind.GRADIENT:
                 continue
             if (item.kind.by_batch or item.kind in gradients) and item not in schedule.homes:
                 events.setdefault(item, []).append((time, comes))

@@ -89,7 +89,6 @@ class Gradients:
         tensor = self._device.empty_like(home)
         copy = self._device.copy_in(tensor, home, (leaving,))
         arrived = UnderWay(f"the copy of the gradient of {name} to the device", (copy,))
-        self._shared.freed(items.gradient(name), arrived)
         self._contents.returned_grads[name] = Buffer({"": tensor}, arrived)
 
     def _settle(self, name: str) -> None:

@@ -67,6 +67,8 @@ class Updates:
     def on_device(self, name: str) -> None:
         """Update a parameter on the device, item by item of its state, each with its own rows."""
         contents = self._contents
+        returned = contents.returned_grads.get(name)
+        arrived = returned.arrived if returned is not None else None
         param, grad = contents.params[name], self._gradients.whole(name).tensor
         scale = self._gate.scale_of(name, grad.device)
         if scale is not None:  # it has come back from the host, whose own copy stays as it is
@@ -88,6 +90,8 @@ class Updates:
         self._host.updates[name] = self._host.updates.get(name, 0) + 1
         contents.pending.discard(name)
         contents.grad_leaving.pop(name, None)
+        # Until here the host's copy was what a failure would have left of the gradient.
+        self._shared.freed(items.gradient(name), arrived)
 
     def _on_device_whole(
         self, name: str, param: torch.Tensor, grad: torch.Tensor, buffer: Buffer, host: dict[str, object]

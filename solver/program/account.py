@@ -64,11 +64,22 @@ class Account:
         out: the flow to the host. back: the flow, of the same total, that ends its stay there: of what is used on the
             host, or comes back. Its span is the same, or begins later.
         """
-        if self.passing is None:
-            return self.keep(amount_bytes, out.total)
         until = back.span if back.span == out.span else range(out.span[0], back.span[-1] + 1)
-        _change(self.passing, tuple(until), amount_bytes, {step: out.sums.get(step, out.total) for step in until})
-        _change(self.passing, back.span, -amount_bytes, back.prior)
+        self.remain(tuple(until), amount_bytes, out)
+        if self.passing is not None:
+            _change(self.passing, back.span, -amount_bytes, back.prior)
+
+    def remain(self, steps: Sequence[int], amount_bytes: float, out: Flow) -> None:
+        """Count amount * a flow on the host from the step in which it comes there to the last of `steps`.
+
+        Parameters
+        ----------
+        steps: those of the flow's span, and perhaps later ones; neighbours in cyclic order.
+        """
+        if self.passing is None:
+            self.keep(amount_bytes, out.total)
+        else:
+            _change(self.passing, steps, amount_bytes, {step: out.sums.get(step, out.total) for step in steps})
 
     @property
     def host_in_time(self) -> bool:

@@ -185,8 +185,8 @@ def _wait(
     follows(builder, f"GradInD after GradOutD[{group.name}]", back, gone)
     if problem.adds_up:
         account.keep(group.grad_bytes, total)
-    else:
-        account.pass_through(group.grad_bytes, gone, back)
+    else:  # a failure may need the host's copy until the update
+        account.remain((*waiting, updated), group.grad_bytes, gone)
     leave(group.grad_bytes, span.end, gone, account, copies=group.grad_copies)
     _come(group.grad_bytes, back, account, copies=group.grad_copies)
     account.hold_sums(waiting[1:], -group.grad_bytes, gone.prior)

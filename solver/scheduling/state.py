@@ -183,8 +183,10 @@ class State:
             for other in neighbours.get(action.item, ()):
                 require(other not in self.held, action, f"its place on the host is still in use by {other}")
             self.held |= {action.item} & neighbours.keys()
-        elif action.kind in (Kind.PREFETCH, Kind.UPDATE_CPU):
-            self.held.difference_update(does.host_reads)
+        elif action.kind in (Kind.UPDATE_CPU, Kind.UPDATE_DEVICE):
+            self.held.discard(items.gradient(action.name))
+        elif action.kind is Kind.PREFETCH and action.item.kind is not ItemKind.GRADIENT:
+            self.held.discard(action.item)
 
     @property
     def _unused(self) -> set[str]:

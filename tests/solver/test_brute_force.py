@@ -133,7 +133,7 @@ def _count_wait(problem: Problem, group: Group, end: int, updated: int, rng: ran
     if problem.micro_batches > 1:
         count.keep(group.grad_bytes)
     else:
-        count.stay([range(out, back + 1)], group.grad_bytes)
+        count.stay([range(out, updated + 1)], group.grad_bytes)
     return range(out + 1, back)
 
 

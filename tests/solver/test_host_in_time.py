@@ -54,9 +54,9 @@ def host_highs(schedule: Schedule) -> list[int]:
             ended = None
             if action.kind is Kind.OFFLOAD:
                 there |= {action.item} & layout.places.keys()
-            elif action.kind is Kind.PREFETCH:
+            elif action.kind is Kind.PREFETCH and action.item.kind is not ItemKind.GRADIENT:
                 ended = action.item
-            elif action.kind is Kind.UPDATE_CPU:
+            elif action.kind in (Kind.UPDATE_CPU, Kind.UPDATE_DEVICE):
                 ended = next((i for i in layout.places if i.kind is ItemKind.GRADIENT and i.name == action.name), None)
             if number:
                 highs.append(own + sum(sizes[item] for item in there))
