@@ -66,6 +66,7 @@ class TensorPlan:
     drop: it is released at the end of this step (device part).
     gaps: all other gaps between its uses; a gap that recurs in several passes is listed once per pass.
     states: the pieces of its optimizer state that leave and return, first rows first (device part).
+    source: the tier that it comes from after it was released (frozen groups).
     """
 
     name: str
@@ -81,11 +82,17 @@ class TensorPlan:
     drop: int | None = None
     gaps: tuple[TensorGap, ...] = ()
     states: tuple[StateStay, ...] = ()
+    source: str = HOST
+
+    @property
+    def leaves(self) -> bool:
+        """Return whether the tensor is away between some of its uses."""
+        return any(gap.back is not None for gap in self.gaps)
 
     @property
     def hosted(self) -> bool:
         """Return whether the host holds a copy of the tensor's values."""
-        return self.cpu or self.out is not None or any(gap.back is not None for gap in self.gaps)
+        return self.cpu or self.out is not None or (self.leaves and self.source == HOST)
 
 
 @dataclass(frozen=True)

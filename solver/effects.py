@@ -21,6 +21,7 @@ class Effect:
     resource: the resource that carries it out; None for a release, which takes no time. Computes and releases block the
         executor; everything else is queued.
     seconds: its duration if the resource has nothing else to do.
+    beyond, beyond_s: the resource that carries it on if it passes the host's memory, and for how long; None otherwise.
     reads: items that must be on the device, complete, when it starts.
     writes: items on the device whose values it makes or changes.
     brings, releases: items that it puts on the device; items that it removes from it.
@@ -42,6 +43,8 @@ class Effect:
     moved_bytes: int = 0
     rise_bytes: int = 0
     growth_bytes: int = 0
+    beyond: Resource | None = None
+    beyond_s: float = 0.0
 
     @cached_property
     def blocks(self) -> bool:
@@ -98,6 +101,7 @@ def _compute(action: Action, schedule: Schedule) -> Effect:
 def _prefetch(action: Action, schedule: Schedule) -> Effect:
     item = action.item
     size, link = schedule.item_bytes[item], schedule.path_of(item).into
+    beyond, beyond_s = _beyond(schedule, size, link)
     return Effect(
         link,
         schedule.rates.copy_s(size, link),
@@ -107,13 +111,24 @@ def _prefetch(action: Action, schedule: Schedule) -> Effect:
         moved_bytes=size,
         rise_bytes=size,
         growth_bytes=size,
+        beyond=beyond,
+        beyond_s=beyond_s,
     )
 
 
 def _offload(action: Action, schedule: Schedule) -> Effect:
     item = action.item
     size, link = schedule.item_bytes[item], schedule.path_of(item).out
-    return Effect(link, schedule.rates.copy_s(size, link), reads=(item,), host_writes=(item,), moved_bytes=size)
+    copy_s, (beyond, beyond_s) = schedule.rates.copy_s(size, link), _beyond(schedule, size, link)
+    if beyond is not None:  # over the host's link first, and then on to the tier
+        link, copy_s, beyond, beyond_s = beyond, beyond_s, link, copy_s
+    return Effect(link, copy_s, reads=(item,), host_writes=(item,), moved_bytes=size, beyond=beyond, beyond_s=beyond_s)
+
+
+def _beyond(schedule: Schedule, size_bytes: int, link: Resource) -> tuple[Resource | None, float]:
+    """Return the host's link that a copy over a tier's link takes as well, and its seconds there."""
+    beyond = schedule.rates.beyond(link)
+    return beyond, schedule.rates.copy_s(size_bytes, beyond) if beyond is not None else 0.0
 
 
 def _free(action: Action, schedule: Schedule) -> Effect:

@@ -95,6 +95,22 @@ class Problem:
         """The memories other than the device's, the host's first."""
         return Tier(self.rates.host, self.host_budget_bytes), *self.rates.tiers
 
+    @property
+    def roaming_tiers(self) -> tuple[Tier, ...]:
+        """The tiers that items may leave to, the host first."""
+        host, *others = self.tiers
+        return host, *(tier for tier in others if tier.capacity_bytes)
+
+    @property
+    def frozen_tiers(self) -> tuple[Tier, ...]:
+        """The tiers beside the host from which frozen parameters come."""
+        return tuple(tier for tier in self.rates.tiers if tier.holds_frozen)
+
+    @property
+    def buffers_bytes(self) -> int:
+        """Bytes of the host's memory that copies through the host take."""
+        return sum(tier.buffers_bytes for tier in self.rates.tiers)
+
     def with_capacities(self, tiers: Mapping[str, int]) -> Problem:
         """Return the problem with other capacities of some tiers, in bytes by name."""
         others = tuple(replace(t, capacity_bytes=tiers.get(t.name, t.capacity_bytes)) for t in self.rates.tiers)

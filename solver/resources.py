@@ -41,6 +41,8 @@ class Path:
         idle.
     both_bytes_per_s: total rate while both are busy.
     per_copy_s: seconds that each copy takes on either link in addition to those of its bytes.
+    through_host: whether copies pass the host's memory, and so take the host's link, too: after the tier's own link on
+        the way to the device, before it on the way from there.
     """
 
     tier: str
@@ -48,6 +50,7 @@ class Path:
     out_bytes_per_s: float
     both_bytes_per_s: float
     per_copy_s: float = 0.0
+    through_host: bool = False
 
     @cached_property
     def into(self) -> Resource:
@@ -97,11 +100,17 @@ class Tier:
 
     Parameters
     ----------
-    path: its name, and the links between it and the device. capacity_bytes: the most bytes that it holds.
+    path: its name, and the links between it and the device.
+    capacity_bytes: the most bytes that leave to it.
+    holds_frozen: whether it holds every frozen parameter all the time, beside what leaves to it: files that are read
+        and never written.
+    buffers_bytes: bytes of the host's memory that copies through the host take.
     """
 
     path: Path
     capacity_bytes: int
+    holds_frozen: bool = False
+    buffers_bytes: int = 0
 
     @property
     def name(self) -> str:
@@ -153,7 +162,8 @@ class Rates:
         """The part of the host memory's rate that a resource takes at full speed; empty if that rate has no limit."""
         if not self.host_memory_bytes_per_s:
             return {}
-        needs = {link: self.bytes_per_s(link) for link in self.host.links}
+        needs = {link: self.bytes_per_s(link) for path in self.paths.values() for link in path.links
+                 if path.tier == HOST or path.through_host}  # fmt: skip
         needs |= {worker: self.worker_bytes_per_s for worker in self.working if worker != Resource.COMPUTE}
         return {resource: need / self.host_memory_bytes_per_s for resource, need in needs.items()}
 
@@ -171,6 +181,13 @@ class Rates:
     def host(self) -> Path:
         """The path to the host."""
         return Path(HOST, self.in_bytes_per_s, self.out_bytes_per_s, self.both_bytes_per_s, self.per_copy_s)
+
+    def beyond(self, link: Resource) -> Resource | None:
+        """Return the host's link that copies over a tier's link take as well; None if there is no such link."""
+        path = self._path_of[link]
+        if not path.through_host:
+            return None
+        return self.host.into if link == path.into else self.host.out
 
     @cached_property
     def links(self) -> tuple[Resource, ...]:
@@ -229,8 +246,11 @@ class Rates:
         data = {name: value for name, value in asdict(self).items() if name not in absent or value != absent[name]}
         tiers = [asdict(tier) for tier in self.tiers]
         for tier in tiers:
-            if not tier["path"]["per_copy_s"]:
-                del tier["path"]["per_copy_s"]
+            may_be_absent = ((tier["path"], "per_copy_s"), (tier["path"], "through_host"),
+                             (tier, "holds_frozen"), (tier, "buffers_bytes"))  # fmt: skip
+            for row, name in may_be_absent:
+                if not row[name]:
+                    del row[name]
         more = {"tiers": tiers,
                 "workers": [{"name": worker.name, "does": list(worker.does)} for worker in self.workers]}  # fmt: skip
         return data | {name: rows for name, rows in more.items() if rows}
@@ -256,11 +276,10 @@ class Rates:
         if len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):
             yield "tiers", f"need distinct names, found {', '.join(map(repr, names))}"
         for tier in self.tiers:
-            if not isinstance(tier.capacity_bytes, int) or tier.capacity_bytes < 0:
-                yield (
-                    f"tier {tier.name}",
-                    f"capacity_bytes is {tier.capacity_bytes!r}, must be a whole number from 0 on",
-                )
+            for name in ("capacity_bytes", "buffers_bytes"):
+                size = getattr(tier, name)
+                if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+                    yield f"tier {tier.name}", f"{name} is {size!r}, must be a whole number from 0 on"
         yield from self._faults_of_workers()
 
     def _faults_of_workers(self) -> Iterator[tuple[str, str]]:

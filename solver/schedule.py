@@ -163,7 +163,8 @@ class Schedule:
     resident: items on the device when an iteration starts, ascending by name.
     computes: specification of every compute action by name.
     update_cpu_s, update_device_s: seconds per tensor for the tensors updated there.
-    homes: by item, the tier that it leaves to, if that is not the host.
+    homes: by item, the tier that it leaves to, if that is not the host. A parameter with such a home is frozen: it
+        comes from there, and never leaves to it.
     add_cpu_s, add_device_s: seconds per tensor to add a gradient to its total, for the tensors updated there; empty for
         one micro-batch.
     host_bytes: bytes in host memory if everything there has memory of its own; see `host_layout`.
@@ -205,7 +206,8 @@ class Schedule:
     @property
     def tiers(self) -> tuple[tuple[Tier, int], ...]:
         """Every tier but the device, the host first, and the bytes that the schedule needs there."""
-        away = [(tier, sum(self.item_bytes[i] for i, home in self.homes.items() if home == tier.name))
+        leaving = [(item, home) for item, home in self.homes.items() if item.kind is not ItemKind.PARAMETER]
+        away = [(tier, sum(self.item_bytes[item] for item, home in leaving if home == tier.name))
                 for tier in self.rates.tiers]  # fmt: skip
         return ((Tier(self.rates.host, self.host_budget_bytes), self.host_layout.used_bytes), *away)
 

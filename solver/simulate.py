@@ -214,14 +214,18 @@ class DryRun:
         assert does.resource is not None
         job = self.machine.submit(does.resource, does.seconds, does.moved_bytes, waits)
         self.jobs.append((action, job))
+        last = job
+        if does.beyond is not None:
+            last = self.machine.submit(does.beyond, does.beyond_s, does.moved_bytes, (job,))
+            self.jobs.append((action, last))
         if action.kind is Kind.ACCUMULATE_CPU:
             self.buffers.empty(action.name, job)
         for item in does.brings:
-            self.arriving[item] = job
+            self.arriving[item] = last
         for item in does.reads:
             self.leaving[item] = job
         for item in does.host_writes:
-            self.on_host[item] = job
+            self.on_host[item] = last
         if action.kind is not Kind.OFFLOAD:
             self.used_up.update(dict.fromkeys(does.host_reads, job))
 

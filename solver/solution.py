@@ -55,6 +55,8 @@ class GroupFlow:
     gaps: all other gaps (for a frozen group every gap), in order.
     state_out, state_in: OutO and InO, the device part's optimizer states.
     state_tiers: by tier, the fraction of the states that leave which goes there; empty if all goes to the host.
+    sources: by tier, the part of a frozen group that comes from there after it was dropped; empty if all of it comes
+        from the host.
     """
 
     cpu_part: float = 0.0
@@ -71,6 +73,7 @@ class GroupFlow:
     state_out: dict[int, float] = field(default_factory=dict)
     state_in: dict[int, float] = field(default_factory=dict)
     state_tiers: dict[str, float] = field(default_factory=dict)
+    sources: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -102,18 +102,20 @@ class Account:
     def move(
         self, link: Resource, step: int, amount_bytes: float, terms: Terms, *, copies: int = 1, serial: bool = False
     ) -> None:
-        """Send amount * terms over a link in `step`.
+        """Send amount * terms over a link in `step`, and over the host's if copies pass it.
 
         Parameters
         ----------
         copies: number of copies that the whole amount takes; a fraction of it takes that fraction of their seconds.
         serial: whether the copy must precede (in) or follow (out) the step's compute, which reads or makes the bytes.
         """
-        load_bytes = self.rates.load_bytes(amount_bytes, link, copies)
-        accumulate(self.moved[link][step], load_bytes, terms)
-        accumulate(self.traffic, amount_bytes, terms)
-        if serial:
-            accumulate(self.serial[link][step], load_bytes, terms)
+        beyond = self.rates.beyond(link)
+        for one in (link,) if beyond is None else (link, beyond):
+            load_bytes = self.rates.load_bytes(amount_bytes, one, copies)
+            accumulate(self.moved[one][step], load_bytes, terms)
+            accumulate(self.traffic, amount_bytes, terms)
+            if serial:
+                accumulate(self.serial[one][step], load_bytes, terms)
 
 
 def _change(rise: list[Terms], steps: Sequence[int], amount_bytes: float, sums: Mapping[int, Terms]) -> None:

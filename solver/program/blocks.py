@@ -83,13 +83,13 @@ def _offload(
     """Add the flows of a block's offloaded values: held until they leave, and back when its backward starts."""
     (first, last), more = problem.runs[i][0], offload_steps(problem, i)
     leaves, comes = tuple(range(first, first + more + 1)), tuple(range(last - more, last + 1))
-    host, *others = problem.tiers
+    host, *others = problem.roaming_tiers
     parts = {tier.name: builder.column(f"Act[{i}{mark(tier.path)}]") for tier in others}
     to_host = add((1.0, total), *((-1.0, part) for part in parts.values()))
     if parts:
         builder.at_most_zero(f"Act[{i}]", add((-1.0, to_host)))
     trips = []
-    for tier, part in zip(problem.tiers, (to_host, *parts.values())):
+    for tier, part in zip(problem.roaming_tiers, (to_host, *parts.values())):
         name = f"{i}{mark(tier.path)}"
         out = flow(builder, f"ActOut[{name}]", leaves, leaves, part)
         back = flow(builder, f"ActIn[{name}]", comes, comes, part)
@@ -117,7 +117,7 @@ def add_values(problem: Problem, builder: Builder, account: Account) -> tuple[Le
     for value in problem.values:
         window = away_window(problem, value)
         ways = []
-        for tier in problem.tiers if window is not None else ():
+        for tier in problem.roaming_tiers if window is not None else ():
             column = builder.column(f"Z[{value.name}{mark(tier.path)}]", integer=True)
             if tier.name != HOST or not account.host_in_time:
                 account.keep(value.bytes, column, tier.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..linear import ONE, Builder, Flow, Terms, add, flow, follows
@@ -16,11 +17,12 @@ NONE: Terms = {}
 
 @dataclass(frozen=True)
 class Away:
-    """The decision about a gap: `part` is dropped at the end of step `after` and is back before step `before`."""
+    """The decision about a gap: `part` is dropped at the end of step `after`, and back from a tier before `before`."""
 
     stay: Stay
     part: Terms
     back: Flow
+    path: Path
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,14 @@ class RoundTrip:
     tier: str
     out: Flow
     back: Flow
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tier that a part of a group can come from after it was dropped, by its path."""
+
+    path: Path
+    part: Terms
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,7 @@ class GroupColumns:
     wait: RoundTrip | None = None
     states: tuple[RoundTrip, ...] = ()
     away: tuple[Away, ...] = ()
+    sources: tuple[Source, ...] = ()
 
 
 def add_group(problem: Problem, group: Group, builder: Builder, account: Account) -> GroupColumns:
@@ -66,7 +77,13 @@ def _frozen(problem: Problem, group: Group, span: Span, builder: Builder, accoun
     hosted = builder.column(f"h[{group.name}]")
     account.keep(group.param_bytes, hosted)
     gaps = (*span.between, Stay(span.end, span.first))
-    return GroupColumns(NONE, away=_others(problem, group, gaps, hosted, builder, account))
+    sources = [Source(problem.rates.host, hosted)]
+    for tier in problem.frozen_tiers:  # each whole tensor has one source, so that a group's parts do not overlap
+        sources.append(Source(tier.path, builder.column(f"h[{group.name}{mark(tier.path)}]")))
+    if len(sources) > 1:
+        parts = ((1.0, source.part) for source in sources)
+        builder.at_most_zero(f"sources[{group.name}]", add(*parts, (-1.0, WHOLE)))
+    return GroupColumns(NONE, sources=tuple(sources), away=_others(problem, group, gaps, sources, builder, account))
 
 
 def _external(problem: Problem, group: Group, span: Span, builder: Builder, account: Account) -> GroupColumns:
@@ -79,7 +96,7 @@ def _external(problem: Problem, group: Group, span: Span, builder: Builder, acco
     _count_cpu_part(problem, group, span, WHOLE, grad_out, back, account)
     account.keep(group.grad_bytes, WHOLE)  # until the user's code lets go of it
     account.keep(group.param_bytes, WHOLE)
-    away = _others(problem, group, span.between, WHOLE, builder, account, NONE)
+    away = _others(problem, group, span.between, [Source(problem.rates.host, WHOLE)], builder, account, NONE)
     return GroupColumns(WHOLE, grad_out=grad_out, cpu_back=back, away=away)
 
 
@@ -128,7 +145,7 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     wait = _wait(problem, group, span, rest, builder, account)
     states = _states(problem, group, updated, x, builder, account)
     of_device = add((1.0, dropped), (1.0, kept))
-    away = _others(problem, group, span.between, hosted, builder, account, of_device)
+    away = _others(problem, group, span.between, [Source(problem.rates.host, hosted)], builder, account, of_device)
     return GroupColumns(x, grad_out, lead_out, update, cpu_back, out_drop, out_keep, back, wait, states, away)
 
 
@@ -205,7 +222,7 @@ def _states(
     rest = add((1.0, WHOLE), (-1.0, x))
     account.hold_over(cycle, group.state_bytes, rest)
     trips: list[RoundTrip] = []
-    for tier in problem.tiers:
+    for tier in problem.roaming_tiers:
         name = f"{group.name}{mark(tier.path)}"
         total = builder.column(f"S[{name}]")
         gone = flow(builder, f"OutO[{name}]", cycle, leaving_steps(problem, may, 2), total)
@@ -226,37 +243,41 @@ def _others(
     problem: Problem,
     group: Group,
     gaps: tuple[Stay, ...],
-    hosted: Terms,
+    sources: Sequence[Source],
     builder: Builder,
     account: Account,
     of_device: Terms | None = None,
 ) -> tuple[Away, ...]:
-    """Add every gap but a trainable group's idle one: the part with a host copy may be dropped and returns in time.
+    """Add every gap but a trainable group's idle one: the part with a copy elsewhere may be dropped, and returns.
 
     Parameters
     ----------
     of_device: of a trainable group, as much of the device part; no other returns after the last read.
     """
-    result = []
+    result: list[Away] = []
     for stay in gaps:
-        may_leave = hosted
-        if of_device is not None and stay.after == problem.last_read(group):
-            may_leave = of_device
         between = around(stay.after, stay.before - 1, problem.n_steps)[1:]
         if len(between) < 2:  # a dropped part would return in the same step
             for shift in stay.shifts:
                 account.hold_over([step + shift for step in between], group.param_bytes, WHOLE)
             continue
-        label = f"{group.name},{stay.after}"
-        part = builder.column(f"d[{label}]")
-        builder.at_most_zero(f"d[{label}]", add((1.0, part), (-1.0, may_leave)))
-        back = flow(builder, f"Back[{label}]", between, coming_steps(problem, between, 1), part)
+        ways = []
+        for source in sources:
+            unread = of_device is not None and stay.after == problem.last_read(group)
+            may_leave = of_device if unread and of_device is not None else source.part
+            label = f"{group.name}{mark(source.path)},{stay.after}"
+            part = builder.column(f"d[{label}]")
+            builder.at_most_zero(f"d[{label}]", add((1.0, part), (-1.0, may_leave)))
+            back = flow(builder, f"Back[{label}]", between, coming_steps(problem, between, 1), part)
+            ways.append(Away(stay, part, back, source.path))
+        dropped = [(-1.0, way.part) for way in ways]
         for shift in stay.shifts:
-            again = back.later(shift)
-            _come(group.param_bytes, again, account, copies=group.param_copies)
-            account.hold_over(again.span, group.param_bytes, add((1.0, WHOLE), (-1.0, part)))
-            account.hold_sums(again.span, group.param_bytes, again.sums)
-        result.append(Away(stay, part, back))
+            account.hold_over([step + shift for step in between], group.param_bytes, add((1.0, WHOLE), *dropped))
+            for way, source in zip(ways, sources):
+                again = way.back.later(shift)
+                _come(group.param_bytes, again, account, source.path.into, copies=group.param_copies)
+                account.hold_sums(again.span, group.param_bytes, again.sums)
+        result += ways
     return tuple(result)
 
 

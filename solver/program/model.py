@@ -18,7 +18,7 @@ Flow): `Flow.upto(t)` has moved by the end of step t, `Flow.before(t)` by its be
 | Drop | out_drop | those of them that are released once they have left | idle gap | sum = D |
 | ParIn | back | device part comes back | idle gap | upto(t) <= Drop.before(t), sum = D |
 | d, Back | Away | dropped after a use, back before the next | other gaps | d <= x + v |
-| h | hosted | frozen group: the part with a host copy | [0, 1] | d <= h |
+| h | sources | frozen group: the part with a copy on the host, or in files | [0, 1] | d <= h, sum <= 1 |
 | OutO, InO | states | device part's states | g round to g - 1 | InO.upto(t) <= OutO.before(t) |
 | S | total of both | part of the group whose states leave (device part) | [0, 1] | S <= 1 - x |
 | Comp | choices | block runs with an option | {0, 1} | sum = 1 |
@@ -104,7 +104,7 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
     Source: OffMate, section 4.1, with the two-part flows of the legend above.
     """
     builder, account = Builder(), Account.of(problem.rates, problem.n_steps, problem.host_in_time)
-    account.keep(problem.arrival_bytes, {ONE: 1.0})
+    account.keep(problem.arrival_bytes + problem.buffers_bytes, {ONE: 1.0})
     choices = add_blocks(problem, builder, account)
     leaving = add_values(problem, builder, account)
     groups = {g.name: add_group(problem, g, builder, account) for g in problem.groups}
@@ -199,7 +199,7 @@ def _tier_rows(problem: Problem, builder: Builder, account: Account, goal: Goal,
 
     Returns: the bytes on the host; by step if they are counted in time.
     """
-    host, *others = problem.tiers
+    host, *others = problem.roaming_tiers
     asked, always = goal in _HOST_GOALS, account.tiers[HOST]
     unit = (_most_on_host(problem, builder, account) if asked else host.capacity_bytes) / SCALE or 1.0
     limit = least if asked else {ONE: host.capacity_bytes / unit}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 
 from ..answer import RawAnswer
 from ..linear import Flow, Terms, add, evaluate
@@ -55,12 +56,13 @@ def read_group(columns: GroupColumns, values: tuple[float, ...]) -> GroupFlow:
         out=_steps([columns.out_drop, columns.out_keep], values),
         drop=_steps([columns.out_drop], values),
         back=_steps([columns.back], values),
-        gaps=tuple(_gap(away, values) for away in columns.away),
+        gaps=tuple(_gap(list(ways), values) for _, ways in groupby(columns.away, key=lambda away: away.stay)),
         wait_out=_steps([columns.wait.out] if columns.wait else [], values),
         wait_in=_steps([columns.wait.back] if columns.wait else [], values),
         state_out=_steps([trip.out for trip in columns.states], values),
         state_in=_steps([trip.back for trip in columns.states], values),
         state_tiers=_tiers(columns.states, values),
+        sources=_sources(columns, values),
     )
 
 
@@ -80,9 +82,21 @@ def _tiers(trips: tuple[RoundTrip, ...], values: tuple[float, ...]) -> dict[str,
     return {tier: part / total for tier, part in parts.items()} if len(parts) > 1 and total > 0 else {}
 
 
-def _gap(away: Away, values: tuple[float, ...]) -> Gap:
-    stay = away.stay
-    return Gap(stay.after, stay.before, _fraction(away.part, values), _steps([away.back], values), stay.shifts)
+def _sources(columns: GroupColumns, values: tuple[float, ...]) -> dict[str, float]:
+    """Return the part that comes from each tier: the most that any gap drops; empty if there is only one tier."""
+    if len(columns.sources) < 2:
+        return {}
+    found: dict[str, float] = {}
+    for away in columns.away:
+        found[away.path.tier] = max(found.get(away.path.tier, 0.0), _fraction(away.part, values))
+    return found
+
+
+def _gap(ways: list[Away], values: tuple[float, ...]) -> Gap:
+    """Sum the parts that are dropped in one gap, and return from several tiers."""
+    stay, dropped = ways[0].stay, add(*((1.0, away.part) for away in ways))
+    back = _steps([away.back for away in ways], values)
+    return Gap(stay.after, stay.before, _fraction(dropped, values), back, stay.shifts)
 
 
 def _steps(flows: Iterable[Flow | None], values: tuple[float, ...]) -> dict[int, float]:

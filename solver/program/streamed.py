@@ -1,6 +1,7 @@
 """The plan of last resort: every parameter comes in for each use and leaves after it, and all updates run on the host.
 
-If a group has to be updated on the device, its states come in for the update only.
+If a group has to be updated on the device, its states come in for the update only. Frozen groups come from files, if
+there are any, so that they need no host memory.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def _streamed_activations(problem: Problem, i: int, option: int) -> ActivationFl
 def _streamed(problem: Problem, group: Group) -> GroupFlow:
     span, total = span_of(problem, group), problem.n_steps
     if not group.trainable:
-        return GroupFlow(gaps=tuple(_gap(stay, total) for stay in [*span.between, Stay(span.end, span.first)]))
+        gaps = tuple(_gap(stay, total) for stay in [*span.between, Stay(span.end, span.first)])
+        return GroupFlow(gaps=gaps, sources={tier.name: 1.0 for tier in problem.frozen_tiers[:1]})
     on_device = problem.update == "planned" and group.side == "device"
     # What the host updates is away from its last use on, and does not return for its last gradient.
     unread = None if on_device else problem.last_read(group)
@@ -142,4 +144,5 @@ def _add_group(problem: Problem, group: Group, flow: GroupFlow, seconds: list[fl
                 seconds[step] += rates.copy_s(size, link, copies)
     back = [step + shift for gap in flow.gaps for step in gap.back for shift in gap.shifts]
     for step in [*flow.cpu_back, *flow.back, *back]:
-        seconds[step] += rates.copy_s(group.param_bytes, Resource.IN, group.param_copies)
+        for link in (Resource.IN, *(rates.paths[tier].into for tier in flow.sources)):
+            seconds[step] += rates.copy_s(group.param_bytes, link, group.param_copies)

@@ -17,6 +17,7 @@ from ..solution import Gap, GroupFlow, Solution
 from .activations import whole_activations
 from .host import host_chain
 from .knapsack import select
+from .sources import Sources, fill_host
 from .tiers import Spread
 from .walk import NOISE, Allowance, Curve, at_least, envelope, walk
 
@@ -40,17 +41,18 @@ def round_solution(problem: Problem, solution: Solution) -> Decisions:
     plans: dict[str, TensorPlan] = {}
     spread = Spread.of(problem, solution)
     activations, spare = whole_activations(problem, solution, spread)
-    excess_s = 0.0
+    excess_s, sources = 0.0, Sources()
     for group in sorted(problem.groups, key=_last_step):
         flow = solution.groups.get(group.name, GroupFlow())
         allowance = Allowance(problem, group, flow, spare)
-        rounded = _round_group(problem, group, flow, allowance, excess_s, spread)
+        rounded = _round_group(problem, group, flow, allowance, excess_s, spread, sources)
         plans |= {plan.name: plan for plan in rounded}
         spare = allowance.spare
         part = sum(t.param_bytes for t in group.tensors if plans[t.name].cpu) / max(group.param_bytes, 1)
         excess_s += (part - flow.cpu_part) * group.cpu_update_s
     tensors = tuple(plans[tensor.name] for group in problem.groups for tensor in group.tensors)
-    return Decisions(tensors, solution.options, activations, solution.offloaded_values, solution.value_tiers)
+    values = solution.offloaded_values, solution.value_tiers
+    return fill_host(problem, Decisions(tensors, solution.options, activations, *values))
 
 
 def _last_step(group: Group) -> tuple[int, str]:
@@ -58,7 +60,13 @@ def _last_step(group: Group) -> tuple[int, str]:
 
 
 def _round_group(
-    problem: Problem, group: Group, flow: GroupFlow, allowance: Allowance, excess_s: float, spread: Spread
+    problem: Problem,
+    group: Group,
+    flow: GroupFlow,
+    allowance: Allowance,
+    excess_s: float,
+    spread: Spread,
+    sources: Sources,
 ) -> list[TensorPlan]:
     """Round one group: parameters first, then states, then gradients: the device's, then the host's."""
     plans = [TensorPlan(tensor.name, group.name) for tensor in group.tensors]
@@ -76,20 +84,16 @@ def _round_group(
         others = {name: size for name, size in may_leave.items() if name not in by_host}
         plans = _gap(problem, plans, [max(0, n - sum(by_host.values())) for n in need], others, gap)
     # A tensor that never leaves needs no copy on the host.
-    plans = [replace(p, out=None) if p.drop is None and not _leaves(p) else p for p in plans]
+    plans = [replace(p, out=None) if p.drop is None and not p.leaves else p for p in plans]
     allowance.use_params(plans)
     if not group.trainable:
-        return plans
+        return sources.choose(group, flow, plans)
     plans = _states(problem, group, flow, allowance, plans, spread)
     allowance.use_states(plans)
     plans = _waits(problem, group, flow, allowance, plans)
     plans = host_chain(problem, group, flow, plans, allowance)
     allowance.use_grads(plans)
     return plans
-
-
-def _leaves(plan: TensorPlan) -> bool:
-    return any(gap.back is not None for gap in plan.gaps)
 
 
 def _idle_gap(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ..linear import ONE, Builder, LinearModel, Terms, add
 from ..problem import Group, Problem, TensorSize
-from ..program.groups import GroupColumns
+from ..program.groups import GroupColumns, mark
 from ..program.model import Program
 from ..program.spans import around
 
@@ -55,7 +55,8 @@ def in_whole_tensors(problem: Problem, program: Program, long_s: float) -> Linea
         columns = program.groups[group.name]
         if not group.trainable:
             for away in columns.away:
-                _counted(builder, f"d[{group.name},{away.stay.after}]", group, away.part, _PARAM)
+                label = f"d[{group.name}{mark(away.path)},{away.stay.after}]"
+                _counted(builder, label, group, away.part, _PARAM)
             continue
         host, states = _trainable(builder, group, columns)
         for wait in (*_host_waits(problem, group, host), *_state_waits(problem, group, states)):

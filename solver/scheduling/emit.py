@@ -105,7 +105,7 @@ def build_schedule(problem: Problem, decisions: Decisions) -> Schedule:
         computes=computes,
         update_cpu_s=_shares(problem, plans, "cpu_update_s", cpu=True),
         update_device_s=_shares(problem, plans, "device_update_s", cpu=False),
-        host_bytes=_host_bytes(problem, decisions, plans),
+        host_bytes=host_bytes(problem, decisions),
         gate=problem.gate,
         micro_batches=problem.micro_batches,
         add_cpu_s=_shares(problem, plans, "cpu_add_s", cpu=True) if several else {},
@@ -156,6 +156,8 @@ def _emit_activations(emitter: _Emitter, decisions: Decisions) -> None:
 
 def _emit_tensor(emitter: _Emitter, group: Group, tensor: TensorSize, plan: TensorPlan) -> None:
     param = items.parameter(plan.name)
+    if plan.leaves and plan.source != HOST:
+        emitter.homes[param] = plan.source
     for gap in plan.gaps:
         if gap.back is not None:
             emitter.free(gap.after, param)
@@ -241,10 +243,14 @@ def _shares(problem: Problem, plans: dict[str, TensorPlan], seconds: str, *, cpu
     }
 
 
-def _host_bytes(problem: Problem, decisions: Decisions, plans: dict[str, TensorPlan]) -> int:
+def host_bytes(problem: Problem, decisions: Decisions) -> int:
+    """Return the bytes in host memory that decisions need if everything there has memory of its own."""
+    plans = {plan.name: plan for plan in decisions.tensors}
     total = sum(_host_bytes_of(tensor, plans[tensor.name]) for group in problem.groups for tensor in group.tensors)
     for block, o, stay in zip(problem.blocks, decisions.options, decisions.activations):
         total += block.options[o].offloaded_bytes if stay is None or stay.tier == HOST else 0
+    sources = {plan.source for plan in plans.values() if plan.leaves}
+    total += sum(tier.buffers_bytes for tier in problem.rates.tiers if tier.name in sources)
     on_host = decisions.offloaded_values - decisions.value_tiers.keys()
     total += sum(v.bytes for v in problem.values if v.name in on_host)
     return total + problem.arrival_bytes

@@ -165,6 +165,7 @@ class State:
         if item.kind is ItemKind.PARAMETER:
             old = self.known and item.name in self.stale
             require(not old, action, "its values are from before its last update")
+            require(item not in self.schedule.homes, action, "it comes from files that are never written")
             self.current.add(item.name)
         elif item.kind in items.WHOLE_GRADIENTS:
             unused = self._unused if item.kind is ItemKind.GRADIENT else self.owed

@@ -7,6 +7,7 @@ from math import inf
 
 from .. import items
 from ..effects import resident_at
+from ..items import ItemKind
 from ..schedule import ABOUT_ITEMS, Action, Kind, Schedule
 from ..simulate import memory_highs
 from .state import ScheduleError as ScheduleError
@@ -86,7 +87,13 @@ def _check_names(schedule: Schedule) -> None:
     for item, tier in schedule.homes.items():
         require(item in schedule.item_bytes, f"home of {item}", "no such item")
         require(tier in schedule.rates.paths, f"home of {item}", f"there is no tier {tier!r}")
-        require(item.kind.roams, f"home of {item}", "items of this kind may leave only to the host")
+        if item.kind is ItemKind.PARAMETER:
+            trained = items.gradient(item.name) in schedule.item_bytes
+            why = "only a frozen parameter may come from a tier other than the host, and from one that holds it"
+            held = any(one.holds_frozen for one in schedule.rates.tiers if one.name == tier)
+            require(held and not trained, f"home of {item}", why)
+        else:
+            require(item.kind.roams, f"home of {item}", "items of this kind may leave only to the host")
     resident = schedule.resident
     require(list(resident) == sorted(set(resident)), "resident", "items must ascend without repeats")
     for item in resident:
