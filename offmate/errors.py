@@ -86,7 +86,7 @@ class BudgetExceeded(DeviceError):
 
 
 class StorageError(OffmateError):
-    """A storage path or a file on it failed, or does not hold the bytes that were written; the message says what to try."""
+    """A storage path or a file failed, or does not hold the bytes that were written; the message says what to try."""
 
 
 class LeftOutError(OffmateError, AttributeError):

@@ -131,13 +131,15 @@ class DiskQueue:
 
     def add(self, part: Part, transfer: Transfer) -> None:
         """Have the requests of a transfer done, whose events have happened."""
+        if not part.requests:
+            return
         with self._changed:
             error = self._error
             if error is None:
                 bisect.insort(self._parts, (transfer.number, part, transfer), key=lambda entry: entry[0])
                 self._changed.notify(len(part.requests))
                 return
-            part.drop()
+            part.drop(hangs=True)
         transfer.fail(error)
 
     @contextlib.contextmanager
@@ -213,7 +215,7 @@ class DiskQueue:
         """Forget the requests that have not begun; return their transfers."""
         dropped = {transfer for _, _, transfer in self._parts}
         for _, part, _ in self._parts:
-            part.drop()
+            part.drop(hangs=self._error is not None)
         self._parts.clear()
         return dropped
 

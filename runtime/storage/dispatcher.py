@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ...errors import StorageError
 from ..events import Event
@@ -48,7 +48,7 @@ class Dispatcher:
 
         Raises: StorageError after `close`, and in a forked process, which has none of the threads.
         """
-        if os.getpid() != self._process:
+        if not self.works_here():
             raise StorageError("a storage engine works only in the process that made it; make another one in this one")
         with self._changed:
             if self._closed is not None:
@@ -63,10 +63,28 @@ class Dispatcher:
             _begin(transfer)
         return transfer
 
+    def works_here(self) -> bool:
+        """Return whether this process has the threads; in a forked one a lock may be held for ever."""
+        return os.getpid() == self._process
+
+    def within_deadline(self, work: Callable[[], None]) -> StorageError | None:
+        """Do something to a disk that may hang; return what it raises, or that it hangs."""
+        failures = [StorageError("removing stored files hangs; the next run in their folder removes them")]
+
+        def attempt() -> None:
+            try:
+                work()
+                failures.clear()
+            except StorageError as error:
+                failures[0] = error
+
+        thread = threading.Thread(target=attempt, daemon=True)
+        thread.start()
+        thread.join(self._deadline_s)
+        return failures[0] if failures else None
+
     def close(self) -> bool:
         """Fail what has not begun and end all threads; return whether they have ended, as `DiskQueue.close` does."""
-        if os.getpid() != self._process:  # in a forked child a lock may be held for ever
-            return False
         error = StorageError("the storage engine was closed before the transfer had ended; close it after the last one")
         with self._changed:
             self._closed = self._closed or error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -18,9 +19,16 @@ from .disk_queue import DEADLINE_S, N_THREADS, REQUEST_BYTES, DiskUse, Limits
 from .disks import Disks
 from .dispatcher import Dispatcher
 from .files import Files, SystemFiles
+from .folders import Folder, StoragePath
+from .homes import laid_out, open_homes
 from .host_bytes import ALIGNMENT_BYTES, check_bytes
 from .read_only import ReadOnlyFile
+from .stored import Stored
+from .striping import Striping
 from .throttle import Throttle
+from .transfers import Part
+
+log = logging.getLogger("offmate")
 
 
 class Engine:
@@ -29,22 +37,27 @@ class Engine:
     Transfers begin when the events that they wait for have happened; of those, the requests of the one submitted first
     go first. Every request is checked by its checksum when it is read.
 
-    State: `_files_open`; changed by the thread that calls it.
+    State: `_files_open`, `_stored` by name; changed by the thread that calls it.
 
     Parameters
     ----------
+    paths: folders that tensors are stored in, each on a disk of its own. throttles: by path, rates that it is held to,
+        with which it counts as a disk of its own.
     files: the calls to the system. n_threads: requests at once on each disk. request_bytes: the largest request, a
         multiple of 4,096. deadline_s: seconds without any progress on a disk after which its transfers fail.
     changed: condition notified of every transfer that ends, and of the events on the host that transfers wait for;
         lanes whose jobs wait for transfers share it.
     poll_s: interval in seconds at which events on a device, which notify nobody, are polled; None if there are none.
 
-    Raises: LibraryError if xxhash is not installed.
+    Raises: LibraryError if xxhash is not installed. StorageError for a folder that is missing, cannot be written to, or
+    is in use by another process. ArgumentValueError if two paths are on one disk.
     """
 
     def __init__(
         self,
+        paths: Sequence[StoragePath] = (),
         *,
+        throttles: Sequence[Throttle | None] = (),
         files: Files | None = None,
         n_threads: int = N_THREADS,
         request_bytes: int = REQUEST_BYTES,
@@ -62,7 +75,15 @@ class Engine:
         self._dispatcher = Dispatcher(self._disks, threading.Condition() if changed is None else changed, poll_s)
         self._files_open: list[ReadOnlyFile] = []
         # A thread that is still in a call when the interpreter shuts down aborts the process.
-        self._close = weakref.finalize(self, _close, self._dispatcher, self._files_open)
+        self._folders: list[Folder] = []
+        self._close = weakref.finalize(self, _close, self._dispatcher, self._files_open, self._folders)
+        self._stored: dict[str, Stored] = {}
+        self._striping = Striping(len(paths))
+        try:
+            self._homes = open_homes(self._disks, [Path(path.folder) for path in paths], throttles, self._folders)
+        except BaseException:
+            self._close()
+            raise
 
     def open(self, path: str | os.PathLike[str], throttle: Throttle | None = None) -> ReadOnlyFile:
         """Open a safetensors file for reads.
@@ -86,8 +107,45 @@ class Engine:
             disks.warn_of_cache(Path(path), throttle)
         return file
 
+    def store(self, name: str, n_bytes: int, proportions: Sequence[float] | None = None) -> Stored:
+        """Reserve space for a tensor's bytes, in one file on each path.
+
+        Parameters
+        ----------
+        proportions: by path, of the bytes that it gets; None for equal ones. They hold over all tensors that are
+            stored, so that tensors of few chunks lie on different paths.
+
+        Raises: StorageError if a path has too little space. ArgumentValueError for a name that is stored already, a
+        size that is not positive, proportions that do not fit, and for an engine without paths.
+        """
+        if name in self._stored:
+            raise ArgumentValueError(f"{name} is stored already; each tensor needs a name of its own")
+        if n_bytes < 1 or not self._homes:
+            raise ArgumentValueError(
+                f"{name} has {n_bytes} bytes for {len(self._homes)} paths; both must be at least 1"
+            )
+        stored = laid_out(name, n_bytes, self._disks.limits.request_bytes, self._homes, self._striping, proportions)
+        self._stored[name] = stored
+        return stored
+
+    def write(
+        self, stored: Stored, source: torch.Tensor, after: Sequence[Event] = (), start: int | None = None
+    ) -> Event:
+        """Write bytes from the host's memory.
+
+        Parameters
+        ----------
+        source: a contiguous tensor of torch.uint8, which nobody changes until the event has happened. after: events
+            before it. start: offset in bytes where its first byte goes; None writes all of what is stored.
+
+        Returns: the event of all bytes being written. Transfers of the same bytes that are submitted later wait for it.
+        Raises: ArgumentTypeError, ArgumentValueError for a source that does not fit. What fails later raises from the
+        event.
+        """
+        return self._transfer(stored, source, after, start, writes=True)
+
     def read(
-        self, source: ReadOnlyFile, target: torch.Tensor, after: Sequence[Event] = (), start: int | None = None
+        self, source: ReadOnlyFile | Stored, target: torch.Tensor, after: Sequence[Event] = (), start: int | None = None
     ) -> Event:
         """Read bytes into the host's memory.
 
@@ -97,12 +155,25 @@ class Engine:
         after: events before it. start: offset in bytes of the first one; None reads all of the source.
 
         Returns: the event of all bytes being there, each of them verified.
-        Raises: ArgumentTypeError, ArgumentValueError for a target that does not fit. What fails later raises from the
-        event.
+        Raises: ArgumentTypeError, ArgumentValueError for a target that does not fit, StorageError for bytes that were
+        never written. What fails later raises from the event.
         """
+        if isinstance(source, Stored):
+            return self._transfer(source, target, after, start, writes=False)
         check_bytes(target)
         first = _first_byte(str(source.path), source.size_bytes, target.numel(), start)
         return self._dispatcher.submit(source.parts(target, first), after).event
+
+    def _transfer(
+        self, stored: Stored, tensor: torch.Tensor, after: Sequence[Event], start: int | None, writes: bool
+    ) -> Event:
+        check_bytes(tensor)
+        first = _first_byte(stored.name, stored.n_bytes, tensor.numel(), start)
+
+        def submit(parts: list[Part], earlier: tuple[Event, ...]) -> Event:
+            return self._dispatcher.submit(parts, (*after, *earlier)).event
+
+        return stored.transfer(tensor, first, writes, submit)
 
     @property
     def staging_bytes(self) -> int:
@@ -114,7 +185,12 @@ class Engine:
         return tuple(queue.use() for queue in self._disks.all())
 
     def close(self) -> None:
-        """Fail what has not begun, wait for what has, but for no disk that hangs, and end the threads."""
+        """End the threads and remove what was stored.
+
+        Transfers that have not begun fail, and requests under way are waited for, but not on a disk that hangs.
+
+        Raises: StorageError if a file cannot be removed.
+        """
         self._close()
 
     def __enter__(self) -> Engine:
@@ -138,8 +214,15 @@ def _first_byte(name: str, size_bytes: int, n_bytes: int, start: int | None) -> 
     return first
 
 
-def _close(dispatcher: Dispatcher, files: list[ReadOnlyFile]) -> None:
+def _close(dispatcher: Dispatcher, files: list[ReadOnlyFile], folders: list[Folder]) -> None:
+    if not dispatcher.works_here():
+        return
     if not dispatcher.close():
-        return  # a call that hangs may still use a handle
+        for folder in folders:
+            log.warning("a disk hangs, so that files stay in %s; the next run there removes them", folder.folder)
+        return  # a call that hangs may still use a handle, and removing files may hang as well
     for file in files:
         file.close()
+    failures = [error for folder in folders if (error := dispatcher.within_deadline(folder.close)) is not None]
+    if failures:
+        raise failures[0]

@@ -69,6 +69,16 @@ class OpenFile:
             self._named("writing", offset, lambda: self._files.fdatasync(self._handle))
             self._named("writing", offset, lambda: self._files.drop_cached(self._handle, offset, n_bytes))
 
+    def reserve(self, n_bytes: int) -> bool:
+        """Take space on the disk for the first bytes of the file; return False where the file system cannot.
+
+        Raises: StorageError if it refuses, mostly for want of space.
+        """
+        try:
+            return self._files.fallocate(self._handle, n_bytes)
+        except OSError as error:
+            raise failed("reserving space for", self.path, error) from error
+
     def stat(self) -> os.stat_result:
         """Describe the open file, whatever its name stands for since it was opened."""
         return self._files.fstat(self._handle)

@@ -52,8 +52,8 @@ class Request(NamedTuple):
 class Part:
     """The requests of a transfer to one file, which is open from the first of them to the last.
 
-    State: `requests`, those not begun, changed under the lock of the queue; `_file`, under
-    `_opening`; `_uses`, requests that have not ended, under `_counting`.
+    State: `requests`, those not begun, changed under the lock of the queue; `_file`, under `_opening`; `_uses`, the
+    number of those that have not ended, under `_counting`.
 
     Parameters
     ----------
@@ -89,11 +89,16 @@ class Part:
                 return
         self._file.close()
 
-    def drop(self) -> None:
-        """Forget the requests that have not begun; call it under the lock of the queue."""
+    def drop(self, hangs: bool = False) -> None:
+        """Forget the requests that have not begun; call it under the lock of the queue.
+
+        Parameters
+        ----------
+        hangs: the disk does, so that the file stays open, since closing it may hang too.
+        """
         n_requests = len(self.requests)
         self.requests.clear()
-        if n_requests:
+        if n_requests and not hangs:
             with contextlib.suppress(StorageError):  # its transfer has failed already
                 self.used(n_requests)
 
