@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Hashable, Iterator
@@ -16,9 +15,6 @@ from .host_bytes import AlignedBytes
 from .open_file import OpenFile
 from .throttle import Throttle
 from .transfers import Part, Request, Transfer, Worker
-
-log = logging.getLogger("offmate")
-
 
 REQUEST_BYTES = 1 << 22
 """The most that one call to the system transfers."""
@@ -184,7 +180,6 @@ class DiskQueue:
                 "way: the disk or its connection hangs. Look at the system's log (dmesg), check the connection, and "
                 "start again, or name another folder"
             )
-            log.error("%s", self._error)
             hanging, dropped = set(self._under_way.values()), self._drop()
         for transfer in hanging | dropped:
             transfer.fail(self._error, at_once=True)

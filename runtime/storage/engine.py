@@ -221,8 +221,8 @@ def _close(dispatcher: Dispatcher, files: list[ReadOnlyFile], folders: list[Fold
         for folder in folders:
             log.warning("a disk hangs, so that files stay in %s; the next run there removes them", folder.folder)
         return  # a call that hangs may still use a handle, and removing files may hang as well
-    for file in files:
-        file.close()
+    while files:
+        files.pop().close()
     failures = [error for folder in folders if (error := dispatcher.within_deadline(folder.close)) is not None]
     if failures:
         raise failures[0]

@@ -83,6 +83,7 @@ def laid_out(
     Raises: StorageError if a path has too little space; nothing is reserved then.
     """
     sizes = [min(chunk_bytes, n_bytes - start) for start in range(0, n_bytes, chunk_bytes)]
+    before = striping.behind_bytes
     dealt = striping.deal(sizes, proportions)
     lengths = [0] * len(homes)
     offsets = []
@@ -95,6 +96,7 @@ def laid_out(
             if length:
                 files[number] = _stored_file(home, length)
     except BaseException:
+        striping.behind_bytes = before
         for number, file in files.items():
             homes[number].folder.remove(file.path)
         raise

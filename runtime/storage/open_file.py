@@ -16,6 +16,8 @@ _REMEDIES = {
     errno.ENOSPC: "free space there, or name another folder",
     errno.EDQUOT: "your quota there is used up: free space, or name another folder",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f unlimited), or use another file system",
+    errno.EMFILE: "raise the limit on open files (ulimit -n 65536)",
+    errno.EACCES: "change its permissions, or name another folder",
     errno.EROFS: "the file system can only be read: name another folder",
     errno.ENOENT: "it was there before: keep other programs out of the folder, and start again",
     errno.ESTALE: "the server of the file system has lost the file: use a local disk",

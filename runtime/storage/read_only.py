@@ -92,7 +92,7 @@ class ReadOnlyFile:
         self._submit([Part(self._queue, [Request(object(), self._compare)], lambda: self._file, keep_open=True)])
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, which the engine does after its last transfer."""
         self._file.close()
 
     def _compare(self, worker: Worker, file: OpenFile) -> None:

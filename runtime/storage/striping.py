@@ -11,7 +11,8 @@ from ...errors import ArgumentValueError
 class Striping:
     """Deals chunks out to paths, evenly within a tensor and over all tensors.
 
-    State: `_behind_bytes`, by path, by how many bytes it has got fewer than its share.
+    State: `behind_bytes`, by path, by how many bytes it has got fewer than its share. Who takes chunks back restores
+    it.
 
     Parameters
     ----------
@@ -19,7 +20,7 @@ class Striping:
     """
 
     def __init__(self, n_paths: int) -> None:
-        self._behind_bytes = [Fraction(0)] * n_paths
+        self.behind_bytes = [Fraction(0)] * n_paths
 
     def deal(self, sizes: Sequence[int], proportions: Sequence[float] | None) -> list[int]:
         """Return the path of each chunk.
@@ -30,12 +31,12 @@ class Striping:
 
         Raises: ArgumentValueError for proportions that are not one for each path, negative, or all zero.
         """
-        shares = _shares(proportions, len(self._behind_bytes))
+        shares = _shares(proportions, len(self.behind_bytes))
         dealt = []
         for size in sizes:
-            self._behind_bytes = [behind + share * size for behind, share in zip(self._behind_bytes, shares)]
-            path = max((k for k, share in enumerate(shares) if share), key=lambda k: self._behind_bytes[k])
-            self._behind_bytes[path] -= size
+            self.behind_bytes = [behind + share * size for behind, share in zip(self.behind_bytes, shares)]
+            path = max((k for k, share in enumerate(shares) if share), key=lambda k: self.behind_bytes[k])
+            self.behind_bytes[path] -= size
             dealt.append(path)
         return dealt
 

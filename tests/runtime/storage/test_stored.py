@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
+import threading
 import time
 
 import pytest
@@ -137,6 +139,8 @@ def test_a_second_path_without_space_frees_the_first_one(tmp_path):
         with pytest.raises(StorageError, match=r"/b/offmate-.* needs"):
             running.store("weight", 4 * CHUNK)
         assert list(tmp_path.glob("*/*.tensor")) == []
+        for name, folder in (("first", "a"), ("second", "b")):  # what was not stored is in nobody's share
+            assert [file.parent.name for file in running.store(name, CHUNK).files] == [folder]
 
 
 @pytest.mark.parametrize(
@@ -364,3 +368,64 @@ def test_a_throttle_holds_reads_and_writes_together_to_one_rate(tmp_path):
         for event in events:
             event.synchronize()
         assert time.perf_counter() - start_s >= 0.99 * 0.2
+
+
+FAULTS = {
+    "interrupted": interrupted,
+    "refused": refused(errno.EIO),
+    "nothing": at_most(0),
+    "short": at_most(PAGE),
+    "odd": at_most(PAGE + 1),
+    "flipped": flipped,
+    "stale": lambda real, handle, buffers, offset: len(buffers[0]),
+    "elsewhere": lambda real, handle, buffers, offset: real(handle, buffers, (offset + PAGE) % (4 * CHUNK)),
+}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(st.data())
+def test_whatever_fails_a_read_raises_or_gives_what_was_written(tmp_path, data):
+    n_bytes, files = 3 * CHUNK + 100, Faulty()
+    with engine_on(tmp_path, files=files, n_threads=3) as running:
+        stored, known = running.store("weight", n_bytes), {}
+        for seed in range(data.draw(st.integers(1, 10))):
+            start = data.draw(st.integers(0, n_bytes - 1))
+            length = data.draw(st.integers(1, n_bytes - start))
+            fault, skip = data.draw(st.sampled_from([None, *FAULTS])), data.draw(st.integers(0, 3))
+            call = data.draw(st.sampled_from(["preadv", "pwritev"]))
+            files.faults = {call: once(FAULTS[fault], skip)} if fault else {}
+            asked = range(start, start + length)
+            if data.draw(st.booleans()):
+                content = random_bytes(length, seed)
+                try:
+                    running.write(stored, content, start=start).synchronize()
+                    known |= dict(zip(asked, content.tolist()))
+                except StorageError:
+                    known = {byte: value for byte, value in known.items() if byte not in asked}
+            else:
+                with contextlib.suppress(StorageError):
+                    found = dict(zip(asked, read(running, stored, start, length).tolist()))
+                    assert {byte: found[byte] for byte in asked if byte in known} == {
+                        byte: known[byte] for byte in asked if byte in known
+                    }
+
+
+def test_bytes_can_be_asked_for_while_others_of_their_chunk_are_written(tmp_path):
+    files, writing, go_on = Faulty(), threading.Event(), threading.Event()
+
+    def held(real, *args):
+        writing.set()
+        assert go_on.wait(20)
+        return real(*args)
+
+    with engine_on(tmp_path, files=files) as running:
+        stored = running.store("weight", CHUNK)
+        running.write(stored, random_bytes(1000, 1), start=0).synchronize()
+        files.faults["pwritev"] = held
+        running.write(stored, random_bytes(1000, 2), start=1000)
+        assert writing.wait(20)
+        target = torch.zeros(1000, dtype=torch.uint8)
+        asked = running.read(stored, target, start=0)
+        go_on.set()
+        asked.synchronize()
+        assert torch.equal(target, random_bytes(1000, 1))
