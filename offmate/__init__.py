@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         PlanFileError,
         ProtocolError,
         SolverError,
+        StorageError,
     )
     from .optim.masters import with_master_weights
     from .plans.plan import Plan, load_plan
@@ -58,6 +59,7 @@ _HOME = {
             "PlanFileError",
             "ProtocolError",
             "SolverError",
+            "StorageError",
         ),
         "errors",
     ),
@@ -78,6 +80,7 @@ __all__ = [
     "ProtocolError",
     "SolverError",
     "Split",
+    "StorageError",
     "SweepPoint",
     "Trace",
     "__version__",

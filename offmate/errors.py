@@ -85,5 +85,9 @@ class BudgetExceeded(DeviceError):
     """The device's ledger would exceed its limit; the allocation was refused and the budget kept."""
 
 
+class StorageError(OffmateError):
+    """A storage path or a file failed, or does not hold the bytes that were written; the message says what to try."""
+
+
 class LeftOutError(OffmateError, AttributeError):
     """An output was read that `Config(outputs=...)` leaves out. It is an AttributeError too, for `hasattr`."""

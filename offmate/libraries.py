@@ -41,6 +41,7 @@ LIBRARIES = {
     "peft": Library("makes LoRA adapters", "finetune"),
     "safetensors": Library("reads and writes weights for fine-tuning", "finetune"),
     "yaml": Library("reads and writes the settings of fine-tuning", "finetune", pip="pyyaml"),
+    "xxhash": Library("makes the checksums of what is on a storage path", "storage"),
     "datasets": Library("reads Parquet files and data sets of the Hub", "trl"),
     "trl": Library("has trainers that offmate can plan for", "trl"),
     "matplotlib": Library("draws the plots of plans", "viz"),

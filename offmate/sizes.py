@@ -10,6 +10,7 @@ from fractions import Fraction
 from .errors import ArgumentTypeError, ArgumentValueError
 
 _EXAMPLES = '"12GiB", "12GB", "500 MiB", "1.5GiB" or a whole number of bytes'
+_RATE_EXAMPLES = '"3GB/s", "500 MiB/s" or a number of bytes per second'
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([A-Za-z]*)")
 _PREFIXES = "KMGTP"
 _LEAST_BARE_BYTES = 1 << 20
@@ -62,6 +63,32 @@ def parse_budget(value: int | str, name: str = "") -> int:
     except (ArgumentTypeError, ArgumentValueError) as error:
         raise type(error)(f"{name}: {error}" if name else str(error)) from None
     return size_bytes
+
+
+def parse_rate(value: float | str, name: str = "") -> float:
+    """Parse a rate into bytes per second.
+
+    Parameters
+    ----------
+    value: bytes per second as a number, or text: a size as `parse_bytes` takes it and "/s". name: of the argument,
+        which an error then names.
+
+    Raises: ArgumentTypeError for anything but a number or text, ArgumentValueError for text that is not a rate, and for
+    a rate that is not positive and finite.
+    """
+    try:
+        if isinstance(value, str):
+            size, per, rest = value.partition("/")
+            if not per or rest.strip() != "s":
+                raise ArgumentValueError(f"{value!r} is not a rate; write {_RATE_EXAMPLES}")
+            return float(parse_bytes(size))
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ArgumentTypeError(f"{value!r} is not a rate: it is a {type(value).__name__}; write {_RATE_EXAMPLES}")
+        if not 0 < value < math.inf:
+            raise ArgumentValueError(f"{value!r} is not a rate: it is not positive and finite; write {_RATE_EXAMPLES}")
+        return float(value)
+    except (ArgumentTypeError, ArgumentValueError) as error:
+        raise type(error)(f"{name}: {error}" if name else str(error)) from None
 
 
 def format_bytes(size_bytes: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -32,6 +33,33 @@ class Event(Protocol):
     def done(self) -> bool:
         """Return whether it has happened."""
         ...
+
+
+class LaneEvent:
+    """The completion of a job on a thread. A stream cannot wait for it, so `wait` blocks the calling thread."""
+
+    def __init__(self) -> None:
+        self._happened = threading.Event()
+        self._error: BaseException | None = None
+
+    def wait(self, stream: torch.Stream | None = None) -> None:
+        self.synchronize()
+
+    def ready(self) -> bool:
+        return self.done()
+
+    def synchronize(self) -> None:
+        self._happened.wait()
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        return self._happened.is_set()
+
+    def settle(self, error: BaseException | None = None) -> None:
+        """Mark it as happened, or as failed with `error`."""
+        self._error = error
+        self._happened.set()
 
 
 class ActionFailed(RuntimeError):

@@ -9,34 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..events import Event
-
-
-class LaneEvent:
-    """The completion of a job on a thread. A stream cannot wait for it, so `wait` blocks the calling thread."""
-
-    def __init__(self) -> None:
-        self._happened = threading.Event()
-        self._error: BaseException | None = None
-
-    def wait(self, stream: torch.Stream | None = None) -> None:
-        self.synchronize()
-
-    def ready(self) -> bool:
-        return self.done()
-
-    def synchronize(self) -> None:
-        self._happened.wait()
-        if self._error is not None:
-            raise self._error
-
-    def done(self) -> bool:
-        return self._happened.is_set()
-
-    def settle(self, error: BaseException | None = None) -> None:
-        """Mark it as happened, or as failed with `error`."""
-        self._error = error
-        self._happened.set()
+from ..events import Event, LaneEvent
 
 
 class _Queued(NamedTuple):

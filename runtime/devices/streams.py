@@ -10,14 +10,14 @@ import torch
 
 from ...solver.resources import HOST, Resource
 from ..current import stream_on
-from ..events import Event
+from ..events import Event, LaneEvent
 from ..layouts import without_repeats
 from ..ledger import Ledger
 from ..memory.arena import Arena
 from ..trace import RecordedJob, Recorder
 from . import staging
 from .cores import worker_threads
-from .lanes import Lane, LaneEvent, close_all
+from .lanes import Lane, close_all
 from .pinned import PinnedMemory, flat_bytes
 from .staging import Staging
 

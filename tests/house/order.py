@@ -14,6 +14,7 @@ from .imports import ROOT, arrows, folder_of, modules
 ROOMS = (
     "offmate.errors",  # what is refused; everything else may raise it
     "offmate.libraries",  # what each is for; everything else may load one
+    "offmate.sizes",  # bytes as users write and read them
     # solver: plain numbers, no torch
     "offmate.solver",
     "offmate.solver.resources",
@@ -58,11 +59,11 @@ ROOMS = (
     "offmate.runtime.trace",
     "offmate.runtime.interrupts",
     "offmate.runtime.memory",
+    "offmate.runtime.storage",
     "offmate.runtime.devices",
     "offmate.runtime.replay",
     "offmate.runtime.operators",
     # offmate: from a model and a batch to a plan, and a session that trains by it
-    "offmate.sizes",
     "offmate.files",
     "offmate.split",
     "offmate.version",

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offmate.sizes import format_bytes, format_least_bytes, parse_bytes
+from offmate.errors import ArgumentTypeError, ArgumentValueError
+from offmate.sizes import format_bytes, format_least_bytes, parse_bytes, parse_rate
 
 
 @pytest.mark.parametrize(
@@ -92,3 +93,32 @@ def test_what_is_printed_is_close(size_bytes):
 @given(st.integers(1, 1 << 60))
 def test_a_least_size_suffices_when_typed_back(size_bytes):
     assert size_bytes <= parse_bytes(format_least_bytes(size_bytes)) <= 1.011 * size_bytes + 1
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("3GB/s", 3e9), (" 500 MiB /s", 500 << 20), ("1.5 GiB/ s", 3 << 29), (7, 7.0), (2.5e9, 2.5e9)],
+)
+def test_a_rate_is_a_size_per_second(value, expected):
+    assert parse_rate(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("3GB", "'3GB' is not a rate; write \"3GB/s\""),
+        ("3Gb/s", "bits"),
+        ("3GB/h", "not a rate"),
+        ("/s", "not a size"),
+        ("0GB/s", "less than one byte"),
+        (0, "not positive"),
+        (-1.0, "not positive"),
+        (float("nan"), "not positive and finite"),
+        (float("inf"), "not positive and finite"),
+        (True, "is a bool"),
+        (None, "is a NoneType"),
+    ],
+)
+def test_refuses_what_is_no_rate(value, reason):
+    with pytest.raises((ArgumentTypeError, ArgumentValueError), match=f"^read_rate: .*{reason}"):
+        parse_rate(value, "read_rate")

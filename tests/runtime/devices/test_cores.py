@@ -8,8 +8,9 @@ import threading
 import pytest
 import torch
 from offmate.runtime.devices import cores
-from offmate.runtime.devices.lanes import Lane, LaneEvent
+from offmate.runtime.devices.lanes import Lane
 from offmate.runtime.devices.streams import StreamDevice
+from offmate.runtime.events import LaneEvent
 
 
 def machine(folder, siblings):

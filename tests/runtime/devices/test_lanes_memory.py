@@ -6,7 +6,8 @@ import threading
 import weakref
 
 import pytest
-from offmate.runtime.devices.lanes import Lane, LaneEvent
+from offmate.runtime.devices.lanes import Lane
+from offmate.runtime.events import LaneEvent
 
 
 class _Held:

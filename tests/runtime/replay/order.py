@@ -18,7 +18,8 @@ from unittest import mock
 
 import torch
 from offmate.runtime.devices import streams
-from offmate.runtime.devices.lanes import Lane, LaneEvent
+from offmate.runtime.devices.lanes import Lane
+from offmate.runtime.events import LaneEvent
 from offmate.runtime.replay.executor import Executor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,0 +1,274 @@
+"""The threads of one disk, which do the requests of the oldest transfers first."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import threading
+import time
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ...errors import StorageError
+from .host_bytes import AlignedBytes
+from .open_file import OpenFile
+from .throttle import Throttle
+from .transfers import Part, Request, Transfer, Worker
+
+REQUEST_BYTES = 1 << 22
+"""The most that one call to the system transfers."""
+N_THREADS = 4
+"""Requests under way at once on a disk."""
+DEADLINE_S = 120.0
+"""Seconds without any progress after which a disk counts as hanging."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How an engine works.
+
+    Parameters
+    ----------
+    n_threads: requests at once on each disk. request_bytes: the largest request, a multiple of 4,096.
+    deadline_s: seconds without any progress on a disk after which its transfers fail.
+    """
+
+    n_threads: int = N_THREADS
+    request_bytes: int = REQUEST_BYTES
+    deadline_s: float = DEADLINE_S
+
+
+class DiskUse(NamedTuple):
+    """What a disk has done for the engine.
+
+    Parameters
+    ----------
+    name: the folder, or the first file that was opened there. read_bytes, written_bytes: on the disk, whole blocks.
+    read_busy_s, write_busy_s, busy_s: seconds in which reads, writes or either were under way.
+    """
+
+    name: str
+    read_bytes: int
+    written_bytes: int
+    read_busy_s: float
+    write_busy_s: float
+    busy_s: float
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        """Return the mean rate of reads; 0 if there were none."""
+        return self.read_bytes / self.read_busy_s if self.read_busy_s else 0.0
+
+    @property
+    def write_bytes_per_s(self) -> float:
+        """Return the mean rate of writes; 0 if there were none."""
+        return self.written_bytes / self.write_busy_s if self.write_busy_s else 0.0
+
+
+class _Busy:
+    """Seconds in which anything was under way, however many at once."""
+
+    def __init__(self) -> None:
+        self.total_s, self._since_s, self._count = 0.0, 0.0, 0
+
+    def change(self, by: int, now_s: float) -> None:
+        if self._count == 0:
+            self._since_s = now_s
+        self._count += by
+        if self._count == 0:
+            self.total_s += now_s - self._since_s
+
+
+class _Worker:
+    """A `Worker` of a queue."""
+
+    def __init__(self, queue: DiskQueue, buffer: AlignedBytes) -> None:
+        self.buffer, self._queue = buffer, queue
+
+    def read(self, file: OpenFile, address: int, n_bytes: int, offset: int, least_bytes: int) -> None:
+        with self._queue.counted(False, n_bytes):
+            file.read(address, n_bytes, offset, least_bytes, self._queue.progressed)
+
+    def write(self, file: OpenFile, address: int, n_bytes: int, offset: int) -> None:
+        with self._queue.counted(True, n_bytes):
+            file.write(address, n_bytes, offset, self._queue.progressed)
+
+
+class DiskQueue:
+    """Threads that do requests to one disk.
+
+    State: `_parts`, ready and in the order of their transfers; `_under_way`, the transfer of each thread at work;
+    `_keys` of their requests; `_progress_s`, when something was last done; `_error` once the disk hangs; `_closing`.
+    All are changed under `_changed`, and so are the figures.
+
+    Parameters
+    ----------
+    name: of the disk, for messages. throttle: rates that it is held to.
+    """
+
+    def __init__(self, name: str, limits: Limits, throttle: Throttle | None = None) -> None:
+        self.name, self.staging_bytes = name, limits.n_threads * limits.request_bytes
+        self._throttle, self._deadline_s = throttle, limits.deadline_s
+        self._parts: list[tuple[int, Part, Transfer]] = []
+        self._under_way: dict[int, Transfer] = {}
+        self._keys: set[Hashable] = set()
+        self._progress_s, self._closing = time.monotonic(), False
+        self._error: StorageError | None = None
+        self._bytes, self._busy = {False: 0, True: 0}, {False: _Busy(), True: _Busy(), None: _Busy()}
+        self._changed = threading.Condition()
+        buffers = [AlignedBytes(limits.request_bytes) for _ in range(limits.n_threads)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(buffer,), name=f"offmate-disk-{i}", daemon=True)
+            for i, buffer in enumerate(buffers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def add(self, part: Part, transfer: Transfer) -> None:
+        """Have the requests of a transfer done, whose events have happened."""
+        if not part.requests:
+            return
+        with self._changed:
+            error = self._error
+            if error is None:
+                bisect.insort(self._parts, (transfer.number, part, transfer), key=lambda entry: entry[0])
+                self._changed.notify(len(part.requests))
+                return
+            part.drop(hangs=True)
+        transfer.fail(error)
+
+    @contextlib.contextmanager
+    def counted(self, writes: bool, n_bytes: int) -> Iterator[None]:
+        """Count the call to the disk in the body, and hold it to the throttle's rate."""
+        self._count(writes, 1, 0)
+        done_bytes = 0
+        try:
+            due_s = 0.0 if self._throttle is None else self._throttle.due_s(writes, n_bytes)
+            yield
+            if due_s:
+                time.sleep(max(0.0, due_s - time.perf_counter()))
+            done_bytes = n_bytes
+        finally:
+            self._count(writes, -1, done_bytes)
+
+    def _count(self, writes: bool, by: int, n_bytes: int) -> None:
+        with self._changed:
+            now_s = time.perf_counter()
+            self._busy[writes].change(by, now_s)
+            self._busy[None].change(by, now_s)
+            self._bytes[writes] += n_bytes
+
+    def progressed(self) -> None:
+        """Note that the disk has done something."""
+        self._progress_s = time.monotonic()
+
+    def use(self) -> DiskUse:
+        """Return what it has done until now."""
+        with self._changed:
+            reads, writes, either = (self._busy[kind].total_s for kind in (False, True, None))
+            return DiskUse(self.name, self._bytes[False], self._bytes[True], reads, writes, either)
+
+    def fail_if_it_hangs(self) -> None:
+        """End all transfers with an error if requests are under way and none has progressed for too long."""
+        with self._changed:
+            waited_s = time.monotonic() - self._progress_s
+            if self._error is not None or not self._under_way or waited_s < self._deadline_s:
+                return
+            self._error = StorageError(
+                f"{self.name} has done nothing for {waited_s:.0f} s, though {len(self._under_way)} requests are under "
+                "way: the disk or its connection hangs. Look at the system's log (dmesg), check the connection, and "
+                "start again, or name another folder"
+            )
+            hanging, dropped = set(self._under_way.values()), self._drop()
+        for transfer in hanging | dropped:
+            transfer.fail(self._error, at_once=True)
+
+    def close(self, error: StorageError) -> bool:
+        """End the threads after the requests under way; those not begun fail.
+
+        Returns: whether all threads have ended; those that hang are waited for until the deadline.
+        """
+        with self._changed:
+            self._closing = True
+            dropped = self._drop()
+            self._changed.notify_all()
+            patience_s = 0.0 if self._error is not None else self._deadline_s
+        for transfer in dropped:
+            transfer.fail(error)
+        end_s = time.monotonic() + patience_s
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # its request may have held the engine's last reference
+                thread.join(max(0.0, end_s - time.monotonic()))
+        with self._changed:
+            hanging = set(self._under_way.values())
+        for transfer in hanging:
+            transfer.fail(error, at_once=True)
+        return not hanging
+
+    def _drop(self) -> set[Transfer]:
+        """Forget the requests that have not begun; return their transfers."""
+        dropped = {transfer for _, _, transfer in self._parts}
+        for _, part, _ in self._parts:
+            part.drop(hangs=self._error is not None)
+        self._parts.clear()
+        return dropped
+
+    def _run(self, buffer: AlignedBytes) -> None:
+        worker = _Worker(self, buffer)
+        while (taken := self._next()) is not None:
+            part, request, transfer = taken
+            error = _done(worker, part, request)
+            with self._changed:
+                del self._under_way[threading.get_ident()]
+                self._keys.discard(request.key)
+                self._progress_s = time.monotonic()
+                if self._parts:  # a request may have waited for this one's key
+                    self._changed.notify()
+            # Who waits for the transfer may count on the memory of its tensors.
+            del taken, part, request
+            transfer.end(error)
+            del transfer, error
+
+    def _next(self) -> tuple[Part, Request, Transfer] | None:
+        """Return the first request that can begin, once there is one; None once the queue is closed."""
+        with self._changed:
+            while not self._closing:
+                if (taken := self._take()) is not None:
+                    if not self._under_way:
+                        self._progress_s = time.monotonic()
+                    self._under_way[threading.get_ident()] = taken[2]
+                    self._keys.add(taken[1].key)
+                    return taken
+                self._changed.wait()
+        return None
+
+    def _take(self) -> tuple[Part, Request, Transfer] | None:
+        for entry in tuple(self._parts):
+            _, part, transfer = entry
+            request = next((one for one in part.requests if one.key not in self._keys), None)
+            if request is None:
+                continue
+            if not transfer.begin():
+                part.drop()
+                self._parts.remove(entry)
+                continue
+            part.requests.remove(request)
+            if not part.requests:
+                self._parts.remove(entry)
+            return part, request, transfer
+        return None
+
+
+def _done(worker: Worker, part: Part, request: Request) -> BaseException | None:
+    """Do a request; return the error if it fails."""
+    failure: BaseException | None = None
+    try:
+        request.work(worker, part.file())
+    except BaseException as error:
+        failure = error
+    try:
+        part.used(1)
+    except StorageError as error:
+        failure = failure or error
+    return failure

@@ -1,0 +1,265 @@
+"""Folders that the engine stores in: one process each, and nobody's files but offmate's own are touched."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...errors import ArgumentTypeError, StorageError
+from ...sizes import format_bytes, parse_rate
+from .files import Files
+from .host_bytes import ALIGNMENT_BYTES, AlignedBytes
+from .open_file import REFUSES_DIRECT, OpenFile, failed, refuses_direct
+
+MARKER = ".offmate-storage"
+"""The file in a folder that is locked while an engine stores there, and that says which files are the engine's."""
+_MARKER_BYTES = 200  # more than its text has
+_MARKER_TEXT = re.compile(rb"offmate stores here: process (\d+), files offmate-([0-9a-f]{16})-\*\.tensor\n")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class StoragePath:
+    """A folder that tensors are stored in while a model trains.
+
+    Parameters
+    ----------
+    folder: it must exist. Each folder of an engine is on a disk of its own. read_rate, write_rate: of the disk, in
+        bytes per second or as text such as "3GB/s"; None if they are to be measured.
+
+    Raises: ArgumentTypeError, ArgumentValueError for a folder or a rate that is none.
+    """
+
+    folder: str | os.PathLike[str]
+    read_rate: float | str | None = None
+    write_rate: float | str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.folder, str | os.PathLike):
+            kind = type(self.folder).__name__
+            raise ArgumentTypeError(f"folder={self.folder!r} is a {kind}; give the path of a folder as text or Path")
+        _ = self.read_bytes_per_s, self.write_bytes_per_s
+
+    @property
+    def read_bytes_per_s(self) -> float | None:
+        """Return the rate of reads, None if it was not given."""
+        return None if self.read_rate is None else parse_rate(self.read_rate, "read_rate")
+
+    @property
+    def write_bytes_per_s(self) -> float | None:
+        """Return the rate of writes, None if it was not given."""
+        return None if self.write_rate is None else parse_rate(self.write_rate, "write_rate")
+
+
+class Folder:
+    """A folder that this process stores in.
+
+    Its marker is locked until `close`, however the process ends, and names the files that are the engine's. Files that
+    a killed process has left are removed when the folder is opened again.
+
+    State: `_made`, the files that were made.
+
+    Parameters
+    ----------
+    folder: it must exist. fill_bytes: how many bytes are written at once where the file system cannot reserve space.
+
+    Raises: StorageError if it is missing, cannot be written to, or is in use by another process, which is named.
+    """
+
+    def __init__(self, files: Files, folder: Path, fill_bytes: int) -> None:
+        self.folder, self._files, self._fill_bytes = folder, files, fill_bytes
+        self._made: list[Path] = []
+        self._number = 0
+        self._run = secrets.token_hex(8)
+        self._marker = self._locked()
+        try:
+            if (left_by := self._left_by()) is not None:
+                self._remove_files_of(left_by)
+            self._mark()
+            self.direct = self._tried()
+        except BaseException:
+            self._files.close(self._marker)  # the lock goes with it, and the marker stays for the next one
+            raise
+
+    def reserve(self, n_bytes: int) -> Path:
+        """Make a file, and take its space on the disk.
+
+        Raises: StorageError if there is too little space.
+        """
+        self._number += 1
+        path = self.folder / f"offmate-{self._run}-{self._number:06}.tensor"
+        self._made.append(path)
+        file = self._open(path, os.O_CREAT | os.O_EXCL, direct=self.direct)
+        try:
+            if not file.reserve(n_bytes):
+                self._fill(file, path, n_bytes)
+        except StorageError as error:
+            file.close()
+            self.remove(path)
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL:
+                raise self._too_full(path, n_bytes, os.strerror(error.__cause__.errno)) from error
+            raise
+        file.close()
+        return path
+
+    def open(self, path: Path) -> OpenFile:
+        """Open a file that was reserved. Raises: StorageError if it has gone."""
+        return self._open(path, 0, self.direct)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file that was reserved. Raises: StorageError if it cannot be removed."""
+        try:
+            self._files.unlink(path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise failed("removing", path, error) from error
+        self._made.remove(path)
+
+    def close(self) -> None:
+        """Remove the engine's files and unlock the folder. Raises: StorageError if a file cannot be removed."""
+        try:
+            for path in tuple(self._made):
+                self.remove(path)
+            self._files.unlink(self.folder / MARKER)
+        except OSError as error:
+            raise failed("removing", self.folder / MARKER, error) from error
+        finally:
+            self._files.close(self._marker)
+
+    def _open(self, path: Path, flags: int, direct: bool) -> OpenFile:
+        try:
+            handle = self._files.open(path, os.O_RDWR | flags | (os.O_DIRECT if direct else 0))
+        except OSError as error:
+            raise failed("opening", path, error) from error
+        return OpenFile(self._files, path, handle, direct)
+
+    def _locked(self) -> int:
+        """Return the handle of the marker, which is locked."""
+        path = self.folder / MARKER
+        while True:
+            try:
+                handle = self._files.open(path, os.O_RDWR | os.O_CREAT)
+            except OSError as error:
+                raise self._unusable(error) from error
+            try:
+                self._files.lock(handle)
+                # Who had the lock may have removed the file, and another process may have made a new one meanwhile.
+                if os.path.samestat(self._files.fstat(handle), self._files.stat(path)):
+                    return handle
+            except BlockingIOError:
+                words = self._in_use(handle)
+                self._files.close(handle)
+                raise StorageError(words) from None
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                self._files.close(handle)
+                raise failed("locking", path, error) from error
+            self._files.close(handle)
+
+    def _unusable(self, error: OSError) -> StorageError:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return StorageError(f"{self.folder} is not a folder; make it, or name another one")
+        if error.errno in _FULL:
+            return self._too_full(self.folder / MARKER, _MARKER_BYTES, os.strerror(error.errno))
+        return StorageError(
+            f"{self.folder} cannot be stored in: {os.strerror(error.errno or 0)}; name a folder that you may write to"
+        )
+
+    def _in_use(self, handle: int) -> str:
+        text = _MARKER_TEXT.fullmatch(self._marker_text(handle))
+        who = f"process {int(text[1])}" if text else "another process"
+        if text and int(text[1]) == os.getpid():
+            who = "this process, in another engine,"
+        return f"{who} stores in {self.folder}; wait until it has ended, or name another folder"
+
+    def _marker_text(self, handle: int) -> bytes:
+        text = bytearray(_MARKER_BYTES)
+        try:
+            return bytes(text[: self._files.preadv(handle, [text], 0)])
+        except OSError as error:
+            raise failed("reading", self.folder / MARKER, error) from error
+
+    def _left_by(self) -> str | None:
+        """Return which run's files an engine has left here that was killed; None if none was."""
+        text = self._marker_text(self._marker)
+        if not text:
+            return None
+        known = _MARKER_TEXT.fullmatch(text)
+        if known is None:
+            raise StorageError(
+                f"{self.folder / MARKER} is not a file of offmate's; move it away, or name another folder"
+            )
+        return known[2].decode()
+
+    def _remove_files_of(self, run: str) -> None:
+        own = re.compile(rf"offmate-{run}-\d+\.tensor")
+        try:
+            for name in self._files.names(self.folder):
+                if own.fullmatch(name):
+                    self._files.unlink(self.folder / name)
+        except OSError as error:
+            raise failed("removing files of an earlier run from", self.folder, error) from error
+
+    def _mark(self) -> None:
+        text = f"offmate stores here: process {os.getpid()}, files offmate-{self._run}-*.tensor\n".encode()
+        try:
+            self._files.truncate(self._marker, 0)
+            if self._files.pwritev(self._marker, [bytearray(text)], 0) != len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._files.fdatasync(self._marker)
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def _tried(self) -> bool:
+        """Return whether the file system of the folder reads and writes past the page cache."""
+        path = self.folder / f"offmate-{self._run}-000000.tensor"
+        page = AlignedBytes(ALIGNMENT_BYTES)
+        try:
+            try:
+                handle = self._files.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
+            except OSError as error:
+                if error.errno in REFUSES_DIRECT:
+                    return False
+                raise self._unusable(error) from error
+            file = OpenFile(self._files, path, handle, direct=True)
+            try:
+                file.write(page.address, page.n_bytes, 0)
+                file.read(page.address, page.n_bytes, 0, page.n_bytes)
+            except StorageError as error:
+                if not refuses_direct(error):
+                    raise
+                return False
+            finally:
+                file.close()
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                self._files.unlink(path)
+        return True
+
+    def _fill(self, file: OpenFile, path: Path, n_bytes: int) -> None:
+        """Write a file once, so that its space is taken."""
+        if self._files.free_bytes(self.folder) < n_bytes:
+            raise self._too_full(path, n_bytes, "the file system cannot reserve space")
+        pattern = AlignedBytes(self._fill_bytes)
+        # Zeros, or the same bytes again and again, would take no space where the file system compresses.
+        for start in range(0, n_bytes, self._fill_bytes):
+            length = min(self._fill_bytes, n_bytes - start)
+            pattern.fill(os.urandom(length))
+            file.write(pattern.address, length, start)
+
+    def _too_full(self, path: Path, n_bytes: int, why: str) -> StorageError:
+        try:
+            free = format_bytes(self._files.free_bytes(self.folder))
+        except OSError:
+            free = "an unknown number of bytes"
+        return StorageError(
+            f"{path} needs {format_bytes(n_bytes)}, and {free} are free in {self.folder} ({why}); free space there, or "
+            "name a folder on a larger disk"
+        )

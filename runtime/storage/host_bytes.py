@@ -1,0 +1,85 @@
+"""Memory of the host that the system can transfer past its page cache."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import torch
+
+from ...errors import ArgumentTypeError
+
+ALIGNMENT_BYTES = 4096
+"""What offsets, lengths and addresses are multiples of: the sectors of all disks, and the pages of the system."""
+
+View = ctypes.Array[ctypes.c_char]
+
+
+def round_down(n_bytes: int) -> int:
+    """Return the last aligned offset that is not after another one."""
+    return n_bytes - n_bytes % ALIGNMENT_BYTES
+
+
+def round_up(n_bytes: int) -> int:
+    """Return the first aligned offset that is not before another one."""
+    return round_down(n_bytes + ALIGNMENT_BYTES - 1)
+
+
+def view(address: int, n_bytes: int) -> View:
+    """Return memory as a buffer. It keeps nothing alive: who uses it holds what owns the memory."""
+    return (ctypes.c_char * n_bytes).from_address(address)
+
+
+def copy(target: int, source: int, n_bytes: int) -> None:
+    """Copy bytes between two addresses, without Python's lock and on this thread alone."""
+    ctypes.memmove(target, source, n_bytes)
+
+
+def check_bytes(tensor: torch.Tensor) -> None:
+    """Raise ArgumentTypeError unless a tensor is one piece of the host's memory, as bytes."""
+    if tensor.device.type != "cpu" or tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ArgumentTypeError(
+            f"a transfer needs a contiguous tensor of one dimension and of torch.uint8 on the CPU, and this one is "
+            f"{tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}; use tensor.view(torch.uint8).flatten()"
+        )
+
+
+class AlignedBytes:
+    """Memory that begins at an aligned address.
+
+    Parameters
+    ----------
+    n_bytes: its size.
+    """
+
+    def __init__(self, n_bytes: int) -> None:
+        self.n_bytes = n_bytes
+        self._memory = mmap.mmap(-1, max(1, n_bytes))
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+    def view(self, start: int, n_bytes: int) -> View:
+        """Return a part of it as a buffer, which this object has to outlive."""
+        if start < 0 or start + n_bytes > self.n_bytes:
+            raise IndexError(f"{n_bytes} bytes from {start} are not within {self.n_bytes}")
+        return view(self.address + start, n_bytes)
+
+    def clear(self, start: int, end: int) -> None:
+        """Set the bytes between two offsets to zero."""
+        ctypes.memset(ctypes.addressof(self.view(start, end - start)), 0, end - start)
+
+    def fill(self, content: bytes) -> None:
+        """Set the first bytes."""
+        self._memory[: len(content)] = content
+
+
+def empty_aligned(n_bytes: int, offset: int = 0) -> torch.Tensor:
+    """Return a host tensor of bytes into which the engine reads without a second copy.
+
+    Parameters
+    ----------
+    n_bytes: its length.
+    offset: where in a file its first byte comes from; memory and file then lie alike within a page.
+    """
+    spare = torch.empty(n_bytes + 2 * ALIGNMENT_BYTES, dtype=torch.uint8)
+    start = (offset - spare.data_ptr()) % ALIGNMENT_BYTES
+    return spare[start : start + n_bytes]

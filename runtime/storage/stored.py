@@ -1,0 +1,232 @@
+"""One stored tensor: where its bytes lie, what was written, and the requests that read and write them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ...errors import StorageError
+from ..events import Event
+from .checksums import checksum
+from .host_bytes import ALIGNMENT_BYTES, AlignedBytes, copy, round_up
+from .open_file import OpenFile
+from .ranges import Range, first_missing, joined, within, without
+from .transfers import Part, Queue, Request, Worker
+
+
+@dataclass(frozen=True, eq=False)
+class StoredFile:
+    """A tensor's bytes on one path.
+
+    Parameters
+    ----------
+    path: of the file. queue: the threads of its disk. open: opens it.
+    """
+
+    path: Path
+    queue: Queue
+    open: Callable[[], OpenFile]
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """A transfer that may not have ended, and the bytes of the tensor that it reads or writes."""
+
+    bytes_of: Range
+    writes: bool
+    event: Event
+
+
+class Stored:
+    """The bytes of one tensor, cut into chunks that lie on one or more paths.
+
+    A chunk is written and read by one request and has one checksum. So a transfer of a range that begins or ends within
+    a chunk reads all of it, and a write writes all of it again; ranges of whole chunks cost nothing beyond their bytes.
+
+    State: `_written`, by chunk, the ranges that have been written; `_checksums` of the chunks, but of those that are
+    being written; both are changed under `_lock`. `_under_way`, transfers that later ones may have to wait for, changed
+    under `_ordering`.
+
+    Parameters
+    ----------
+    name: of the tensor, for messages. n_bytes: its bytes. chunk_bytes: of each chunk but the last.
+    places: by chunk, its file and its offset in it.
+    """
+
+    def __init__(self, name: str, n_bytes: int, chunk_bytes: int, places: Sequence[tuple[StoredFile, int]]) -> None:
+        self.name, self.n_bytes, self.chunk_bytes = name, n_bytes, chunk_bytes
+        self._places = tuple(places)
+        self._written: dict[int, list[Range]] = {}
+        self._checksums: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._under_way: list[_UnderWay] = []
+        self._ordering = threading.Lock()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Return the files that it lies in, one for each path."""
+        return tuple(dict.fromkeys(file.path for file, _ in self._places))
+
+    def transfer(
+        self,
+        tensor: torch.Tensor,
+        start: int,
+        writes: bool,
+        submit: Callable[[list[Part], tuple[Event, ...]], Event],
+    ) -> Event:
+        """Submit a transfer of the bytes from an offset, after those submitted before that touch the same bytes.
+
+        Raises: StorageError for a read of bytes that nobody has written and nobody is going to.
+        """
+        wanted = (start, start + tensor.numel())
+        with self._ordering:
+            self._under_way = [one for one in self._under_way if not one.event.done()]
+            if not writes:
+                self._check_written(wanted, [one.bytes_of for one in self._under_way if one.writes])
+            earlier = [
+                one.event for one in self._under_way if (writes or one.writes) and within([one.bytes_of], *wanted)
+            ]
+            event = submit(self._parts(tensor, start, writes), tuple(earlier))
+            self._under_way.append(_UnderWay(wanted, writes, event))
+        return event
+
+    def _parts(self, tensor: torch.Tensor, start: int, writes: bool) -> list[Part]:
+        end = start + tensor.numel()
+        chunks = range(start // self.chunk_bytes, -(-end // self.chunk_bytes)) if end > start else range(0)
+        by_file: dict[StoredFile, list[Request]] = {}
+        for chunk in chunks:
+            kind = _Write if writes else _Read
+            by_file.setdefault(self._places[chunk][0], []).append(
+                Request((self, chunk), kind(self, chunk, tensor, start))
+            )
+        return [Part(file.queue, requests, file.open) for file, requests in by_file.items()]
+
+    def _check_written(self, wanted: Range, soon: list[Range]) -> None:
+        first, last = wanted[0] // self.chunk_bytes, -(-wanted[1] // self.chunk_bytes)
+        with self._lock:
+            written = [piece for chunk in range(first, last) for piece in self._written.get(chunk, ())]
+        missing = first_missing(written + soon, *wanted)
+        if missing is not None:
+            raise self.never_written(missing, wanted)
+
+    def never_written(self, missing: int, wanted: Range) -> StorageError:
+        """Return the error of a read of bytes that were not written, or not wholly."""
+        file, offset = self._places[missing // self.chunk_bytes]
+        return StorageError(
+            f"byte {missing} of {self.name} was read (bytes {wanted[0]} to {wanted[1]} of {self.n_bytes}), but it was "
+            f"never written, or writing it failed ({file.path}, offset {offset + missing % self.chunk_bytes}); write "
+            "it first, and look at what the writes raised"
+        )
+
+    def chunk_range(self, chunk: int) -> Range:
+        """Return the bytes of the tensor that a chunk has."""
+        return chunk * self.chunk_bytes, min(self.n_bytes, (chunk + 1) * self.chunk_bytes)
+
+    def offset(self, chunk: int) -> int:
+        """Return where a chunk lies in its file."""
+        return self._places[chunk][1]
+
+    def written(self, chunk: int) -> tuple[list[Range], int | None]:
+        """Return which bytes of a chunk have been written, and its checksum; None if it has none."""
+        with self._lock:
+            return self._written.get(chunk, []), self._checksums.get(chunk)
+
+    def doubt(self, chunk: int) -> None:
+        """Note that a chunk is about to be written: until that is done, nobody knows what it holds."""
+        with self._lock:
+            self._checksums.pop(chunk, None)
+
+    def lose(self, chunk: int) -> None:
+        """Note that writing a chunk failed, so that none of its bytes can be read."""
+        with self._lock:
+            self._written.pop(chunk, None)
+
+    def note(self, chunk: int, written: list[Range], found: int) -> None:
+        """Note that a chunk has been written."""
+        with self._lock:
+            self._written[chunk], self._checksums[chunk] = joined(written), found
+
+
+class _ChunkRequest:
+    """A request for one chunk.
+
+    Parameters
+    ----------
+    tensor: the host's memory. start: which byte of the stored tensor is its first.
+    """
+
+    def __init__(self, stored: Stored, chunk: int, tensor: torch.Tensor, start: int) -> None:
+        self.stored, self.chunk, self.tensor, self.start = stored, chunk, tensor, start
+        self.first, self.last = stored.chunk_range(chunk)
+        self.disk_bytes = round_up(self.last - self.first)
+        self.wanted = (max(self.first, start), min(self.last, start + tensor.numel()))
+
+    def straight(self) -> int | None:
+        """Return the address of the chunk in the tensor, if all of it is there and aligned; else None."""
+        address = self.tensor.data_ptr() + self.first - self.start
+        whole = self.wanted == (self.first, self.last) and self.disk_bytes == self.last - self.first
+        return address if whole and address % ALIGNMENT_BYTES == 0 else None
+
+    def read_chunk(self, worker: Worker, file: OpenFile, address: int, expected: int) -> None:
+        """Read the chunk into memory and verify it."""
+        offset = self.stored.offset(self.chunk)
+        worker.read(file, address, self.disk_bytes, offset, self.disk_bytes)
+        if checksum(address, self.disk_bytes) != expected:
+            raise StorageError(
+                f"{file.path} does not hold what was written, between offsets {offset} and {offset + self.disk_bytes} "
+                f"({self.stored.name}, bytes {self.first} to {self.last}): the checksums differ. The disk or its "
+                "connection has a fault, or another program wrote into the file. Look at the system's log (dmesg), use "
+                "another disk, and go on from the last checkpoint"
+            )
+
+    def places(self, buffer: AlignedBytes) -> tuple[int, int, int]:
+        """Return the address of the wanted bytes in the tensor and in the buffer, and their number."""
+        first, last = self.wanted
+        return self.tensor.data_ptr() + first - self.start, buffer.address + first - self.first, last - first
+
+
+class _Read(_ChunkRequest):
+    def __call__(self, worker: Worker, file: OpenFile) -> None:
+        written, expected = self.stored.written(self.chunk)
+        missing = first_missing(written, *self.wanted)
+        if missing is not None or expected is None:
+            raise self.stored.never_written(self.wanted[0] if missing is None else missing, self.wanted)
+        address = self.straight()
+        self.read_chunk(worker, file, worker.buffer.address if address is None else address, expected)
+        if address is None:
+            target, source, n_bytes = self.places(worker.buffer)
+            copy(target, source, n_bytes)
+
+
+class _Write(_ChunkRequest):
+    def __call__(self, worker: Worker, file: OpenFile) -> None:
+        address = self.straight()
+        written, _ = self.stored.written(self.chunk)
+        if address is None:
+            self._prepare(worker, file)
+            address = worker.buffer.address
+        found = checksum(address, self.disk_bytes)
+        self.stored.doubt(self.chunk)
+        try:
+            worker.write(file, address, self.disk_bytes, self.stored.offset(self.chunk))
+        except BaseException:
+            self.stored.lose(self.chunk)
+            raise
+        self.stored.note(self.chunk, [*written, self.wanted], found)
+
+    def _prepare(self, worker: Worker, file: OpenFile) -> None:
+        """Put together in the buffer what the chunk will hold."""
+        written, expected = self.stored.written(self.chunk)
+        kept = without(written, *self.wanted)
+        if kept and expected is not None:
+            self.read_chunk(worker, file, worker.buffer.address, expected)
+        elif self.wanted == (self.first, self.last):
+            worker.buffer.clear(self.last - self.first, self.disk_bytes)
+        else:
+            worker.buffer.clear(0, self.disk_bytes)
+        source, target, n_bytes = self.places(worker.buffer)
+        copy(target, source, n_bytes)
