@@ -109,6 +109,14 @@ class RecordedJob:
         """Mark the end of the job: work put on the stream since its start belongs to it."""
         self._end = self._clock.mark(stream)
 
+    def begins_now(self) -> None:
+        """Mark the start of the job on this thread."""
+        self._start = time.perf_counter()
+
+    def ends_now(self) -> None:
+        """Mark the end of the job on this thread."""
+        self._end = time.perf_counter()
+
     def do(self, work: Callable[[], None]) -> None:
         """Do this work as the job, now, on this thread."""
         self._start = time.perf_counter()

@@ -106,6 +106,10 @@ class Problem:
         """The tiers beside the host from which frozen parameters come."""
         return tuple(tier for tier in self.rates.tiers if tier.holds_frozen)
 
+    def sources(self, group: Group) -> tuple[Tier, ...]:
+        """Return the tiers beside the host from which a group's parameters can come."""
+        return self.frozen_tiers if group.in_files else ()
+
     @property
     def buffers_bytes(self) -> int:
         """Bytes of the host's memory that copies through the host take."""
@@ -273,6 +277,7 @@ def check(problem: Problem) -> None:
         _require(bool(group.uses), f"{row} is used by no step")
         _steps(row, "uses", group.uses, 0, 2 * n - 1)
         _steps(row, "grad_steps", group.grad_steps, n, 2 * n - 1)
+        _require(not (group.in_files and group.trainable), f"{row} is in files that are only read, and trained")
         _require(group.side in get_args(Side), f"{row}: side is {group.side!r}, must be any, host or device")
         for tensor in group.tensors:
             _numbers(f"{row}, tensor {tensor.name}", tensor)

@@ -102,8 +102,8 @@ class Tier:
     ----------
     path: its name, and the links between it and the device.
     capacity_bytes: the most bytes that leave to it.
-    holds_frozen: whether it holds every frozen parameter all the time, beside what leaves to it: files that are read
-        and never written.
+    holds_frozen: whether it holds frozen parameters all the time, beside what leaves to it: files that are read and
+        never written.
     buffers_bytes: bytes of the host's memory that copies through the host take.
     """
 

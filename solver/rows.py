@@ -108,6 +108,7 @@ class Group:
     norm_s: seconds to unscale its gradient and to take its norm, in the backward that completes it; 0 with several
         micro-batches, whose additions take it.
     side: where it is updated; without effect on frozen groups and on those that the user's own code updates.
+    in_files: whether it is frozen, and every tier that holds frozen parameters holds it.
     """
 
     name: str
@@ -120,6 +121,7 @@ class Group:
     device_add_s: float = 0.0
     side: Side = "any"
     norm_s: float = 0.0
+    in_files: bool = False
 
     @property
     def trainable(self) -> bool:

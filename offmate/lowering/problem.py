@@ -20,6 +20,7 @@ from ..solver.items import Item
 from ..solver.options.pieces import Grid, in_pieces
 from ..solver.problem import Block, Group, Output, Problem, Rates, Shared, Side, TensorSize, Value, update_steps
 from ..solver.steps import Direction, steps_of
+from .frozen_files import FrozenFiles
 from .options import BlockClass, option_numbers
 
 _WITHOUT_GATE = 3  # turn-around steps where updates need not wait for the last gradient
@@ -80,7 +81,7 @@ class Lowering:
     Parameters
     ----------
     incoming: strides of the gradients that output nodes receive from the user, by the nodes' names.
-    trainable: the cost of training, per canonical parameter name.
+    trainable: the cost of training, per canonical parameter name. files: of frozen parameters; None without any.
     """
 
     def __init__(
@@ -92,9 +93,10 @@ class Lowering:
         prelude: Prelude,
         incoming: Mapping[str, tuple[int, ...]],
         trainable: dict[str, Trainable],
+        files: FrozenFiles | None = None,
     ) -> None:
         self.captured, self.chain, self.blocks, self.classes = captured, chain, blocks, classes
-        self.prelude, self.incoming, self.trainable = prelude, incoming, trainable
+        self.prelude, self.incoming, self.trainable, self.files = prelude, incoming, trainable, files
         steps = steps_of(len(blocks), micro_batches=1, turn_around_steps=0)
         backwards = ((n, step) for n, step in enumerate(steps) if step.direction is Direction.BACKWARD)
         self.backward = {step.block: number for number, step in backwards}
@@ -136,6 +138,7 @@ class Lowering:
                 rates.manage_s,
                 shared_cores=shared_cores,
                 per_copy_s=rates.per_copy_s,
+                tiers=() if self.files is None else (self.files.tier,),
                 **_host_memory(rates, groups, shared_cores),
             ),
             start_peak_bytes=self.prelude.peak_bytes,
@@ -233,7 +236,8 @@ class Lowering:
             grids |= {name: grid} if grid else {}
             nbytes = _dense_bytes(fake)
             size = TensorSize(name, nbytes, nbytes if grads else 0, training.state_bytes)
-            members.setdefault((uses, grads, fake.dtype, training.side), []).append((size, training))
+            in_files = self.files is not None and not grads and name in self.files.names
+            members.setdefault((uses, grads, fake.dtype, training.side, in_files), []).append((size, training))
         groups = (
             Group(
                 name=tensors[0][0].name,
@@ -246,8 +250,9 @@ class Lowering:
                 device_add_s=sum(t.add_s(micro_batches)[1] for _, t in tensors),
                 side=side,
                 norm_s=sum(t.device_norm_s for _, t in tensors) if micro_batches == 1 else 0.0,
+                in_files=in_files,
             )
-            for (uses, grads, _, side), tensors in members.items()
+            for (uses, grads, _, side, in_files), tensors in members.items()
         )
         return in_pieces(groups, grids)
 

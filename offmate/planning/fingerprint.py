@@ -47,6 +47,9 @@ def fingerprint_of(
         host = None if request.automatic_host else request.host_budget_bytes
         parts += (request.budget_bytes, host, request.user_bytes, _planning(request.config))
         parts += (request.micro_batches, request.clips, *(("scales",) if request.scales else ()))
+        if request.files is not None:  # a rate that was measured here is a figure like those of links
+            rate = request.files.read_bytes_per_s if machine is not None else None
+            parts += (sorted(request.files.names), rate, request.files.buffers_bytes)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
 
 

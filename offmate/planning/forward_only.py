@@ -80,7 +80,7 @@ def _lowered(
         classes[block.key] = BlockClass(graph, (only,))
     prelude = lower_prelude(traced.captured, traced.chain, traced.blocks, costs.get("", {}))
     fixed = fixed_bytes(model, traced.captured, {}) + request.margin_bytes
-    lowering = Lowering(traced.captured, traced.chain, traced.blocks, classes, prelude, {}, {})
+    lowering = Lowering(traced.captured, traced.chain, traced.blocks, classes, prelude, {}, {}, request.files)
     lowered = lowering.problem(
         rates,
         shared_cores=request.device == EMULATED,

@@ -78,7 +78,7 @@ def _place(lowered: Lowered, least: LeastBudget) -> str:
 
 def stream_refusal(problem: Problem, request: Request, least_bytes: int) -> InfeasibleBudget:
     """Build the same error for a forward without gradients, whose device needs `least_bytes` in all."""
-    streamed = sum(group.param_bytes for group in problem.groups)
+    streamed = sum(group.param_bytes for group in problem.groups if not group.in_files)
     if streamed > request.host_budget_bytes:
         return InfeasibleBudget(
             f"a forward without gradients streams {format_bytes(streamed)} of parameters from RAM, but cpu_budget is "

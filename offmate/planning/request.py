@@ -9,6 +9,7 @@ import torch
 from ..capture.arrivals import Arrivals
 from ..capture.captured import Captured
 from ..config import Config
+from ..lowering.frozen_files import FrozenFiles
 from ..plans.plan import Plan
 from ..runtime.replay.binding import Binding
 
@@ -27,6 +28,7 @@ class Request:
     micro_batches: how many forwards and backwards make one planned update. clips: whether gradients are clipped.
     scales: whether losses are scaled, so that an update may be skipped.
     margin_bytes: the part of the budget that is left to the device's allocator.
+    files: frozen parameters that may come from files where the host budget is short of room; None if there are none.
     """
 
     budget_bytes: int
@@ -41,6 +43,7 @@ class Request:
     clips: bool = False
     scales: bool = False
     margin_bytes: int = 0
+    files: FrozenFiles | None = None
 
     @property
     def gate(self) -> bool:

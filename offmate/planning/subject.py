@@ -124,7 +124,8 @@ def lower(
         )
         for n, c in updates.items()
     }  # fmt: skip
-    lowering = Lowering(captured, traced.chain, traced.blocks, classes, prelude, traced.incoming, trainable)
+    blocks, files = traced.blocks, request.files
+    lowering = Lowering(captured, traced.chain, blocks, classes, prelude, traced.incoming, trainable, files)
     lowered = lowering.problem(
         rates,
         shared_cores=request.device == "emulated",

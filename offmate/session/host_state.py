@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -187,17 +188,29 @@ class Truth:
     def pin(self, device: Device) -> None:
         """Move parameters, one after another, into host memory from which copies run concurrently with compute.
 
-        Parameters that share memory stay where they are.
+        Parameters that share memory stay where they are. Those that are mapped from a file share no more than that.
         """
         if device.torch_device.type == "cpu":
             return
         with without_torch_function(), torch.no_grad():
             owners = Counter(p.untyped_storage().data_ptr() for _, p in self._named())
             for name, param in self._named():
-                if owners[param.untyped_storage().data_ptr()] == 1:
-                    param.data = device.pinned(param.data)
-                    self.host.params[name] = param.data
+                if name in self.host.files or owners[param.untyped_storage().data_ptr()] == 1:
+                    self._move(name, param, device.pinned(param.data))
         self.accept()
+
+    def take_into_ram(self, names: Collection[str], device: Device) -> None:
+        """Move parameters that are mapped from files into memory of their own."""
+        with without_torch_function(), torch.no_grad():
+            for name, param in self._named() if names else ():
+                if name in names:
+                    own = device.empty_host_like(param.data).copy_(param.data)
+                    self._move(name, param, own)
+        self.accept()
+
+    def _move(self, name: str, param: torch.nn.Parameter, own: torch.Tensor) -> None:
+        param.data = own
+        self.host.params[name] = param.data
 
     # -- optimizer states ---------------------------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ from ..runtime.replay.gate import Clip
 from ..runtime.replay.world import World
 from ..sizes import format_bytes
 from ..split import Split
+from .checkpoint_files import CheckpointFiles
 from .failures import out_of_memory
 from .host_state import Truth
 from .user_code import UserCode
@@ -58,6 +59,7 @@ class Preparer:
     request: the requirements of plans. plainness: that of the model. watch: watches its Python state. truth, device,
         updater: what variants run on.
     max_grad_norm: for all gradients together; None clips nothing. given: a plan to use. progress: makes a progress bar.
+    files: the frozen parameters that lie in files.
     """
 
     def __init__(
@@ -71,7 +73,9 @@ class Preparer:
         max_grad_norm: float | None,
         given: Plan | None,
         progress: Callable[[], contextlib.AbstractContextManager[Progress]],
+        files: CheckpointFiles,
     ) -> None:
+        self._files = files
         self.request, self._plainness, self._watch = request, plainness, watch
         self._truth, self._device, self._updater = truth, device, updater
         self._max_grad_norm, self._given, self._progress = max_grad_norm, given, progress
@@ -165,7 +169,7 @@ class Preparer:
             _check_weights(model)
             check_module_hooks(model)
             make_room()
-            self._truth.pin(self._device)
+            self._look_at_files()
             variant = self._prepare(model, call)
             captured = variant.prepared.captured
             self._watch.learn(captured.read, captured.free)
@@ -196,6 +200,14 @@ class Preparer:
                 # A CPU rounds differently, so parameters keep the side of their first update.
                 self._kept = self._kept.joined(prepared.plan.split)
         return self._bound(prepared, model, call, place)
+
+    def _look_at_files(self) -> None:
+        """Find out which parameters may come from files; all of them go into RAM of their own if it has room."""
+        self._files.find(self._truth.frozen(tuple(self._truth.host.params)))
+        self.request = replace(self.request, files=self._files.request(self.request.host_budget_bytes))
+        if self.request.files is None:
+            self._truth.pin(self._device)
+            self._truth.host.files.clear()
 
     def _look_at_device(self) -> None:
         """Take the budget, the allocator's settings and the choice of kernels as they are now."""
@@ -293,6 +305,7 @@ class Preparer:
 
     def _bound(self, prepared: Prepared, model: torch.nn.Module, call: Call, place: MemoryLayout | None) -> Variant:
         plan = prepared.plan
+        self._truth.take_into_ram(self._files.read_from_ram(plan.schedule), self._device)
         world = World(
             plan.schedule,
             prepared.binding,

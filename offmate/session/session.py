@@ -26,6 +26,7 @@ from ..runtime.replay.unscaling import Unscaling
 from ..runtime.torch_names import trees as pytree
 from .aside import aside
 from .autograd import Iteration, Replay, in_order
+from .checkpoint_files import CheckpointFiles
 from .contexts import alone, ordinary, outside_inference
 from .edits import check_unchanged
 from .gradients import fed, take_in
@@ -76,9 +77,11 @@ class Session:
         self.device = make_device(request.device, request.budget_bytes)
         self.watch = Watch(model)
         self.truth = Truth(model, self.updater, self.watch)
+        self.files = CheckpointFiles(self.truth.host, self.device)
         self.preparer = Preparer(
-            request, self._plainness, self.watch, self.truth, self.device, self.updater, max_grad_norm, given, progress
-        )
+            request, self._plainness, self.watch, self.truth, self.device, self.updater, max_grad_norm, given, progress,
+            self.files,
+        )  # fmt: skip
         self.pace = Pace(compiled=request.config.backend != "eager")
         self.turns = Turns(request.micro_batches, request.gate)
         self.residence = Residence(self.device, self.updater, self.turns, self.truth, self.preparer, self.pace)
@@ -140,6 +143,8 @@ class Session:
         self._follow_parameters(call.trains)
         self.preparer.account_for_user_code()
         edited = self.truth.check_edits()
+        self.files.forget(edited)
+        self.files.check()
         if self.truth.take_states():
             self.residence.bring_home()
         self.truth.adopt_tensors()

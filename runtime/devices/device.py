@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,6 +11,7 @@ import torch
 from ...solver.resources import Resource
 from ..events import Event
 from ..ledger import Ledger
+from ..storage.file_bytes import FileBytes
 from ..trace import Recorder
 
 if TYPE_CHECKING:
@@ -23,13 +25,15 @@ class Device(Protocol):
     launched before them, and they run concurrently with work launched later. Of the ready ones of one link or worker
     the first given goes first; a copy that has to wait delays no other. A `recorder`, if there is one, notes every copy
     and update. The host's workers compute with `update_threads` threads each. `torch_device` is where operators run; on
-    the CPU the device's memory is the host's own, and there is no `arena`.
+    the CPU the device's memory is the host's own, and there is no `arena`. `changed` is notified of everything that
+    ends on a thread; whatever a copy may wait for on another thread has to notify it, too.
     """
 
     ledger: Ledger
     recorder: Recorder | None
     update_threads: int
     torch_device: torch.device
+    changed: threading.Condition
 
     @property
     def arena(self) -> Arena | None:
@@ -64,6 +68,20 @@ class Device(Protocol):
         self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...], link: Resource = Resource.IN
     ) -> Event:
         """Start a copy to the device over a link, by default the host's."""
+        ...
+
+    @property
+    def file_buffers_bytes(self) -> int:
+        """The bytes of host memory that files pass on their way to the device, once any has been read."""
+        ...
+
+    def read_in(self, target: torch.Tensor, source: FileBytes, link: Resource) -> Event:
+        """Start to read a dense tensor's bytes from a file to the device, over a link and then the host's.
+
+        Parameters
+        ----------
+        target: device memory in the layout of the file.
+        """
         ...
 
     def copy_out(

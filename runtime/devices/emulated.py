@@ -5,10 +5,11 @@ Executor, schedule and events are the same as on a real device; only the memory 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -16,8 +17,10 @@ from ...solver.resources import Resource
 from ..events import Event
 from ..layouts import as_layout
 from ..ledger import Ledger
+from ..storage.file_bytes import FileBytes
 from ..trace import Recorder
 from .lanes import Lane, close_all
+from .pinned import flat_bytes
 
 _THREADS = {Resource.IN: "copy-in", Resource.OUT: "copy-out", Resource.CPU: "update"}
 
@@ -38,7 +41,7 @@ class EmulatedDevice:
         self.arena = None
         self.update_threads = 1
         self._link_bytes_per_s = link_bytes_per_s
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
         self._lanes: dict[Resource, Lane] = {}
         for resource in (Resource.IN, Resource.OUT, Resource.CPU):
             self._lane(resource)
@@ -52,7 +55,7 @@ class EmulatedDevice:
     def _lane(self, resource: Resource) -> Lane:
         """Return the thread of a link or worker, made on first use."""
         if resource not in self._lanes:
-            self._lanes[resource] = Lane(_THREADS.get(resource, resource.replace(" ", "-")), 1, self._changed)
+            self._lanes[resource] = Lane(_THREADS.get(resource, resource.replace(" ", "-")), 1, self.changed)
         return self._lanes[resource]
 
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
@@ -75,6 +78,26 @@ class EmulatedDevice:
     ) -> Event:
         return self._lane(link).submit(self._copies(link, target, source), after)
 
+    @property
+    def file_buffers_bytes(self) -> int:
+        return 0  # they are read straight to their places
+
+    def read_in(self, target: torch.Tensor, source: FileBytes, link: Resource) -> Event:
+        size = target.numel() * target.element_size()
+        into = flat_bytes(target)
+        assert into is not None
+
+        def read() -> None:
+            with self._at_rate(link, size):
+                source.read(into, 0).synchronize()
+
+        def arrive() -> None:  # the device's memory is the host's own, so that the bytes are there already
+            with self._at_rate(Resource.IN, size):
+                pass
+
+        there = self._lane(link).submit(self._watched(link, size, read), ())
+        return self._lane(Resource.IN).submit(self._watched(Resource.IN, size, arrive), (there,))
+
     def copy_out(
         self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...], link: Resource = Resource.OUT
     ) -> Event:
@@ -87,13 +110,18 @@ class EmulatedDevice:
         return work if self.recorder is None else self.recorder.watched(resource, size_bytes, work)
 
     def _copy(self, link: Resource, target: torch.Tensor, source: torch.Tensor) -> None:
+        with self._at_rate(link, source.numel() * source.element_size()):
+            target.copy_(source)
+
+    @contextlib.contextmanager
+    def _at_rate(self, link: Resource, size_bytes: int) -> Iterator[None]:
+        """Make the body last as long as a link takes for so many bytes."""
         start = time.perf_counter()
-        target.copy_(source)
+        yield
         rate = self._link_bytes_per_s
         bytes_per_s = rate.get(link) if isinstance(rate, Mapping) else rate
         if bytes_per_s is not None:
-            due = start + source.numel() * source.element_size() / bytes_per_s
-            time.sleep(max(0.0, due - time.perf_counter()))
+            time.sleep(max(0.0, start + size_bytes / bytes_per_s - time.perf_counter()))
 
     def update_on_host(
         self, work: Callable[[], None], after: tuple[Event, ...], worker: Resource = Resource.CPU

@@ -14,9 +14,11 @@ from ..events import Event, LaneEvent
 from ..layouts import without_repeats
 from ..ledger import Ledger
 from ..memory.arena import Arena
+from ..storage.file_bytes import FileBytes
 from ..trace import RecordedJob, Recorder
 from . import staging
 from .cores import worker_threads
+from .from_files import BUFFERS_BYTES, FromFiles
 from .lanes import Lane, close_all
 from .pinned import PinnedMemory, flat_bytes
 from .staging import Staging
@@ -128,6 +130,23 @@ class _Direction:
         return StreamEvent(self.stream)
 
 
+class _ToDevice:
+    """Copies pieces of files on to the device, each as soon as it has been read and `now` has happened."""
+
+    def __init__(self, way: _Direction, now: StreamEvent) -> None:
+        self._way, self._now = way, now
+
+    def __call__(self, target: torch.Tensor, piece: torch.Tensor, read: Event, job: RecordedJob | None) -> Event:
+        event = LateEvent()
+
+        def work() -> None:
+            read.synchronize()
+            event.reached(self._way.launch(target, piece, (self._now,), job))
+
+        event.launched = self._way.lane.submit(work, (read,))
+        return event
+
+
 class StreamDevice:
     """An accelerator that computes on torch's current stream and copies on two further streams.
 
@@ -149,13 +168,14 @@ class StreamDevice:
         self.host_memory = PinnedMemory()
         self._capped: list[torch.device] = []
         self.limit(limit_bytes)
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
         # Copies of each direction run concurrently with compute and with those of the other direction.
         self._ways = {
-            Resource.IN: _Direction(device, Resource.IN, "copy-in", self._changed, staging.INTO),
-            Resource.OUT: _Direction(device, Resource.OUT, "copy-out", self._changed, staging.OUT_OF),
+            Resource.IN: _Direction(device, Resource.IN, "copy-in", self.changed, staging.INTO),
+            Resource.OUT: _Direction(device, Resource.OUT, "copy-out", self.changed, staging.OUT_OF),
         }
         self._workers: dict[Resource, Lane] = {}
+        self._files: FromFiles | None = None
         self.update_threads = worker_threads()
         self._worker(Resource.CPU)
         lanes = tuple(way.lane for way in self._ways.values())
@@ -165,7 +185,7 @@ class StreamDevice:
         """Return the thread of a worker, made on first use."""
         if resource not in self._workers:
             name = "update" if resource == Resource.CPU else resource
-            self._workers[resource] = Lane(name, self.update_threads, self._changed, poll_s=_POLL_S, niceness=_NICENESS)
+            self._workers[resource] = Lane(name, self.update_threads, self.changed, poll_s=_POLL_S, niceness=_NICENESS)
         return self._workers[resource]
 
     def limit(self, limit_bytes: int) -> None:
@@ -217,6 +237,21 @@ class StreamDevice:
         self.arena.copied(target, event)
         return event
 
+    @property
+    def file_buffers_bytes(self) -> int:
+        return BUFFERS_BYTES
+
+    def read_in(self, target: torch.Tensor, source: FileBytes, link: Resource) -> Event:
+        into = flat_bytes(target)
+        assert into is not None
+        if self._files is None:
+            self._files = FromFiles(self.changed)
+            self._workers[link] = self._files.lane
+        now = StreamEvent(stream_on(self.torch_device))  # work launched until now may still use the target's memory
+        event = self._files.bring(into, source, _ToDevice(self._ways[Resource.IN], now), self.recorder, link)
+        self.arena.copied(target, event)
+        return event
+
     def copy_out(
         self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...], link: Resource = Resource.OUT
     ) -> Event:
@@ -250,7 +285,7 @@ class StreamDevice:
         return self._worker(worker).submit(work, after)
 
     def drain(self) -> None:
-        for lane in (*(way.lane for way in self._ways.values()), *self._workers.values()):
+        for lane in (*self._workers.values(), *(way.lane for way in self._ways.values())):  # files submit copies
             lane.drain()
         streams = (way.stream for way in self._ways.values())
         for stream in (*streams, stream_on(self.torch_device)):
@@ -268,6 +303,6 @@ def _cap(device: torch.device, fraction: float) -> None:
 
 
 def _close(lanes: tuple[Lane, ...], workers: dict[Resource, Lane], capped: list[torch.device]) -> None:
-    close_all((*lanes, *workers.values()))
+    close_all((*workers.values(), *lanes))
     for device in capped:
         _cap(device, 1.0)

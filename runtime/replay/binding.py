@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from ...solver.items import Item
+from ..storage.file_bytes import FileBytes
 from .program import BlockProgram
 from .unscaling import Unscaling
 
@@ -118,6 +119,7 @@ class HostState:
     gate_is_open: whether updates may begin; plans that share an iteration's micro-batches share this gate.
     norm: the global norm of the last iteration's gradients, whichever plan made them; None without clipping.
     unscaling: unscales gradients once they are complete; None if no loss is scaled.
+    files: frozen parameters that can be read from files, byte for byte as in `params`.
     """
 
     params: dict[str, torch.Tensor]
@@ -129,6 +131,7 @@ class HostState:
     gate_is_open: bool = True
     norm: torch.Tensor | None = None
     unscaling: Unscaling | None = None
+    files: dict[str, FileBytes] = field(default_factory=dict)
 
 
 class Update(Protocol):

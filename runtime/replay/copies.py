@@ -9,6 +9,7 @@ import torch
 from ...solver.items import Item
 from ...solver.resources import Path
 from ..events import Event, UnderWay
+from ..storage.file_bytes import FileBytes
 from .contents import Buffer
 from .world import World
 
@@ -27,6 +28,18 @@ def bring(world: World, item: Item, sources: dict[str, torch.Tensor], path: Path
     arrived = UnderWay(f"the copy of {item} to the device", copies) if copies else None
     world.shared_host.freed(item, arrived)
     return Buffer(tensors, arrived)
+
+
+def bring_from_file(world: World, item: Item, like: torch.Tensor, source: FileBytes) -> Buffer:
+    """Start to read a tensor from a file to new device memory.
+
+    Parameters
+    ----------
+    like: a tensor of the same values, shape, strides and dtype, which is not read.
+    """
+    target = world.device.empty_like(like)
+    read = world.device.read_in(target, source, world.schedule.path_of(item).into)
+    return Buffer({"": target}, UnderWay(f"the copy of {item} from {source.file.path} to the device", (read,)))
 
 
 def send(world: World, item: Item, buffer: Buffer, targets: dict[str, torch.Tensor]) -> None:

@@ -13,7 +13,7 @@ from ...solver.items import Item, ItemKind
 from ...solver.resources import HOST
 from .activations import Offloaded, Values
 from .contents import Buffer, Contents
-from .copies import Homes, bring, send
+from .copies import Homes, bring, bring_from_file, send
 from .gradients import Gradients
 from .states import States
 from .world import World
@@ -55,11 +55,16 @@ class Parameters:
         self._world, self._contents, self._unmoved = world, world.contents, unmoved
 
     def bring(self, item: Item) -> None:
-        home = self._world.host.params[item.name]
+        home, file = self._world.host.params[item.name], self._world.host.files.get(item.name)
         if item.name in self._unmoved:
             self._contents.params[item.name] = Buffer({"": home})
-        else:
+        elif self._world.tier_of(item) == HOST:
             self._contents.params[item.name] = bring(self._world, item, {"": home})
+        elif file is not None:
+            self._contents.params[item.name] = bring_from_file(self._world, item, home, file)
+        else:  # the user has changed it, so that its values are no longer those of the file
+            path = self._world.schedule.rates.host
+            self._contents.params[item.name] = bring(self._world, item, {"": home}, path)
 
     def send(self, item: Item) -> None:
         send(self._world, item, self._contents.params[item.name], {"": self._world.host.params[item.name]})

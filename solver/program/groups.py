@@ -78,7 +78,7 @@ def _frozen(problem: Problem, group: Group, span: Span, builder: Builder, accoun
     account.keep(group.param_bytes, hosted)
     gaps = (*span.between, Stay(span.end, span.first))
     sources = [Source(problem.rates.host, hosted)]
-    for tier in problem.frozen_tiers:  # each whole tensor has one source, so that a group's parts do not overlap
+    for tier in problem.sources(group):  # each whole tensor has one source, so that a group's parts do not overlap
         sources.append(Source(tier.path, builder.column(f"h[{group.name}{mark(tier.path)}]")))
     if len(sources) > 1:
         parts = ((1.0, source.part) for source in sources)

@@ -62,7 +62,7 @@ def _streamed(problem: Problem, group: Group) -> GroupFlow:
     span, total = span_of(problem, group), problem.n_steps
     if not group.trainable:
         gaps = tuple(_gap(stay, total) for stay in [*span.between, Stay(span.end, span.first)])
-        return GroupFlow(gaps=gaps, sources={tier.name: 1.0 for tier in problem.frozen_tiers[:1]})
+        return GroupFlow(gaps=gaps, sources={tier.name: 1.0 for tier in problem.sources(group)[:1]})
     on_device = problem.update == "planned" and group.side == "device"
     # What the host updates is away from its last use on, and does not return for its last gradient.
     unread = None if on_device else problem.last_read(group)

@@ -46,7 +46,7 @@ def fill_host(problem: Problem, decisions: Decisions) -> Decisions:
     tiers = problem.frozen_tiers
     if not tiers:
         return decisions
-    sizes = {t.name: t.param_bytes for group in problem.groups if not group.trainable for t in group.tensors}
+    sizes = {t.name: t.param_bytes for group in problem.groups if group.in_files for t in group.tensors}
     leaving = {plan.name: sizes[plan.name] for plan in decisions.tensors if plan.leaves and plan.name in sizes}
     on_host = _from(decisions, leaving, leaving)
     if host_bytes(problem, on_host) <= problem.host_budget_bytes:

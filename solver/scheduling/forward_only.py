@@ -16,7 +16,7 @@ def stream_schedule(problem: Problem) -> tuple[Schedule | None, int]:
     Parameters
     ----------
     problem: its blocks run with their first options. Nothing is saved for a backward, so only forwards read groups and
-        values.
+        values. Groups that are in files come from there.
 
     Returns: the schedule, None if none fits the budgets; and the device bytes that this schedule needs, or, if none
     fits, those of the least demanding order.
@@ -58,6 +58,9 @@ def _stream(problem: Problem, ahead: int) -> Schedule:
         done += [items.shared(s.name) for s in problem.shared if s.bytes and s.last_step == i]
         there -= set(done)
         actions += [Action(i, Kind.FREE, item) for item in done]
+    homes = {items.parameter(t.name): tier.name for g in problem.groups for tier in problem.sources(g)[:1]
+             for t in g.tensors}  # fmt: skip
+    hosted = sum(size for item, size in sizes.items() if item.kind is ItemKind.PARAMETER and item not in homes)
     old = [items.old_output(o.name) for o in problem.outputs if o.bytes]
     actions += [Action(n - 1, Kind.FREE, item) for item in old]
     return Schedule(
@@ -67,7 +70,8 @@ def _stream(problem: Problem, ahead: int) -> Schedule:
         computes=_computes(problem, params, sizes),
         update_cpu_s={},
         update_device_s={},
-        host_bytes=sum(size for item, size in sizes.items() if item.kind is ItemKind.PARAMETER),
+        host_bytes=hosted + (problem.buffers_bytes if homes else 0),
+        homes=homes,
         forward=tuple(actions),
         **problem.machine,
     )

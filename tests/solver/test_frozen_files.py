@@ -51,7 +51,8 @@ def with_files(problem: Problem, slower: float = 4.0) -> Problem:
     """The problem with its frozen parameters in files, whose rate is a part of the link's."""
     rate = problem.rates.in_bytes_per_s / slower
     tier = Tier(Path(FILES, rate, rate, rate, through_host=True), 0, holds_frozen=True, buffers_bytes=BUFFERS)
-    return replace(problem, rates=replace(problem.rates, tiers=(tier,)))
+    groups = tuple(replace(group, in_files=not group.trainable) for group in problem.groups)
+    return replace(problem, groups=groups, rates=replace(problem.rates, tiers=(tier,)))
 
 
 def frozen_bytes(problem: Problem) -> int:

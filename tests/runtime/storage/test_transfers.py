@@ -166,7 +166,7 @@ def test_a_check_of_a_file_does_not_wait_for_transfers_that_have_not_begun(weigh
 
 def test_lanes_and_transfers_wait_for_each_other(weights):
     device = EmulatedDevice(1 << 30)
-    with Engine(changed=device._changed) as running:
+    with Engine(changed=device.changed) as running:
         file, host, there, back = running.open(weights), target_of(), target_of(), target_of()
         again = running.read(file, host, start=0)
         copied = device.copy_in(there, host, (again,))

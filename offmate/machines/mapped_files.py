@@ -1,0 +1,116 @@
+"""Tensors whose memory is a part of a file, mapped into the process, and whether the process has changed it."""
+
+from __future__ import annotations
+
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ..runtime.devices.pinned import flat_bytes
+
+_MAPPING = re.compile(rb"([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+) *(/.*)?$")
+_FIELD = re.compile(rb"(\w+): +(\d+) kB$")
+_OWN_PAGES = (b"Anonymous", b"Swap")  # of a private mapping: the pages that the process has written to
+_DELETED = b" (deleted)"
+_COMPARED_BYTES = 1 << 24  # at once
+
+
+class MappedBytes(NamedTuple):
+    """The bytes of a tensor in a file: its path, the offset of the first one, and their number."""
+
+    path: Path
+    start: int
+    n_bytes: int
+
+
+class _Mapping(NamedTuple):
+    """A mapping of a file into the process: addresses, the file's offset at the first, and whether all is unchanged."""
+
+    first: int
+    end: int
+    path: Path
+    offset: int
+    unchanged: bool
+
+
+def mapped_bytes(tensors: Mapping[str, torch.Tensor]) -> dict[str, MappedBytes]:
+    """Find the tensors that are mapped from a file and have its values, byte for byte.
+
+    A mapping that the process has not written to is unchanged, as the kernel counts. Where it has, the tensor's memory
+    is compared with the file.
+
+    Parameters
+    ----------
+    tensors: on the CPU, by name.
+
+    Returns: their bytes in files, by name; without those in memory of their own, those with gaps, and empty ones.
+    """
+    mappings = list(_mappings())
+    firsts = [mapping.first for mapping in mappings]
+    found = {}
+    for name, tensor in tensors.items():
+        flat = flat_bytes(tensor.detach()) if tensor.device.type == "cpu" and tensor.numel() else None
+        at = bisect_right(firsts, flat.data_ptr()) - 1 if flat is not None else -1
+        if flat is None or at < 0 or flat.data_ptr() + flat.numel() > mappings[at].end:
+            continue
+        mapping = mappings[at]
+        own = MappedBytes(mapping.path, mapping.offset + flat.data_ptr() - mapping.first, flat.numel())
+        if mapping.unchanged or _equals_file(flat, own):
+            found[name] = own
+    return found
+
+
+def _mappings() -> Iterator[_Mapping]:
+    """Yield the mappings of files that still exist, in the order of their addresses; none if the system lists none."""
+    try:
+        lines = Path("/proc/self/smaps").read_bytes().splitlines()
+    except OSError:
+        return
+    match: re.Match[bytes] | None = None
+    unchanged = True
+    for line in [*lines, b"0-0 ---- 0 0:0 0"]:
+        field = _FIELD.match(line)
+        if field is not None:
+            unchanged = unchanged and not (field[1] in _OWN_PAGES and int(field[2]))
+            continue
+        following = _MAPPING.match(line)
+        if following is None:
+            continue
+        if match is not None and (mapping := _mapping(match, unchanged)) is not None:
+            yield mapping
+        match, unchanged = following, True
+
+
+def _mapping(match: re.Match[bytes], unchanged: bool) -> _Mapping | None:
+    first, end, offset = (int(match[i], 16) for i in (1, 2, 4))
+    inode, path = int(match[7]), match[8]
+    if path is None or path.endswith(_DELETED) or not inode:
+        return None
+    try:
+        same = os.stat(path)
+    except OSError:
+        return None
+    if same.st_ino != inode:
+        return None
+    # Some file systems, such as btrfs, list mappings under another device than their files; then bytes are compared.
+    known = same.st_dev == os.makedev(int(match[5], 16), int(match[6], 16))
+    return _Mapping(first, end, Path(os.fsdecode(path)), offset, unchanged and known)
+
+
+def _equals_file(flat: torch.Tensor, own: MappedBytes) -> bool:
+    """Return whether a tensor's bytes are those of the file."""
+    try:
+        with own.path.open("rb") as file:
+            for start in range(0, own.n_bytes, _COMPARED_BYTES):
+                part = flat[start : start + _COMPARED_BYTES]
+                file.seek(own.start + start)
+                if file.read(part.numel()) != part.numpy().tobytes():
+                    return False
+    except OSError:
+        return False
+    return True

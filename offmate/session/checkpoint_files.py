@@ -1,0 +1,112 @@
+"""Frozen parameters that a compiled model reads from its checkpoint's files, where RAM is short of room for them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from ..errors import LibraryError, StorageError
+from ..lowering.frozen_files import FrozenFiles
+from ..machines.mapped_files import MappedBytes, mapped_bytes
+from ..runtime.devices.device import Device
+from ..runtime.replay.binding import HostState
+from ..runtime.storage.engine import Engine
+from ..runtime.storage.file_bytes import FileBytes
+from ..runtime.storage.measure import read_rate
+from ..runtime.storage.read_only import ReadOnlyFile
+from ..sizes import format_bytes
+from ..solver import items
+from ..solver.items import ItemKind
+from ..solver.schedule import Kind, Schedule
+
+log = logging.getLogger("offmate")
+
+_PROBE_BYTES = 1 << 28  # read of a file to measure its rate
+_PER_TRAINED = 4  # bytes of gradient and states, at most, per byte of a parameter that is trained
+
+
+class CheckpointFiles:
+    """The frozen parameters of a model that lie in files, mapped into memory as transformers and safetensors load them.
+
+    State: `_engine` and `_files`, open from the first search on; `_rate`, of the largest file, measured once; and
+    `host.files`, the parameters that may be read from files. Changed on the training thread.
+
+    Parameters
+    ----------
+    host: the host's copy of the model. device: that the parameters are read to.
+    """
+
+    def __init__(self, host: HostState, device: Device) -> None:
+        self._host, self._device = host, device
+        self._engine: Engine | None = None
+        self._files: dict[Path, ReadOnlyFile] = {}
+        self._rate: float | None = None
+
+    def find(self, frozen: Collection[str]) -> None:
+        """Find those of the frozen parameters that lie in files, unless they are known; no other is read from there."""
+        for name in [name for name in self._host.files if name not in frozen]:
+            del self._host.files[name]
+        wanted = {name: self._host.params[name] for name in frozen if name not in self._host.files}
+        for name, own in mapped_bytes(wanted).items():
+            file = self._open(own)
+            if file is not None:
+                assert self._engine is not None
+                self._host.files[name] = FileBytes(self._engine, file, own.start)
+
+    def _open(self, own: MappedBytes) -> ReadOnlyFile | None:
+        """Return a file, open; None if it cannot be read in the way that training needs."""
+        if own.path in self._files:
+            return self._files[own.path]
+        try:
+            self._engine = self._engine or Engine(changed=self._device.changed)
+            self._files[own.path] = self._engine.open(own.path)
+        except (StorageError, LibraryError) as error:
+            log.info("parameters in %s stay in RAM: %s", own.path, error)
+            return None
+        return self._files[own.path]
+
+    def request(self, host_budget_bytes: int) -> FrozenFiles | None:
+        """Return what a plan has to know of the files; None if RAM has room for everything without them."""
+        sizes = {name: param.nbytes for name, param in self._host.params.items()}
+        trained = sum(size for name, size in sizes.items() if name not in self._host.files)
+        if not self._host.files or sum(sizes.values()) + _PER_TRAINED * trained <= host_budget_bytes:
+            return None
+        if self._rate is None:
+            largest = max(self._files.values(), key=lambda file: file.size_bytes)
+            self._rate = read_rate(largest.path, _PROBE_BYTES)
+            log.info("%s is read at %s per second", largest.path, format_bytes(int(self._rate)))
+        return FrozenFiles(frozenset(self._host.files), self._rate, self._buffers_bytes)
+
+    @property
+    def _buffers_bytes(self) -> int:
+        assert self._engine is not None
+        return self._device.file_buffers_bytes + self._engine.staging_bytes
+
+    def check(self) -> None:
+        """Look whether the files that are read are still those that were opened. Raises: StorageError if not."""
+        for file in dict.fromkeys(own.file for own in self._host.files.values()):
+            file.check()
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Read no more of these parameters from files, since their values are other ones now."""
+        gone = [name for name in names if self._host.files.pop(name, None) is not None]
+        if gone:
+            log.warning(
+                "%d frozen parameters were changed (%s, ...), so they come from RAM from now on, which they take in "
+                "addition to the plan",
+                len(gone), gone[0],
+            )  # fmt: skip
+
+    def read_from_ram(self, schedule: Schedule) -> tuple[str, ...]:
+        """Return the parameters in files of which a schedule wants a copy in RAM, and read them from files no more."""
+        come = items.names_of((a.item for a in schedule.actions if a.kind is Kind.PREFETCH), ItemKind.PARAMETER)
+        hosted = [n for n in self._host.files if n in come and items.parameter(n) not in schedule.homes]
+        for name in hosted:
+            del self._host.files[name]
+        return tuple(hosted)
+
+    def close(self) -> None:
+        """Close all files."""
+        if self._engine is not None:
+            self._engine.close()
