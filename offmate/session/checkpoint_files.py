@@ -6,6 +6,8 @@ import logging
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+import torch
+
 from ..errors import LibraryError, StorageError
 from ..lowering.frozen_files import FrozenFiles
 from ..machines.mapped_files import MappedBytes, mapped_bytes
@@ -19,6 +21,7 @@ from ..sizes import format_bytes
 from ..solver import items
 from ..solver.items import ItemKind
 from ..solver.schedule import Kind, Schedule
+from .host_state import Truth
 
 log = logging.getLogger("offmate")
 
@@ -29,8 +32,9 @@ _PER_TRAINED = 4  # bytes of gradient and states, at most, per byte of a paramet
 class CheckpointFiles:
     """The frozen parameters of a model that lie in files, mapped into memory as transformers and safetensors load them.
 
-    State: `_engine` and `_files`, open from the first search on; `_rate`, of the largest file, measured once; and
-    `host.files`, the parameters that may be read from files. Changed on the training thread.
+    State: `_engine` and `_files`, open from the first search on; `_rate`, of the largest file, measured once;
+    `host.files`, the parameters that may be read from files; `_mapped`, of those that have memory of their own as well,
+    the tensors that are mapped. Changed on the training thread.
 
     Parameters
     ----------
@@ -42,11 +46,11 @@ class CheckpointFiles:
         self._engine: Engine | None = None
         self._files: dict[Path, ReadOnlyFile] = {}
         self._rate: float | None = None
+        self._mapped: dict[str, torch.Tensor] = {}
 
     def find(self, frozen: Collection[str]) -> None:
         """Find those of the frozen parameters that lie in files, unless they are known; no other is read from there."""
-        for name in [name for name in self._host.files if name not in frozen]:
-            del self._host.files[name]
+        self._drop(name for name in tuple(self._host.files) if name not in frozen)
         wanted = {name: self._host.params[name] for name in frozen if name not in self._host.files}
         for name, own in mapped_bytes(wanted).items():
             file = self._open(own)
@@ -90,7 +94,7 @@ class CheckpointFiles:
 
     def forget(self, names: Iterable[str]) -> None:
         """Read no more of these parameters from files, since their values are other ones now."""
-        gone = [name for name in names if self._host.files.pop(name, None) is not None]
+        gone = self._drop(names)
         if gone:
             log.warning(
                 "%d frozen parameters were changed (%s, ...), so they come from RAM from now on, which they take in "
@@ -98,13 +102,29 @@ class CheckpointFiles:
                 len(gone), gone[0],
             )  # fmt: skip
 
-    def read_from_ram(self, schedule: Schedule) -> tuple[str, ...]:
-        """Return the parameters in files of which a schedule wants a copy in RAM, and read them from files no more."""
+    def _drop(self, names: Iterable[str]) -> list[str]:
+        """Read parameters from files no more; return those that were."""
+        gone = [name for name in names if self._host.files.pop(name, None) is not None]
+        for name in gone:
+            self._mapped.pop(name, None)
+        return gone
+
+    def settle(self, schedule: Schedule, truth: Truth) -> None:
+        """Give the parameters that a schedule copies from RAM memory of their own there, and no others.
+
+        Such memory is let go of if a later plan reads the parameter from its file.
+        """
         come = items.names_of((a.item for a in schedule.actions if a.kind is Kind.PREFETCH), ItemKind.PARAMETER)
-        hosted = [n for n in self._host.files if n in come and items.parameter(n) not in schedule.homes]
-        for name in hosted:
-            del self._host.files[name]
-        return tuple(hosted)
+        hosted = {n for n in self._host.files if n in come and items.parameter(n) not in schedule.homes}
+        moved = {}
+        for name in self._host.files:
+            param, there = self._host.params[name], self._mapped.get(name)
+            if name in hosted and there is None:
+                self._mapped[name] = param
+                moved[name] = self._device.empty_host_like(param).copy_(param)
+            elif name not in hosted and there is not None:
+                moved[name] = self._mapped.pop(name)
+        truth.move(moved)
 
     def close(self) -> None:
         """Close all files."""

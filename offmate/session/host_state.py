@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -199,13 +199,12 @@ class Truth:
                     self._move(name, param, device.pinned(param.data))
         self.accept()
 
-    def take_into_ram(self, names: Collection[str], device: Device) -> None:
-        """Move parameters that are mapped from files into memory of their own."""
+    def move(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Give parameters other memory, which has their values."""
         with without_torch_function(), torch.no_grad():
-            for name, param in self._named() if names else ():
-                if name in names:
-                    own = device.empty_host_like(param.data).copy_(param.data)
-                    self._move(name, param, own)
+            for name, param in self._named() if tensors else ():
+                if name in tensors:
+                    self._move(name, param, tensors[name])
         self.accept()
 
     def _move(self, name: str, param: torch.nn.Parameter, own: torch.Tensor) -> None:

@@ -305,7 +305,7 @@ class Preparer:
 
     def _bound(self, prepared: Prepared, model: torch.nn.Module, call: Call, place: MemoryLayout | None) -> Variant:
         plan = prepared.plan
-        self._truth.take_into_ram(self._files.read_from_ram(plan.schedule), self._device)
+        self._files.settle(plan.schedule, self._truth)
         world = World(
             plan.schedule,
             prepared.binding,
