@@ -44,6 +44,7 @@ def settle(
     solution: Solution,
     near: Solution | None = None,
     *,
+    whole_states_on_host: bool = False,
     time_limit_s: float = 60.0,
     gap: float = 0.01,
     backend: str | None = None,
@@ -60,7 +61,7 @@ def settle(
     Raises: BackendError if the backend is not installed.
     """
     solver = Resolver(problem, solution, time_limit_s=time_limit_s, gap=gap, backend=backend)
-    large, near = _settle_large(problem, solver, near or solution)
+    large, near = _settle_large(problem, solver, near or solution, whole_states_on_host)
     parts = Parts(whole_parts(problem, near, large.host), large.states)
     settled = solver.solve(parts)
     if settled is None:  # a larger host part needs less device memory
@@ -69,7 +70,8 @@ def settle(
     if settled is None:
         return
     yield settled
-    again = solver.solve(Parts(parts.host, whole_states(problem, settled) | dict(large.states)))
+    gone = whole_states(problem, settled, of_tensors=whole_states_on_host)
+    again = solver.solve(Parts(parts.host, gone | dict(large.states)))
     if again is not None:
         yield again
 
@@ -160,13 +162,15 @@ class Resolver:
         return replace(settled, status=self.solution.status, lower_bound_s=bound_s, gap=gap)
 
 
-def _settle_large(problem: Problem, solver: Resolver, near: Solution) -> tuple[Parts, Solution]:
+def _settle_large(
+    problem: Problem, solver: Resolver, near: Solution, whole_states_on_host: bool
+) -> tuple[Parts, Solution]:
     """Choose whole parts for the large groups that a solution splits, one group at a time, the best near it."""
     parts = Parts()
     large = [group for group in _in_order(problem) if _weight(problem, group, near) > _LARGE]
     for group in sorted(large, key=lambda g: (-_weight(problem, g, near), g.name))[:_TRIED]:
         best: tuple[Parts, Solution] | None = None
-        for host, states in _around(problem, group, near):
+        for host, states in _around(problem, group, near, whole_states_on_host):
             tried = Parts({**parts.host, group.name: host}, {**parts.states, **states})
             found = solver.solve(tried)
             if found is not None and found.objective_s < (best[1].objective_s if best else inf):
@@ -185,14 +189,16 @@ def _copy_s(problem: Problem, size_bytes: int, copies: int = 1) -> float:
     return max(problem.rates.copy_s(size_bytes, link, copies) for link in problem.rates.host.links)
 
 
-def _around(problem: Problem, group: Group, near: Solution) -> Iterator[tuple[float, dict[str, float]]]:
+def _around(
+    problem: Problem, group: Group, near: Solution, whole_states_on_host: bool
+) -> Iterator[tuple[float, dict[str, float]]]:
     """Yield the whole host parts next to a flow's, below and above, each with whole parts of states that may leave.
 
     States that leave in small pieces are left to the program.
     """
     flow = near.groups[group.name]
     for host_bytes in sorted({*_neighbours(_sizes(group), flow.cpu_part * group.param_bytes)}):
-        host, rest = host_bytes / group.param_bytes, _device_states(group, host_bytes)
+        host, rest = host_bytes / group.param_bytes, _device_states(group, host_bytes, whole_states_on_host)
         if _copy_s(problem, max(rest.values(), default=0)) < _SMALL * near.objective_s:
             yield host, {}
             continue
@@ -231,7 +237,7 @@ def whole_parts(
     return parts
 
 
-def whole_states(problem: Problem, settled: Solution) -> dict[str, float]:
+def whole_states(problem: Problem, settled: Solution, *, of_tensors: bool = False) -> dict[str, float]:
     """Return, by trainable group, the fraction that pieces of states leaving the device make up.
 
     In the order of their last gradients each group takes the fewest bytes with which all groups so far reach the
@@ -245,7 +251,7 @@ def whole_states(problem: Problem, settled: Solution) -> dict[str, float]:
     ahead = 0.0
     for group in _in_order(problem):
         flow = settled.groups[group.name]
-        rest = _device_states(group, round(flow.cpu_part * group.param_bytes))
+        rest = _device_states(group, round(flow.cpu_part * group.param_bytes), of_tensors)
         total = sum(rest.values())
         wanted = min(sum(flow.state_out.values()) * group.state_bytes, total)
         least = min(max(0, ceil(wanted - ahead - NOISE * total)), total)
@@ -264,10 +270,17 @@ def _sizes(group: Group) -> dict[str, int]:
     return {tensor.name: tensor.param_bytes for tensor in group.tensors}
 
 
-def _device_states(group: Group, host_bytes: int) -> dict[str, int]:
-    """Return the bytes, by piece, of the device part's states if the host updates that many bytes of parameters."""
+def _device_states(group: Group, host_bytes: int, of_tensors: bool = False) -> dict[str, int]:
+    """Return the bytes, by piece, of the device part's states if the host updates that many bytes of parameters.
+
+    Parameters
+    ----------
+    of_tensors: whether a tensor's state is one piece.
+    """
     on_host = select(_sizes(group), host_bytes)
     rest = (t for t in group.tensors if t.name not in on_host)
+    if of_tensors:
+        return {items.state(t.name): t.state_bytes for t in rest}
     return {items.state(t.name, rows): t.piece_bytes(rows) for t in rest for rows in t.pieces}
 
 
