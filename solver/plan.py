@@ -31,6 +31,7 @@ class Planned:
     schedule, simulation: the schedule, valid for the problem's budgets, and its dry run; None if no schedule was found.
     rounding_loss_s: simulated seconds above the fractional plan's, negative if the simulator finds more overlap.
     gains: the gain of each pass, in order.
+    host_is_full: whether rounding had to keep to the host's budget.
     """
 
     solution: Solution
@@ -38,6 +39,7 @@ class Planned:
     simulation: Simulation | None
     rounding_loss_s: float
     gains: tuple[Gain, ...] = ()
+    host_is_full: bool = False
 
 
 def plan(
@@ -69,7 +71,8 @@ def plan(
     """
     limits, ladder = Limits(time_limit_s, gap, backend), tuple(ladder)
     found = _planned(problem, limits, ladder, report)
-    if problem.host_in_time or not fills_host(problem, found.solution):
+    full = found.schedule is None or found.host_is_full or fills_host(problem, found.solution)
+    if problem.host_in_time or not full:
         return found
     in_time = _planned(replace(problem, host_in_time=True), limits, ladder, report, found)
     return in_time if in_time.schedule is not None else found
@@ -126,7 +129,8 @@ def _taken(search: Search, gains: tuple[Gain, ...]) -> Planned:
     schedule = search.best.schedule
     validate(schedule)
     simulation = simulate(schedule)
-    return Planned(search.solution, schedule, simulation, simulation.step_s - search.solution.objective_s, gains)
+    lost_s = simulation.step_s - search.solution.objective_s
+    return Planned(search.solution, schedule, simulation, lost_s, gains, search.host_is_full)
 
 
 def _streamed(

@@ -27,6 +27,7 @@ _LARGE = 0.1  # a group is large if its states or its update take this fraction 
 _SMALL = 0.02  # a piece is small if its copy takes less than this fraction of an iteration
 _COUNTED = 350  # most columns of whole tensors with which the program is still solved in seconds
 _LONG = 0.2  # fraction of an iteration above which a whole tensor's way to the host and back gets a row
+_NODES = 100  # of the search for whole tensors with the fewest bytes on the host
 _NEAR = 0.03  # gap to which the program in whole tensors is solved
 _TRIED = 3  # most large groups that are tried both ways
 
@@ -44,7 +45,7 @@ def settle(
     solution: Solution,
     near: Solution | None = None,
     *,
-    whole_states_on_host: bool = False,
+    host_is_full: bool = False,
     time_limit_s: float = 60.0,
     gap: float = 0.01,
     backend: str | None = None,
@@ -54,14 +55,15 @@ def settle(
     Parameters
     ----------
     solution: an answer to the problem, with a plan. near: a solution with room to spare for whole tensors, to be taken
-        where `solution` has none; None for the solution itself. time_limit_s, gap, backend: as in `solve`.
+        where `solution` has none; None for the solution itself. host_is_full: whether states leave as whole tensors,
+        since the host holds them so. time_limit_s, gap, backend: as in `solve`.
 
     Returns: first a solution in which every host part consists of whole tensors, then one in which the states that
     leave do, too; each one only if it fits.
     Raises: BackendError if the backend is not installed.
     """
     solver = Resolver(problem, solution, time_limit_s=time_limit_s, gap=gap, backend=backend)
-    large, near = _settle_large(problem, solver, near or solution, whole_states_on_host)
+    large, near = _settle_large(problem, solver, near or solution, host_is_full)
     parts = Parts(whole_parts(problem, near, large.host), large.states)
     settled = solver.solve(parts)
     if settled is None:  # a larger host part needs less device memory
@@ -70,7 +72,7 @@ def settle(
     if settled is None:
         return
     yield settled
-    gone = whole_states(problem, settled, of_tensors=whole_states_on_host)
+    gone = whole_states(problem, settled, of_tensors=host_is_full)
     again = solver.solve(Parts(parts.host, gone | dict(large.states)))
     if again is not None:
         yield again
@@ -92,6 +94,23 @@ def settle_whole(
     if problem.update == "external" or counts(problem) > _COUNTED:
         return None
     return Resolver(problem, solution, time_limit_s=time_limit_s, gap=_NEAR, backend=backend).solve_whole()
+
+
+def settle_least_host(
+    problem: Problem, solution: Solution, *, time_limit_s: float = 60.0, gap: float = 0.01, backend: str | None = None
+) -> Solution | None:
+    """Solve for the whole tensors and choices with the fewest bytes on the host, and then for the best flows of these.
+
+    Parameters
+    ----------
+    solution, time_limit_s, gap, backend: as in `settle`.
+
+    Returns: None if there is no plan of whole tensors, or if they are too many to solve for in a short time.
+    Raises: BackendError if the backend is not installed.
+    """
+    if problem.update == "external" or counts(problem) > _COUNTED:
+        return None
+    return Resolver(problem, solution, time_limit_s=time_limit_s, gap=gap, backend=backend).solve_least_host()
 
 
 class Resolver:
@@ -148,6 +167,20 @@ class Resolver:
         held |= {c: float(round(v)) for c, v in zip(kept, answer.values) if model.integer[c]}
         return self._solved(model, held)
 
+    def solve_least_host(self) -> Solution | None:
+        """Solve for whole tensors with the fewest bytes on the host, and then for the best flows of these.
+
+        Returns: as `solve`, with choices of its own.
+        """
+        lean = in_whole_tensors(self.problem, state_program(self.problem, "host within device"), inf, whole_states=True)
+        answer = self._backend.solve(lean, *self._limits, nodes=_NODES)
+        if not answer.values:
+            return None
+        model = in_whole_tensors(self.problem, self._program, inf, whole_states=True)
+        found = {name: float(round(v)) for name, v, whole in zip(lean.names, answer.values, lean.integer) if whole}
+        held = {c: found[name] for c, name in enumerate(model.names) if model.integer[c]}
+        return self._solved(model, held)
+
     def _solved(self, model: LinearModel, held: dict[int, float]) -> Solution | None:
         """Solve with some columns held, in a model whose first columns are the program's."""
         left, kept = fixed(model, held)
@@ -163,14 +196,14 @@ class Resolver:
 
 
 def _settle_large(
-    problem: Problem, solver: Resolver, near: Solution, whole_states_on_host: bool
+    problem: Problem, solver: Resolver, near: Solution, host_is_full: bool
 ) -> tuple[Parts, Solution]:
     """Choose whole parts for the large groups that a solution splits, one group at a time, the best near it."""
     parts = Parts()
     large = [group for group in _in_order(problem) if _weight(problem, group, near) > _LARGE]
     for group in sorted(large, key=lambda g: (-_weight(problem, g, near), g.name))[:_TRIED]:
         best: tuple[Parts, Solution] | None = None
-        for host, states in _around(problem, group, near, whole_states_on_host):
+        for host, states in _around(problem, group, near, host_is_full):
             tried = Parts({**parts.host, group.name: host}, {**parts.states, **states})
             found = solver.solve(tried)
             if found is not None and found.objective_s < (best[1].objective_s if best else inf):
@@ -190,7 +223,7 @@ def _copy_s(problem: Problem, size_bytes: int, copies: int = 1) -> float:
 
 
 def _around(
-    problem: Problem, group: Group, near: Solution, whole_states_on_host: bool
+    problem: Problem, group: Group, near: Solution, host_is_full: bool
 ) -> Iterator[tuple[float, dict[str, float]]]:
     """Yield the whole host parts next to a flow's, below and above, each with whole parts of states that may leave.
 
@@ -198,7 +231,7 @@ def _around(
     """
     flow = near.groups[group.name]
     for host_bytes in sorted({*_neighbours(_sizes(group), flow.cpu_part * group.param_bytes)}):
-        host, rest = host_bytes / group.param_bytes, _device_states(group, host_bytes, whole_states_on_host)
+        host, rest = host_bytes / group.param_bytes, _device_states(group, host_bytes, host_is_full)
         if _copy_s(problem, max(rest.values(), default=0)) < _SMALL * near.objective_s:
             yield host, {}
             continue
