@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from .polish.improve import improve
 from .problem import Problem
 from .refine import Limits, Search, candidate
 from .resources import HOST
 from .rounding.groups import round_solution
-from .rounding.settle import settle, settle_least_host
+from .rounding.least_host import settle_least_host
+from .rounding.settle import settle
 from .schedule import Schedule
 from .scheduling.emit import build_schedule
-from .simulate import keeps_budgets, memory_highs
+from .simulate import keeps_budgets, memory_highs, simulate
 from .solution import Solution
 from .solve import solve
 
 _TRIES = 8
+_WORTH = (
+    0.02  # of the program's seconds that smaller budgets must cost for whole tensors near the fractions to be found
+)
 # Parts of the host's and of the device's budget that are left to whole tensors, one after the other.
 _ROOMS = ((0.0, 0.0), (0.02, 0.0), (0.02, 0.03), (0.05, 0.0), (0.05, 0.03))
 # Parts of the host's budget that are left where items share it, whose stays count in whole steps.
@@ -27,8 +31,8 @@ _SHARED_ROOMS = (0.0, 0.02, 0.05, 0.1)
 def algorithm_1(problem: Problem, solution: Solution, limits: Limits) -> Search | None:
     """Round the program's answer to whole tensors.
 
-    If they need more than the budgets, the program is solved again with smaller ones. If they need more of the host's,
-    whole tensors near the fractions are found, too.
+    If they need more than the budgets, the program is solved again with smaller ones. If they need more of the host's
+    and that costs time, or gives no plan, whole tensors near the fractions are found, too.
 
     Returns: None if neither gives a plan within the problem's budgets.
     """
@@ -37,6 +41,8 @@ def algorithm_1(problem: Problem, solution: Solution, limits: Limits) -> Search 
         return Search(problem, problem, solution, limits, (candidate(solution, rounded, rounded),))
     smaller = _with_smaller_budgets(problem, solution, rounded, limits)
     if rounded.host_layout.used_bytes <= problem.host_budget_bytes:
+        return smaller
+    if smaller is not None and simulate(improve(smaller.best.schedule)).step_s <= (1 + _WORTH) * solution.objective_s:
         return smaller
     near = near_the_fractions(problem, solution, limits, host_is_full=True)
     if near is None or smaller is None:
@@ -80,22 +86,23 @@ def near_the_fractions(
     for on_host, on_device in _ROOMS:
         tried = problem.with_capacities({HOST: int((1 - on_host) * problem.host_budget_bytes)})
         tried = replace(tried, device_budget_bytes=int((1 - on_device) * problem.device_budget_bytes))
+        settled = False
         for near in settle(tried, solution, host_is_full=host_is_full, **how):
+            settled = True
             rounded = build_schedule(problem, round_solution(tried, near, host_is_full=host_is_full))
             if keeps_budgets(problem, rounded):
                 return Search(problem, tried, solution, limits, (candidate(near, rounded, rounded),), host_is_full)
+        if host_is_full and not settled:  # nor will anything with less memory be
+            break
     return _fewest_on_host(problem, solution, limits) if host_is_full else None
 
 
 def _fewest_on_host(problem: Problem, solution: Solution, limits: Limits) -> Search | None:
     """Find the whole tensors with the fewest bytes on the host; None if they do not fit, or are too many to count."""
-    backend = limits.backend
-    for room in _SHARED_ROOMS if problem.host_in_time else (0.0,):
-        tried = problem.with_capacities({HOST: int((1 - room) * problem.host_budget_bytes)})
-        near = settle_least_host(tried, solution, time_limit_s=limits.time_limit_s, gap=limits.gap, backend=backend)
-        if near is None:
-            return None
-        rounded = build_schedule(problem, round_solution(tried, near, host_is_full=True))
+    rooms = _SHARED_ROOMS if problem.host_in_time else (0.0,)
+    budgets_bytes = tuple(int((1 - room) * problem.host_budget_bytes) for room in rooms)
+    for near in settle_least_host(problem, solution, budgets_bytes, limits.time_limit_s, limits.gap, limits.backend):
+        rounded = build_schedule(problem, round_solution(problem, near, host_is_full=True))
         if keeps_budgets(problem, rounded):
-            return Search(problem, tried, solution, limits, (candidate(near, rounded, rounded),), host_is_full=True)
+            return Search(problem, problem, solution, limits, (candidate(near, rounded, rounded),), host_is_full=True)
     return None

@@ -21,13 +21,11 @@ from ..resources import HOST
 from ..solution import Solution, Status
 from .knapsack import select
 from .walk import NOISE
-from .whole import counts, in_whole_tensors
+from .whole import COUNTED, counts, in_whole_tensors
 
 _LARGE = 0.1  # a group is large if its states or its update take this fraction of an iteration on a link or on the host
 _SMALL = 0.02  # a piece is small if its copy takes less than this fraction of an iteration
-_COUNTED = 350  # most columns of whole tensors with which the program is still solved in seconds
 _LONG = 0.2  # fraction of an iteration above which a whole tensor's way to the host and back gets a row
-_NODES = 100  # of the search for whole tensors with the fewest bytes on the host
 _NEAR = 0.03  # gap to which the program in whole tensors is solved
 _TRIED = 3  # most large groups that are tried both ways
 
@@ -91,26 +89,9 @@ def settle_whole(
     time.
     Raises: BackendError if the backend is not installed.
     """
-    if problem.update == "external" or counts(problem) > _COUNTED:
+    if problem.update == "external" or counts(problem) > COUNTED:
         return None
     return Resolver(problem, solution, time_limit_s=time_limit_s, gap=_NEAR, backend=backend).solve_whole()
-
-
-def settle_least_host(
-    problem: Problem, solution: Solution, *, time_limit_s: float = 60.0, gap: float = 0.01, backend: str | None = None
-) -> Solution | None:
-    """Solve for the whole tensors and choices with the fewest bytes on the host, and then for the best flows of these.
-
-    Parameters
-    ----------
-    solution, time_limit_s, gap, backend: as in `settle`.
-
-    Returns: None if there is no plan of whole tensors, or if they are too many to solve for in a short time.
-    Raises: BackendError if the backend is not installed.
-    """
-    if problem.update == "external" or counts(problem) > _COUNTED:
-        return None
-    return Resolver(problem, solution, time_limit_s=time_limit_s, gap=gap, backend=backend).solve_least_host()
 
 
 class Resolver:
@@ -167,19 +148,13 @@ class Resolver:
         held |= {c: float(round(v)) for c, v in zip(kept, answer.values) if model.integer[c]}
         return self._solved(model, held)
 
-    def solve_least_host(self) -> Solution | None:
-        """Solve for whole tensors with the fewest bytes on the host, and then for the best flows of these.
+    def solve_in_whole_tensors(self, numbers: Mapping[str, float]) -> Solution | None:
+        """Solve for the best flows with the integer columns of the program in whole tensors held by name.
 
-        Returns: as `solve`, with choices of its own.
+        Returns: as `solve`, with the choices that the columns make.
         """
-        lean = in_whole_tensors(self.problem, state_program(self.problem, "host within device"), inf, whole_states=True)
-        answer = self._backend.solve(lean, *self._limits, nodes=_NODES)
-        if not answer.values:
-            return None
         model = in_whole_tensors(self.problem, self._program, inf, whole_states=True)
-        found = {name: float(round(v)) for name, v, whole in zip(lean.names, answer.values, lean.integer) if whole}
-        held = {c: found[name] for c, name in enumerate(model.names) if model.integer[c]}
-        return self._solved(model, held)
+        return self._solved(model, {c: numbers[name] for c, name in enumerate(model.names) if model.integer[c]})
 
     def _solved(self, model: LinearModel, held: dict[int, float]) -> Solution | None:
         """Solve with some columns held, in a model whose first columns are the program's."""
@@ -195,9 +170,7 @@ class Resolver:
         return replace(settled, status=self.solution.status, lower_bound_s=bound_s, gap=gap)
 
 
-def _settle_large(
-    problem: Problem, solver: Resolver, near: Solution, host_is_full: bool
-) -> tuple[Parts, Solution]:
+def _settle_large(problem: Problem, solver: Resolver, near: Solution, host_is_full: bool) -> tuple[Parts, Solution]:
     """Choose whole parts for the large groups that a solution splits, one group at a time, the best near it."""
     parts = Parts()
     large = [group for group in _in_order(problem) if _weight(problem, group, near) > _LARGE]

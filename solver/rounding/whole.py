@@ -17,6 +17,8 @@ from ..program.groups import GroupColumns
 from ..program.model import Program
 from ..program.spans import around
 
+COUNTED = 350  # most columns of whole tensors with which the program is still solved in seconds
+
 
 class Alike(NamedTuple):
     """The common figures of identical tensors: bytes of compute copy, gradient and state, and the state's pieces."""
@@ -39,9 +41,7 @@ class _Wait(NamedTuple):
     number: Terms
 
 
-def in_whole_tensors(
-    problem: Problem, program: Program, long_s: float, *, whole_states: bool = False
-) -> LinearModel:
+def in_whole_tensors(problem: Problem, program: Program, long_s: float, *, whole_states: bool = False) -> LinearModel:
     """Return the program's model with an integer column per part of a group and kind of its tensors.
 
     Parameters
