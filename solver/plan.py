@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from math import inf
+from math import ceil, inf
 
 from .algorithm_1 import algorithm_1, near_the_fractions
 from .problem import Problem
@@ -18,7 +18,10 @@ from .scheduling.emit import build_schedule
 from .scheduling.validate import validate
 from .simulate import Simulation, keeps_budgets, simulate
 from .solution import Solution, Status
-from .solve import fills_host, solve
+from .solve import fills_host, least_host_within_device, solve
+
+# Host budgets that are tried for whole tensors, in those that fractions need.
+_SHARES = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,29 @@ def plan(
         return found
     in_time = _planned(replace(problem, host_in_time=True), limits, ladder, report, found)
     return in_time if in_time.schedule is not None else found
+
+
+def planned_host(
+    problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.01, backend: str | None = None
+) -> int | None:
+    """Find a host budget with which a plan is found within the device budget, near the least that fractions need.
+
+    Parameters
+    ----------
+    time_limit_s, gap, backend: as in `plan`.
+
+    Returns: bytes with which `plan` finds a schedule; None if twice the bytes that fractions need do not suffice.
+    Raises: BackendError if the backend is not installed; NoAnswer if the time limit was too short.
+    """
+    least = least_host_within_device(problem, time_limit_s=time_limit_s, backend=backend)
+    if least is None:
+        return None
+    for share in _SHARES:
+        tried = replace(problem, host_budget_bytes=ceil(share * least))
+        found = plan(tried, time_limit_s=time_limit_s, gap=gap, backend=backend, ladder=())
+        if found.schedule is not None:
+            return tried.host_budget_bytes
+    return None
 
 
 def _planned(
