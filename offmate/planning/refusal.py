@@ -33,8 +33,8 @@ def refusal(lowered: Lowered, request: Request, fixed: int) -> InfeasibleBudget:
         words = "" if enough is None else f"; with this gpu_budget, {format_least_bytes(enough)} is enough"
         return InfeasibleBudget(
             f"{format_bytes(host_budget_bytes)} of RAM is not enough: even with unlimited GPU memory, training needs "
-            f"{format_least_bytes(least.bytes)}{words}. Raise cpu_budget or free RAM, raise gpu_budget so that less has "
-            "to leave the GPU, choose an optimizer with less state, or freeze a part of the model" + sides,
+            f"{format_least_bytes(least.bytes)}{words}. Raise cpu_budget or free RAM, raise gpu_budget so that less "
+            "has to leave the GPU, choose an optimizer with less state, or freeze a part of the model" + sides,
             budget_bytes=budget_bytes,
         )
     needed = least.bytes + fixed
