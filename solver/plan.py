@@ -21,7 +21,7 @@ from .solution import Solution, Status
 from .solve import fills_host, least_host_within_device, solve
 
 # Host budgets that are tried for whole tensors, in those that fractions need.
-_SHARES = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
+_SHARES = (1.02, 1.05, 1.1, 1.3, 2.0)
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,13 @@ def planned_host(
     least = least_host_within_device(problem, time_limit_s=time_limit_s, backend=backend)
     if least is None:
         return None
+    limits = Limits(time_limit_s, gap, backend)
     for share in _SHARES:
         tried = replace(problem, host_budget_bytes=ceil(share * least))
+        solution = solve(tried, time_limit_s=time_limit_s, gap=gap, backend=backend)
+        # A search that fails tries more than this, and takes several times as long.
+        if solution.options and near_the_fractions(tried, solution, limits, host_is_full=True) is None:
+            continue
         found = plan(tried, time_limit_s=time_limit_s, gap=gap, backend=backend, ladder=())
         if found.schedule is not None:
             return tried.host_budget_bytes
