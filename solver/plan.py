@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from math import inf
+from math import ceil, inf
 
 from .algorithm_1 import algorithm_1, near_the_fractions
 from .problem import Problem
@@ -18,7 +18,10 @@ from .scheduling.emit import build_schedule
 from .scheduling.validate import validate
 from .simulate import Simulation, keeps_budgets, simulate
 from .solution import Solution, Status
-from .solve import fills_host, solve
+from .solve import fills_host, least_host_within_device, solve
+
+# Host budgets that are tried for whole tensors, in those that fractions need.
+_SHARES = (1.02, 1.05, 1.1, 1.3, 2.0)
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Planned:
     schedule, simulation: the schedule, valid for the problem's budgets, and its dry run; None if no schedule was found.
     rounding_loss_s: simulated seconds above the fractional plan's, negative if the simulator finds more overlap.
     gains: the gain of each pass, in order.
+    host_is_full: whether rounding had to keep to the host's budget.
     """
 
     solution: Solution
@@ -38,6 +42,7 @@ class Planned:
     simulation: Simulation | None
     rounding_loss_s: float
     gains: tuple[Gain, ...] = ()
+    host_is_full: bool = False
 
 
 def plan(
@@ -69,10 +74,39 @@ def plan(
     """
     limits, ladder = Limits(time_limit_s, gap, backend), tuple(ladder)
     found = _planned(problem, limits, ladder, report)
-    if problem.host_in_time or not fills_host(problem, found.solution):
+    full = found.schedule is None or found.host_is_full or fills_host(problem, found.solution)
+    if problem.host_in_time or not full:
         return found
     in_time = _planned(replace(problem, host_in_time=True), limits, ladder, report, found)
     return in_time if in_time.schedule is not None else found
+
+
+def planned_host(
+    problem: Problem, *, time_limit_s: float = 60.0, gap: float = 0.01, backend: str | None = None
+) -> int | None:
+    """Find a host budget with which a plan is found within the device budget, near the least that fractions need.
+
+    Parameters
+    ----------
+    time_limit_s, gap, backend: as in `plan`.
+
+    Returns: bytes with which `plan` finds a schedule; None if twice the bytes that fractions need do not suffice.
+    Raises: BackendError if the backend is not installed; NoAnswer if the time limit was too short.
+    """
+    least = least_host_within_device(problem, time_limit_s=time_limit_s, backend=backend)
+    if least is None:
+        return None
+    limits = Limits(time_limit_s, gap, backend)
+    for share in _SHARES:
+        tried = replace(problem, host_budget_bytes=ceil(share * least))
+        solution = solve(tried, time_limit_s=time_limit_s, gap=gap, backend=backend)
+        # A search that fails tries more than this, and takes several times as long.
+        if solution.options and near_the_fractions(tried, solution, limits, host_is_full=True) is None:
+            continue
+        found = plan(tried, time_limit_s=time_limit_s, gap=gap, backend=backend, ladder=())
+        if found.schedule is not None:
+            return tried.host_budget_bytes
+    return None
 
 
 def _planned(
@@ -126,7 +160,8 @@ def _taken(search: Search, gains: tuple[Gain, ...]) -> Planned:
     schedule = search.best.schedule
     validate(schedule)
     simulation = simulate(schedule)
-    return Planned(search.solution, schedule, simulation, simulation.step_s - search.solution.objective_s, gains)
+    lost_s = simulation.step_s - search.solution.objective_s
+    return Planned(search.solution, schedule, simulation, lost_s, gains, search.host_is_full)
 
 
 def _streamed(

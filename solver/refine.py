@@ -57,6 +57,7 @@ class Search:
     problem: the problem whose budgets a schedule has to keep. tried: the same with budgets that leave room for whole
         tensors.
     solution: the program's answer to `tried`. found: candidates, at least one.
+    host_is_full: whether rounding has to keep to the host's budget, too.
     """
 
     problem: Problem
@@ -64,6 +65,7 @@ class Search:
     solution: Solution
     limits: Limits
     found: tuple[Candidate, ...]
+    host_is_full: bool = False
 
     @property
     def best(self) -> Candidate:

@@ -64,8 +64,9 @@ class Settle:
         for room in self.rooms:
             budget_bytes = int(tried.device_budget_bytes * (1 - room))
             near = solve(replace(tried, device_budget_bytes=budget_bytes), **how) if room else search.solution
-            settled = settle(tried, search.solution, near, **how) if near.options else ()
-            found = [one for whole in settled for one in _rounded(search.problem, tried, whole)]
+            full = search.host_is_full
+            settled = settle(tried, search.solution, near, host_is_full=full, **how) if near.options else ()
+            found = [one for whole in settled for one in _rounded(search, tried, whole)]
             yield from found
             if found:
                 return
@@ -96,14 +97,14 @@ class Whole:
         whole = settle_whole(tried, search.solution, time_limit_s=limits.time_limit_s, backend=limits.backend)
         if whole is None:
             return
-        yield from _rounded(search.problem, tried, whole)
+        yield from _rounded(search, tried, whole)
         roomy = _with_room(tried, self.room)
         if roomy is None:
             return
         near = solve(roomy, time_limit_s=limits.time_limit_s, gap=limits.gap, backend=limits.backend)
         if near.options:
             whole = settle_whole(roomy, near, time_limit_s=limits.time_limit_s, backend=limits.backend)
-            yield from _rounded(search.problem, roomy, whole) if whole else ()
+            yield from _rounded(search, roomy, whole) if whole else ()
 
 
 @dataclass(frozen=True)
@@ -211,15 +212,15 @@ LADDER: tuple[Refinement, ...] = (
 )
 
 
-def _rounded(problem: Problem, tried: Problem, near: Solution) -> Iterator[Candidate]:
+def _rounded(search: Search, tried: Problem, near: Solution) -> Iterator[Candidate]:
     """Round a solution nearer to whole tensors, improve it locally, and yield it if it keeps the budgets.
 
     Parameters
     ----------
     near: an answer to `tried`.
     """
-    rounded = build_schedule(problem, round_solution(tried, near))
-    if keeps_budgets(problem, rounded):
+    rounded = build_schedule(search.problem, round_solution(tried, near, host_is_full=search.host_is_full))
+    if keeps_budgets(search.problem, rounded):
         improved = improve(rounded)
         yield candidate(near, rounded, improved if is_valid(improved) else rounded)
 

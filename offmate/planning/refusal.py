@@ -12,9 +12,10 @@ from ..lowering.problem import Lowered
 from ..plans.table import BlockRow
 from ..sizes import format_bytes, format_least_bytes
 from ..solver.items import ItemKind, names_of
+from ..solver.plan import planned_host
 from ..solver.problem import Problem
 from ..solver.schedule import Kind, Schedule
-from ..solver.solve import LeastBudget, least_budget, least_host
+from ..solver.solve import LeastBudget, least_budget
 from ..split import Split
 from .request import Request
 
@@ -36,11 +37,13 @@ def refusal(lowered: Lowered, request: Request, fixed: int) -> InfeasibleBudget:
         )
     needed = least.bytes + fixed
     if needed <= budget_bytes:
-        host = least_host(problem, time_limit_s=config.solver_time_limit_s, backend=config.solver)
+        enough = planned_host(problem, time_limit_s=config.solver_time_limit_s, backend=config.solver)
+        more = enough is not None and enough > host_budget_bytes
+        raised = f"cpu_budget to {format_least_bytes(enough)}, or gpu_budget" if enough and more else "gpu_budget"
         return InfeasibleBudget(
             f"the model almost fits {format_bytes(budget_bytes)} of GPU memory and {format_bytes(host_budget_bytes)} "
-            f"of RAM: a plan that splits tensors would fit, with {format_least_bytes(host)} of RAM. Raise either "
-            "budget by a few percent" + sides,
+            "of RAM: a plan that splits tensors would fit, but none was found that keeps them whole. Raise "
+            f"{raised} by a few percent" + sides,
             budget_bytes=budget_bytes,
             least_budget_bytes=needed,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -185,17 +185,22 @@ class Truth:
             )
         self.host.params[name] = _data(param)
 
-    def pin(self, device: Device) -> None:
+    def pin(self, device: Device, but: Collection[str] = ()) -> None:
         """Move parameters, one after another, into host memory from which copies run concurrently with compute.
 
         Parameters that share memory stay where they are. Those that are mapped from a file share no more than that.
+
+        Parameters
+        ----------
+        but: those that stay as they are.
         """
         if device.torch_device.type == "cpu":
             return
         with without_torch_function(), torch.no_grad():
             owners = Counter(p.untyped_storage().data_ptr() for _, p in self._named())
             for name, param in self._named():
-                if name in self.host.files or owners[param.untyped_storage().data_ptr()] == 1:
+                alone = name in self.host.files or owners[param.untyped_storage().data_ptr()] == 1
+                if alone and name not in but:
                     self._move(name, param, device.pinned(param.data))
         self.accept()
 

@@ -205,9 +205,11 @@ class Preparer:
         """Find out which parameters may come from files; all of them go into RAM of their own if it has room."""
         self._files.find(self._truth.frozen(tuple(self._truth.host.params)))
         self.request = replace(self.request, files=self._files.request(self.request.host_budget_bytes))
-        if self.request.files is None:
-            self._truth.pin(self._device)
-            self._truth.host.files.clear()
+        if self.request.files is not None:
+            self._truth.pin(self._device, but=self.request.files.names)
+            return
+        self._truth.pin(self._device)
+        self._truth.host.files.clear()
 
     def _look_at_device(self) -> None:
         """Take the budget, the allocator's settings and the choice of kernels as they are now."""

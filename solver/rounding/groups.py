@@ -22,7 +22,7 @@ from .tiers import Spread
 from .walk import NOISE, Allowance, Curve, at_least, envelope, walk
 
 
-def round_solution(problem: Problem, solution: Solution) -> Decisions:
+def round_solution(problem: Problem, solution: Solution, *, host_is_full: bool = False) -> Decisions:
     """Round the fractions of a solution to whole tensors, never needing more device memory in any step.
 
     The bound on memory holds for groups whose tensors' parameters, gradients and states are in the same proportion
@@ -45,7 +45,8 @@ def round_solution(problem: Problem, solution: Solution) -> Decisions:
     for group in sorted(problem.groups, key=_last_step):
         flow = solution.groups.get(group.name, GroupFlow())
         allowance = Allowance(problem, group, flow, spare)
-        rounded = _round_group(problem, group, flow, allowance, excess_s, spread, sources)
+        rounded = _round_group(problem, group, flow, allowance, excess_s, spread, host_is_full)
+        rounded = sources.choose(group, flow, rounded)
         plans |= {plan.name: plan for plan in rounded}
         spare = allowance.spare
         part = sum(t.param_bytes for t in group.tensors if plans[t.name].cpu) / max(group.param_bytes, 1)
@@ -66,7 +67,7 @@ def _round_group(
     allowance: Allowance,
     excess_s: float,
     spread: Spread,
-    sources: Sources,
+    host_is_full: bool,
 ) -> list[TensorPlan]:
     """Round one group: parameters first, then states, then gradients: the device's, then the host's."""
     plans = [TensorPlan(tensor.name, group.name) for tensor in group.tensors]
@@ -87,8 +88,8 @@ def _round_group(
     plans = [replace(p, out=None) if p.drop is None and not p.leaves else p for p in plans]
     allowance.use_params(plans)
     if not group.trainable:
-        return sources.choose(group, flow, plans)
-    plans = _states(problem, group, flow, allowance, plans, spread)
+        return plans
+    plans = _states(problem, group, flow, allowance, plans, spread, host_is_full)
     allowance.use_states(plans)
     plans = _waits(problem, group, flow, allowance, plans)
     plans = host_chain(problem, group, flow, plans, allowance)
@@ -246,6 +247,7 @@ def _states(
     allowance: Allowance,
     plans: list[TensorPlan],
     spread: Spread,
+    host_is_full: bool,
 ) -> list[TensorPlan]:
     """Return the plans with the steps in which states of device tensors go out and come in."""
     last = problem.device_update(group)
@@ -262,11 +264,16 @@ def _states(
             if problem.in_middle((step - 1) % problem.n_steps) or problem.in_middle(step)
         ]
         need = [max(need[i] for i in span) if k in span else least for k, least in enumerate(need)]
+    may_leave: Collection[str] = sizes
+    if host_is_full:  # the host reserves a tensor's whole state for any piece that leaves
+        whole = {t.name: t.state_bytes for t, p in zip(group.tensors, plans) if t.state_bytes and not p.cpu}
+        chosen = select(whole, max(need, default=0))
+        may_leave = [key for key, (tensor, _) in zip(sizes, pieces) if tensor.name in chosen]
     out, into = walk(
         sizes,
         envelope(need),
         frozenset(),
-        lambda k: () if problem.in_middle(_step(problem, last, k - 1)) else sizes,
+        lambda k: () if problem.in_middle(_step(problem, last, k - 1)) else may_leave,
         lambda k, _: () if problem.in_middle(_step(problem, last, k)) else sizes,
     )
     stays: dict[str, list[StateStay]] = {plan.name: [] for plan in plans}

@@ -21,11 +21,10 @@ from ..resources import HOST
 from ..solution import Solution, Status
 from .knapsack import select
 from .walk import NOISE
-from .whole import counts, in_whole_tensors
+from .whole import COUNTED, counts, in_whole_tensors
 
 _LARGE = 0.1  # a group is large if its states or its update take this fraction of an iteration on a link or on the host
 _SMALL = 0.02  # a piece is small if its copy takes less than this fraction of an iteration
-_COUNTED = 350  # most columns of whole tensors with which the program is still solved in seconds
 _LONG = 0.2  # fraction of an iteration above which a whole tensor's way to the host and back gets a row
 _NEAR = 0.03  # gap to which the program in whole tensors is solved
 _TRIED = 3  # most large groups that are tried both ways
@@ -44,6 +43,7 @@ def settle(
     solution: Solution,
     near: Solution | None = None,
     *,
+    host_is_full: bool = False,
     time_limit_s: float = 60.0,
     gap: float = 0.01,
     backend: str | None = None,
@@ -53,14 +53,15 @@ def settle(
     Parameters
     ----------
     solution: an answer to the problem, with a plan. near: a solution with room to spare for whole tensors, to be taken
-        where `solution` has none; None for the solution itself. time_limit_s, gap, backend: as in `solve`.
+        where `solution` has none; None for the solution itself. host_is_full: whether states leave as whole tensors,
+        since the host holds them so. time_limit_s, gap, backend: as in `solve`.
 
     Returns: first a solution in which every host part consists of whole tensors, then one in which the states that
     leave do, too; each one only if it fits.
     Raises: BackendError if the backend is not installed.
     """
     solver = Resolver(problem, solution, time_limit_s=time_limit_s, gap=gap, backend=backend)
-    large, near = _settle_large(problem, solver, near or solution)
+    large, near = _settle_large(problem, solver, near or solution, host_is_full)
     parts = Parts(whole_parts(problem, near, large.host), large.states)
     settled = solver.solve(parts)
     if settled is None:  # a larger host part needs less device memory
@@ -69,7 +70,8 @@ def settle(
     if settled is None:
         return
     yield settled
-    again = solver.solve(Parts(parts.host, whole_states(problem, settled) | dict(large.states)))
+    gone = whole_states(problem, settled, of_tensors=host_is_full)
+    again = solver.solve(Parts(parts.host, gone | dict(large.states)))
     if again is not None:
         yield again
 
@@ -87,7 +89,7 @@ def settle_whole(
     time.
     Raises: BackendError if the backend is not installed.
     """
-    if problem.update == "external" or counts(problem) > _COUNTED:
+    if problem.update == "external" or counts(problem) > COUNTED:
         return None
     return Resolver(problem, solution, time_limit_s=time_limit_s, gap=_NEAR, backend=backend).solve_whole()
 
@@ -146,6 +148,14 @@ class Resolver:
         held |= {c: float(round(v)) for c, v in zip(kept, answer.values) if model.integer[c]}
         return self._solved(model, held)
 
+    def solve_in_whole_tensors(self, numbers: Mapping[str, float]) -> Solution | None:
+        """Solve for the best flows with the integer columns of the program in whole tensors held by name.
+
+        Returns: as `solve`, with the choices that the columns make.
+        """
+        model = in_whole_tensors(self.problem, self._program, inf, whole_states=True)
+        return self._solved(model, {c: numbers[name] for c, name in enumerate(model.names) if model.integer[c]})
+
     def _solved(self, model: LinearModel, held: dict[int, float]) -> Solution | None:
         """Solve with some columns held, in a model whose first columns are the program's."""
         left, kept = fixed(model, held)
@@ -160,13 +170,13 @@ class Resolver:
         return replace(settled, status=self.solution.status, lower_bound_s=bound_s, gap=gap)
 
 
-def _settle_large(problem: Problem, solver: Resolver, near: Solution) -> tuple[Parts, Solution]:
+def _settle_large(problem: Problem, solver: Resolver, near: Solution, host_is_full: bool) -> tuple[Parts, Solution]:
     """Choose whole parts for the large groups that a solution splits, one group at a time, the best near it."""
     parts = Parts()
     large = [group for group in _in_order(problem) if _weight(problem, group, near) > _LARGE]
     for group in sorted(large, key=lambda g: (-_weight(problem, g, near), g.name))[:_TRIED]:
         best: tuple[Parts, Solution] | None = None
-        for host, states in _around(problem, group, near):
+        for host, states in _around(problem, group, near, host_is_full):
             tried = Parts({**parts.host, group.name: host}, {**parts.states, **states})
             found = solver.solve(tried)
             if found is not None and found.objective_s < (best[1].objective_s if best else inf):
@@ -185,14 +195,16 @@ def _copy_s(problem: Problem, size_bytes: int, copies: int = 1) -> float:
     return max(problem.rates.copy_s(size_bytes, link, copies) for link in problem.rates.host.links)
 
 
-def _around(problem: Problem, group: Group, near: Solution) -> Iterator[tuple[float, dict[str, float]]]:
+def _around(
+    problem: Problem, group: Group, near: Solution, host_is_full: bool
+) -> Iterator[tuple[float, dict[str, float]]]:
     """Yield the whole host parts next to a flow's, below and above, each with whole parts of states that may leave.
 
     States that leave in small pieces are left to the program.
     """
     flow = near.groups[group.name]
     for host_bytes in sorted({*_neighbours(_sizes(group), flow.cpu_part * group.param_bytes)}):
-        host, rest = host_bytes / group.param_bytes, _device_states(group, host_bytes)
+        host, rest = host_bytes / group.param_bytes, _device_states(group, host_bytes, host_is_full)
         if _copy_s(problem, max(rest.values(), default=0)) < _SMALL * near.objective_s:
             yield host, {}
             continue
@@ -231,7 +243,7 @@ def whole_parts(
     return parts
 
 
-def whole_states(problem: Problem, settled: Solution) -> dict[str, float]:
+def whole_states(problem: Problem, settled: Solution, *, of_tensors: bool = False) -> dict[str, float]:
     """Return, by trainable group, the fraction that pieces of states leaving the device make up.
 
     In the order of their last gradients each group takes the fewest bytes with which all groups so far reach the
@@ -245,7 +257,7 @@ def whole_states(problem: Problem, settled: Solution) -> dict[str, float]:
     ahead = 0.0
     for group in _in_order(problem):
         flow = settled.groups[group.name]
-        rest = _device_states(group, round(flow.cpu_part * group.param_bytes))
+        rest = _device_states(group, round(flow.cpu_part * group.param_bytes), of_tensors)
         total = sum(rest.values())
         wanted = min(sum(flow.state_out.values()) * group.state_bytes, total)
         least = min(max(0, ceil(wanted - ahead - NOISE * total)), total)
@@ -264,10 +276,17 @@ def _sizes(group: Group) -> dict[str, int]:
     return {tensor.name: tensor.param_bytes for tensor in group.tensors}
 
 
-def _device_states(group: Group, host_bytes: int) -> dict[str, int]:
-    """Return the bytes, by piece, of the device part's states if the host updates that many bytes of parameters."""
+def _device_states(group: Group, host_bytes: int, of_tensors: bool = False) -> dict[str, int]:
+    """Return the bytes, by piece, of the device part's states if the host updates that many bytes of parameters.
+
+    Parameters
+    ----------
+    of_tensors: whether a tensor's state is one piece.
+    """
     on_host = select(_sizes(group), host_bytes)
     rest = (t for t in group.tensors if t.name not in on_host)
+    if of_tensors:
+        return {items.state(t.name): t.state_bytes for t in rest}
     return {items.state(t.name, rows): t.piece_bytes(rows) for t in rest for rows in t.pieces}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from ..linear import ONE, Builder, LinearModel, Terms, add
@@ -15,6 +16,8 @@ from ..problem import Group, Problem, TensorSize
 from ..program.groups import GroupColumns, mark
 from ..program.model import Program
 from ..program.spans import around
+
+COUNTED = 350  # most columns of whole tensors with which the program is still solved in seconds
 
 
 class Alike(NamedTuple):
@@ -38,20 +41,21 @@ class _Wait(NamedTuple):
     number: Terms
 
 
-def in_whole_tensors(problem: Problem, program: Program, long_s: float) -> LinearModel:
+def in_whole_tensors(problem: Problem, program: Program, long_s: float, *, whole_states: bool = False) -> LinearModel:
     """Return the program's model with an integer column per part of a group and kind of its tensors.
 
     Parameters
     ----------
     problem: one with planned updates. program: that of the problem, with time as its goal.
     long_s: a tensor that takes longer than this to leave, be updated and return gets a row that says that it does so in
-        sequence.
+        sequence; infinite for none.
+    whole_states: whether the states that leave are whole tensors', too, and not pieces of them.
 
     Returns: the model; its first columns are the program's.
     """
     model = program.model
     builder = Builder(list(model.names), list(model.upper), list(model.integer), list(model.rows))
-    for group in problem.groups:
+    for group in map(_uncut, problem.groups) if whole_states else problem.groups:
         columns = program.groups[group.name]
         if not group.trainable:
             for away in columns.away:
@@ -148,6 +152,10 @@ def _counted(builder: Builder, label: str, group: Group, part: Terms, what: int)
 def _cut(kind: Alike, what: int) -> int:
     """Return the number of pieces in which a tensor moves."""
     return kind.pieces if what == _STATE else 1
+
+
+def _uncut(group: Group) -> Group:
+    return replace(group, tensors=tuple(replace(tensor, rows=1, piece_rows=1) for tensor in group.tensors))
 
 
 def _kinds(group: Group) -> Counter[Alike]:

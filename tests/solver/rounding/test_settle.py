@@ -113,7 +113,7 @@ def test_where_no_whole_parts_fit_those_of_a_smaller_budget_are_tried(monkeypatc
 
     monkeypatch.setattr(refinements, "settle", settled)
     monkeypatch.setattr(refinements, "_rounded", lambda *given: iter(("found",)))
-    search = SimpleNamespace(problem=problem, tried=problem, solution=solution, limits=Limits())
+    search = SimpleNamespace(problem=problem, tried=problem, solution=solution, limits=Limits(), host_is_full=False)
     assert list(Settle().candidates(search)) == ["found"]  # type: ignore[arg-type]
     assert asked[0] is solution and len(asked) == 2
     assert asked[1].objective_s >= solution.objective_s * (1 - 0.01), "with less memory nothing is faster"
