@@ -223,8 +223,6 @@ class DiskQueue:
                 del self._under_way[threading.get_ident()]
                 self._keys.discard(request.key)
                 self._progress_s = time.monotonic()
-                if self._parts:  # a request may have waited for this one's key
-                    self._changed.notify()
             # Who waits for the transfer may count on the memory of its tensors.
             del taken, part, request
             transfer.end(error)

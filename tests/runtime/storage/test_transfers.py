@@ -17,7 +17,7 @@ from offmate.runtime.storage.engine import Engine
 
 from offmate.errors import ArgumentValueError, LibraryError, StorageError
 
-from .faulty import PAGE, Faulty, checkpoint, content, once, refused
+from .faulty import PAGE, Faulty, at_most, checkpoint, content, once, refused
 
 LONG_S = 20
 
@@ -76,6 +76,18 @@ def test_events_that_notify_nobody_are_polled(weights):
         assert not waits.done()
         event.happened = True
         waits.synchronize()
+
+
+def test_polling_begins_with_the_first_event_that_needs_it(weights):
+    start_s = time.monotonic()
+    with Engine(poll_s=0.001) as running:
+        file = running.open(weights)
+        for _ in range(12):  # looking once a second would take as many seconds
+            event = Polled()
+            waits = running.read(file, target_of(), after=(event,), start=0)
+            event.happened = True
+            waits.synchronize()
+    assert time.monotonic() - start_s < 5
 
 
 class Broken:
@@ -238,13 +250,14 @@ def test_a_disk_that_opens_for_ever_counts_as_hanging_too(weights, monkeypatch):
     gate.open.set()
 
 
-def test_a_slow_disk_does_not_count_as_hanging(weights):
+@pytest.mark.parametrize("request_pages", [1, 10])
+def test_a_slow_disk_does_not_count_as_hanging(weights, request_pages):
     def slow(real, *args):
-        time.sleep(0.06)
-        return real(*args)
+        time.sleep(0.05)
+        return at_most(PAGE)(real, *args)
 
     files = Faulty()
-    with Engine(files=files, n_threads=1, request_bytes=PAGE, deadline_s=0.3) as running:
+    with Engine(files=files, n_threads=1, request_bytes=request_pages * PAGE, deadline_s=0.3) as running:
         file = running.open(weights)
         files.faults["preadv"] = slow
         running.read(file, target_of(10 * PAGE), start=0).synchronize()
