@@ -14,6 +14,7 @@ import torch
 from offmate.runtime.devices.emulated import EmulatedDevice
 from offmate.runtime.events import ActionFailed, LaneEvent, UnderWay
 from offmate.runtime.storage.engine import Engine
+from offmate.runtime.storage.transfers import Transfer
 
 from offmate.errors import ArgumentValueError, LibraryError, StorageError
 
@@ -253,11 +254,11 @@ def test_a_disk_that_opens_for_ever_counts_as_hanging_too(weights, monkeypatch):
 @pytest.mark.parametrize("request_pages", [1, 10])
 def test_a_slow_disk_does_not_count_as_hanging(weights, request_pages):
     def slow(real, *args):
-        time.sleep(0.05)
+        time.sleep(0.12)
         return at_most(PAGE)(real, *args)
 
     files = Faulty()
-    with Engine(files=files, n_threads=1, request_bytes=request_pages * PAGE, deadline_s=0.3) as running:
+    with Engine(files=files, n_threads=1, request_bytes=request_pages * PAGE, deadline_s=1) as running:
         file = running.open(weights)
         files.faults["preadv"] = slow
         running.read(file, target_of(10 * PAGE), start=0).synchronize()
@@ -289,6 +290,18 @@ def test_closing_fails_what_has_not_begun_and_waits_for_the_rest(weights):
     with pytest.raises(StorageError, match="was closed"):
         file.check()
     running.close()
+
+
+def test_a_transfer_that_another_thread_submits_while_the_engine_closes_fails(weights):
+    running = Engine()
+    file = running.open(weights)
+    queue = running._disks.all()[0]
+    (part,) = file.parts(target_of(), 0)
+    transfer = Transfer(1, [part], (), threading.Condition())
+    running.close()
+    queue.add(part, transfer)
+    with pytest.raises(StorageError, match="was closed"):
+        transfer.event.synchronize()
 
 
 def test_an_engine_that_nobody_needs_ends_its_threads(weights):
