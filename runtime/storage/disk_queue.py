@@ -99,7 +99,8 @@ class DiskQueue:
     """Threads that do requests to one disk.
 
     State: `_parts`, ready and in the order of their transfers; `_under_way`, the transfer of each thread at work;
-    `_keys` of their requests; `_progress_s`, when something was last done; `_error` once the disk hangs; `_closing`.
+    `_keys` of their requests; `_progress_s`, when something was last done; `_error`, with which transfers fail
+    once the disk hangs or the queue is closed; `_closing`.
     All are changed under `_changed`, and so are the figures.
 
     Parameters
@@ -194,6 +195,7 @@ class DiskQueue:
             dropped = self._drop()
             self._changed.notify_all()
             patience_s = 0.0 if self._error is not None else self._deadline_s
+            self._error = self._error or error
         for transfer in dropped:
             transfer.fail(error)
         end_s = time.monotonic() + patience_s
@@ -223,8 +225,6 @@ class DiskQueue:
                 del self._under_way[threading.get_ident()]
                 self._keys.discard(request.key)
                 self._progress_s = time.monotonic()
-                if self._parts:  # a request may have waited for this one's key
-                    self._changed.notify()
             # Who waits for the transfer may count on the memory of its tensors.
             del taken, part, request
             transfer.end(error)

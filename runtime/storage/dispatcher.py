@@ -67,15 +67,17 @@ class Dispatcher:
         """Return whether this process has the threads; in a forked one a lock may be held for ever."""
         return os.getpid() == self._process
 
-    def within_deadline(self, work: Callable[[], None]) -> StorageError | None:
+    def within_deadline(self, work: Callable[[], None]) -> Exception | None:
         """Do something to a disk that may hang; return what it raises, or that it hangs."""
-        failures = [StorageError("removing stored files hangs; the next run in their folder removes them")]
+        failures: list[Exception] = [
+            StorageError("removing stored files hangs; the next run in their folder removes them")
+        ]
 
         def attempt() -> None:
             try:
                 work()
                 failures.clear()
-            except StorageError as error:
+            except Exception as error:
                 failures[0] = error
 
         thread = threading.Thread(target=attempt, daemon=True)

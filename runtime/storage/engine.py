@@ -74,8 +74,8 @@ class Engine:
         self._disks = Disks(SystemFiles() if files is None else files, limits)
         self._dispatcher = Dispatcher(self._disks, threading.Condition() if changed is None else changed, poll_s)
         self._files_open: list[ReadOnlyFile] = []
-        # A thread that is still in a call when the interpreter shuts down aborts the process.
         self._folders: list[Folder] = []
+        # A thread that is still in a call when the interpreter shuts down aborts the process.
         self._close = weakref.finalize(self, _close, self._dispatcher, self._files_open, self._folders)
         self._stored: dict[str, Stored] = {}
         self._striping = Striping(len(paths))

@@ -63,10 +63,6 @@ class AlignedBytes:
             raise IndexError(f"{n_bytes} bytes from {start} are not within {self.n_bytes}")
         return view(self.address + start, n_bytes)
 
-    def clear(self, start: int, end: int) -> None:
-        """Set the bytes between two offsets to zero."""
-        ctypes.memset(ctypes.addressof(self.view(start, end - start)), 0, end - start)
-
     def fill(self, content: bytes) -> None:
         """Set the first bytes."""
         self._memory[: len(content)] = content

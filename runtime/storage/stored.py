@@ -47,9 +47,8 @@ class Stored:
     A chunk is written and read by one request and has one checksum. So a transfer of a range that begins or ends within
     a chunk reads all of it, and a write writes all of it again; ranges of whole chunks cost nothing beyond their bytes.
 
-    State: `_written`, by chunk, the ranges that have been written; `_checksums` of the chunks, but of those that are
-    being written; both are changed under `_lock`. `_under_way`, transfers that later ones may have to wait for, changed
-    under `_ordering`.
+    State: `_written`, by chunk, the ranges that have been written; `_checksums` of the chunks; both are changed under
+    `_lock`. `_under_way`, transfers that later ones may have to wait for, changed under `_ordering`.
 
     Parameters
     ----------
@@ -135,15 +134,11 @@ class Stored:
         with self._lock:
             return self._written.get(chunk, []), self._checksums.get(chunk)
 
-    def doubt(self, chunk: int) -> None:
-        """Note that a chunk is about to be written: until that is done, nobody knows what it holds."""
-        with self._lock:
-            self._checksums.pop(chunk, None)
-
     def lose(self, chunk: int) -> None:
-        """Note that writing a chunk failed, so that none of its bytes can be read."""
+        """Note that writing a chunk failed, so that nobody knows what it holds."""
         with self._lock:
             self._written.pop(chunk, None)
+            self._checksums.pop(chunk, None)
 
     def note(self, chunk: int, written: list[Range], found: int) -> None:
         """Note that a chunk has been written."""
@@ -210,7 +205,6 @@ class _Write(_ChunkRequest):
             self._prepare(worker, file)
             address = worker.buffer.address
         found = checksum(address, self.disk_bytes)
-        self.stored.doubt(self.chunk)
         try:
             worker.write(file, address, self.disk_bytes, self.stored.offset(self.chunk))
         except BaseException:
@@ -219,14 +213,10 @@ class _Write(_ChunkRequest):
         self.stored.note(self.chunk, [*written, self.wanted], found)
 
     def _prepare(self, worker: Worker, file: OpenFile) -> None:
-        """Put together in the buffer what the chunk will hold."""
+        """Put together in the buffer what the chunk will hold; bytes that nobody has written may be anything."""
         written, expected = self.stored.written(self.chunk)
         kept = without(written, *self.wanted)
         if kept and expected is not None:
             self.read_chunk(worker, file, worker.buffer.address, expected)
-        elif self.wanted == (self.first, self.last):
-            worker.buffer.clear(self.last - self.first, self.disk_bytes)
-        else:
-            worker.buffer.clear(0, self.disk_bytes)
         source, target, n_bytes = self.places(worker.buffer)
         copy(target, source, n_bytes)

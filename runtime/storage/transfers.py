@@ -160,8 +160,6 @@ class Transfer:
             if self.over or self._under_way > 0 or (self._left and self._error is None):
                 return
             self.over = True
-        # Who waits for the event may count on the memory of the tensors.
-        self.parts, self.after = [], ()
         with self._changed:
             self.event.settle(self._error)
             self._changed.notify_all()

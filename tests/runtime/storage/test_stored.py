@@ -137,7 +137,7 @@ def test_a_second_path_without_space_frees_the_first_one(tmp_path):
     files = Faulty(fallocate=once(refused(errno.ENOSPC), skip=1))
     with engine_on(tmp_path / "a", tmp_path / "b", files=files) as running:
         with pytest.raises(StorageError, match=r"/b/offmate-.* needs"):
-            running.store("weight", 4 * CHUNK)
+            running.store("weight", 3 * CHUNK)
         assert list(tmp_path.glob("*/*.tensor")) == []
         for name, folder in (("first", "a"), ("second", "b")):  # what was not stored is in nobody's share
             assert [file.parent.name for file in running.store(name, CHUNK).files] == [folder]
@@ -271,6 +271,21 @@ def test_a_failed_write_says_where_and_what_to_try_and_its_bytes_cannot_be_read(
             read(running, stored)
         running.write(stored, random_bytes(4 * CHUNK, 3))
         assert torch.equal(read(running, stored), random_bytes(4 * CHUNK, 3))
+
+
+def test_a_chunk_that_was_lost_does_not_come_back_with_a_part_of_it(tmp_path):
+    files = Faulty()
+    with engine_on(tmp_path, files=files) as running:
+        stored = running.store("weight", CHUNK)
+        running.write(stored, random_bytes(CHUNK, 1)).synchronize()
+        files.faults["pwritev"] = once(refused(errno.EIO))
+        with pytest.raises(StorageError, match="Input/output error"):
+            running.write(stored, random_bytes(100, 2), start=100).synchronize()
+        running.write(stored, random_bytes(100, 3), start=100).synchronize()
+        assert torch.equal(read(running, stored, 100, 100), random_bytes(100, 3))
+        for start, n_bytes in ((0, 100), (200, 10)):
+            with pytest.raises(StorageError, match=f"byte {start} of weight was read"):
+                read(running, stored, start, n_bytes)
 
 
 def test_a_transfer_fails_as_the_one_that_it_follows(tmp_path):

@@ -14,10 +14,11 @@ import torch
 from offmate.runtime.devices.emulated import EmulatedDevice
 from offmate.runtime.events import ActionFailed, LaneEvent, UnderWay
 from offmate.runtime.storage.engine import Engine
+from offmate.runtime.storage.transfers import Transfer
 
 from offmate.errors import ArgumentValueError, LibraryError, StorageError
 
-from .faulty import PAGE, Faulty, checkpoint, content, once, refused
+from .faulty import PAGE, Faulty, at_most, checkpoint, content, once, refused
 
 LONG_S = 20
 
@@ -76,6 +77,18 @@ def test_events_that_notify_nobody_are_polled(weights):
         assert not waits.done()
         event.happened = True
         waits.synchronize()
+
+
+def test_polling_begins_with_the_first_event_that_needs_it(weights):
+    start_s = time.monotonic()
+    with Engine(poll_s=0.001) as running:
+        file = running.open(weights)
+        for _ in range(12):  # looking once a second would take as many seconds
+            event = Polled()
+            waits = running.read(file, target_of(), after=(event,), start=0)
+            event.happened = True
+            waits.synchronize()
+    assert time.monotonic() - start_s < 5
 
 
 class Broken:
@@ -238,13 +251,14 @@ def test_a_disk_that_opens_for_ever_counts_as_hanging_too(weights, monkeypatch):
     gate.open.set()
 
 
-def test_a_slow_disk_does_not_count_as_hanging(weights):
+@pytest.mark.parametrize("request_pages", [1, 10])
+def test_a_slow_disk_does_not_count_as_hanging(weights, request_pages):
     def slow(real, *args):
-        time.sleep(0.06)
-        return real(*args)
+        time.sleep(0.12)
+        return at_most(PAGE)(real, *args)
 
     files = Faulty()
-    with Engine(files=files, n_threads=1, request_bytes=PAGE, deadline_s=0.3) as running:
+    with Engine(files=files, n_threads=1, request_bytes=request_pages * PAGE, deadline_s=1) as running:
         file = running.open(weights)
         files.faults["preadv"] = slow
         running.read(file, target_of(10 * PAGE), start=0).synchronize()
@@ -276,6 +290,18 @@ def test_closing_fails_what_has_not_begun_and_waits_for_the_rest(weights):
     with pytest.raises(StorageError, match="was closed"):
         file.check()
     running.close()
+
+
+def test_a_transfer_that_another_thread_submits_while_the_engine_closes_fails(weights):
+    running = Engine()
+    file = running.open(weights)
+    queue = running._disks.all()[0]
+    (part,) = file.parts(target_of(), 0)
+    transfer = Transfer(1, [part], (), threading.Condition())
+    running.close()
+    queue.add(part, transfer)
+    with pytest.raises(StorageError, match="was closed"):
+        transfer.event.synchronize()
 
 
 def test_an_engine_that_nobody_needs_ends_its_threads(weights):
