@@ -63,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.storage_engine", description=__doc__)
     parser.add_argument("--dir", type=Path, required=True, help="a folder on the disk to be measured")
     parser.add_argument("--bytes", type=parse_bytes, default=1 << 30, help="size of a run (default: 1GiB)")
-    parser.add_argument("--rounds", type=int, default=7, help="runs of each (default: 7)")
+    parser.add_argument("--rounds", type=int, default=7, help="runs of each, at least 2 (default: 7)")
     parser.add_argument("--json", type=Path, help="also write every number to this file")
     arguments = parser.parse_args()
     n_bytes = max(1, arguments.bytes // TENSOR_BYTES) * TENSOR_BYTES
@@ -214,15 +214,19 @@ def alternating(contenders: dict[str, Callable[[], None]], n_bytes: int, rounds:
 
 
 def compared(what: str, loop: list[Run], engine: list[Run], fio_bytes_per_s: float | None) -> dict[str, Any]:
-    """Return one row: medians, and the median of the ratios of neighbouring runs."""
+    """Return one row: medians, the ratios of neighbouring runs, and every run, since a shared disk varies."""
+    ratios = [one.bytes_per_s / other.bytes_per_s for one, other in zip(engine, loop)]
     return {
         "what": what,
         "loop_bytes_per_s": statistics.median(run.bytes_per_s for run in loop),
         "engine_bytes_per_s": statistics.median(run.bytes_per_s for run in engine),
-        "ratio": statistics.median(one.bytes_per_s / other.bytes_per_s for one, other in zip(engine, loop)),
+        "ratio": statistics.median(ratios),
+        "ratio_quartiles": [statistics.quantiles(ratios, n=4)[at] for at in (0, 2)],
         "loop_core_s_per_gb": statistics.median(run.core_s_per_gb for run in loop),
         "engine_core_s_per_gb": statistics.median(run.core_s_per_gb for run in engine),
         "fio_bytes_per_s": fio_bytes_per_s,
+        "loop_runs_bytes_per_s": [run.bytes_per_s for run in loop],
+        "engine_runs_bytes_per_s": [run.bytes_per_s for run in engine],
     }
 
 
@@ -241,13 +245,14 @@ def fio(path: Path, kind: str, n_bytes: int) -> float | None:
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the engine beside the loop."""
-    columns = ("", "loop GB/s", "engine GB/s", "ratio", "loop core s/GB", "engine core s/GB", "fio GB/s")
+    columns = ("", "loop GB/s", "engine GB/s", "ratio", "quartiles", "loop core s/GB", "engine core s/GB", "fio GB/s")
     table = Table(*columns, title="The engine beside a bare loop; medians")
     for row in rows:
         fio_rate = row["fio_bytes_per_s"]
         rates = [f"{row[key] / _GB:.2f}" for key in ("loop_bytes_per_s", "engine_bytes_per_s")]
         cores = [f"{row[key]:.3f}" for key in ("loop_core_s_per_gb", "engine_core_s_per_gb")]
-        table.add_row(row["what"], *rates, f"{row['ratio']:.3f}", *cores, f"{fio_rate / _GB:.2f}" if fio_rate else "-")
+        ratios = [f"{row['ratio']:.3f}", "–".join(f"{value:.2f}" for value in row["ratio_quartiles"])]
+        table.add_row(row["what"], *rates, *ratios, *cores, f"{fio_rate / _GB:.2f}" if fio_rate else "-")
     Console(width=120).print(table)
 
 
