@@ -38,6 +38,9 @@ def to_dict(record: Problem | Solution) -> dict[str, Any]:
         for option in (option for block in fields["blocks"] for option in block["options"]):
             if option["launched"] is None:
                 del option["launched"]
+        for group in fields["groups"]:
+            if not group["in_files"]:
+                del group["in_files"]
     return {"format": name, "version": version} | _plain(fields)
 
 

@@ -12,6 +12,7 @@ import torch
 from ...solver.resources import Resource
 from ..events import Event, LaneEvent
 from ..storage.file_bytes import FileBytes
+from ..storage.host_bytes import ALIGNMENT_BYTES
 from ..trace import RecordedJob, Recorder
 from .lanes import Lane
 
@@ -19,7 +20,7 @@ log = logging.getLogger("offmate")
 
 _PIECE_BYTES = 1 << 24
 _BUFFERS = 4  # one is copied on while the others are filled
-BUFFERS_BYTES = _BUFFERS * _PIECE_BYTES
+BUFFERS_BYTES = _BUFFERS * (_PIECE_BYTES + ALIGNMENT_BYTES)
 
 
 class Launch(Protocol):
@@ -71,13 +72,13 @@ class Pieces:
 class FromFiles:
     """A thread that reads files piece by piece into a ring of pinned buffers.
 
-    State: `_buffers`, made at the first read, and `_used`, by buffer, the event of its last copy; used by the thread
+    State: `_ring`, made at the first read, and `_used`, by buffer, the event of its last copy; used by the thread
     alone.
     """
 
     def __init__(self, changed: threading.Condition) -> None:
         self.lane = Lane("files", 1, changed)
-        self._buffers: list[torch.Tensor] = []
+        self._ring: list[torch.Tensor] = []
         self._used: list[Event | None] = []
         self._next = 0
 
@@ -104,7 +105,9 @@ class FromFiles:
             for start, copied in zip(starts, copies):
                 slot = self._free_slot()
                 own = target[start : start + _PIECE_BYTES]
-                piece = self._buffers[slot][: own.numel()]
+                # As far from a block's beginning as in the file, so that whole blocks are read to where they belong.
+                first = (source.start + start) % ALIGNMENT_BYTES
+                piece = self._ring[slot][first : first + own.numel()]
                 read = source.read(piece, start)
                 event = self._used[slot] = launch(own, piece, read, copied)
                 pieces.parts.append(event)
@@ -117,8 +120,8 @@ class FromFiles:
 
     def _free_slot(self) -> int:
         """Return the buffer that was filled longest ago, once its copy has ended."""
-        if not self._buffers:
-            self._buffers = [_pinned(_PIECE_BYTES) for _ in range(_BUFFERS)]
+        if not self._ring:
+            self._ring = [_pinned(_PIECE_BYTES + ALIGNMENT_BYTES) for _ in range(_BUFFERS)]
             self._used = [None] * _BUFFERS
         slot, self._next = self._next, (self._next + 1) % _BUFFERS
         used = self._used[slot]
