@@ -24,6 +24,7 @@ from .machines.host_memory import default_host_budget_bytes
 from .optim.probe import check_optimizer
 from .optim.updater import Updater, parameter_names
 from .planning.batch_size import batch_size_of, check_batch_size, fastest_batch_size, planned_within, resized
+from .planning.files import files_elsewhere
 from .planning.outlook import Outlook, outlooks_elsewhere
 from .planning.placement import fitted, pockets
 from .planning.planner import make_plan, plan_elsewhere, trace_once
@@ -32,6 +33,7 @@ from .plans.plan import Plan, check_plan
 from .progress import Progress, planning_progress
 from .runtime.current import entered
 from .runtime.torch_names.scalers import can_unscale, unscales_in_its_own_way
+from .session.checkpoint_files import files_here
 from .session.module import take_over as take_over_model
 from .session.optimizer import take_over as take_over_optimizer
 from .session.scaling import take_over as take_over_scaler
@@ -130,6 +132,7 @@ def plan(
     device: str | torch.device | None = None,
     cpu_budget: int | str | None = None,
     hardware: str | None = None,
+    storage: float | str | None = None,
     batch_size: int | Literal["auto"] | None = None,
     config: Config | None = None,
 ) -> Plan:
@@ -140,6 +143,8 @@ def plan(
     example_inputs: one batch, as keyword arguments (dict) or positional ones (tuple).
     hardware: name ("rtx3060", ...) or path of a hardware file (`offmate profile` writes one): plan for that machine
         instead of this one, from its rates. Parameters and batch may then be on the meta device.
+    storage: with hardware=, the rate at which that machine's drive reads the checkpoint, such as "7GB/s": frozen
+        parameters that RAM has no room for then come from there. On this machine such files are found and measured.
     batch_size: plan for this many samples instead of the example's; "auto" picks the size with the highest predicted
         throughput (`Plan.batch_size`). Use it only if you may change the batch size.
     The others: as in `compile`.
@@ -164,6 +169,20 @@ def plan(
     machine = _machine(hardware, model)
     if machine is not None:
         request = _elsewhere(request, machine, gpu_budget)
+    files = files_elsewhere(model, storage, request.host_budget_bytes, machine is not None)
+    with files_here(model, request) if machine is None else contextlib.nullcontext(files) as known:
+        return _planned(model, example_inputs, batch_size, replace(request, files=known), optimizer, names, machine)
+
+
+def _planned(
+    model: torch.nn.Module,
+    example_inputs: dict[str, Any] | tuple[Any, ...],
+    batch_size: int | Literal["auto"] | None,
+    request: Request,
+    optimizer: torch.optim.Optimizer | None,
+    names: dict[torch.Tensor, str],
+    machine: Hardware | None,
+) -> Plan:
     updater = Updater(optimizer, names, request.device) if optimizer is not None else None
     with _ready(model, example_inputs, accelerator(request.device) if machine is None else None) as (batch, say):
         return _sized(model, batch, batch_size, request, updater, machine, say)
@@ -180,6 +199,7 @@ def outlooks(
     grad_scaler: torch.amp.GradScaler | None = None,
     accumulation_steps: int = 1,
     cpu_budget: int | str | None = None,
+    storage: float | str | None = None,
 ) -> Iterator[Outlook]:
     """Yield what `plan` would plan for with each optimizer on another machine, without planning it.
 
@@ -196,6 +216,7 @@ def outlooks(
     request = replace(request, micro_batches=accumulation_steps, clips=max_grad_norm is not None, scales=scaler)
     machine = load(hardware)
     request = _elsewhere(request, machine, gpu_budget)
+    request = replace(request, files=files_elsewhere(model, storage, request.host_budget_bytes, True))
     updaters = [
         None if one is None else Updater(one, _planned_names(model, one, config), request.device) for one in optimizers
     ]

@@ -21,6 +21,7 @@ from .solution import Solution, Status
 from .solve import fills_host, least_host_within_device, solve
 
 # Host budgets that are tried for whole tensors, in those that fractions need.
+_WORTH_SHARING = 0.01  # of the host's budget; for less than that no second search is made
 _SHARES = (1.02, 1.05, 1.1, 1.3, 2.0)
 
 
@@ -75,10 +76,17 @@ def plan(
     limits, ladder = Limits(time_limit_s, gap, backend), tuple(ladder)
     found = _planned(problem, limits, ladder, report)
     full = found.schedule is None or found.host_is_full or fills_host(problem, found.solution)
-    if problem.host_in_time or not full:
+    if problem.host_in_time or not full or _has_little_to_share(problem, found):
         return found
     in_time = _planned(replace(problem, host_in_time=True), limits, ladder, report, found)
     return in_time if in_time.schedule is not None else found
+
+
+def _has_little_to_share(problem: Problem, found: Planned) -> bool:
+    """Return whether hardly anything of a plan is on the host for a part of the iteration only."""
+    if found.schedule is None or found.host_is_full:
+        return False
+    return found.schedule.passing_bytes < _WORTH_SHARING * problem.host_budget_bytes
 
 
 def planned_host(

@@ -235,6 +235,11 @@ class Schedule:
         places = {item: (start, start + self.item_bytes[item]) for item, start in zip(items, found.places)}
         return HostLayout(own_bytes + found.bytes, places, found.bytes)
 
+    @property
+    def passing_bytes(self) -> int:
+        """The bytes of all items that are on the host for a part of the iteration only."""
+        return sum(self.item_bytes[item] for item in _stays_on_host(self)[0])
+
     @cached_property
     def states(self) -> dict[str, tuple[Item, ...]]:
         """By tensor, the items of its optimizer state on the device, first rows first."""

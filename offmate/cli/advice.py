@@ -46,9 +46,11 @@ def print_refusal(
 
     Parameters
     ----------
-    arguments: with `hardware` and `cpu_budget`. budget_bytes: of the GPU.
+    arguments: with those of `add_machine`. budget_bytes: of the GPU.
     """
-    budgets = {"gpu_budget": budget_bytes, "cpu_budget": arguments.cpu_budget, "hardware": arguments.hardware}
+    budgets = {"gpu_budget": budget_bytes} | {
+        name: getattr(arguments, name) for name in ("cpu_budget", "hardware", "storage")
+    }
     try:
         asked = next(outlooks_of(training, budgets))
     except InfeasibleBudget:
@@ -135,7 +137,7 @@ def outlooks_of(training: Training, budgets: dict[str, object], others: list[str
     Parameters
     ----------
     others: names of optimizers; "-master" after a name is one with float32 copies.
-    budgets: gpu_budget, cpu_budget and hardware of `offmate.plan`.
+    budgets: gpu_budget, cpu_budget, hardware and storage of `offmate.plan`.
     """
     from ..api import outlooks
     from .shapes import autocast

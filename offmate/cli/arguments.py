@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..files import reason
-from ..sizes import parse_budget
+from ..sizes import parse_budget, parse_rate
 
 _MOST_POINTS = 64
 _MOST_COUNT = 10**9
@@ -37,7 +37,7 @@ class Help(argparse.HelpFormatter):
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name a card and the RAM beside it; they set `hardware` and `cpu_budget`."""
+    """Add the options that name a card, and RAM and drive beside it: `hardware`, `cpu_budget` and `storage`."""
     card = parser.add_mutually_exclusive_group()
     card.add_argument(
         "--card",
@@ -56,6 +56,13 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
         help="CPU memory (default: what the card's file says, or any amount if it says nothing)",
     )
     ram.add_argument("--cpu-budget", type=size, default=argparse.SUPPRESS, metavar="SIZE", help="the same as --ram")
+    parser.add_argument(
+        "--storage",
+        type=rate,
+        metavar="RATE",
+        help="the rate at which the drive with the checkpoint is read, such as 3GB/s: the part of a frozen model that "
+        "RAM has no room for is then read from it in every step",
+    )
 
 
 def refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
@@ -76,6 +83,14 @@ def size(text: str) -> int:
     """Parse a size such as "12GiB" into bytes."""
     try:
         return parse_budget(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def rate(text: str) -> float:
+    """Parse a rate such as "3GB/s" into bytes per second."""
+    try:
+        return parse_rate(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -106,6 +106,7 @@ def _worked_out(model: str, seq_len: int, arguments: argparse.Namespace) -> Iter
         asked.append((replace(full, lora=parse_adapter("16")), ("LoRA 16",), []))
     budgets = {
         "gpu_budget": arguments.gpu_budget, "cpu_budget": arguments.cpu_budget, "hardware": arguments.hardware,
+        "storage": arguments.storage,
     }  # fmt: skip
     for training, ways, others in asked:
         done = 0
@@ -141,7 +142,8 @@ def _path(shape: str, arguments: argparse.Namespace, machine: Hardware) -> Path 
     folder = Config().cache_dir
     if folder is None:
         return None
-    asked = (arguments.gpu_budget, arguments.cpu_budget, arguments.batch, arguments.seq_len, has_adapters())
+    asked = (arguments.gpu_budget, arguments.cpu_budget, arguments.batch, arguments.seq_len, has_adapters(),
+             arguments.storage)  # fmt: skip
     known_as = hashlib.sha256(repr((VERSION, torch.__version__, shape, machine, asked)).encode()).hexdigest()[:20]
     return Path(folder, f"fits-{known_as}.json")
 

@@ -203,6 +203,7 @@ def _make(arguments: argparse.Namespace, training: Training, machine: Hardware, 
             optimizer=training.optimizer_of(model),
             cpu_budget=arguments.cpu_budget,
             hardware=arguments.hardware,
+            storage=arguments.storage,
             **training.arguments(),
         )
     beyond = machine.device_memory_bytes < budget_bytes

@@ -29,6 +29,7 @@ _WORDS = {
     "copy out": "copies out",
     "cpu": "CPU updates",
     "host memory": "RAM bandwidth",
+    "copy in from storage": "reads from storage",
 }
 _BESIDE_BAR = {False: 34, True: 46}  # screen columns beside the bar, without and with the RAM's
 _UNLIMITED_BYTES = 2**60  # a RAM budget beyond this was not named
@@ -157,6 +158,8 @@ def summary(plan: Plan, tokens: int = 0) -> Iterator[tuple[str, str | Text]]:
     yield "GPU memory", f"{peak} at most, budget {budget}; the least budget that works is {least}"
     yield "RAM", f"{format_least_bytes(plan.host_bytes)} of tensors"
     yield "moved", f"{format_bytes(into)} in and {format_bytes(out)} out per step"
+    if plan.read_bytes:
+        yield "storage", plan.read_words
     yield "bound", f"{plan.bound_words}; {plan.status}"
 
 

@@ -20,6 +20,7 @@ from ..reports.timeline import Timeline, build_timeline
 from ..reports.units import format_seconds
 from ..sizes import format_bytes, format_least_bytes
 from ..solver.explain import Explanation, explanation, offered
+from ..solver.items import ItemKind
 from ..solver.problem import Problem
 from ..solver.schedule import Action, Kind, Schedule
 from ..solver.simulate import Simulation, simulate
@@ -148,6 +149,24 @@ class Plan:
         """The actions of an iteration, and how many micro-batches carry out each."""
         return tuple((part.times, action) for part in self.schedule.parts for action in part.actions)
 
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of frozen parameters that are read from files per step."""
+        homes, sizes = self.schedule.homes, self.schedule.item_bytes
+        read = ((times, a.item) for times, a in self._all_actions if a.kind is Kind.PREFETCH)
+        return sum(times * sizes[item] for times, item in read if item in homes and item.kind is ItemKind.PARAMETER)
+
+    @property
+    def read_words(self) -> str:
+        """How much is read from files per step, and for which part of a step that keeps their drive busy."""
+        (tier,) = (tier for tier in self.schedule.rates.tiers if tier.holds_frozen)
+        busy = self.read_bytes / tier.path.in_bytes_per_s / self.predicted_step_s if self.predicted_step_s else 0.0
+        rate = format_bytes(int(tier.path.in_bytes_per_s))
+        return (
+            f"{format_bytes(self.read_bytes)} of frozen parameters are read from the checkpoint per step, at {rate}/s: "
+            f"{round(100 * min(busy, 1.0))} % of the step"
+        )
+
     def explain(self, offers: bool = False) -> str:
         """Describe the plan: budget, peak, time, what moves, what is recomputed, and what limits each phase.
 
@@ -174,6 +193,8 @@ class Plan:
             f"{format_bytes(self.host_bytes)} of RAM are needed",
             f"{updated}; {len(recomputing)} of {len(self.blocks)} blocks recompute",
         ]
+        if self.read_bytes:
+            lines.append(f"{self.read_words}; they pass RAM, which does not keep them")
         if self.batch_size is not None:
             samples = self.batch_size * self.schedule.micro_batches
             rate = samples / self.predicted_step_s if self.predicted_step_s else 0.0

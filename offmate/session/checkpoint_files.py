@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Collection, Iterable
+import threading
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import torch
 
 from ..errors import LibraryError, StorageError
 from ..lowering.frozen_files import FrozenFiles
+from ..machines.devices import accelerator
 from ..machines.mapped_files import MappedBytes, mapped_bytes
+from ..planning.files import ram_is_short
+from ..planning.request import Request
 from ..runtime.devices.device import Device
+from ..runtime.devices.from_files import BUFFERS_BYTES
 from ..runtime.replay.binding import HostState
 from ..runtime.storage.engine import Engine
 from ..runtime.storage.file_bytes import FileBytes
@@ -26,7 +32,6 @@ from .host_state import Truth
 log = logging.getLogger("offmate")
 
 _PROBE_BYTES = 1 << 28  # read of a file to measure its rate
-_PER_TRAINED = 4  # bytes of gradient and states, at most, per byte of a parameter that is trained
 
 
 class CheckpointFiles:
@@ -38,11 +43,12 @@ class CheckpointFiles:
 
     Parameters
     ----------
-    host: the host's copy of the model. device: that the parameters are read to.
+    host: the host's copy of the model. buffers_bytes: RAM that files pass on their way to the device, beside what
+        reading takes. changed: the device's condition.
     """
 
-    def __init__(self, host: HostState, device: Device) -> None:
-        self._host, self._device = host, device
+    def __init__(self, host: HostState, buffers_bytes: int, changed: threading.Condition) -> None:
+        self._host, self._own_bytes, self._changed = host, buffers_bytes, changed
         self._engine: Engine | None = None
         self._files: dict[Path, ReadOnlyFile] = {}
         self._rate: float | None = None
@@ -63,7 +69,7 @@ class CheckpointFiles:
         if own.path in self._files:
             return self._files[own.path]
         try:
-            self._engine = self._engine or Engine(changed=self._device.changed)
+            self._engine = self._engine or Engine(changed=self._changed)
             self._files[own.path] = self._engine.open(own.path)
         except (StorageError, LibraryError) as error:
             log.info("parameters in %s stay in RAM: %s", own.path, error)
@@ -73,8 +79,7 @@ class CheckpointFiles:
     def request(self, host_budget_bytes: int) -> FrozenFiles | None:
         """Return what a plan has to know of the files; None if RAM has room for everything without them."""
         sizes = {name: param.nbytes for name, param in self._host.params.items()}
-        trained = sum(size for name, size in sizes.items() if name not in self._host.files)
-        if not self._host.files or sum(sizes.values()) + _PER_TRAINED * trained <= host_budget_bytes:
+        if not self._host.files or not ram_is_short(sizes, self._host.files, host_budget_bytes):
             return None
         if self._rate is None:
             largest = max(self._files.values(), key=lambda file: file.size_bytes)
@@ -85,7 +90,7 @@ class CheckpointFiles:
     @property
     def _buffers_bytes(self) -> int:
         assert self._engine is not None
-        return self._device.file_buffers_bytes + self._engine.staging_bytes
+        return self._own_bytes + self._engine.staging_bytes
 
     def check(self) -> None:
         """Look whether the files that are read are still those that were opened. Raises: StorageError if not."""
@@ -109,7 +114,7 @@ class CheckpointFiles:
             self._mapped.pop(name, None)
         return gone
 
-    def settle(self, schedule: Schedule, truth: Truth) -> None:
+    def settle(self, schedule: Schedule, truth: Truth, device: Device) -> None:
         """Give the parameters that a schedule copies from RAM memory of their own there, and no others.
 
         Such memory is let go of if a later plan reads the parameter from its file.
@@ -121,7 +126,7 @@ class CheckpointFiles:
             param, there = self._host.params[name], self._mapped.get(name)
             if name in hosted and there is None:
                 self._mapped[name] = param
-                moved[name] = self._device.empty_host_like(param).copy_(param)
+                moved[name] = device.empty_host_like(param).copy_(param)
             elif name not in hosted and there is not None:
                 moved[name] = self._mapped.pop(name)
         truth.move(moved)
@@ -130,3 +135,17 @@ class CheckpointFiles:
         """Close all files."""
         if self._engine is not None:
             self._engine.close()
+
+
+@contextlib.contextmanager
+def files_here(model: torch.nn.Module, request: Request) -> Iterator[FrozenFiles | None]:
+    """Find out what a plan for this machine has to know of a model's files, as a compiled model does."""
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
+    buffers_bytes = 0 if accelerator(request.device) is None else BUFFERS_BYTES
+    files = CheckpointFiles(HostState(params, {}), buffers_bytes, threading.Condition())
+    try:
+        files.find(frozen)
+        yield files.request(request.host_budget_bytes)
+    finally:
+        files.close()

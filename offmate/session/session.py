@@ -77,7 +77,7 @@ class Session:
         self.device = make_device(request.device, request.budget_bytes)
         self.watch = Watch(model)
         self.truth = Truth(model, self.updater, self.watch)
-        self.files = CheckpointFiles(self.truth.host, self.device)
+        self.files = CheckpointFiles(self.truth.host, self.device.file_buffers_bytes, self.device.changed)
         self.preparer = Preparer(
             request, self._plainness, self.watch, self.truth, self.device, self.updater, max_grad_norm, given, progress,
             self.files,

@@ -17,7 +17,7 @@ from ..solution import Gap, GroupFlow, Solution
 from .activations import whole_activations
 from .host import host_chain
 from .knapsack import select
-from .sources import Sources, fill_host
+from .sources import Sources, read_least
 from .tiers import Spread
 from .walk import NOISE, Allowance, Curve, at_least, envelope, walk
 
@@ -53,7 +53,7 @@ def round_solution(problem: Problem, solution: Solution, *, host_is_full: bool =
         excess_s += (part - flow.cpu_part) * group.cpu_update_s
     tensors = tuple(plans[tensor.name] for group in problem.groups for tensor in group.tensors)
     values = solution.offloaded_values, solution.value_tiers
-    return fill_host(problem, Decisions(tensors, solution.options, activations, *values))
+    return read_least(problem, Decisions(tensors, solution.options, activations, *values))
 
 
 def _last_step(group: Group) -> tuple[int, str]:
