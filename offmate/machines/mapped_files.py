@@ -54,7 +54,7 @@ def mapped_bytes(tensors: Mapping[str, torch.Tensor]) -> dict[str, MappedBytes]:
     firsts = [mapping.first for mapping in mappings]
     found = {}
     for name, tensor in tensors.items():
-        flat = flat_bytes(tensor.detach()) if tensor.device.type == "cpu" and tensor.numel() else None
+        flat = flat_bytes(tensor.detach()) if _is_plain(tensor) else None
         at = bisect_right(firsts, flat.data_ptr()) - 1 if flat is not None else -1
         if flat is None or at < 0 or flat.data_ptr() + flat.numel() > mappings[at].end:
             continue
@@ -63,6 +63,18 @@ def mapped_bytes(tensors: Mapping[str, torch.Tensor]) -> dict[str, MappedBytes]:
         if mapping.unchanged or _equals_file(flat, own):
             found[name] = own
     return found
+
+
+def is_unchanged(tensor: torch.Tensor, own: MappedBytes) -> bool:
+    """Return whether a tensor that was mapped from a file still has the file's values."""
+    return mapped_bytes({"": tensor}) == {"": own}
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's values are those of its memory, on the CPU, as they lie there."""
+    kind = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    lies = kind and tensor.layout == torch.strided and not tensor.is_neg() and not tensor.is_conj()
+    return lies and tensor.device.type == "cpu" and tensor.numel() > 0
 
 
 def _mappings() -> Iterator[_Mapping]:
@@ -88,7 +100,7 @@ def _mappings() -> Iterator[_Mapping]:
 
 def _mapping(match: re.Match[bytes], unchanged: bool) -> _Mapping | None:
     first, end, offset = (int(match[i], 16) for i in (1, 2, 4))
-    inode, path = int(match[7]), match[8]
+    inode, path = int(match[7]), match[8] and match[8].replace(b"\\012", b"\n")
     if path is None or path.endswith(_DELETED) or not inode:
         return None
     try:

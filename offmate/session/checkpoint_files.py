@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from ..errors import LibraryError, StorageError
+from ..errors import LibraryError, ProtocolError, StorageError
 from ..lowering.frozen_files import FrozenFiles
 from ..machines.devices import accelerator
-from ..machines.mapped_files import MappedBytes, mapped_bytes
+from ..machines.mapped_files import MappedBytes, is_unchanged, mapped_bytes
 from ..planning.files import ram_is_short
 from ..planning.request import Request
 from ..runtime.devices.device import Device
@@ -23,6 +24,8 @@ from ..runtime.storage.engine import Engine
 from ..runtime.storage.file_bytes import FileBytes
 from ..runtime.storage.measure import read_rate
 from ..runtime.storage.read_only import ReadOnlyFile
+from ..runtime.torch_names.autograd import without_torch_function
+from ..runtime.torch_names.tensors import version_of
 from ..sizes import format_bytes
 from ..solver import items
 from ..solver.items import ItemKind
@@ -34,12 +37,21 @@ log = logging.getLogger("offmate")
 _PROBE_BYTES = 1 << 28  # read of a file to measure its rate
 
 
+class _Seen(NamedTuple):
+    """A parameter as it was last known to have the values of its file."""
+
+    param: torch.nn.Parameter
+    version: int
+    address: int
+
+
 class CheckpointFiles:
     """The frozen parameters of a model that lie in files, mapped into memory as transformers and safetensors load them.
 
     State: `_engine` and `_files`, open from the first search on; `_rate`, of the largest file, measured once;
-    `host.files`, the parameters that may be read from files; `_mapped`, of those that have memory of their own as well,
-    the tensors that are mapped. Changed on the training thread.
+    `host.files`, the parameters that may be read from files; `_seen`, these as they were last known to be the files';
+    `_mapped`, of those that have memory of their own as well, the tensors that are mapped and their bytes. Changed on
+    the training thread.
 
     Parameters
     ----------
@@ -52,17 +64,61 @@ class CheckpointFiles:
         self._engine: Engine | None = None
         self._files: dict[Path, ReadOnlyFile] = {}
         self._rate: float | None = None
+        self._seen: dict[str, _Seen] = {}
+        self._bytes: dict[str, MappedBytes] = {}
         self._mapped: dict[str, torch.Tensor] = {}
 
-    def find(self, frozen: Collection[str]) -> None:
-        """Find those of the frozen parameters that lie in files, unless they are known; no other is read from there."""
-        self._drop(name for name in tuple(self._host.files) if name not in frozen)
-        wanted = {name: self._host.params[name] for name in frozen if name not in self._host.files}
-        for name, own in mapped_bytes(wanted).items():
-            file = self._open(own)
-            if file is not None:
-                assert self._engine is not None
-                self._host.files[name] = FileBytes(self._engine, file, own.start)
+    def find(self, params: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+        """Find those of a model's frozen parameters that lie in files, unless they are known.
+
+        Those whose memory another parameter has as well are left out: a change of one would be none of the other.
+        """
+        self.follow(params)
+        with without_torch_function():
+            shared = _sharing(params)
+            wanted = {n: p for n, p in params if not p.requires_grad and n not in self._host.files and n not in shared}
+            for name, own in mapped_bytes({name: param.detach() for name, param in wanted.items()}).items():
+                file = self._open(own)
+                if file is not None:
+                    assert self._engine is not None
+                    self._host.files[name], self._bytes[name] = FileBytes(self._engine, file, own.start), own
+                    self._see(name, wanted[name])
+
+    def follow(self, params: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+        """Read no more from files what may have other values now: parameters that were written to, replaced or trained.
+
+        Raises: ProtocolError if one was changed through memory that it had before it moved to RAM of its own.
+        """
+        if not self._host.files:
+            return
+        with without_torch_function():
+            now = dict(params)
+            for name in tuple(self._host.files):
+                seen, param = self._seen[name], now.get(name)
+                if param is None or param is not seen.param or param.requires_grad:
+                    self._drop(name, written=False)
+                elif (version_of(param), param.data_ptr()) != seen[1:]:
+                    self._drop(name, written=True)
+
+    def _see(self, name: str, param: torch.nn.Parameter) -> None:
+        self._seen[name] = _Seen(param, version_of(param), param.data_ptr())
+
+    def _drop(self, name: str, written: bool) -> None:
+        """Read a parameter from its file no more; `written` says that it is still the same one, with other values."""
+        del self._host.files[name], self._seen[name]
+        mapped, own = self._mapped.pop(name, None), self._bytes.pop(name)
+        if not written:
+            return
+        if mapped is not None and not is_unchanged(mapped, own):
+            raise ProtocolError(
+                f"{name} was changed through an older reference to its memory, but since the model was compiled it has "
+                "had memory of its own in RAM, so the change is lost. Change the parameter itself: read it from the "
+                "model again"
+            )
+        log.warning(
+            "the frozen parameter %s was changed, so it comes from RAM from now on, in addition to what is planned",
+            name,
+        )
 
     def _open(self, own: MappedBytes) -> ReadOnlyFile | None:
         """Return a file, open; None if it cannot be read in the way that training needs."""
@@ -97,23 +153,6 @@ class CheckpointFiles:
         for file in dict.fromkeys(own.file for own in self._host.files.values()):
             file.check()
 
-    def forget(self, names: Iterable[str]) -> None:
-        """Read no more of these parameters from files, since their values are other ones now."""
-        gone = self._drop(names)
-        if gone:
-            log.warning(
-                "%d frozen parameters were changed (%s, ...), so they come from RAM from now on, which they take in "
-                "addition to the plan",
-                len(gone), gone[0],
-            )  # fmt: skip
-
-    def _drop(self, names: Iterable[str]) -> list[str]:
-        """Read parameters from files no more; return those that were."""
-        gone = [name for name in names if self._host.files.pop(name, None) is not None]
-        for name in gone:
-            self._mapped.pop(name, None)
-        return gone
-
     def settle(self, schedule: Schedule, truth: Truth, device: Device) -> None:
         """Give the parameters that a schedule copies from RAM memory of their own there, and no others.
 
@@ -130,6 +169,8 @@ class CheckpointFiles:
             elif name not in hosted and there is not None:
                 moved[name] = self._mapped.pop(name)
         truth.move(moved)
+        for name in moved:
+            self._see(name, self._seen[name].param)
 
     def close(self) -> None:
         """Close all files."""
@@ -140,12 +181,29 @@ class CheckpointFiles:
 @contextlib.contextmanager
 def files_here(model: torch.nn.Module, request: Request) -> Iterator[FrozenFiles | None]:
     """Find out what a plan for this machine has to know of a model's files, as a compiled model does."""
-    params = {name: param.detach() for name, param in model.named_parameters()}
-    frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
+    named = tuple(model.named_parameters())
     buffers_bytes = 0 if accelerator(request.device) is None else BUFFERS_BYTES
-    files = CheckpointFiles(HostState(params, {}), buffers_bytes, threading.Condition())
+    files = CheckpointFiles(
+        HostState({name: param.detach() for name, param in named}, {}), buffers_bytes, threading.Condition()
+    )
     try:
-        files.find(frozen)
+        files.find(named)
         yield files.request(request.host_budget_bytes)
     finally:
         files.close()
+
+
+def _sharing(params: Sequence[tuple[str, torch.nn.Parameter]]) -> set[str]:
+    """Return the parameters whose memory overlaps with that of another one."""
+    spans = []
+    for name, param in params:
+        if param.layout == torch.strided and param.numel() and param.device.type == "cpu":
+            size = 1 + sum((n - 1) * stride for n, stride in zip(param.shape, param.stride()))
+            spans.append((param.data_ptr(), param.data_ptr() + size * param.element_size(), name))
+    found: set[str] = set()
+    furthest = (0, "")
+    for first, end, name in sorted(spans):
+        if first < furthest[0]:
+            found |= {name, furthest[1]}
+        furthest = max(furthest, (end, name))
+    return found

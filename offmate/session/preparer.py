@@ -203,7 +203,7 @@ class Preparer:
 
     def _look_at_files(self) -> None:
         """Find out which parameters may come from files; all of them go into RAM of their own if it has room."""
-        self._files.find(self._truth.frozen(tuple(self._truth.host.params)))
+        self._files.find(self._watch.parameters)
         self.request = replace(self.request, files=self._files.request(self.request.host_budget_bytes))
         if self.request.files is not None:
             self._truth.pin(self._device, but=self.request.files.names)

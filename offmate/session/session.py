@@ -143,7 +143,7 @@ class Session:
         self._follow_parameters(call.trains)
         self.preparer.account_for_user_code()
         edited = self.truth.check_edits()
-        self.files.forget(edited)
+        self.files.follow(self.watch.parameters)
         self.files.check()
         if self.truth.take_states():
             self.residence.bring_home()

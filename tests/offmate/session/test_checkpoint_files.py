@@ -176,7 +176,7 @@ def test_what_ram_keeps_is_in_memory_of_its_own(checkpoint):
     """A copy that the plan counts in RAM is no page of a file, which the system may drop at any time."""
     model, optimizer = compiled(checkpoint)
     train(model, optimizer, range(1))
-    schedule, params = model.offmate.plan.schedule, dict(model.named_parameters())
+    schedule, params = model.offmate.plan.schedule, {n: p.detach() for n, p in model.named_parameters()}
     come = {a.item for a in schedule.actions if a.kind is Kind.PREFETCH and a.item.kind is ItemKind.PARAMETER}
     hosted = {item.name: params[item.name] for item in come - schedule.homes.keys()}
     stay = {item.name: params[item.name] for item in schedule.homes}
@@ -367,7 +367,7 @@ def test_ram_that_is_kept_is_pinned(checkpoint, sim, ring):
     with without_allocator():
         model, optimizer = compiled(checkpoint, device="sim")
         train(model, optimizer, range(1))
-    schedule, params = model.offmate.plan.schedule, dict(model.named_parameters())
+    schedule, params = model.offmate.plan.schedule, {n: p.detach() for n, p in model.named_parameters()}
     come = {a.item for a in schedule.actions if a.kind is Kind.PREFETCH and a.item.kind is ItemKind.PARAMETER}
     assert come - schedule.homes.keys()
     assert not [i for i in come - schedule.homes.keys() if not params[i.name].is_pinned()]
@@ -409,3 +409,123 @@ def test_the_trace_shows_both_links(checkpoint, sim, ring):
     for timeline in (trace.predicted, trace.measured):
         assert {"copy in from storage", Resource.IN} <= timeline.rows.keys()
     model._offmate_session.device.close()
+
+
+# -- changes that hide behind others ----------------------------------------------------------------------------------
+
+
+def roomy(checkpoint: Path) -> tuple[Any, torch.optim.Optimizer, Any, torch.optim.Optimizer]:
+    """A compiled model with room for a few parameters that no file has, and the plain one, both trained a bit."""
+    model, optimizer = compiled(checkpoint, cpu_budget=1_150_000)
+    plain, own = mapped(checkpoint)
+    assert train(model, optimizer, range(2)) == train(plain, own, range(2))
+    assert from_files(model)
+    return model, optimizer, plain, own
+
+
+HALF = ("base.4", "base.5", "base.6", "base.7")
+
+
+def scale_base(model: Any) -> None:
+    state = model.state_dict()
+    model.load_state_dict({name: 0.5 * v if name.startswith(HALF) else v for name, v in state.items()})
+
+
+def tie(model: Any) -> None:
+    model.base[0].weight = model.base[1].weight
+
+
+def reverse(model: Any) -> None:
+    model.base = torch.nn.ModuleList(list(model.base)[::-1][:-1])
+    model.adapters, model.back = model.adapters[:-1], model.back[:-1]
+
+
+def freeze_and_scale(model: Any) -> None:
+    scale_base(model)
+    model.adapters[0].requires_grad_(False)
+
+
+def freeze_and_write(model: Any) -> None:
+    with torch.no_grad():
+        model.base[3].weight.mul_(0.9)
+    model.adapters[0].requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [scale_base, tie, reverse, freeze_and_scale, freeze_and_write])
+def test_a_change_of_the_set_of_parameters_hides_no_edit(checkpoint, change):
+    model, optimizer, plain, own = roomy(checkpoint)
+    for one in (model, plain):
+        change(one)
+    before = {name: param.detach().clone() for name, param in model.base.named_parameters()}
+    assert train(model, optimizer, range(2, 4)) == train(plain, own, range(2, 4))
+    assert not [name for name, param in model.base.named_parameters() if not torch.equal(param, before[name])]
+    assert_same(model, plain)
+
+
+def test_trained_and_frozen_by_turns(checkpoint):
+    """What a kept plan trains is not read from the file by another kept plan, planned before it was trained."""
+    model, optimizer = mapped(checkpoint)
+    plain, own = mapped(checkpoint)
+    for one, its in ((model, optimizer), (plain, own)):
+        its.add_param_group({"params": list(one.base[0].parameters())})
+    config = offmate.Config(cache_dir=None)
+    offmate.compile(model, GPU_BUDGET, optimizer=optimizer, device="emulated", cpu_budget=1_400_000, config=config)
+    for number, (trains, rate) in enumerate([(True, 0.0), (False, 0.0), (True, 1e-2), (False, 1e-2), (True, 1e-2)]):
+        for one, its in ((model, optimizer), (plain, own)):
+            one.base[0].requires_grad_(trains)
+            for group in its.param_groups:
+                group["lr"] = rate
+        steps = range(number, number + 1)
+        assert train(model, optimizer, steps) == train(plain, own, steps)
+    assert train(model, optimizer, range(9, 10), rows=40) == train(plain, own, range(9, 10), rows=40)
+    assert_same(model, plain)
+
+
+def test_parameters_on_the_same_bytes(checkpoint):
+    """An edit of one is one of the other, too."""
+    model, optimizer = mapped(checkpoint)
+    plain, own = mapped(checkpoint)
+    for one in (model, plain):
+        one.base[5].weight = torch.nn.Parameter(one.base[2].weight.data, requires_grad=False)
+    config = offmate.Config(cache_dir=None)
+    offmate.compile(model, GPU_BUDGET, optimizer=optimizer, device="emulated", cpu_budget=900_000, config=config)
+    assert train(model, optimizer, range(2)) == train(plain, own, range(2))
+    for one in (model, plain):
+        with torch.no_grad():
+            one.base[2].weight.mul_(0.5)
+    assert train(model, optimizer, range(2, 4)) == train(plain, own, range(2, 4))
+    assert_same(model, plain)
+
+
+def test_an_edit_through_an_older_reference(checkpoint):
+    """It is used where the memory is the same, and refused by name where the parameter has moved to RAM of its own."""
+    model, optimizer = compiled(checkpoint)
+    older = {name: param.detach() for name, param in model.named_parameters() if name.startswith("base")}
+    train(model, optimizer, range(1))
+    moved = {n for n, p in model.named_parameters() if n in older and p.data_ptr() != older[n].data_ptr()}
+    assert moved
+    with torch.no_grad():
+        older[min(moved)].mul_(0.5)
+    with pytest.raises(offmate.OffmateError, match=rf"{min(moved)} was changed through an older reference"):
+        train(model, optimizer, range(1, 2))
+
+
+def test_an_edit_before_a_step_that_is_finished_on_the_host(checkpoint):
+    model, optimizer = compiled(checkpoint, max_grad_norm=1e9)
+    plain, own = mapped(checkpoint)
+    assert train(model, optimizer, range(2)) == train(plain, own, range(2))
+    for one, its in ((model, optimizer), (plain, own)):
+        one(batch(2))["loss"].backward()
+        one.adapters[0].weight.square().sum().backward()
+        with torch.no_grad():
+            for layer in one.base:
+                layer.weight.mul_(0.9)
+        torch.nn.utils.clip_grad_norm_(one.parameters(), 1e9) if one is plain else None
+        its.step()
+        its.zero_grad()
+    assert train(model, optimizer, range(3, 5)) == train(plain, own, range(3, 5))
+
+
+def test_a_parameter_whose_values_are_not_its_memorys(checkpoint):
+    tensors = load_file(checkpoint)
+    assert not mapped_files.mapped_bytes({"neg": torch._neg_view(tensors["base.0.weight"])})
