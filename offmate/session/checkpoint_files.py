@@ -92,33 +92,37 @@ class CheckpointFiles:
         if not self._host.files:
             return
         with without_torch_function():
-            now = dict(params)
+            now, written = dict(params), []
             for name in tuple(self._host.files):
                 seen, param = self._seen[name], now.get(name)
                 if param is None or param is not seen.param or param.requires_grad:
                     self._drop(name, written=False)
                 elif (version_of(param), param.data_ptr()) != seen[1:]:
+                    written.append(name)
                     self._drop(name, written=True)
+        if written:
+            log.warning(
+                "%d frozen parameters were changed (%s, ...), so they come from RAM from now on, in addition to what "
+                "is planned",
+                len(written), written[0],
+            )  # fmt: skip
 
     def _see(self, name: str, param: torch.nn.Parameter) -> None:
         self._seen[name] = _Seen(param, version_of(param), param.data_ptr())
 
     def _drop(self, name: str, written: bool) -> None:
-        """Read a parameter from its file no more; `written` says that it is still the same one, with other values."""
+        """Read a parameter from its file no more; `written` says that it is still the same one, with other values.
+
+        Raises: ProtocolError if it was changed through memory that it had before.
+        """
         del self._host.files[name], self._seen[name]
         mapped, own = self._mapped.pop(name, None), self._bytes.pop(name)
-        if not written:
-            return
-        if mapped is not None and not is_unchanged(mapped, own):
+        if written and mapped is not None and not is_unchanged(mapped, own):
             raise ProtocolError(
                 f"{name} was changed through an older reference to its memory, but since the model was compiled it has "
                 "had memory of its own in RAM, so the change is lost. Change the parameter itself: read it from the "
                 "model again"
             )
-        log.warning(
-            "the frozen parameter %s was changed, so it comes from RAM from now on, in addition to what is planned",
-            name,
-        )
 
     def _open(self, own: MappedBytes) -> ReadOnlyFile | None:
         """Return a file, open; None if it cannot be read in the way that training needs."""
