@@ -35,7 +35,7 @@ def print_actions(console: Console, plan: Plan) -> None:
     for tier, used in schedule.tiers[1:]:
         rows.append((tier.name, f"{format_bytes(used)} of {format_bytes(tier.capacity_bytes)}"))
     rows += _labelled("options", list(_options(plan)))
-    residents = list(_residents(plan)) or ["nothing is on the device from one iteration to the next"]
+    residents = list(_residents(plan)) or ["nothing is on the GPU from one iteration to the next"]
     rows += _labelled("stays", residents)
     console.print(pairs(rows))
     with hidden():  # once for all lines
@@ -50,7 +50,7 @@ def _print_parts(console: Console, plan: Plan) -> None:
     sizes, highs = plan.schedule.item_bytes, iter(memory_highs(plan.schedule))
     for title, actions in parts_of(plan.schedule):
         console.print()
-        _print_line(console, f"{title}:", "moved", "on device", indent="", style="bold")
+        _print_line(console, f"{title}:", "moved", "on GPU", indent="", style="bold")
         for action in actions:
             size = sizes[action.item] if action.kind in ABOUT_ITEMS else 0
             held = format_bytes(next(highs) + plan.fixed_bytes)

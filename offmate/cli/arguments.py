@@ -53,7 +53,7 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
         dest="cpu_budget",
         type=size,
         metavar="SIZE",
-        help="CPU memory (default: what the card's file says, or any amount if it says nothing)",
+        help="RAM (default: what the card's file says, or any amount if it says nothing)",
     )
     ram.add_argument("--cpu-budget", type=size, default=argparse.SUPPRESS, metavar="SIZE", help="the same as --ram")
     parser.add_argument(

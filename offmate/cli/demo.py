@@ -342,7 +342,7 @@ def _plan_line(plan: Any) -> str:
     source = "read from the cache" if plan.from_cache else "made"
     return (
         f"Plan {source} in {plan.plan_s:.1f} s. Predicted: {format_bytes(plan.predicted_peak_bytes)} of GPU memory at "
-        f"most, {format_bytes(plan.host_bytes)} of CPU memory, {plan.predicted_step_s:.2f} s per step. The least "
+        f"most, {format_bytes(plan.host_bytes)} of RAM, {plan.predicted_step_s:.2f} s per step. The least "
         f"budget that works is {format_least_bytes(plan.least_budget_bytes)}."
     )
 

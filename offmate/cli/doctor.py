@@ -61,8 +61,8 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield (
         "host",
         (
-            f"{format_bytes(host['memory_bytes'])} of CPU memory, {format_bytes(host['available_bytes'])} available to "
-            f"this process; default CPU memory budget {format_bytes(host['default_budget_bytes'])}"
+            f"{format_bytes(host['memory_bytes'])} of RAM, {format_bytes(host['available_bytes'])} available to "
+            f"this process; default RAM budget {format_bytes(host['default_budget_bytes'])}"
         ),
     )
     for device in found["devices"]:

@@ -43,7 +43,7 @@ def add_parser(verbs: Any) -> None:
         "--gpu-budget",
         type=size,
         metavar="SIZE",
-        help="GPU memory, such as 12GiB (default: that of the GPU, less 1/16)",
+        help="GPU memory, such as 11GiB (default: that of the GPU, less 1/16)",
     )
     budget.add_argument(
         "--sweep", type=sweep, metavar="LOW:HIGH:STEP", help="plan for several budgets and show the curve"

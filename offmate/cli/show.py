@@ -77,6 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.text:
         from .actions import print_actions
 
+        about = plans[0].about.words()
+        if about:
+            screen.print(f"{about}\n", markup=False)
         print_actions(screen, plans[0])
     elif files:
         screen.print("\n".join(f"wrote {path}" for path in files), markup=False, soft_wrap=True)

@@ -165,8 +165,9 @@ def summary(plan: Plan, tokens: int = 0) -> Iterator[tuple[str, str | Text]]:
 
 def _overhead(part: float, endless: str) -> str:
     unlimited = f"unlimited GPU memory ({endless}, updates included)"
-    if part < 0:
-        return f"{_percent(part)}: faster than with {unlimited}, because the CPU makes some of the updates"
+    faster = _percent(-part)
+    if part < 0 and faster != "0 %":
+        return f"{faster.lstrip('+')} faster than with {unlimited}, because the CPU makes some of the updates"
     return f"{_percent(part)} over {unlimited}"
 
 

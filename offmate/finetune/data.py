@@ -36,6 +36,8 @@ def check_source(data: str) -> None:
         an entry before the first text that cannot be used.
     """
     if is_of_hub(data):
+        if not data.removeprefix(_DATASET).partition(":")[0].strip():
+            raise ArgumentValueError(f"data {data!r} names no data set; name one, such as hf:tatsu-lab/alpaca")
         _check_datasets(data)
         return
     if any(file.suffix.lower() == PARQUET for file in source_files(data).read):

@@ -19,7 +19,7 @@ from ..machines.devices import EMULATED, check_budget, default_budget_bytes
 from ..machines.host_memory import default_host_budget_bytes
 from ..plans.plan import Plan, load_plan
 from ..progress import working
-from ..sizes import parse_budget
+from ..sizes import format_bytes, format_least_bytes, parse_budget
 from .checkpoint import PLAN, Moment
 from .data import check_source, is_of_hub, pieces
 from .names import NEW_TOKENS, SETTINGS, TOKENS
@@ -41,7 +41,7 @@ _GLIMPSE_PIECES = 256
 _GLIMPSE_CHARACTERS = 2**14  # of a long text
 _SHOWN_EXAMPLES = 3
 _SHOWN_CHANGES = 3
-_AMPLE_BYTES = 2**44  # more CPU memory than any machine has, and few enough for the solver's arithmetic
+_AMPLE_BYTES = 2**44  # more RAM than any machine has, and few enough for the solver's arithmetic
 # A forecast need not be the best plan: hours to a few percent, in less time. Measuring is followed by a full search.
 _FORECAST_GAP = 0.05
 
@@ -220,27 +220,54 @@ def _forecast(
     budget = default_budget_bytes(at.kind) if settings.gpu_budget == AUTO else parse_budget(settings.gpu_budget)
     check_budget(at.kind, budget)
     host = default_host_budget_bytes() if settings.cpu_budget == AUTO else parse_budget(settings.cpu_budget)
-    short = needs.host_bytes(at.kind) > host
-    try:
-        plan = plan_model(
+    named = settings.cpu_budget != AUTO
+    short = not named and needs.host_bytes(at.kind) > host
+
+    def planned(host_bytes: int) -> Plan:
+        return plan_model(
             bare.model,
             budget,
             example_inputs=batch_of(settings, "meta"),
             optimizer=bare.updates.optimizer,
             **settings.gate,
-            cpu_budget=_AMPLE_BYTES if short else host,
+            cpu_budget=host_bytes,
             hardware=machine,
             config=Config(outputs=OUTPUTS, solver_gap=_FORECAST_GAP),
         )
+
+    lack = _lack_of_ram(at, work, needs, host) if named else None
+    try:
+        plan = planned(_AMPLE_BYTES if short or lack is not None else host)
     except InfeasibleBudget as error:
-        talk.say(work.lines(settings), event="plan", lines=work.lines(settings), doubts=[*first, str(error)])
-        raise
-    preview = Preview(settings, at.kind, needs, plan, work, at.done)
+        lack = lack or error
+        try:
+            plan = planned(_AMPLE_BYTES)  # says how much RAM would do
+        except InfeasibleBudget:
+            talk.say(work.lines(settings), event="plan", lines=work.lines(settings), doubts=[*first, str(error)])
+            raise error from None
+    preview = Preview(
+        settings, at.kind, needs, plan, work, at.done, short_of=f"{format_bytes(host)} (cpu_budget)" if lack else ""
+    )
+    if lack is not None:
+        talk.say(preview.lines(), event="plan", lines=preview.lines(), doubts=[*first, str(lack)])
+        raise lack
     new = preview.doubts(memory=not short)
     lines = preview.lines() + sample_lines(settings, at.prompts, bare.model, budget, at.kind, machine)
     talk.say(lines, event="plan", lines=lines, doubts=first + new)
     talk.agree(new)
     return first + new
+
+
+def _lack_of_ram(at: Position, work: Work, needs: Needs, host_bytes: int) -> InfeasibleBudget | None:
+    """Return the error of an evaluation or a sample, which stream all weights from more RAM than was named."""
+    if needs.weights_bytes <= host_bytes or not (len(work.packed.eval) or at.settings.sample):
+        return None
+    needed = format_least_bytes(needs.weights_bytes)
+    return InfeasibleBudget(
+        f"evaluations and samples stream {needed} of parameters from RAM, but cpu_budget is "
+        f"{format_bytes(host_bytes)}; raise it to {needed} or more",
+        budget_bytes=host_bytes,
+    )
 
 
 def batch_of(settings: Settings, device: str) -> Batch:

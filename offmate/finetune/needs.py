@@ -33,7 +33,7 @@ class Needs:
 
     Parameters
     ----------
-    n_params, n_trained: numbers of parameters, adapters included. weights_bytes: all of them in CPU memory.
+    n_params, n_trained: numbers of parameters, adapters included. weights_bytes: all of them in RAM.
     largest_bytes: the largest tensor, which has to be on the device as a whole.
     saved_bytes, states_bytes: weights and optimizer states of a checkpoint.
     flops_per_token: of products with weights. tokens_per_s: what the machine's matrix rate would allow.
@@ -54,7 +54,7 @@ class Needs:
         return (self.saved_bytes + self.states_bytes) * (settings.keep_checkpoints + 1) + self.saved_bytes + merged
 
     def host_bytes(self, kind: str) -> int:
-        """Return the least CPU memory; where the CPU emulates the device, that also holds the states."""
+        """Return the least RAM; where the CPU emulates the device, that also holds the states."""
         return self.weights_bytes + (self.states_bytes if kind == EMULATED else 0)
 
 
@@ -148,12 +148,12 @@ def resolved_precision(settings: Settings, stored: torch.dtype) -> Settings:
 
 
 def memory_doubt(needed_bytes: int, available_bytes: int | None = None) -> list[str]:
-    """Return a sentence if a run needs more CPU memory than is free."""
+    """Return a sentence if a run needs more RAM than is free."""
     free = available_host_bytes() if available_bytes is None else available_bytes
     if needed_bytes <= free:
         return []
     return [
-        f"the run needs {format_least_bytes(needed_bytes)} of CPU memory, but {format_bytes(free)} are free; free "
+        f"the run needs {format_least_bytes(needed_bytes)} of RAM, but {format_bytes(free)} are free; free "
         "memory, or use a smaller model"
     ]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..machines.devices import EMULATED
+from ..machines.host_memory import available_host_bytes
 from ..plans.plan import Plan
 from ..reports.units import format_count, format_seconds
 from ..sizes import format_bytes, format_least_bytes
@@ -98,7 +99,7 @@ class Preview:
     Parameters
     ----------
     kind: the device, as `device_kind` returns it. done: steps that an earlier run has done.
-    held_bytes: what this process already holds of the run's CPU memory.
+    held_bytes: what this process already holds of the run's RAM. short_of: the RAM that was named and is too little.
     """
 
     settings: Settings
@@ -108,6 +109,7 @@ class Preview:
     work: Work
     done: int
     held_bytes: int = 0
+    short_of: str = ""
 
     @property
     def tokens_per_step(self) -> int:
@@ -131,22 +133,38 @@ class Preview:
         return max(self.plan.host_bytes + emulated, self.needs.weights_bytes)
 
     def lines(self, source: str = DEVICE_RATES) -> list[str]:
-        """Write a line each: data, training, whether it fits, CPU memory and disk, speed, how long it takes.
+        """Write a line each: data, training, whether it fits, RAM and disk, speed, how long it takes.
 
         Parameters
         ----------
         source: what the speed is predicted from.
         """
-        plan = self.plan
         return [
             *self.work.lines(self.settings),
-            f"fits: GPU memory peak {format_bytes(plan.predicted_peak_bytes)} of {format_bytes(plan.budget_bytes)}; "
-            f"the least budget that works is {format_least_bytes(plan.least_budget_bytes)}",
-            f"CPU memory: {format_bytes(self.host_bytes)} of tensors{self._of_device()}; "
+            self._fit_line(),
+            f"RAM: {format_bytes(self.host_bytes)} of tensors{self._of_device()}; "
             f"{format_bytes(self.needs.disk_bytes(self.settings))} of disk for {self.settings.keep_checkpoints} "
             "checkpoints and the result",
             *self.speed_lines(source),
         ]
+
+    def _fit_line(self) -> str:
+        """Write whether the run fits; if not, how much RAM it needs, and how much there is."""
+        plan, budget = self.plan, format_bytes(self.plan.budget_bytes)
+        free = available_host_bytes() + self.held_bytes
+        if self.short_of:
+            needed, has = max(plan.host_bytes, self.needs.weights_bytes), self.short_of
+        elif self.host_bytes > free:
+            needed, has = self.host_bytes, f"{format_bytes(free)} free"
+        else:
+            return (
+                f"fits: GPU memory peak {format_bytes(plan.predicted_peak_bytes)} of {budget}; the least budget that "
+                f"works is {format_least_bytes(plan.least_budget_bytes)}"
+            )
+        return (
+            f"does not fit: with {budget} of GPU memory, training needs about {format_least_bytes(needed)} of RAM, and "
+            f"there are {has}"
+        )
 
     def speed_lines(self, source: str) -> list[str]:
         """Write the predicted speed, with what it is predicted from, and when the run ends."""
@@ -165,7 +183,7 @@ class Preview:
 
         Parameters
         ----------
-        memory: include a lack of CPU memory.
+        memory: include a lack of RAM.
         """
         found = self.work.doubts(self.settings)
         schedule = self.plan.schedule
@@ -197,7 +215,7 @@ def first_lines(settings: Settings, kind: str, needs: Needs) -> list[str]:
     """Write what is known before anything is planned: the model, and what it needs at the least."""
     return [
         model_line(settings, needs),
-        f"needs at least: {format_least_bytes(needs.host_bytes(kind))} of CPU memory, "
+        f"needs at least: {format_least_bytes(needs.host_bytes(kind))} of RAM, "
         f"{format_least_bytes(needs.largest_bytes)} of GPU memory, "
         f"{format_bytes(needs.disk_bytes(settings))} of disk; at best {needs.tokens_per_s:,.0f} tokens/s",
     ]

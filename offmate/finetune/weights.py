@@ -60,10 +60,19 @@ def model_folder(model: str, *, weights: bool = True, revision: str | None = Non
         patterns = _DESCRIPTION + ["*.safetensors"] * weights
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise OffmateError(
-            f"model {model!r}: no such folder, and it could not be fetched from the Hub: {reason}"
+        kind = OffmateError if weights else ArgumentValueError  # what has been described once does exist
+        raise kind(
+            f"model {model!r}: no such folder, and it could not be fetched from the Hub: {_why_not_fetched(error)}"
         ) from error
+
+
+def _why_not_fetched(error: Exception) -> str:
+    """Return the first line of an error, or that the Hub cannot be reached."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if isinstance(error, (LocalEntryNotFoundError, ConnectionError)):
+        return "the Hub cannot be reached, and the cache does not hold it. Check the network, or name a model's folder"
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def load_config(folder: Path) -> Any:

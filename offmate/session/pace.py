@@ -71,9 +71,9 @@ class Pace:
         if not (slow or fast) or max(measured_s, predicted_s) < _WORTH_SAYING_S:
             return
         log.warning(
-            "a step takes %s (median of steps %d to %d), but its plan predicts %s. The plan was timed on another "
-            "machine, or on this one when it was %s. To measure again, start once with "
-            "OFFMATE_MEASURE_AGAIN=1 in the environment, or with Config(measure_again=True), while nothing else runs",
+            "a step takes %s (median of steps %d to %d), but its plan predicts %s: it was timed on another machine, "
+            "or on this one when it was %s. To measure again, start once with OFFMATE_MEASURE_AGAIN=1 in the "
+            "environment, while nothing else runs",
             format_seconds(measured_s), FIRST, LAST, format_seconds(predicted_s),
             "less busy than now" if slow else "busier than now",
         )  # fmt: skip

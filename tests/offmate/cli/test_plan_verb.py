@@ -11,6 +11,7 @@ import torch
 
 import offmate
 from offmate import cli
+from offmate.cli import summary
 from offmate.cli.shapes import batch_for, build, names, optimizer_for
 from offmate.errors import OffmateError
 from offmate.plans import sweep as budgets
@@ -109,6 +110,14 @@ def test_a_budget_that_does_not_fit(monkeypatch, cache, capsys):
     assert words.startswith("does not fit: 1 MiB of GPU memory are not enough; the least that works is")
     assert "raise --gpu-budget" in words and "Config(" not in words and "gpu_budget" not in words
     assert "Looking for" not in words
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [(-0.09, "9.0 % faster than with unlimited"), (-0.0001, "0 % over unlimited"), (0.024, "+2.4 % over unlimited")],
+)
+def test_the_overhead_has_no_minus_sign(part, words):
+    assert summary._overhead(part, "4 s").startswith(words)
 
 
 def test_a_sweep_shows_the_curve(monkeypatch, cache, capsys, tmp_path):

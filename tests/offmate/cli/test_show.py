@@ -49,6 +49,9 @@ def test_a_saved_plan_and_its_page_say_what_it_is_of(tmp_path, capsys):
     assert main(["show", str(tmp_path / "plan.json")]) == 0
     words = "6.74 B parameters in bf16, adamw, 4 × 512 tokens, on RTX 3060 12 GB, planned 2026-01-31"
     assert f"<b>llama2-7b</b>: {words}" in " ".join(capsys.readouterr().out.split())
+    assert main(["show", str(tmp_path / "plan.json"), "--text"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.startswith(f"<b>llama2-7b</b>: {words}") and "on GPU" in text
     page = read.to_html()
     title = f"&lt;b&gt;llama2-7b&lt;/b&gt; on RTX 3060 12 GB: one step in {format_bytes(plan.budget_bytes)}"
     assert f"<title>{title}</title>" in page and f"<h2>{title}</h2>" in page

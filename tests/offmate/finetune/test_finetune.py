@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from huggingface_hub.errors import LocalEntryNotFoundError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -234,6 +235,12 @@ def test_missing_and_empty_sources(tmp_path, monkeypatch):
     ):
         with pytest.raises(OffmateError, match=said):
             check_source(source)
+
+
+@pytest.mark.parametrize("source", ["hf:", "hf: ", "hf::test"])
+def test_a_source_of_the_hub_needs_a_name(source):
+    with pytest.raises(ArgumentValueError, match="names no data set; name one, such as hf:tatsu-lab/alpaca"):
+        check_source(source)
 
 
 def test_a_folder_and_a_data_set(tmp_path, monkeypatch):
@@ -593,6 +600,19 @@ def test_bad_input_is_refused_before_anything_runs(base, tmp_path, capsys):
     ):
         assert said in refused(argv, capsys)
         assert not out.exists()
+
+
+def test_a_model_that_cannot_be_fetched_says_why(base, tmp_path, monkeypatch, capsys):
+    def unreachable(*args, **kwargs):
+        raise LocalEntryNotFoundError("Got: ConnectError: [Errno -2] Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    text = Path(written(tmp_path, "a.txt", TEXT[:2000]))
+    argv = arguments(base, text, tmp_path / "out")
+    argv[argv.index(str(base))] = "nope"
+    assert cli.main(argv) == 2
+    said = capsys.readouterr().err
+    assert "model 'nope': no such folder" in said and "the Hub cannot be reached" in said and "Errno" not in said
 
 
 def test_too_little_disk_is_refused(base, tmp_path, monkeypatch, capsys):

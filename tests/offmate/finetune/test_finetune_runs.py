@@ -219,7 +219,7 @@ def test_dry_run_says_what_the_run_takes_reads_no_weights_and_leaves_nothing(bas
     assert list(events) == ["device", "needs", "examples", "plan"]
     assert "EMULATED ON THE CPU" in events["device"]["words"]
     words = [line.split(":")[0] for name in ("needs", "plan") for line in events[name]["lines"]]
-    assert words == ["model", "needs at least", "data", "training", "fits", "CPU memory", "speed", "run"]
+    assert words == ["model", "needs at least", "data", "training", "fits", "RAM", "speed", "run"]
     shown = events["examples"]["examples"]
     assert [example["kind"] for example in shown] == ["text"]
     assert all(example["text"].startswith("⟦") and example["text"].endswith("⟧") for example in shown)
@@ -227,14 +227,14 @@ def test_dry_run_says_what_the_run_takes_reads_no_weights_and_leaves_nothing(bas
 
 
 def test_a_dry_run_prints_every_doubt_and_a_run_is_not_begun(base, tmp_path, capsys, monkeypatch):
-    for name in ("needs.available_host_bytes", "forecast.default_host_budget_bytes"):
+    for name in ("needs.available_host_bytes", "preview.available_host_bytes", "forecast.default_host_budget_bytes"):
         monkeypatch.setattr(f"offmate.finetune.{name}", lambda: 2**17)
     monkeypatch.setattr("offmate.finetune.preview.shutil.disk_usage", lambda place: SimpleNamespace(free=10))
     monkeypatch.setattr("offmate.finetune.preview._LONG_S", 0)
     more = {"device": None, "cpu_budget": None, "warmup_steps": 99, "eval_fraction": 0.01}
     found = [
         "NO GPU WAS FOUND",
-        "KiB of CPU memory, but 128 KiB are free",
+        "KiB of RAM, but 128 KiB are free",
         "the disk has 10 B free",
         "never ends",
         "days",
@@ -248,6 +248,29 @@ def test_a_dry_run_prints_every_doubt_and_a_run_is_not_begun(base, tmp_path, cap
     assert said.startswith("device: EMULATED ON THE CPU")
     assert all(words in said for words in found)
     assert said.count("DOUBT") == len(events["plan"]["doubts"])
+    assert re.search(
+        r"\ndoes not fit: with .* of GPU memory, training needs about .* of RAM, and there are 128 KiB free", said
+    )
+    assert "\nfits:" not in said
+
+
+@pytest.mark.parametrize(
+    ("budgets", "why"),
+    [
+        ({"cpu_budget": "16KiB", "sample": "a", "sample_tokens": 8}, "evaluations and samples stream"),
+        ({"cpu_budget": "16KiB", "gpu_budget": "500KiB"}, "With more RAM than the 16 KiB"),
+    ],
+)
+def test_a_dry_run_that_needs_more_ram_than_was_named_does_not_fit(base, tmp_path, capsys, monkeypatch, budgets, why):
+    monkeypatch.setenv("COLUMNS", "1000")
+    argv = [a for a in usual(base, tmp_path / "out", dry_run=True, **budgets) if a != "--json"]
+    assert cli.main(argv) == 1
+    captured = capsys.readouterr()
+    words = (
+        r"\ndoes not fit: .* training needs about .*iB of RAM, and there are 16 KiB \(cpu_budget\)"
+    )
+    assert re.search(words, captured.out) and "\nfits:" not in captured.out
+    assert why in captured.err and "--cpu-budget" in captured.err
 
 
 def test_a_dry_run_that_does_not_fit_says_so_after_its_other_doubts(base, tmp_path, capsys):
