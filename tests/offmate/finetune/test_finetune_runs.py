@@ -266,9 +266,7 @@ def test_a_dry_run_that_needs_more_ram_than_was_named_does_not_fit(base, tmp_pat
     argv = [a for a in usual(base, tmp_path / "out", dry_run=True, **budgets) if a != "--json"]
     assert cli.main(argv) == 1
     captured = capsys.readouterr()
-    words = (
-        r"\ndoes not fit: .* training needs about .*iB of RAM, and there are 16 KiB \(cpu_budget\)"
-    )
+    words = r"\ndoes not fit: .* training needs about .*iB of RAM, and there are 16 KiB \(cpu_budget\)"
     assert re.search(words, captured.out) and "\nfits:" not in captured.out
     assert why in captured.err and "--cpu-budget" in captured.err
 
