@@ -169,6 +169,11 @@ class Truth:
 
     def _adopt(self, name: str, param: torch.nn.Parameter) -> None:
         own = self.host.params[name]
+        if self._updater is not None and param.requires_grad and param not in self._updater.names:
+            raise ProtocolError(
+                f"{name} was replaced by another parameter, which is not in the optimizer; copy into the old one, or "
+                "load with load_state_dict(assign=False)"
+            )
         if param.data_ptr() == own.data_ptr() and param.dtype == own.dtype and param.shape == own.shape:
             return
         before = (own.dtype, tuple(own.shape), own.stride(), own.device.type)
@@ -177,11 +182,6 @@ class Truth:
             raise ProtocolError(
                 f"{name} changed from {before} to {after} (dtype, shape, strides, device) after offmate.compile; the "
                 "plan counts its bytes. Convert the model first, then compile it"
-            )
-        if self._updater is not None and param.requires_grad and param not in self._updater.names:
-            raise ProtocolError(
-                f"{name} was replaced by another parameter, which is not in the optimizer; copy into the old one, or "
-                "load with load_state_dict(assign=False)"
             )
         self.host.params[name] = _data(param)
 

@@ -162,3 +162,16 @@ def test_a_frozen_weight_that_the_optimizer_does_not_hold_may_be_replaced(replac
             model.layers[1].weight = torch.nn.Parameter(halved, requires_grad=False)
         losses.append([*found, loop.step(1), loop.step(2)])
     assert losses[0] == losses[1]
+
+
+def test_a_trained_parameter_that_the_optimizer_does_not_hold():
+    """Plain PyTorch trains it no more, even if it has the old one's memory; a plan refuses it by name."""
+    ours, theirs = compiled("ample"), plain()
+    assert ours.steps(0, 2) == theirs.steps(0, 2)
+    for loop in (ours, theirs):
+        loop.model.load_state_dict(loop.model.state_dict(), assign=True)
+    before = copy.deepcopy(theirs.model.state_dict())
+    theirs.step(2)
+    assert not [name for name, value in theirs.model.state_dict().items() if not torch.equal(value, before[name])]
+    with pytest.raises(offmate.OffmateError, match="was replaced by another parameter, which is not in the opt"):
+        ours.step(2)
