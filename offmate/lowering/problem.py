@@ -138,7 +138,7 @@ class Lowering:
                 rates.manage_s,
                 shared_cores=shared_cores,
                 per_copy_s=rates.per_copy_s,
-                tiers=() if self.files is None else (self.files.tier,),
+                **({} if self.files is None else {"tiers": (self.files.tier,)}),
                 **_host_memory(rates, groups, shared_cores),
             ),
             start_peak_bytes=self.prelude.peak_bytes,

@@ -13,17 +13,18 @@ from ..runtime.storage.disk_queue import N_THREADS, REQUEST_BYTES
 from ..sizes import parse_rate
 
 _PER_TRAINED = 4  # bytes of gradient and states, at most, per byte of a parameter that is trained
+_FOR_PARAMETERS = 0.7  # of the RAM; activations may leave to the rest of it
 
 
 def ram_is_short(sizes: Mapping[str, int], frozen: Collection[str], host_budget_bytes: int) -> bool:
-    """Return whether parameters, with all that training may add to them, take more RAM than there is.
+    """Return whether parameters, with all that training may add to them, may take more RAM than there is.
 
     Parameters
     ----------
     sizes: bytes of every parameter by name. frozen: the names of those that are not trained.
     """
     trained = sum(size for name, size in sizes.items() if name not in frozen)
-    return sum(sizes.values()) + _PER_TRAINED * trained > host_budget_bytes
+    return sum(sizes.values()) + _PER_TRAINED * trained > _FOR_PARAMETERS * host_budget_bytes
 
 
 def files_elsewhere(
