@@ -15,6 +15,7 @@ from offmate.machines.devices import make_device
 from offmate.optim.updater import Updater, parameter_names
 from offmate.planning.request import Request
 from offmate.progress import planning_progress
+from offmate.session.checkpoint_files import CheckpointFiles
 from offmate.session.host_state import Truth
 from offmate.session.preparer import Preparer
 from offmate.session.variants import Variant
@@ -43,16 +44,18 @@ class Asking:
         optimizer = adamw(model)
         updater = Updater(optimizer, parameter_names(model, optimizer))
         watch = Watch(model)
+        truth, device = Truth(model, updater, watch), make_device(request.device, request.budget_bytes)
         self.preparer = Preparer(
             request,
             Plainness(type(model), None),
             watch,
-            Truth(model, updater, watch),
-            make_device(request.device, request.budget_bytes),
+            truth,
+            device,
             updater,
             None,
             given,
             planning_progress,
+            CheckpointFiles(truth.host, device.file_buffers_bytes, device.changed),
         )
 
     def __call__(self, trains: bool = True, **kwargs: Any) -> tuple[Variant, list[torch.Tensor | None]]:
