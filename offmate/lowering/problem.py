@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -138,7 +138,6 @@ class Lowering:
                 rates.manage_s,
                 shared_cores=shared_cores,
                 per_copy_s=rates.per_copy_s,
-                **({} if self.files is None else {"tiers": (self.files.tier,)}),
                 **_host_memory(rates, groups, shared_cores),
             ),
             start_peak_bytes=self.prelude.peak_bytes,
@@ -146,6 +145,8 @@ class Lowering:
             gate=gate,
             **budgets,
         )
+        if self.files is not None:
+            problem = replace(problem, rates=replace(problem.rates, tiers=(self.files.tier,)))
         return Lowered(problem, self.classes, self.blocks, self.prelude, value_item)
 
     def _incoming_bytes(self, index: int) -> int:
