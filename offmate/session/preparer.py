@@ -307,7 +307,8 @@ class Preparer:
 
     def _bound(self, prepared: Prepared, model: torch.nn.Module, call: Call, place: MemoryLayout | None) -> Variant:
         plan = prepared.plan
-        self._files.settle(plan.schedule, self._truth, self._device)
+        if call.trains:  # a forward alone streams what it can from files, and takes no RAM away from training
+            self._files.settle(plan.schedule, self._truth, self._device)
         world = World(
             plan.schedule,
             prepared.binding,

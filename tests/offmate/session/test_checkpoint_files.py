@@ -238,8 +238,10 @@ def test_forwards_without_gradients(checkpoint):
     for one, its in ((model, optimizer), (plain, own)):
         train(one, its, range(1))
         one.eval()
+    places = {name: param.data_ptr() for name, param in model.named_parameters()}
     with torch.no_grad():
         assert torch.equal(model(batch(5))["x"], plain(batch(5))["x"])
+    assert places == {name: param.data_ptr() for name, param in model.named_parameters()}  # RAM keeps what it kept
     for one in (model, plain):
         one.train()
     assert train(model, optimizer, range(1, 3)) == train(plain, own, range(1, 3))
