@@ -207,14 +207,20 @@ def test_a_changed_parameter_is_used_as_it_is(checkpoint, how):
     assert_same(model, plain)
 
 
-def test_a_parameter_that_is_trained_later(checkpoint):
-    """What is unfrozen is no longer read from the file, and not when it is frozen again either."""
+def with_the_first_held(checkpoint: Path) -> tuple[Any, torch.optim.Optimizer, Any, torch.optim.Optimizer]:
+    """A compiled model and a plain one, whose optimizers also hold the first layer of the base."""
     model, optimizer = mapped(checkpoint)
     plain, own = mapped(checkpoint)
     for one, its in ((model, optimizer), (plain, own)):
         its.add_param_group({"params": list(one.base[0].parameters())})
     config = offmate.Config(cache_dir=None)
     offmate.compile(model, GPU_BUDGET, optimizer=optimizer, device="emulated", cpu_budget=1_400_000, config=config)
+    return model, optimizer, plain, own
+
+
+def test_a_parameter_that_is_trained_later(checkpoint):
+    """What is unfrozen is no longer read from the file, and not when it is frozen again either."""
+    model, optimizer, plain, own = with_the_first_held(checkpoint)
     for number, trains in enumerate((False, True, False)):
         for one in (model, plain):
             one.base[0].requires_grad_(trains)
@@ -466,12 +472,7 @@ def test_a_change_of_the_set_of_parameters_hides_no_edit(checkpoint, change):
 
 def test_trained_and_frozen_by_turns(checkpoint):
     """What a kept plan trains is not read from the file by another kept plan, planned before it was trained."""
-    model, optimizer = mapped(checkpoint)
-    plain, own = mapped(checkpoint)
-    for one, its in ((model, optimizer), (plain, own)):
-        its.add_param_group({"params": list(one.base[0].parameters())})
-    config = offmate.Config(cache_dir=None)
-    offmate.compile(model, GPU_BUDGET, optimizer=optimizer, device="emulated", cpu_budget=1_400_000, config=config)
+    model, optimizer, plain, own = with_the_first_held(checkpoint)
     for number, (trains, rate) in enumerate([(True, 0.0), (False, 0.0), (True, 1e-2), (False, 1e-2), (True, 1e-2)]):
         for one, its in ((model, optimizer), (plain, own)):
             one.base[0].requires_grad_(trains)
