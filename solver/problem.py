@@ -132,21 +132,21 @@ class Problem:
         """Steps of one pass: all forwards and all backwards."""
         return 2 * len(self.blocks)
 
-    @property
+    @cached_property
     def n_passes(self) -> int:
         """Number of passes among the steps; see the module's docstring."""
         return len(passes_of(self.micro_batches))
 
-    @property
+    @cached_property
     def passes(self) -> tuple[int, ...]:
         """The first step of each pass."""
         return tuple(range(0, self.first_turn_around, self.pass_steps))
 
-    @property
+    @cached_property
     def n_steps(self) -> int:
         return self.first_turn_around + self.turn_around_steps
 
-    @property
+    @cached_property
     def first_turn_around(self) -> int:
         return self.n_passes * self.pass_steps
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import replace
+from itertools import accumulate
 
 from ..decisions import Decisions, StateStay, TensorGap, TensorPlan
 from ..problem import Group, Problem
@@ -223,7 +224,7 @@ def _gap_need(problem: Problem, allowance: Allowance, gap: Gap) -> list[int]:
     need = [
         max(allowance.absent_params(_step(problem, gap.after + shift, k)) for shift in gap.shifts) for k in range(1, n)
     ]
-    return [max(need[k:]) for k in range(len(need))]
+    return list(accumulate(reversed(need), max))[::-1]
 
 
 def _gap(
