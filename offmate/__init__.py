@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .plans.sweep import SweepPoint, sweep
     from .plans.trace import Trace
     from .reports.plots import plot_sweep
+    from .runtime.storage.folders import StoragePath
     from .session.module import Handle
     from .split import Split
 
@@ -46,6 +47,7 @@ _HOME = {
     "SweepPoint": "plans.sweep",
     "Split": "split",
     "Handle": "session.module",
+    "StoragePath": "runtime.storage.folders",
     "sweep": "plans.sweep",
     "Trace": "plans.trace",
     **dict.fromkeys(
@@ -81,6 +83,7 @@ __all__ = [
     "SolverError",
     "Split",
     "StorageError",
+    "StoragePath",
     "SweepPoint",
     "Trace",
     "__version__",

@@ -15,6 +15,7 @@ from .capture.fake import is_without_memory
 from .capture.kv_caches import without_cache
 from .config import Config
 from .errors import ArgumentTypeError, ArgumentValueError, OffmateError
+from .lowering.frozen_files import FrozenFiles
 from .lowering.inductor import check_inductor
 from .machines.allocator import check_allocator
 from .machines.devices import accelerator, check_budget, default_budget_bytes, device_kind, rng_untouched
@@ -24,14 +25,15 @@ from .machines.host_memory import default_host_budget_bytes
 from .optim.probe import check_optimizer
 from .optim.updater import Updater, parameter_names
 from .planning.batch_size import batch_size_of, check_batch_size, fastest_batch_size, planned_within, resized
-from .planning.files import files_elsewhere
 from .planning.outlook import Outlook, outlooks_elsewhere
 from .planning.placement import fitted, pockets
 from .planning.planner import make_plan, plan_elsewhere, trace_once
 from .planning.request import Prepared, Request
+from .planning.storage import Folder, storage_here, storage_paths, with_drives
 from .plans.plan import Plan, check_plan
 from .progress import Progress, planning_progress
 from .runtime.current import entered
+from .runtime.storage.folders import StoragePath
 from .runtime.torch_names.scalers import can_unscale, unscales_in_its_own_way
 from .session.checkpoint_files import files_here
 from .session.module import take_over as take_over_model
@@ -60,6 +62,7 @@ def compile(
     accumulation_steps: int = 1,
     device: str | torch.device | None = None,
     cpu_budget: int | str | None = None,
+    storage: Folder | Sequence[Folder] | None = None,
     plan: Plan | None = None,
     config: Config | None = None,
 ) -> Model:
@@ -91,6 +94,9 @@ def compile(
         `.grad` as usual.
     device: "cuda", "cuda:1" or "emulated"; None takes a GPU if there is one.
     cpu_budget: bytes of RAM; None or "auto" takes what is available to this process, less a margin.
+    storage: folders that optimizer states may leave to where RAM has no room for them, each on a disk of its own (an
+        NVMe drive, say). `offmate.StoragePath` names one whose rates are known; others are measured now. Needs
+        optimizer=.
     plan: one that `offmate.plan` or `offmate.load_plan` returned.
     config: settings of planning.
 
@@ -111,7 +117,8 @@ def compile(
     )
     names = _planned_names(model, optimizer, config)
     _check_unscaling(scaler, names, request.device)
-    session = Session(model, request, optimizer, names, plan, planning_progress, max_grad_norm, scaler)
+    paths = _storage(storage, optimizer is not None)
+    session = Session(model, request, optimizer, names, plan, planning_progress, max_grad_norm, scaler, paths)
     take_over_model(model, session)
     if optimizer is not None:
         take_over_optimizer(optimizer, session)
@@ -132,7 +139,7 @@ def plan(
     device: str | torch.device | None = None,
     cpu_budget: int | str | None = None,
     hardware: str | None = None,
-    storage: float | str | None = None,
+    storage: float | Folder | Sequence[Folder] | None = None,
     batch_size: int | Literal["auto"] | None = None,
     config: Config | None = None,
 ) -> Plan:
@@ -143,8 +150,10 @@ def plan(
     example_inputs: one batch, as keyword arguments (dict) or positional ones (tuple).
     hardware: name ("rtx3060", ...) or path of a hardware file (`offmate profile` writes one): plan for that machine
         instead of this one, from its rates. Parameters and batch may then be on the meta device.
-    storage: with hardware=, the rate at which that machine's drive reads the checkpoint, such as "7GB/s": frozen
-        parameters that RAM has no room for then come from there. On this machine such files are found and measured.
+    storage: folders that optimizer states may leave to, as in `compile`. With hardware=, either these as
+        `offmate.StoragePath(folder, read=..., write=...)`, with the rates of that machine's drives, or only the rate at
+        which its drive reads the checkpoint, such as "7GB/s". Frozen parameters that RAM has no room for then come from
+        there. On this machine their files are found and measured.
     batch_size: plan for this many samples instead of the example's; "auto" picks the size with the highest predicted
         throughput (`Plan.batch_size`). Use it only if you may change the batch size.
     The others: as in `compile`.
@@ -169,9 +178,14 @@ def plan(
     machine = _machine(hardware, model)
     if machine is not None:
         request = _elsewhere(request, machine, gpu_budget)
-    files = files_elsewhere(model, storage, request.host_budget_bytes, machine is not None)
-    with files_here(model, request) if machine is None else contextlib.nullcontext(files) as known:
-        return _planned(model, example_inputs, batch_size, replace(request, files=known), optimizer, names, machine)
+    if machine is None:
+        request = replace(request, storage=storage_here(_storage(storage, optimizer is not None), request.device))
+        known: contextlib.AbstractContextManager[FrozenFiles | None] = files_here(model, request)
+    else:
+        request = with_drives(model, storage, request, optimizer is not None)
+        known = contextlib.nullcontext(request.files)
+    with known as files:
+        return _planned(model, example_inputs, batch_size, replace(request, files=files), optimizer, names, machine)
 
 
 def _planned(
@@ -199,7 +213,7 @@ def outlooks(
     grad_scaler: torch.amp.GradScaler | None = None,
     accumulation_steps: int = 1,
     cpu_budget: int | str | None = None,
-    storage: float | str | None = None,
+    storage: float | Folder | Sequence[Folder] | None = None,
 ) -> Iterator[Outlook]:
     """Yield what `plan` would plan for with each optimizer on another machine, without planning it.
 
@@ -216,7 +230,7 @@ def outlooks(
     request = replace(request, micro_batches=accumulation_steps, clips=max_grad_norm is not None, scales=scaler)
     machine = load(hardware)
     request = _elsewhere(request, machine, gpu_budget)
-    request = replace(request, files=files_elsewhere(model, storage, request.host_budget_bytes, True))
+    request = with_drives(model, storage, request, True)
     updaters = [
         None if one is None else Updater(one, _planned_names(model, one, config), request.device) for one in optimizers
     ]
@@ -407,6 +421,15 @@ def _check_updates(config: Config, names: dict[torch.Tensor, str]) -> None:
                 f"Config(updates=Split(...)) names {len(unknown)} parameters that are not in the optimizer "
                 f"({min(unknown)}, ...); use the split of a plan for this model"
             )
+
+
+def _storage(storage: Any, planned: bool) -> tuple[StoragePath, ...]:
+    paths = storage_paths(storage)
+    if paths and not planned:
+        raise ArgumentValueError(
+            "storage= keeps optimizer states, so it needs optimizer=; without one, your own code holds them"
+        )
+    return paths
 
 
 def _request(

@@ -109,6 +109,12 @@ def format_bytes(size_bytes: int) -> str:
     return f"{'-' if size_bytes < 0 else ''}{_without_zeros(text)} {name}"
 
 
+def format_wear(size_bytes: int) -> str:
+    """Format bytes written to a drive as drives are rated: in decimal units with three significant digits."""
+    tb = size_bytes / 1e12
+    return f"{tb:,.0f} TB" if tb >= 100 else f"{tb:.3g} TB" if tb >= 0.1 else f"{1000 * tb:.3g} GB"
+
+
 def format_least_bytes(size_bytes: int) -> str:
     """Format a size in binary units, rounded up, so that the printed size suffices when typed as a budget.
 

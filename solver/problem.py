@@ -96,10 +96,15 @@ class Problem:
         return Tier(self.rates.host, self.host_budget_bytes), *self.rates.tiers
 
     @property
-    def roaming_tiers(self) -> tuple[Tier, ...]:
-        """The tiers that items may leave to, the host first."""
+    def state_tiers(self) -> tuple[Tier, ...]:
+        """The tiers that optimizer states may leave to, the host first."""
         host, *others = self.tiers
         return host, *(tier for tier in others if tier.capacity_bytes)
+
+    @property
+    def roaming_tiers(self) -> tuple[Tier, ...]:
+        """The tiers that activations and interface values may leave to, the host first."""
+        return tuple(tier for tier in self.state_tiers if not tier.for_states)
 
     @property
     def frozen_tiers(self) -> tuple[Tier, ...]:

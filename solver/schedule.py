@@ -203,6 +203,17 @@ class Schedule:
         """Return the path on which an item leaves and returns."""
         return self.rates.paths[self.homes.get(item, HOST)]
 
+    @cached_property
+    def states_in_files(self) -> frozenset[str]:
+        """The tensors whose optimizer states have no memory in RAM: of those updated on the device, all whose states
+        do not leave to RAM, where there is a tier for states.
+        """
+        if not any(tier.for_states for tier in self.rates.tiers):
+            return frozenset()
+        leaving = (action.item for action in self.actions if action.kind is Kind.OFFLOAD)
+        to_ram = {item.name for item in leaving if item.kind is ItemKind.STATE and item not in self.homes}
+        return frozenset(self.update_device_s) - to_ram
+
     @property
     def tiers(self) -> tuple[tuple[Tier, int], ...]:
         """Every tier but the device, the host first, and the bytes that the schedule needs there."""

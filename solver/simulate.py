@@ -222,8 +222,8 @@ class DryRun:
             self.buffers.empty(action.name, job)
         for item in does.brings:
             self.arriving[item] = last
-        for item in does.reads:
-            self.leaving[item] = job
+        for item in does.reads:  # what passes the host stays until the tier has it: the buffers on the way are few
+            self.leaving[item] = last
         for item in does.host_writes:
             self.on_host[item] = last
         if action.kind is not Kind.OFFLOAD:

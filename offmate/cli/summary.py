@@ -160,6 +160,8 @@ def summary(plan: Plan, tokens: int = 0) -> Iterator[tuple[str, str | Text]]:
     yield "moved", f"{format_bytes(into)} in and {format_bytes(out)} out per step"
     if plan.read_bytes:
         yield "storage", plan.read_words
+    if any(plan.stored_bytes):
+        yield "storage paths", plan.stored_words
     yield "bound", f"{plan.bound_words}; {plan.status}"
 
 

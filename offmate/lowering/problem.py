@@ -21,8 +21,10 @@ from ..solver.options.pieces import Grid, in_pieces
 from ..solver.problem import Block, Group, Output, Problem, Rates, Shared, Side, TensorSize, Value, update_steps
 from ..solver.steps import Direction, steps_of
 from .frozen_files import FrozenFiles
+from .state_files import StateFiles
 from .options import BlockClass, option_numbers
 
+_PAGE_ELEMENTS = 2048  # of two bytes in 4,096, so that pieces of states begin where disks can be written
 _WITHOUT_GATE = 3  # turn-around steps where updates need not wait for the last gradient
 
 
@@ -82,6 +84,7 @@ class Lowering:
     ----------
     incoming: strides of the gradients that output nodes receive from the user, by the nodes' names.
     trainable: the cost of training, per canonical parameter name. files: of frozen parameters; None without any.
+    storage: files that optimizer states may leave to; None without any.
     """
 
     def __init__(
@@ -94,9 +97,11 @@ class Lowering:
         incoming: Mapping[str, tuple[int, ...]],
         trainable: dict[str, Trainable],
         files: FrozenFiles | None = None,
+        storage: StateFiles | None = None,
     ) -> None:
         self.captured, self.chain, self.blocks, self.classes = captured, chain, blocks, classes
         self.prelude, self.incoming, self.trainable, self.files = prelude, incoming, trainable, files
+        self.storage = storage
         steps = steps_of(len(blocks), micro_batches=1, turn_around_steps=0)
         backwards = ((n, step) for n, step in enumerate(steps) if step.direction is Direction.BACKWARD)
         self.backward = {step.block: number for number, step in backwards}
@@ -145,8 +150,9 @@ class Lowering:
             gate=gate,
             **budgets,
         )
-        if self.files is not None:
-            problem = replace(problem, rates=replace(problem.rates, tiers=(self.files.tier,)))
+        tiers = tuple(one.tier for one in (self.files, self.storage) if one is not None)
+        if tiers:
+            problem = replace(problem, rates=replace(problem.rates, tiers=tiers))
         return Lowered(problem, self.classes, self.blocks, self.prelude, value_item)
 
     def _incoming_bytes(self, index: int) -> int:
@@ -233,7 +239,7 @@ class Lowering:
                 continue
             name, fake = self.captured.params[node.name], node.meta["fake"]
             training = self.trainable.get(name, nothing) if grads else nothing
-            grid = grid_of(fake) if training.by_rows else None
+            grid = grid_of(fake, _PAGE_ELEMENTS if self.storage is not None else 1) if training.by_rows else None
             grids |= {name: grid} if grid else {}
             nbytes = _dense_bytes(fake)
             size = TensorSize(name, nbytes, nbytes if grads else 0, training.state_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import gcd
+from math import gcd, lcm
 from typing import Any
 
 import torch
@@ -56,16 +56,17 @@ def depends_on_threads(kind: Any, hyper: dict[str, Any], dtype: torch.dtype) -> 
     return low and not (hyper.get("fused") and kind in _FUSED_ALIKE)
 
 
-def grid_of(tensor: torch.Tensor) -> Grid | None:
+def grid_of(tensor: torch.Tensor, together: int = 1) -> Grid | None:
     """Return where a tensor may be cut into rows that are contiguous stretches of memory; None if nowhere.
 
     Parameters
     ----------
-    tensor: shape and strides; no data are read.
+    tensor: shape and strides; no data are read. together: a number of elements of which pieces have a multiple.
     """
     if tensor.dim() == 0 or tensor.numel() == 0:
         return None
     rows, size = tensor.shape[0], tensor.numel()
     if tensor.stride(0) * rows != size or dense_stride(tensor) != tensor.stride():
         return None
-    return Grid(rows, _TOGETHER // gcd(_TOGETHER, size // rows))
+    together = lcm(_TOGETHER, together)
+    return Grid(rows, together // gcd(together, size // rows))

@@ -6,11 +6,9 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from ..errors import ArgumentValueError
 from ..lowering.frozen_files import FrozenFiles
 from ..runtime.devices.from_files import BUFFERS_BYTES
 from ..runtime.storage.disk_queue import N_THREADS, REQUEST_BYTES
-from ..sizes import parse_rate
 
 _PER_TRAINED = 4  # bytes of gradient and states, at most, per byte of a parameter that is trained
 _FOR_PARAMETERS = 0.7  # of the RAM; activations may leave to the rest of it
@@ -27,27 +25,15 @@ def ram_is_short(sizes: Mapping[str, int], frozen: Collection[str], host_budget_
     return sum(sizes.values()) + _PER_TRAINED * trained > _FOR_PARAMETERS * host_budget_bytes
 
 
-def files_elsewhere(
-    model: torch.nn.Module, storage: float | str | None, host_budget_bytes: int, named: bool
-) -> FrozenFiles | None:
+def files_elsewhere(model: torch.nn.Module, rate: float, host_budget_bytes: int) -> FrozenFiles | None:
     """Return the files of another machine, on which a checkpoint has every frozen parameter as it is.
 
     Parameters
     ----------
-    storage: bytes per second at which the checkpoint is read; None if nothing is. named: whether there is such a
-        machine.
+    rate: bytes per second at which the checkpoint is read.
 
-    Returns: None if no storage was named, or if RAM has room for everything.
-    Raises: ArgumentTypeError, ArgumentValueError for a rate that is none, and for one without a machine.
+    Returns: None if RAM has room for everything.
     """
-    if storage is None:
-        return None
-    rate = parse_rate(storage, "storage")
-    if not named:
-        raise ArgumentValueError(
-            f"storage={storage!r} is the rate of another machine's drive and needs hardware=. On this machine the "
-            "files of mapped parameters are found and their rate is measured; leave storage= out"
-        )
     sizes = {name: param.nbytes for name, param in model.named_parameters()}
     frozen = frozenset(name for name, param in model.named_parameters() if not param.requires_grad)
     if not frozen or not ram_is_short(sizes, frozen, host_budget_bytes):

@@ -50,6 +50,8 @@ def fingerprint_of(
         if request.files is not None:  # a rate that was measured here is a figure like those of links
             rate = request.files.read_bytes_per_s if machine is not None else None
             parts += (sorted(request.files.names), rate, request.files.buffers_bytes)
+        if request.storage is not None:
+            parts += (request.storage if machine is not None else "storage",)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
 
 

@@ -10,6 +10,7 @@ from ..capture.arrivals import Arrivals
 from ..capture.captured import Captured
 from ..config import Config
 from ..lowering.frozen_files import FrozenFiles
+from ..lowering.state_files import StateFiles
 from ..plans.plan import Plan
 from ..runtime.replay.binding import Binding
 
@@ -29,6 +30,7 @@ class Request:
     scales: whether losses are scaled, so that an update may be skipped.
     margin_bytes: the part of the budget that is left to the device's allocator.
     files: frozen parameters that may come from files where the host budget is short of room; None if there are none.
+    storage: files that optimizer states may leave to; None if no storage paths were named.
     """
 
     budget_bytes: int
@@ -44,6 +46,7 @@ class Request:
     scales: bool = False
     margin_bytes: int = 0
     files: FrozenFiles | None = None
+    storage: StateFiles | None = None
 
     @property
     def gate(self) -> bool:

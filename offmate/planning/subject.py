@@ -124,8 +124,8 @@ def lower(
         )
         for n, c in updates.items()
     }  # fmt: skip
-    blocks, files = traced.blocks, request.files
-    lowering = Lowering(captured, traced.chain, blocks, classes, prelude, traced.incoming, trainable, files)
+    blocks, files, storage = traced.blocks, request.files, request.storage
+    lowering = Lowering(captured, traced.chain, blocks, classes, prelude, traced.incoming, trainable, files, storage)
     lowered = lowering.problem(
         rates,
         shared_cores=request.device == "emulated",

@@ -18,7 +18,7 @@ from ..reports.html import document, figure
 from ..reports.plots import draw_memory, draw_tensors, draw_timeline, write_below
 from ..reports.timeline import Timeline, build_timeline
 from ..reports.units import format_seconds
-from ..sizes import format_bytes, format_least_bytes
+from ..sizes import format_bytes, format_least_bytes, format_wear
 from ..solver.explain import Explanation, explanation, offered
 from ..solver.items import ItemKind
 from ..solver.problem import Problem
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _SECONDS = re.compile(r"\b(\d[\d.]*(?:e-\d+)?) s\b")
 _WORTH_SAYING_BYTES = 1024
+_RATED_BYTES = 1200 * 10**12  # written over the life of a consumer drive of 2 TB, by its usual rating
 _WORTH_SAYING_PART = 0.01  # of a step
 
 
@@ -167,6 +168,28 @@ class Plan:
             f"{round(100 * min(busy, 1.0))} % of the step"
         )
 
+    @property
+    def stored_bytes(self) -> tuple[int, int]:
+        """Bytes of optimizer states that are read from the storage paths and written to them per step."""
+        homes, sizes = self.schedule.homes, self.schedule.item_bytes
+        moved = [(times, a) for times, a in self._all_actions if a.kind in (Kind.PREFETCH, Kind.OFFLOAD)]
+        stored = [(times, a) for times, a in moved if a.item.kind is ItemKind.STATE and a.item in homes]
+        read = sum(times * sizes[a.item] for times, a in stored if a.kind is Kind.PREFETCH)
+        return read, sum(times * sizes[a.item] for times, a in stored) - read
+
+    @property
+    def stored_words(self) -> str:
+        """How much is read and written on the storage paths per step, how long that takes, and how it wears drives."""
+        (path,) = (tier.path for tier in self.schedule.rates.tiers if tier.for_states)
+        read, written = self.stored_bytes
+        own_s = read / path.in_bytes_per_s, written / path.out_bytes_per_s, (read + written) / path.both_bytes_per_s
+        busy = max(own_s) / self.predicted_step_s if self.predicted_step_s else 0.0
+        return (
+            f"{format_bytes(read)} of optimizer states are read from the storage paths per step, and "
+            f"{format_bytes(written)} written: {round(100 * min(busy, 1.0))} % of the step. 1,000 steps write "
+            f"{format_wear(1000 * written)}; a consumer drive of 2 TB is usually rated for {format_wear(_RATED_BYTES)}"
+        )
+
     def explain(self, offers: bool = False) -> str:
         """Describe the plan: budget, peak, time, what moves, what is recomputed, and what limits each phase.
 
@@ -195,6 +218,8 @@ class Plan:
         ]
         if self.read_bytes:
             lines.append(f"{self.read_words}; they pass RAM, which does not keep them")
+        if any(self.stored_bytes):
+            lines.append(self.stored_words)
         if self.batch_size is not None:
             samples = self.batch_size * self.schedule.micro_batches
             rate = samples / self.predicted_step_s if self.predicted_step_s else 0.0

@@ -65,6 +65,7 @@ class Copies:
         """
         for param, copy in self._following(updated):
             take_over_edits(param, copy)
+            self._host.written((copy,))
         self._unmatched.difference_update(updated)
 
     def differ(self, updated: Iterable[str]) -> bool:

@@ -255,6 +255,8 @@ class Truth:
                 f"in the optimizer's state of {name} {what}, but the plan counts the bytes of states. Write into the "
                 "tensor instead, or clear the state; this state was restored"
             )
+        for name in changed:
+            self.host.states_written(name)
         written, replaced = self.states.changed_copies(changed)
         self.copies.note_states(written, replaced)
         self.states.adopt(changed)
@@ -265,12 +267,18 @@ class Truth:
         if self.states is None or not self.states.read or not self.current:
             return False
         self.states.read = False
+        self._may_be_written()
         return True
+
+    def _may_be_written(self) -> None:
+        for name in self.host.in_store:
+            self.host.states_written(name)
 
     def adopt_states(self) -> None:
         """Adopt the optimizer's states as the current ones."""
         if self.states is not None:
             self.states.adopt_all()
+            self._may_be_written()
             self._late = ()
             self.copies.loaded()
 

@@ -37,6 +37,7 @@ from ..split import Split
 from .checkpoint_files import CheckpointFiles
 from .failures import out_of_memory
 from .host_state import Truth
+from .state_storage import StateStorage
 from .user_code import UserCode
 from .variants import Call, Counts, Variant, Variants
 
@@ -59,7 +60,7 @@ class Preparer:
     request: the requirements of plans. plainness: that of the model. watch: watches its Python state. truth, device,
         updater: what variants run on.
     max_grad_norm: for all gradients together; None clips nothing. given: a plan to use. progress: makes a progress bar.
-    files: the frozen parameters that lie in files.
+    files: the frozen parameters that lie in files. storage: the files that optimizer states may leave to.
     """
 
     def __init__(
@@ -74,8 +75,9 @@ class Preparer:
         given: Plan | None,
         progress: Callable[[], contextlib.AbstractContextManager[Progress]],
         files: CheckpointFiles,
+        storage: StateStorage,
     ) -> None:
-        self._files = files
+        self._files, self._storage = files, storage
         self.request, self._plainness, self._watch = request, plainness, watch
         self._truth, self._device, self._updater = truth, device, updater
         self._max_grad_norm, self._given, self._progress = max_grad_norm, given, progress
@@ -309,6 +311,7 @@ class Preparer:
         plan = prepared.plan
         if call.trains:  # a forward alone streams what it can from files, and takes no RAM away from training
             self._files.settle(plan.schedule, self._truth, self._device)
+            self._storage.check_room(plan.schedule)
         world = World(
             plan.schedule,
             prepared.binding,

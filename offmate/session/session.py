@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ..plans.plan import Plan
 from ..progress import Progress
 from ..runtime.layouts import on_storage
 from ..runtime.replay.unscaling import Unscaling
+from ..runtime.storage.folders import StoragePath
 from ..runtime.torch_names import trees as pytree
 from .aside import aside
 from .autograd import Iteration, Replay, in_order
@@ -36,6 +38,7 @@ from .parameters import give_classes
 from .preparer import Preparer
 from .residence import Residence
 from .scaling import Scaling
+from .state_storage import StateStorage
 from .turns import Turn, Turns
 from .updates import Updates
 from .variants import Call, Variant
@@ -68,6 +71,7 @@ class Session:
         progress: Callable[[], contextlib.AbstractContextManager[Progress]],
         max_grad_norm: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        storage: Sequence[StoragePath] = (),
     ) -> None:
         self._model = weakref.ref(model)
         self._plainness = Plainness(type(model), model.__dict__.get("forward"))
@@ -77,10 +81,12 @@ class Session:
         self.device = make_device(request.device, request.budget_bytes)
         self.watch = Watch(model)
         self.truth = Truth(model, self.updater, self.watch)
+        self.storage = StateStorage(storage, self.truth.host, self.device)
+        request = replace(request, storage=self.storage.files)
         self.files = CheckpointFiles(self.truth.host, self.device.file_buffers_bytes, self.device.changed)
         self.preparer = Preparer(
             request, self._plainness, self.watch, self.truth, self.device, self.updater, max_grad_norm, given, progress,
-            self.files,
+            self.files, self.storage,
         )  # fmt: skip
         self.pace = Pace(compiled=request.config.backend != "eager")
         self.turns = Turns(request.micro_batches, request.gate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -10,6 +11,7 @@ import torch
 
 from ...solver.items import Item
 from ..storage.file_bytes import FileBytes
+from ..storage.mapped import MappedStore
 from .program import BlockProgram
 from .unscaling import Unscaling
 
@@ -120,6 +122,7 @@ class HostState:
     norm: the global norm of the last iteration's gradients, whichever plan made them; None without clipping.
     unscaling: unscales gradients once they are complete; None if no loss is scaled.
     files: frozen parameters that can be read from files, byte for byte as in `params`.
+    store: host memory in files; None if there is none. in_store: the parameters whose states are kept there.
     """
 
     params: dict[str, torch.Tensor]
@@ -132,6 +135,18 @@ class HostState:
     norm: torch.Tensor | None = None
     unscaling: Unscaling | None = None
     files: dict[str, FileBytes] = field(default_factory=dict)
+    store: MappedStore | None = None
+    in_store: frozenset[str] = frozenset()
+
+    def written(self, tensors: Iterable[object]) -> None:
+        """Note that host memory was written to in another way than by copies from the device."""
+        for tensor in tensors if self.store is not None else ():
+            if isinstance(tensor, torch.Tensor):
+                self.store.forget(tensor)
+
+    def states_written(self, name: str) -> None:
+        """Note that the state of a parameter was written to in another way than by copies from the device."""
+        self.written(self.states.get(name, {}).values())
 
 
 class Update(Protocol):

@@ -21,13 +21,22 @@ def bring(world: World, item: Item, sources: dict[str, torch.Tensor], path: Path
     ----------
     path: the path over which they come, None for the item's own.
     """
-    device, written, link = world.device, world.contents.written, (path or world.schedule.path_of(item)).into
+    written, path = world.contents.written, path or world.schedule.path_of(item)
     after: tuple[Event, ...] = (written[item],) if item in written else ()
-    tensors = {key: device.empty_like(source) for key, source in sources.items()}
-    copies = tuple(device.copy_in(tensors[key], source, after, link) for key, source in sources.items())
+    tensors = {key: world.device.empty_like(source) for key, source in sources.items()}
+    copies = tuple(_start_in(world, tensors[key], source, after, path) for key, source in sources.items())
     arrived = UnderWay(f"the copy of {item} to the device", copies) if copies else None
     world.shared_host.freed(item, arrived)
     return Buffer(tensors, arrived)
+
+
+def _start_in(
+    world: World, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...], path: Path
+) -> Event:
+    stored = world.host.store.bytes_of(source) if world.host.store is not None else None
+    if stored is None:
+        return world.device.copy_in(target, source, after, path.into)
+    return world.device.read_in(target, stored, world.store_path.into, after)
 
 
 def bring_from_file(world: World, item: Item, like: torch.Tensor, source: FileBytes) -> Buffer:
@@ -62,11 +71,20 @@ def start_out(
 ) -> UnderWay | None:
     """Start copies from the device to an item's tier, each given by target and source; None if there are none."""
     path, after = world.schedule.path_of(item), (*after, *world.shared_host.free_after(item))
-    copies = tuple(world.device.copy_out(target, source, after, path.out) for target, source in pairs)
+    copies = tuple(_start_out(world, target, source, after, path) for target, source in pairs)
     if not copies:
         return None
     under_way = world.contents.written[item] = UnderWay(f"the copy of {item} to the {path.tier}", copies)
     return under_way
+
+
+def _start_out(
+    world: World, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...], path: Path
+) -> Event:
+    stored = world.host.store.bytes_of(target) if world.host.store is not None else None
+    if stored is None:
+        return world.device.copy_out(target, source, after, path.out)
+    return world.device.write_out(stored, source, after, world.store_path.out)[1]
 
 
 class Homes:

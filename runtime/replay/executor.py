@@ -77,6 +77,7 @@ class Executor:
 
     def load(self, micro_batch: int = 0) -> None:
         """Bring to the device the items with which a micro-batch starts."""
+        self.host.in_store = self.schedule.states_in_files if self.host.store is not None else frozenset()
         self.device.ledger.add("b", self.fixed_bytes)
         for item in resident_at(self.schedule, micro_batch):
             if item.kind in _OF_THE_LAST:

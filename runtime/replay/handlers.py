@@ -76,7 +76,7 @@ class Parameters:
 
 
 class OfStates:
-    """Optimizer states, whole or in rows. Their home is on the host; some wait for their next update on a tier.
+    """Optimizer states, whole or in rows. Their home is on the host, in RAM or in files; some wait on another tier.
 
     State: `_homes`, the memory on such tiers. Items that wait there are in `Contents.on_tiers`.
     """
@@ -94,7 +94,7 @@ class OfStates:
 
     def send(self, item: Item) -> None:
         buffer = self._contents.states[item]
-        if self._world.tier_of(item) == HOST:
+        if self._world.tier_of(item) == HOST or item.name in self._world.host.in_store:
             send(self._world, item, buffer, self._states.homes(item, buffer.tensors))
             return
         homes = {key: self._homes.fitting(item, key, tensor) for key, tensor in buffer.tensors.items()}

@@ -7,6 +7,7 @@ import torch
 from ...solver import items
 from ...solver.items import Item
 from ...solver.problem import Rows
+from ..devices.pinned import flat_bytes
 from .contents import is_bulk
 from .world import World
 
@@ -28,9 +29,18 @@ class States:
     def sources(self, item: Item) -> dict[str, torch.Tensor]:
         """Return the host memory that an item is copied from, pinned if possible; nothing before the first update."""
         state = self._host.states.get(item.name, {})
-        bulk = {k: self._device.pinned(v) for k, v in state.items() if isinstance(v, torch.Tensor) and is_bulk(v)}
+        bulk = {k: self._settled(item.name, k, v) for k, v in state.items() if isinstance(v, torch.Tensor) and is_bulk(v)}
         state.update(bulk)
         return {key: self._part(item, whole) for key, whole in bulk.items()}
+
+    def _settled(self, name: str, key: str, own: torch.Tensor) -> torch.Tensor:
+        """Return a part of a state in memory of the kind that the plan gives it, moved there if it is not."""
+        store = self._host.store
+        if store is None or store.holds(own) == (name in self._host.in_store):
+            return own if name in self._host.in_store else self._device.pinned(own)
+        moved = self._empty(name, key, own)
+        self.fill(moved, own)
+        return moved
 
     def homes(self, item: Item, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the host memory that an item is copied to, allocated if the host has none yet.
@@ -47,9 +57,28 @@ class States:
                 like = tensor
                 if item.rows is not None:
                     like = torch.empty_strided(param.shape, param.stride(), dtype=tensor.dtype, device="meta")
-                home = state[key] = self._device.empty_host_like(like)
+                home = state[key] = self._empty(item.name, key, like)
             found[key] = self._part(item, home)
         return found
+
+    def _empty(self, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
+        if self._host.store is None or name not in self._host.in_store:
+            return self._device.empty_host_like(like)
+        # Pieces are written one by one, so none of them should begin within what is written at once.
+        row_bytes = like.stride(0) * like.element_size() if like.dim() else 0
+        starts = [item.rows[0] * row_bytes for item in self.items(name) if item.rows is not None]
+        return self._host.store.empty(f"{name}: {key}", like, starts)
+
+    def fill(self, home: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy values to host memory, now."""
+        stored = self._host.store.bytes_of(home) if self._host.store is not None else None
+        if stored is None:
+            home.copy_(values)
+            self._host.written((home,))
+            return
+        flat = flat_bytes(values.cpu())
+        assert flat is not None, "what lies in one piece in a file does so on the device"
+        stored.write(flat, 0).synchronize()
 
     def _part(self, item: Item, whole: torch.Tensor) -> torch.Tensor:
         return whole if item.rows is None else in_rows(whole, item.rows)

@@ -55,6 +55,7 @@ class Updates:
                 _update_rest(update, name, param, grad, state, done, known)
             else:
                 update(name, param, grad, state, scale)
+            host.states_written(name)
             host.updates[name] = host.updates.get(name, 0) + 1
 
         arrived = (contents.grad_leaving.pop(name, None), contents.grad_adding.pop(name, None))
@@ -250,9 +251,9 @@ class Updates:
                 state[key] = value.clone()
 
     def _rescue_state(self, item: Item, tensors: dict[str, torch.Tensor]) -> None:
-        if item.rows is not None:
+        if item.rows is not None or item.name in self._host.in_store:
             for key, home in self._states.homes(item, tensors).items():
-                home.copy_(tensors[key])
+                self._states.fill(home, tensors[key])
             return
         state = self._host.states[item.name]
         for key, tensor in tensors.items():

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ...solver.items import Item
+from ...solver.resources import Path
 from ...solver.schedule import Schedule
 from ..devices.device import Device
 from ..ledger import Ledger
@@ -47,6 +48,12 @@ class World:
     def shared_host(self) -> SharedHost:
         """The host memory that items share."""
         return SharedHost(self.schedule, self.device)
+
+    @cached_property
+    def store_path(self) -> Path:
+        """The path between the device and the files that optimizer states are kept in."""
+        (path,) = (tier.path for tier in self.schedule.rates.tiers if tier.for_states)
+        return path
 
     def tier_of(self, item: Item) -> str:
         """Return the tier that an item leaves to."""

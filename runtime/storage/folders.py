@@ -29,31 +29,39 @@ class StoragePath:
 
     Parameters
     ----------
-    folder: it must exist. Each folder of an engine is on a disk of its own. read_rate, write_rate: of the disk, in
-        bytes per second or as text such as "3GB/s"; None if they are to be measured.
+    folder: it must exist. Each one is on a disk of its own. read, write: the disk's rates, in bytes per second or as
+        text such as "3GB/s"; None if they are to be measured. both: the rate of reads and writes together, as many
+        bytes of each; None for that of a disk on which they take turns.
 
-    Raises: ArgumentTypeError, ArgumentValueError for a folder or a rate that is none.
+    Raises: ArgumentTypeError, ArgumentValueError for a folder or a rate that is none, and if only one of `read` and
+    `write` is given.
     """
 
     folder: str | os.PathLike[str]
-    read_rate: float | str | None = None
-    write_rate: float | str | None = None
+    read: float | str | None = None
+    write: float | str | None = None
+    both: float | str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.folder, str | os.PathLike):
             kind = type(self.folder).__name__
             raise ArgumentTypeError(f"folder={self.folder!r} is a {kind}; give the path of a folder as text or Path")
-        _ = self.read_bytes_per_s, self.write_bytes_per_s
+        _ = self.rates
+        if (self.read is None) != (self.write is None) or (self.both is not None and self.read is None):
+            raise ArgumentValueError(
+                f"of the rates of {os.fspath(self.folder)}, read={self.read!r}, write={self.write!r} and "
+                f"both={self.both!r} are given; give read and write, or neither, so that they are measured"
+            )
 
     @property
-    def read_bytes_per_s(self) -> float | None:
-        """Return the rate of reads, None if it was not given."""
-        return None if self.read_rate is None else parse_rate(self.read_rate, "read_rate")
-
-    @property
-    def write_bytes_per_s(self) -> float | None:
-        """Return the rate of writes, None if it was not given."""
-        return None if self.write_rate is None else parse_rate(self.write_rate, "write_rate")
+    def rates(self) -> tuple[float, float, float] | None:
+        """Return the rates of reads, of writes and of both together, in bytes per second; None if none are given."""
+        given = {"read": self.read, "write": self.write, "both": self.both}
+        found = {name: parse_rate(rate, name) for name, rate in given.items() if rate is not None}
+        if not found.keys() >= {"read", "write"}:
+            return None
+        in_turns = 2 / (1 / found["read"] + 1 / found["write"])
+        return found["read"], found["write"], found.get("both", in_turns)
 
 
 class Folder:

@@ -222,7 +222,7 @@ def _states(
     rest = add((1.0, WHOLE), (-1.0, x))
     account.hold_over(cycle, group.state_bytes, rest)
     trips: list[RoundTrip] = []
-    for tier in problem.roaming_tiers:
+    for tier in problem.state_tiers:
         name = f"{group.name}{mark(tier.path)}"
         total = builder.column(f"S[{name}]")
         gone = flow(builder, f"OutO[{name}]", cycle, leaving_steps(problem, may, 2), total)

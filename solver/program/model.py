@@ -199,7 +199,7 @@ def _tier_rows(problem: Problem, builder: Builder, account: Account, goal: Goal,
 
     Returns: the bytes on the host; by step if they are counted in time.
     """
-    host, *others = problem.roaming_tiers
+    host, *others = problem.state_tiers
     asked, always = goal in _HOST_GOALS, account.tiers[HOST]
     unit = (_most_on_host(problem, builder, account) if asked else host.capacity_bytes) / SCALE or 1.0
     limit = least if asked else {ONE: host.capacity_bytes / unit}

@@ -8,6 +8,7 @@ groups, so that the errors even out. No step ever needs more device memory than 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from itertools import accumulate
@@ -277,11 +278,16 @@ def _states(
         lambda k: () if problem.in_middle(_step(problem, last, k - 1)) else may_leave,
         lambda k, _: () if problem.in_middle(_step(problem, last, k)) else sizes,
     )
+    leaving: Counter[str] = Counter()
+    for key, (tensor, _) in zip(sizes, pieces):
+        leaving[tensor.name] += sizes[key] if key in out else 0
+    # A state has one place off the device, and all of its pieces leave to their rows there.
+    tiers = {name: spread.take(size, flow.state_tiers) for name, size in leaving.items() if size}
     stays: dict[str, list[StateStay]] = {plan.name: [] for plan in plans}
     for key, (tensor, rows) in zip(sizes, pieces):
         if key in out:
             gone, back = (_step(problem, last, positions[key]) for positions in (out, into))
-            stays[tensor.name].append(StateStay(rows, gone, back, spread.take(sizes[key], flow.state_tiers)))
+            stays[tensor.name].append(StateStay(rows, gone, back, tiers[tensor.name]))
     return [replace(plan, states=tuple(stays[plan.name])) for plan in plans]
 
 

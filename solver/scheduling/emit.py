@@ -249,11 +249,15 @@ def host_bytes(problem: Problem, decisions: Decisions) -> int:
     total = sum(_host_bytes_of(tensor, plans[tensor.name]) for group in problem.groups for tensor in group.tensors)
     for block, o, stay in zip(problem.blocks, decisions.options, decisions.activations):
         total += block.options[o].offloaded_bytes if stay is None or stay.tier == HOST else 0
-    sources = {plan.source for plan in plans.values() if plan.leaves}
-    total += sum(tier.buffers_bytes for tier in problem.rates.tiers if tier.name in sources)
+    used = {plan.source for plan in plans.values() if plan.leaves} | _tiers_of_states(decisions)
+    total += sum(tier.buffers_bytes for tier in problem.rates.tiers if tier.name in used)
     on_host = decisions.offloaded_values - decisions.value_tiers.keys()
     total += sum(v.bytes for v in problem.values if v.name in on_host)
     return total + problem.arrival_bytes
+
+
+def _tiers_of_states(decisions: Decisions) -> set[str]:
+    return {stay.tier for plan in decisions.tensors for stay in plan.states}
 
 
 def _host_bytes_of(tensor: TensorSize, plan: TensorPlan) -> int:

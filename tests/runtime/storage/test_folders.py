@@ -124,11 +124,14 @@ def test_a_folder_that_is_none_is_named(tmp_path):
 
 
 def test_rates_are_read_as_sizes_are():
-    path = StoragePath("/mnt/disk", "7GB/s", 5e9)
-    assert (path.read_bytes_per_s, path.write_bytes_per_s) == (7e9, 5e9)
-    assert StoragePath("/mnt/disk").read_bytes_per_s is None
-    with pytest.raises(ArgumentValueError, match="write_rate: '7GB' is not a rate"):
-        StoragePath("/mnt/disk", write_rate="7GB")
+    assert StoragePath("/mnt/disk", "6GB/s", 3e9).rates == (6e9, 3e9, pytest.approx(4e9))  # in turns
+    assert StoragePath("/mnt/disk", "6GB/s", 3e9, both="9GB/s").rates == (6e9, 3e9, 9e9)
+    assert StoragePath("/mnt/disk").rates is None
+    with pytest.raises(ArgumentValueError, match="write: '7GB' is not a rate"):
+        StoragePath("/mnt/disk", write="7GB")
+    for partly in ({"read": 1e9}, {"write": 1e9}, {"both": 1e9}):
+        with pytest.raises(ArgumentValueError, match="give read and write, or neither"):
+            StoragePath("/mnt/disk", **partly)
 
 
 def test_a_folder_or_a_disk_given_twice_is_refused(tmp_path):

@@ -1,0 +1,34 @@
+"""Optimizer states that a plan may keep in files on storage paths, as the solver sees them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..solver.resources import Path, Tier
+
+STATE_STORAGE = "storage paths"
+
+
+@dataclass(frozen=True)
+class StateFiles:
+    """Files that optimizer states leave to, over all storage paths together.
+
+    Parameters
+    ----------
+    read_bytes_per_s, write_bytes_per_s: rates of reads and writes alone. both_bytes_per_s: of both together, as many
+        bytes of each.
+    capacity_bytes: the most bytes that they may hold. buffers_bytes: RAM that copies between them and the device pass.
+    """
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    both_bytes_per_s: float
+    capacity_bytes: int
+    buffers_bytes: int
+
+    @property
+    def tier(self) -> Tier:
+        """The tier that they are."""
+        rates = self.read_bytes_per_s, self.write_bytes_per_s, self.both_bytes_per_s
+        path = Path(STATE_STORAGE, *rates, through_host=True)
+        return Tier(path, self.capacity_bytes, buffers_bytes=self.buffers_bytes, for_states=True)

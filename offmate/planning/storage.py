@@ -1,0 +1,161 @@
+"""Storage paths as users name them, and what several of them do together."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from ..errors import ArgumentTypeError, ArgumentValueError
+from ..lowering.state_files import StateFiles
+from ..machines.devices import accelerator
+from ..runtime.devices.from_files import BUFFERS_BYTES
+from ..runtime.storage.disk_queue import N_THREADS, REQUEST_BYTES
+from ..runtime.storage.engine import Engine
+from ..runtime.storage.files import SystemFiles
+from ..runtime.storage.folders import StoragePath
+from ..runtime.storage.measure import rates
+from ..sizes import format_bytes, parse_rate
+from .files import files_elsewhere
+from .request import Request
+
+log = logging.getLogger("offmate")
+
+Folder: TypeAlias = str | os.PathLike[str] | StoragePath
+
+_KEPT_FREE = 0.02  # of a disk's free bytes
+_PROBE_BYTES = 1 << 26  # written and read on a path to measure it
+_DRIVE_BYTES = 2 * 10**12  # free on a drive of another machine
+
+
+class PathFigures(NamedTuple):
+    """What is known of a storage path: rates in bytes per second, and its free bytes."""
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    both_bytes_per_s: float
+    free_bytes: int
+
+    @property
+    def turn_s(self) -> float:
+        """Seconds in which a byte is read and a byte is written, as every update of a state does."""
+        return max(1 / self.read_bytes_per_s, 1 / self.write_bytes_per_s, 2 / self.both_bytes_per_s)
+
+
+def storage_paths(storage: Folder | Sequence[Folder] | None) -> tuple[StoragePath, ...]:
+    """Return the storage paths that `storage=` names: one folder, or several.
+
+    Raises: ArgumentTypeError, ArgumentValueError for anything else.
+    """
+    if storage is None:
+        return ()
+    named = [storage] if isinstance(storage, str | os.PathLike | StoragePath) else storage
+    if not isinstance(named, Sequence) or not named:
+        raise ArgumentTypeError(
+            f"storage={storage!r} names no folder; give a folder such as '/mnt/nvme/offmate', or a list of folders or "
+            "offmate.StoragePath(...), each on a disk of its own"
+        )
+    return tuple(one if isinstance(one, StoragePath) else StoragePath(_folder(one)) for one in named)
+
+
+def _folder(one: object) -> str | os.PathLike[str]:
+    if isinstance(one, str) and one.rstrip().endswith("/s"):
+        raise ArgumentValueError(
+            f"storage={one!r} is a rate, and training needs a folder: storage=['/mnt/nvme/offmate'], or "
+            f"offmate.StoragePath(folder, read={one!r}, write=...) for one whose rates are known"
+        )
+    if not isinstance(one, str | os.PathLike):
+        raise ArgumentTypeError(
+            f"storage= has {one!r}, a {type(one).__name__}; name folders as text, as Path or as "
+            "offmate.StoragePath(...)"
+        )
+    return one
+
+
+def proportions(figures: Sequence[PathFigures]) -> tuple[float, ...]:
+    """Return the share of the bytes that each path gets, so that all take as long for one read and one write of them.
+
+    This is the optimum of the linear program that minimises that time over all shares: each path bounds its own share
+    alone.
+    """
+    shares = [1 / one.turn_s for one in figures]
+    return tuple(share / sum(shares) for share in shares)
+
+
+def together(figures: Sequence[PathFigures], buffers_bytes: int) -> StateFiles:
+    """Return what the paths do together when the bytes lie on them in these proportions.
+
+    Parameters
+    ----------
+    buffers_bytes: RAM that copies between them and the device pass.
+    """
+    shared = [(one, share) for one, share in zip(figures, proportions(figures))]
+    return StateFiles(
+        read_bytes_per_s=min(one.read_bytes_per_s / share for one, share in shared),
+        write_bytes_per_s=min(one.write_bytes_per_s / share for one, share in shared),
+        both_bytes_per_s=min(one.both_bytes_per_s / share for one, share in shared),
+        capacity_bytes=int(min((1 - _KEPT_FREE) * one.free_bytes / share for one, share in shared)),
+        buffers_bytes=buffers_bytes,
+    )
+
+
+def figures_of(path: StoragePath) -> PathFigures:
+    """Return what is known of a path on this machine; rates that were not given are measured.
+
+    Raises: StorageError if it cannot be stored in.
+    """
+    folder, found = Path(os.fspath(path.folder)), path.rates
+    if found is None:
+        measured = rates(path, _PROBE_BYTES)
+        found = measured.read_bytes_per_s, measured.write_bytes_per_s, measured.both_bytes_per_s
+        read, write, both = (format_bytes(int(rate)) for rate in found)
+        log.info("%s: %s read, %s written, %s of both per second", folder, read, write, both)
+    with contextlib.suppress(OSError):
+        return PathFigures(*found, SystemFiles().free_bytes(folder))
+    return PathFigures(*found, 0)  # opening it says what is wrong
+
+
+def storage_here(paths: Sequence[StoragePath], device: str) -> StateFiles | None:
+    """Return what storage paths of this machine do together, as a compiled model will find; None without any."""
+    if not paths:
+        return None
+    with Engine(paths) as engine:  # says what is wrong with them
+        buffers_bytes = engine.staging_bytes
+    on_the_way = 0 if accelerator(device) is None else 2 * BUFFERS_BYTES
+    return together([figures_of(path) for path in paths], buffers_bytes + on_the_way)
+
+
+def with_drives(
+    model: torch.nn.Module, storage: float | Folder | Sequence[Folder] | None, request: Request, planned: bool
+) -> Request:
+    """Return the request for another machine with its drives.
+
+    Parameters
+    ----------
+    storage: its storage paths with their rates, or only the rate at which it reads a checkpoint.
+    planned: whether an optimizer's updates are planned, so that its states may leave.
+
+    Raises: ArgumentTypeError, ArgumentValueError if `storage` is neither, or lacks rates.
+    """
+    if storage is None:
+        return request
+    if isinstance(storage, float | int) or (isinstance(storage, str) and storage.rstrip().endswith("/s")):
+        return replace(request, files=files_elsewhere(model, parse_rate(storage, "storage"), request.host_budget_bytes))
+    paths = storage_paths(storage)
+    unknown = [os.fspath(path.folder) for path in paths if path.rates is None]
+    if unknown:
+        raise ArgumentValueError(
+            f"storage={unknown[0]!r}: the rates of another machine's drive cannot be measured here, so give them: "
+            f"offmate.StoragePath({unknown[0]!r}, read='7GB/s', write='5GB/s'), or storage='7GB/s' where it only "
+            "reads the checkpoint"
+        )
+    figures = [PathFigures(*path.rates, _DRIVE_BYTES) for path in paths if path.rates is not None]
+    found = together(figures, 2 * BUFFERS_BYTES + len(paths) * N_THREADS * REQUEST_BYTES)
+    files = files_elsewhere(model, found.read_bytes_per_s, request.host_budget_bytes)
+    return replace(request, files=files, storage=found if planned else None)
