@@ -27,6 +27,11 @@ def steps_of(size: Sequence[int], stride: Sequence[int]) -> list[int]:
     return [step for step, n in zip(stride, size) if n != 1]
 
 
+def span(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Return how many elements of a storage lie from a tensor's first one to its last one."""
+    return 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride))
+
+
 def without_repeats(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the parts of two tensors to copy: of dimensions with stride 0, which repeat one element, only the first.
 

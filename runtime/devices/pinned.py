@@ -9,6 +9,8 @@ import weakref
 
 import torch
 
+from ..layouts import span
+
 log = logging.getLogger("offmate")
 
 _LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 1 << 22, 1 << 28
@@ -38,8 +40,7 @@ class PinnedMemory:
 
     def empty_strided(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a host tensor, pinned if the system allows it."""
-        span = 1 + sum((n - 1) * s for n, s in zip(shape, stride)) if 0 not in shape else 0
-        n_bytes = span * torch.empty((), dtype=dtype).element_size()
+        n_bytes = span(shape, stride) * torch.empty((), dtype=dtype).element_size()
         raw = self._take(n_bytes) if n_bytes else None
         if raw is None:
             return torch.empty_strided(shape, stride, dtype=dtype)
@@ -128,7 +129,6 @@ class PinnedMemory:
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return a dense tensor's memory as a flat tensor of bytes, in any order of dimensions; None if it has gaps."""
-    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride())) if tensor.numel() else 0
-    if span != tensor.numel():
+    if span(tensor.shape, tensor.stride()) != tensor.numel():
         return None
-    return tensor.as_strided((span,), (1,), tensor.storage_offset()).view(torch.uint8)
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)

@@ -48,7 +48,7 @@ def bring_from_file(world: World, item: Item, like: torch.Tensor, source: FileBy
     """
     target = world.device.empty_like(like)
     read = world.device.read_in(target, source, world.schedule.path_of(item).into)
-    return Buffer({"": target}, UnderWay(f"the copy of {item} from {source.file.path} to the device", (read,)))
+    return Buffer({"": target}, UnderWay(f"the copy of {item} from {source.path} to the device", (read,)))
 
 
 def send(world: World, item: Item, buffer: Buffer, targets: dict[str, torch.Tensor]) -> None:

@@ -67,6 +67,10 @@ class Dispatcher:
         """Return whether this process has the threads; in a forked one a lock may be held for ever."""
         return os.getpid() == self._process
 
+    def is_open(self) -> bool:
+        """Return whether it takes transfers of this process."""
+        return self.works_here() and self._closed is None
+
     def within_deadline(self, work: Callable[[], None]) -> Exception | None:
         """Do something to a disk that may hang; return what it raises, or that it hangs."""
         failures: list[Exception] = [

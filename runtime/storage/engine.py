@@ -15,6 +15,7 @@ import torch
 from ...errors import ArgumentValueError
 from ..events import Event
 from .checksums import xxh3
+from .chunks import cut
 from .disk_queue import DEADLINE_S, N_THREADS, REQUEST_BYTES, DiskUse, Limits
 from .disks import Disks
 from .dispatcher import Dispatcher
@@ -35,7 +36,7 @@ class Engine:
     """Reads and writes bytes of tensors.
 
     Transfers begin when the events that they wait for have happened; of those, the requests of the one submitted first
-    go first. Every request is checked by its checksum when it is read.
+    go first. Every chunk is verified by its checksum when it is read, unless it was written through a mapping since.
 
     State: `_files_open`, `_stored` by name; changed by the thread that calls it.
 
@@ -107,16 +108,20 @@ class Engine:
             disks.warn_of_cache(Path(path), throttle)
         return file
 
-    def store(self, name: str, n_bytes: int, proportions: Sequence[float] | None = None) -> Stored:
+    def store(
+        self, name: str, n_bytes: int, proportions: Sequence[float] | None = None, cuts: Sequence[int] = ()
+    ) -> Stored:
         """Reserve space for a tensor's bytes, in one file on each path.
 
         Parameters
         ----------
         proportions: by path, of the bytes that it gets; None for equal ones. They hold over all tensors that are
             stored, so that tensors of few chunks lie on different paths.
+        cuts: offsets in bytes at which pieces begin that are transferred one by one. Pieces whose offsets are multiples
+            of 4,096 share no chunk, so that no transfer of one touches another.
 
         Raises: StorageError if a path has too little space. ArgumentValueError for a name that is stored already, a
-        size that is not positive, proportions that do not fit, and for an engine without paths.
+        size that is not positive, proportions and cuts that do not fit, and for an engine without paths.
         """
         if name in self._stored:
             raise ArgumentValueError(f"{name} is stored already; each tensor needs a name of its own")
@@ -124,9 +129,17 @@ class Engine:
             raise ArgumentValueError(
                 f"{name} has {n_bytes} bytes for {len(self._homes)} paths; both must be at least 1"
             )
-        stored = laid_out(name, n_bytes, self._disks.limits.request_bytes, self._homes, self._striping, proportions)
+        chunks = cut(name, n_bytes, self._disks.limits.request_bytes, cuts)
+        stored = laid_out(name, chunks, self._homes, self._striping, proportions, self._dispatcher.is_open)
         self._stored[name] = stored
         return stored
+
+    def release(self, stored: Stored) -> None:
+        """Let the space of a stored tensor be given back once no transfer uses it and nobody holds it.
+
+        It may be called on any thread. The name is free again at once.
+        """
+        self._stored.pop(stored.name, None)
 
     def write(
         self, stored: Stored, source: torch.Tensor, after: Sequence[Event] = (), start: int | None = None
@@ -154,7 +167,8 @@ class Engine:
         target: a contiguous tensor of torch.uint8, which nobody else uses until the event has happened.
         after: events before it. start: offset in bytes of the first one; None reads all of the source.
 
-        Returns: the event of all bytes being there, each of them verified.
+        Returns: the event of all bytes being there, each of them verified, but for chunks that were written through a
+        mapping since a transfer wrote them.
         Raises: ArgumentTypeError, ArgumentValueError for a target that does not fit, StorageError for bytes that were
         never written. What fails later raises from the event.
         """

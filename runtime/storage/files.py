@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from .addresses import put_file
+
 Buffer = memoryview | bytearray | ctypes.Array[ctypes.c_char]
 
 
@@ -36,6 +38,10 @@ class Files(Protocol):
         ...
 
     def truncate(self, handle: int, n_bytes: int) -> None: ...
+
+    def map(self, handle: int, address: int, n_bytes: int, offset: int) -> None:
+        """Let reserved addresses be the bytes of a file from an offset."""
+        ...
 
     def fdatasync(self, handle: int) -> None: ...
 
@@ -98,6 +104,9 @@ class SystemFiles:
 
     def truncate(self, handle: int, n_bytes: int) -> None:
         os.ftruncate(handle, n_bytes)
+
+    def map(self, handle: int, address: int, n_bytes: int, offset: int) -> None:
+        put_file(handle, address, n_bytes, offset)
 
     def fdatasync(self, handle: int) -> None:
         os.fdatasync(handle)

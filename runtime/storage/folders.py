@@ -81,7 +81,7 @@ class Folder:
 
     def __init__(self, files: Files, folder: Path, fill_bytes: int) -> None:
         self.folder, self._files, self._fill_bytes = folder, files, fill_bytes
-        self._made: list[Path] = []
+        self._made: dict[Path, None] = {}  # files may be removed on any thread
         self._number = 0
         self._run = secrets.token_hex(8)
         self._marker = self._locked()
@@ -101,7 +101,7 @@ class Folder:
         """
         self._number += 1
         path = self.folder / f"offmate-{self._run}-{self._number:06}.tensor"
-        self._made.append(path)
+        self._made[path] = None
         file = self._open(path, os.O_CREAT | os.O_EXCL, direct=self.direct)
         try:
             if not file.reserve(n_bytes):
@@ -127,7 +127,7 @@ class Folder:
             pass
         except OSError as error:
             raise failed("removing", path, error) from error
-        self._made.remove(path)
+        self._made.pop(path, None)
 
     def close(self) -> None:
         """Remove the engine's files and unlock the folder. Raises: StorageError if a file cannot be removed."""

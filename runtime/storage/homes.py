@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import ArgumentValueError, StorageError
+from .chunks import Chunks
 from .disk_queue import DiskQueue
 from .disks import Disks
 from .folders import Folder
@@ -15,6 +17,8 @@ from .open_file import failed
 from .stored import Stored, StoredFile
 from .striping import Striping
 from .throttle import Throttle
+
+log = logging.getLogger("offmate")
 
 
 class Home(NamedTuple):
@@ -72,18 +76,21 @@ def _check_apart(disks: Disks, paths: Sequence[Path], throttles: Sequence[Thrott
 
 def laid_out(
     name: str,
-    n_bytes: int,
-    chunk_bytes: int,
+    chunks: Chunks,
     homes: Sequence[Home],
     striping: Striping,
     proportions: Sequence[float] | None,
+    in_use: Callable[[], bool],
 ) -> Stored:
     """Reserve a tensor's space on the paths, and return it.
 
+    Parameters
+    ----------
+    in_use: whether this process still stores in the paths, so that the tensor's files may be removed.
+
     Raises: StorageError if a path has too little space; nothing is reserved then.
     """
-    sizes = [min(chunk_bytes, n_bytes - start) for start in range(0, n_bytes, chunk_bytes)]
-    before = striping.behind_bytes
+    sizes = chunks.sizes
     dealt = striping.deal(sizes, proportions)
     lengths = [0] * len(homes)
     offsets = []
@@ -96,11 +103,25 @@ def laid_out(
             if length:
                 files[number] = _stored_file(home, length)
     except BaseException:
-        striping.behind_bytes = before
+        striping.take_back(sizes, dealt, proportions)
         for number, file in files.items():
             homes[number].folder.remove(file.path)
         raise
-    return Stored(name, n_bytes, chunk_bytes, [(files[path], offset) for path, offset in zip(dealt, offsets)])
+
+    def give_back() -> None:
+        if in_use():
+            striping.take_back(sizes, dealt, proportions)
+            for number, file in files.items():
+                _remove(homes[number].folder, file.path)
+
+    return Stored(name, chunks, [(files[path], offset) for path, offset in zip(dealt, offsets)], give_back)
+
+
+def _remove(folder: Folder, path: Path) -> None:
+    try:
+        folder.remove(path)
+    except StorageError as error:  # nobody waits for it who could be told
+        log.warning("space that is no longer used stays taken until training ends: %s", error)
 
 
 def _stored_file(home: Home, n_bytes: int) -> StoredFile:

@@ -20,6 +20,7 @@ _REMEDIES = {
     errno.EACCES: "change its permissions, or name another folder",
     errno.EROFS: "the file system can only be read: name another folder",
     errno.ENOENT: "it was there before: keep other programs out of the folder, and start again",
+    errno.ENOMEM: "raise the limits on addresses (ulimit -v unlimited) and on mappings (sysctl vm.max_map_count)",
     errno.ESTALE: "the server of the file system has lost the file: use a local disk",
 }
 _ELSEWHERE = "check the disk, or name another folder"
@@ -80,6 +81,13 @@ class OpenFile:
             return self._files.fallocate(self._handle, n_bytes)
         except OSError as error:
             raise failed("reserving space for", self.path, error) from error
+
+    def map(self, address: int, n_bytes: int, offset: int) -> None:
+        """Let reserved addresses be bytes of the file; parameters are as in `read`.
+
+        Raises: StorageError if the system refuses.
+        """
+        self._named("mapping", offset, lambda: self._files.map(self._handle, address, n_bytes, offset))
 
     def stat(self) -> os.stat_result:
         """Describe the open file, whatever its name stands for since it was opened."""

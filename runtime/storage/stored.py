@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ...errors import StorageError
+from ...errors import ArgumentValueError, StorageError
 from ..events import Event
 from .checksums import checksum
+from .chunks import Chunks
 from .host_bytes import ALIGNMENT_BYTES, AlignedBytes, copy, round_up
 from .open_file import OpenFile
 from .ranges import Range, first_missing, joined, within, without
@@ -52,13 +54,17 @@ class Stored:
 
     Parameters
     ----------
-    name: of the tensor, for messages. n_bytes: its bytes. chunk_bytes: of each chunk but the last.
-    places: by chunk, its file and its offset in it.
+    name: of the tensor, for messages. chunks: how it is cut. places: by chunk, its file and its offset in it.
+    give_back: gives its space back. It is called once: when neither the engine, nor a transfer, nor anybody else holds
+        this object any more, or earlier by whoever knows that nobody will use it again.
     """
 
-    def __init__(self, name: str, n_bytes: int, chunk_bytes: int, places: Sequence[tuple[StoredFile, int]]) -> None:
-        self.name, self.n_bytes, self.chunk_bytes = name, n_bytes, chunk_bytes
-        self._places = tuple(places)
+    def __init__(
+        self, name: str, chunks: Chunks, places: Sequence[tuple[StoredFile, int]], give_back: Callable[[], None]
+    ) -> None:
+        self.name, self.chunks, self.places = name, chunks, tuple(places)
+        self.give_back = weakref.finalize(self, give_back)
+        self.give_back.atexit = False  # the engine removes its files then
         self._written: dict[int, list[Range]] = {}
         self._checksums: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -66,9 +72,14 @@ class Stored:
         self._ordering = threading.Lock()
 
     @property
+    def n_bytes(self) -> int:
+        """Return the bytes of the tensor."""
+        return self.chunks.n_bytes
+
+    @property
     def files(self) -> tuple[Path, ...]:
         """Return the files that it lies in, one for each path."""
-        return tuple(dict.fromkeys(file.path for file, _ in self._places))
+        return tuple(dict.fromkeys(file.path for file, _ in self.places))
 
     def transfer(
         self,
@@ -83,7 +94,7 @@ class Stored:
         """
         wanted = (start, start + tensor.numel())
         with self._ordering:
-            self._under_way = [one for one in self._under_way if not one.event.done()]
+            self._under_way = self._not_done()
             if not writes:
                 self._check_written(wanted, [one.bytes_of for one in self._under_way if one.writes])
             earlier = [
@@ -93,44 +104,77 @@ class Stored:
             self._under_way.append(_UnderWay(wanted, writes, event))
         return event
 
+    def forget(self, start: int, end: int) -> None:
+        """Note that bytes were written through a mapping of the files.
+
+        They count as written from now on. The chunks that hold them have no checksum until they are written again by a
+        transfer, and until then reads of these chunks are not verified.
+
+        Parameters
+        ----------
+        start, end: offset in bytes of the first one, and the one behind the last.
+
+        Raises: ArgumentValueError for bytes that the tensor does not have. StorageError if a transfer of the same
+        chunks has not ended. It may have read or written them before or after the mapping did, and nobody knows.
+        """
+        if not 0 <= start <= end <= self.n_bytes:
+            raise ArgumentValueError(f"bytes {start} to {end} are not within {self.name}, which has {self.n_bytes}")
+        chunks = self.chunks.within(start, end)
+        if not chunks:
+            return
+        touched = (self.chunks.range_of(chunks[0])[0], self.chunks.range_of(chunks[-1])[1])
+        with self._ordering:
+            self._under_way = self._not_done()
+            for one in self._under_way:
+                if within([one.bytes_of], *touched):
+                    raise self._still_transferred((start, end), one)
+            with self._lock:
+                for chunk in chunks:
+                    new = within([(start, end)], *self.chunks.range_of(chunk))
+                    self._written[chunk] = joined([*self._written.get(chunk, ()), *new])
+                    self._checksums.pop(chunk, None)
+
+    def _not_done(self) -> list[_UnderWay]:
+        return [one for one in self._under_way if not one.event.done()]
+
+    def _still_transferred(self, mapped: Range, transfer: _UnderWay) -> StorageError:
+        first, last = transfer.bytes_of
+        return StorageError(
+            f"bytes {mapped[0]} to {mapped[1]} of {self.name} were written in memory while the engine "
+            f"{'wrote' if transfer.writes else 'read'} bytes {first} to {last}, which lie in the same chunks, so that "
+            "either may have been first; wait for the transfer before you write to the tensor"
+        )
+
     def _parts(self, tensor: torch.Tensor, start: int, writes: bool) -> list[Part]:
         end = start + tensor.numel()
-        chunks = range(start // self.chunk_bytes, -(-end // self.chunk_bytes)) if end > start else range(0)
         by_file: dict[StoredFile, list[Request]] = {}
-        for chunk in chunks:
+        for chunk in self.chunks.within(start, end):
             kind = _Write if writes else _Read
-            by_file.setdefault(self._places[chunk][0], []).append(
+            by_file.setdefault(self.places[chunk][0], []).append(
                 Request((self, chunk), kind(self, chunk, tensor, start))
             )
         return [Part(file.queue, requests, file.open) for file, requests in by_file.items()]
 
     def _check_written(self, wanted: Range, soon: list[Range]) -> None:
-        first, last = wanted[0] // self.chunk_bytes, -(-wanted[1] // self.chunk_bytes)
         with self._lock:
-            written = [piece for chunk in range(first, last) for piece in self._written.get(chunk, ())]
+            written = [piece for chunk in self.chunks.within(*wanted) for piece in self._written.get(chunk, ())]
         missing = first_missing(written + soon, *wanted)
         if missing is not None:
             raise self.never_written(missing, wanted)
 
     def never_written(self, missing: int, wanted: Range) -> StorageError:
         """Return the error of a read of bytes that were not written, or not wholly."""
-        file, offset = self._places[missing // self.chunk_bytes]
+        chunk = self.chunks.at(missing)
+        file, offset = self.places[chunk]
+        place = offset + missing - self.chunks.range_of(chunk)[0]
         return StorageError(
             f"byte {missing} of {self.name} was read (bytes {wanted[0]} to {wanted[1]} of {self.n_bytes}), but it was "
-            f"never written, or writing it failed ({file.path}, offset {offset + missing % self.chunk_bytes}); write "
-            "it first, and look at what the writes raised"
+            f"never written, or writing it failed ({file.path}, offset {place}); write it first, and look at what the "
+            "writes raised"
         )
 
-    def chunk_range(self, chunk: int) -> Range:
-        """Return the bytes of the tensor that a chunk has."""
-        return chunk * self.chunk_bytes, min(self.n_bytes, (chunk + 1) * self.chunk_bytes)
-
-    def offset(self, chunk: int) -> int:
-        """Return where a chunk lies in its file."""
-        return self._places[chunk][1]
-
     def written(self, chunk: int) -> tuple[list[Range], int | None]:
-        """Return which bytes of a chunk have been written, and its checksum; None if it has none."""
+        """Return which bytes of a chunk have been written, and its checksum; None if nothing verifies it."""
         with self._lock:
             return self._written.get(chunk, []), self._checksums.get(chunk)
 
@@ -156,7 +200,8 @@ class _ChunkRequest:
 
     def __init__(self, stored: Stored, chunk: int, tensor: torch.Tensor, start: int) -> None:
         self.stored, self.chunk, self.tensor, self.start = stored, chunk, tensor, start
-        self.first, self.last = stored.chunk_range(chunk)
+        self.first, self.last = stored.chunks.range_of(chunk)
+        self.offset = stored.places[chunk][1]
         self.disk_bytes = round_up(self.last - self.first)
         self.wanted = (max(self.first, start), min(self.last, start + tensor.numel()))
 
@@ -166,11 +211,11 @@ class _ChunkRequest:
         whole = self.wanted == (self.first, self.last) and self.disk_bytes == self.last - self.first
         return address if whole and address % ALIGNMENT_BYTES == 0 else None
 
-    def read_chunk(self, worker: Worker, file: OpenFile, address: int, expected: int) -> None:
-        """Read the chunk into memory and verify it."""
-        offset = self.stored.offset(self.chunk)
+    def read_chunk(self, worker: Worker, file: OpenFile, address: int, expected: int | None) -> None:
+        """Read the chunk into memory and verify it, if it has a checksum."""
+        offset = self.offset
         worker.read(file, address, self.disk_bytes, offset, self.disk_bytes)
-        if checksum(address, self.disk_bytes) != expected:
+        if expected is not None and checksum(address, self.disk_bytes) != expected:
             raise StorageError(
                 f"{file.path} does not hold what was written, between offsets {offset} and {offset + self.disk_bytes} "
                 f"({self.stored.name}, bytes {self.first} to {self.last}): the checksums differ. The disk or its "
@@ -188,8 +233,8 @@ class _Read(_ChunkRequest):
     def __call__(self, worker: Worker, file: OpenFile) -> None:
         written, expected = self.stored.written(self.chunk)
         missing = first_missing(written, *self.wanted)
-        if missing is not None or expected is None:
-            raise self.stored.never_written(self.wanted[0] if missing is None else missing, self.wanted)
+        if missing is not None:
+            raise self.stored.never_written(missing, self.wanted)
         address = self.straight()
         self.read_chunk(worker, file, worker.buffer.address if address is None else address, expected)
         if address is None:
@@ -206,7 +251,7 @@ class _Write(_ChunkRequest):
             address = worker.buffer.address
         found = checksum(address, self.disk_bytes)
         try:
-            worker.write(file, address, self.disk_bytes, self.stored.offset(self.chunk))
+            worker.write(file, address, self.disk_bytes, self.offset)
         except BaseException:
             self.stored.lose(self.chunk)
             raise
@@ -215,8 +260,7 @@ class _Write(_ChunkRequest):
     def _prepare(self, worker: Worker, file: OpenFile) -> None:
         """Put together in the buffer what the chunk will hold; bytes that nobody has written may be anything."""
         written, expected = self.stored.written(self.chunk)
-        kept = without(written, *self.wanted)
-        if kept and expected is not None:
+        if without(written, *self.wanted):
             self.read_chunk(worker, file, worker.buffer.address, expected)
         source, target, n_bytes = self.places(worker.buffer)
         copy(target, source, n_bytes)

@@ -29,7 +29,7 @@ class Faulty(SystemFiles):
         super().__init__()
         self.calls: list[str] = []
         for name in ("open", "close", "preadv", "pwritev", "fallocate", "fdatasync", "drop_cached", "unlink", "disk",
-                     "free_bytes", "lock", "truncate", "stat"):  # fmt: skip
+                     "free_bytes", "lock", "truncate", "stat", "map"):  # fmt: skip
             setattr(self, name, self._through(name, getattr(self, name)))
         self.faults = faults
 

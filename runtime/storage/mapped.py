@@ -1,0 +1,219 @@
+"""Tensors of the host whose memory lies in files: they take no RAM, and the engine reads and writes the same bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import threading
+import weakref
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from ...errors import ArgumentValueError
+from ..layouts import span
+from .addresses import Addresses
+from .engine import Engine
+from .file_bytes import StoredBytes
+from .mapping import mapped
+from .stored import Stored
+
+log = logging.getLogger("offmate")
+
+_numbers = itertools.count(1)  # stores of one engine share its names
+
+
+class MappedStore:
+    """Host memory in files on storage paths.
+
+    Its tensors are ordinary ones on the CPU. Whoever reads or writes one directly goes through the system's page cache,
+    which the system can drop at any time. A disk that fails then ends the process, as for every mapped file.
+
+    The engine must not transfer bytes of a chunk while somebody uses that chunk directly. After direct writes, `forget`
+    has to come before the engine reads their bytes. The space is given back when the last tensor on it is gone. After
+    the engine was closed, tensors keep their values for as long as they live.
+
+    Parameters
+    ----------
+    engine: has the paths.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._stretches = engine, _Stretches(weakref.WeakMethod(engine.release))
+
+    def empty(self, name: str, like: torch.Tensor, cuts: Sequence[int] = ()) -> torch.Tensor:
+        """Return a tensor whose memory lies in files. Its values may be anything.
+
+        Parameters
+        ----------
+        name: for messages; it need not be unique. like: a tensor with the shape, the strides and the dtype; it may be
+            on meta. cuts: offsets in bytes at which pieces begin that are transferred one by one (`Engine.store`).
+
+        Returns: a tensor on the CPU. One without elements has no files.
+        Raises: StorageError if a path has too little space, or if the system maps no more files. ArgumentValueError for
+        cuts that are not within the tensor, and for an engine without paths.
+        """
+        n_bytes = span(like.shape, like.stride()) * like.element_size()
+        if n_bytes == 0:
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+        stored = self._engine.store(f"{name} (mapped, number {next(_numbers)})", n_bytes, cuts=cuts)
+        try:
+            addresses = mapped(stored)
+        except BaseException:
+            self._engine.release(stored)
+            stored.give_back()
+            raise
+        memory = (ctypes.c_ubyte * n_bytes).from_address(addresses.first)
+        self._stretches.add(memory, _Stretch(addresses.first, addresses.first + n_bytes, stored, addresses))
+        # The storage holds the ctypes object, which dies with it.
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+        own = torch.empty(0, dtype=like.dtype, device="cpu")
+        return own.set_(flat.untyped_storage(), 0, like.shape, like.stride())
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor's memory is the store's."""
+        return self._place(tensor) is not None
+
+    def bytes_of(self, tensor: torch.Tensor) -> StoredBytes | None:
+        """Return where a tensor's bytes lie; None if its memory is not the store's.
+
+        Parameters
+        ----------
+        tensor: one that `empty` returned, or a view without gaps of one, such as some of its rows.
+
+        Raises: ArgumentValueError for a view with gaps.
+        """
+        place = self._place(tensor)
+        if place is None:
+            return None
+        if place.end - place.start != tensor.numel() * tensor.element_size():
+            raise ArgumentValueError(
+                f"a view of {place.stored.name} has gaps: its shape is {tuple(tensor.shape)} and its strides are "
+                f"{tensor.stride()}. Only bytes without gaps can be transferred; take whole rows"
+            )
+        return StoredBytes(self._engine, place.stored, place.start)
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Note that a tensor was written to directly; for one that is not the store's, do nothing.
+
+        All bytes from its first to its last count as written, and the engine's reads of their chunks are not verified
+        until it has written these again.
+
+        Raises: StorageError if a transfer of the same chunks has not ended.
+        """
+        place = self._place(tensor)
+        if place is not None:
+            place.stored.forget(place.start, place.end)
+
+    def forget_all(self) -> None:
+        """Note that all tensors of the store may have been written to directly.
+
+        Raises: StorageError if any transfer has not ended.
+        """
+        for stretch in self._stretches.all():
+            stretch.stored.forget(0, stretch.stored.n_bytes)
+
+    def _place(self, tensor: torch.Tensor) -> _Place | None:
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
+            return None
+        first = tensor.data_ptr()
+        end = first + span(tensor.shape, tensor.stride()) * tensor.element_size()
+        stretch = self._stretches.at(first, end)
+        return None if stretch is None else _Place(stretch.stored, first - stretch.first, end - stretch.first)
+
+
+class _Place(NamedTuple):
+    """A part of a stored tensor, by offsets in bytes."""
+
+    stored: Stored
+    start: int
+    end: int
+
+
+class _Stretch(NamedTuple):
+    """The memory of a tensor, by its first address and the one behind its last, and where it lies in files."""
+
+    first: int
+    end: int
+    stored: Stored
+    addresses: Addresses
+
+
+class _Stretches:
+    """All memory of a store that is in use, by address.
+
+    Memory dies on any thread, even one that has the lock. So the dead are noted, and whoever has had the lock removes
+    them. Until then their addresses are nobody else's.
+
+    State: `_in_use`, in the order of addresses, changed under `_lock`; `_dead`.
+
+    Parameters
+    ----------
+    release: lets the engine give space back, and does not keep it alive: tensors may outlive the engine, which is
+        closed when nobody uses it.
+    """
+
+    def __init__(self, release: weakref.WeakMethod[Callable[[Stored], None]]) -> None:
+        self._release = release
+        self._in_use: list[_Stretch] = []
+        self._dead: deque[_Stretch] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, memory: object, stretch: _Stretch) -> None:
+        """Add memory, for as long as an object lives that stands for it."""
+        weakref.finalize(memory, self._died, stretch).atexit = False
+        with self._locked():
+            insort(self._in_use, stretch, key=_first)
+
+    def at(self, first: int, end: int) -> _Stretch | None:
+        """Return the stretch that has these addresses; None if none has them all."""
+        with self._locked():
+            number = bisect_right(self._in_use, first, key=_first) - 1
+            found = self._in_use[number] if number >= 0 else None
+        return found if found is not None and end <= found.end else None
+
+    def all(self) -> tuple[_Stretch, ...]:
+        """Return all stretches in use."""
+        with self._locked():
+            return tuple(self._in_use)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._remove_dead()
+
+    def _died(self, stretch: _Stretch) -> None:
+        self._dead.append(stretch)
+        self._remove_dead()
+
+    def _remove_dead(self) -> None:
+        while self._dead and self._lock.acquire(blocking=False):
+            try:
+                gone = self._dead.popleft() if self._dead else None
+                if gone is not None:
+                    self._in_use.remove(gone)
+            finally:
+                self._lock.release()
+            if gone is not None:
+                self._give_back(gone)
+
+    def _give_back(self, gone: _Stretch) -> None:
+        try:
+            gone.addresses.give_back()
+        except OSError as error:
+            log.warning("addresses of %s stay taken: %s", gone.stored.name, error)
+        release = self._release()
+        if release is not None:
+            release(gone.stored)
+
+
+def _first(stretch: _Stretch) -> int:
+    return stretch.first
