@@ -8,7 +8,7 @@ import torch
 
 from ..errors import ArgumentValueError
 from ..lowering.frozen_files import FrozenFiles
-from ..runtime.devices.from_files import BUFFERS_BYTES
+from ..runtime.devices.ring import BUFFERS_BYTES
 from ..runtime.storage.disk_queue import N_THREADS, REQUEST_BYTES
 from ..sizes import parse_rate
 

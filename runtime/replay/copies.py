@@ -9,7 +9,7 @@ import torch
 from ...solver.items import Item
 from ...solver.resources import Path
 from ..events import Event, UnderWay
-from ..storage.file_bytes import FileBytes
+from ..storage.file_bytes import BytesInFile
 from .contents import Buffer
 from .world import World
 
@@ -30,7 +30,7 @@ def bring(world: World, item: Item, sources: dict[str, torch.Tensor], path: Path
     return Buffer(tensors, arrived)
 
 
-def bring_from_file(world: World, item: Item, like: torch.Tensor, source: FileBytes) -> Buffer:
+def bring_from_file(world: World, item: Item, like: torch.Tensor, source: BytesInFile) -> Buffer:
     """Start to read a tensor from a file to new device memory.
 
     Parameters
@@ -39,7 +39,7 @@ def bring_from_file(world: World, item: Item, like: torch.Tensor, source: FileBy
     """
     target = world.device.empty_like(like)
     read = world.device.read_in(target, source, world.schedule.path_of(item).into)
-    return Buffer({"": target}, UnderWay(f"the copy of {item} from {source.file.path} to the device", (read,)))
+    return Buffer({"": target}, UnderWay(f"the copy of {item} from {source.path} to the device", (read,)))
 
 
 def send(world: World, item: Item, buffer: Buffer, targets: dict[str, torch.Tensor]) -> None:
