@@ -8,7 +8,7 @@ read when the recording is, and nothing waits for them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -230,3 +230,13 @@ class Recorder:
             tuple(ran for job in jobs if (ran := job.ran(tie, since_s)) is not None),
             tuple(ran for ran in tails if ran is not None and ran.end_s > 0.0),
         )
+
+
+def recorded(recorder: Recorder | None, resource: Resource, sizes: Iterable[int]) -> list[RecordedJob | None]:
+    """Return what times each of some transfers over a link; None for each if nothing is recorded.
+
+    Parameters
+    ----------
+    sizes: bytes of each.
+    """
+    return [None if recorder is None else recorder.job(resource, size) for size in sizes]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from ..lowering.frozen_files import FrozenFiles
-from ..runtime.devices.from_files import BUFFERS_BYTES
+from ..runtime.devices.ring import BUFFERS_BYTES
 from ..runtime.storage.disk_queue import N_THREADS, REQUEST_BYTES
 
 _PER_TRAINED = 4  # bytes of gradient and states, at most, per byte of a parameter that is trained

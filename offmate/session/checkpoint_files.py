@@ -18,7 +18,7 @@ from ..machines.mapped_files import MappedBytes, is_unchanged, mapped_bytes
 from ..planning.files import ram_is_short
 from ..planning.request import Request
 from ..runtime.devices.device import Device
-from ..runtime.devices.from_files import BUFFERS_BYTES
+from ..runtime.devices.ring import BUFFERS_BYTES
 from ..runtime.replay.binding import HostState
 from ..runtime.storage.engine import Engine
 from ..runtime.storage.file_bytes import FileBytes

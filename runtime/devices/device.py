@@ -11,7 +11,7 @@ import torch
 from ...solver.resources import Resource
 from ..events import Event
 from ..ledger import Ledger
-from ..storage.file_bytes import FileBytes
+from ..storage.file_bytes import BytesInFile, WritableBytes
 from ..trace import Recorder
 
 if TYPE_CHECKING:
@@ -72,15 +72,33 @@ class Device(Protocol):
 
     @property
     def file_buffers_bytes(self) -> int:
-        """The bytes of host memory that files pass on their way to the device, once any has been read."""
+        """The bytes of host memory that files pass on their way, to the device and, once one is written, from it."""
         ...
 
-    def read_in(self, target: torch.Tensor, source: FileBytes, link: Resource) -> Event:
+    def read_in(
+        self, target: torch.Tensor, source: BytesInFile, link: Resource, after: tuple[Event, ...] = ()
+    ) -> Event:
         """Start to read a dense tensor's bytes from a file to the device, over a link and then the host's.
 
         Parameters
         ----------
-        target: device memory in the layout of the file.
+        target: device memory in the layout of the file. after: events before the first read, such as the write of what
+            is read; a read that waits for them delays no other.
+        """
+        ...
+
+    def write_out(
+        self, target: WritableBytes, source: torch.Tensor, after: tuple[Event, ...], link: Resource
+    ) -> tuple[Event, Event]:
+        """Start to write a dense tensor's bytes from the device to a file, over the host's link and then another one.
+
+        Parameters
+        ----------
+        source: device memory in the layout of the file. after: events before the copies over the host's link, reads of
+            what the file had before among them.
+
+        Returns: the event of all bytes having left the device, after which its memory may be overwritten or freed, and
+        that of all bytes being in the file, from which also a failed write raises.
         """
         ...
 
@@ -97,7 +115,7 @@ class Device(Protocol):
         ...
 
     def drain(self) -> None:
-        """Wait for everything under way, failed or not."""
+        """Wait for everything under way, writes to files included, failed or not."""
         ...
 
     def close(self) -> None:

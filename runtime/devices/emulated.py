@@ -17,7 +17,8 @@ from ...solver.resources import Resource
 from ..events import Event
 from ..layouts import as_layout
 from ..ledger import Ledger
-from ..storage.file_bytes import FileBytes
+from ..storage.file_bytes import BytesInFile, WritableBytes
+from ..storage.host_bytes import empty_aligned
 from ..trace import Recorder
 from .lanes import Lane, close_all
 from .pinned import flat_bytes
@@ -80,9 +81,11 @@ class EmulatedDevice:
 
     @property
     def file_buffers_bytes(self) -> int:
-        return 0  # they are read straight to their places
+        return 0  # reads go straight to their places, and writes pass memory that lives as long as they do
 
-    def read_in(self, target: torch.Tensor, source: FileBytes, link: Resource) -> Event:
+    def read_in(
+        self, target: torch.Tensor, source: BytesInFile, link: Resource, after: tuple[Event, ...] = ()
+    ) -> Event:
         size = target.numel() * target.element_size()
         into = flat_bytes(target)
         assert into is not None
@@ -95,8 +98,24 @@ class EmulatedDevice:
             with self._at_rate(Resource.IN, size):
                 pass
 
-        there = self._lane(link).submit(self._watched(link, size, read), ())
+        there = self._lane(link).submit(self._watched(link, size, read), after)
         return self._lane(Resource.IN).submit(self._watched(Resource.IN, size, arrive), (there,))
+
+    def write_out(
+        self, target: WritableBytes, source: torch.Tensor, after: tuple[Event, ...], link: Resource
+    ) -> tuple[Event, Event]:
+        own = flat_bytes(source)
+        assert own is not None
+        size = own.numel()
+        # What has left may be overwritten before it is in the file. Aligned memory is written without a second copy.
+        passing = empty_aligned(size, target.start)
+
+        def write() -> None:
+            with self._at_rate(link, size):
+                target.write(passing, 0).synchronize()
+
+        left = self._lane(Resource.OUT).submit(self._copies(Resource.OUT, passing, own), after)
+        return left, self._lane(link).submit(self._watched(link, size, write), (left,))
 
     def copy_out(
         self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...], link: Resource = Resource.OUT

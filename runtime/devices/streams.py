@@ -10,75 +10,24 @@ import torch
 
 from ...solver.resources import HOST, Resource
 from ..current import stream_on
-from ..events import Event, LaneEvent
+from ..events import Event
 from ..layouts import without_repeats
 from ..ledger import Ledger
 from ..memory.arena import Arena
-from ..storage.file_bytes import FileBytes
+from ..storage.file_bytes import BytesInFile, WritableBytes
 from ..trace import RecordedJob, Recorder
 from . import staging
 from .cores import worker_threads
-from .from_files import BUFFERS_BYTES, FromFiles
+from .from_files import FromFiles
 from .lanes import Lane, close_all
 from .pinned import PinnedMemory, flat_bytes
+from .ring import BUFFERS_BYTES
 from .staging import Staging
+from .stream_events import LateEvent, StreamEvent
+from .to_files import ToFiles
 
 _POLL_S = 2e-4  # interval at which the update worker polls for gradients under way
 _NICENESS = 5  # of workers: the thread that launches on the device comes first
-
-
-class StreamEvent:
-    """A point in a stream of a device, after everything that has been put on it until now."""
-
-    def __init__(self, stream: torch.Stream) -> None:
-        self._event, self._device = stream.record_event(), stream.device
-
-    def wait(self, stream: torch.Stream | None = None) -> None:
-        self._event.wait(stream_on(self._device, stream))
-
-    def ready(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        self._event.synchronize()
-
-    def done(self) -> bool:
-        return self._event.query()
-
-
-class LateEvent:
-    """A point in a stream that a launching thread has yet to reach.
-
-    State: `launched`, the job on that thread; `_event`, set by the job.
-    """
-
-    def __init__(self) -> None:
-        self.launched: LaneEvent | None = None
-        self._event: StreamEvent | None = None
-
-    def reached(self, event: StreamEvent) -> None:
-        """Note that the thread has launched the work that this event follows."""
-        self._event = event
-
-    def wait(self, stream: torch.Stream | None = None) -> None:
-        self._reach().wait(stream)
-
-    def ready(self) -> bool:
-        assert self.launched is not None
-        return self.launched.done()
-
-    def synchronize(self) -> None:
-        self._reach().synchronize()
-
-    def done(self) -> bool:
-        assert self.launched is not None
-        return self.launched.done() and (self._event is None or self._event.done())
-
-    def _reach(self) -> StreamEvent:
-        assert self.launched is not None
-        self.launched.synchronize()
-        assert self._event is not None
-        return self._event
 
 
 class _Direction:
@@ -175,11 +124,13 @@ class StreamDevice:
             Resource.OUT: _Direction(device, Resource.OUT, "copy-out", self.changed, staging.OUT_OF),
         }
         self._workers: dict[Resource, Lane] = {}
-        self._files: FromFiles | None = None
+        self._from_files: FromFiles | None = None
+        self._to_files: ToFiles | None = None
+        self._file_lanes: list[Lane] = []
         self.update_threads = worker_threads()
         self._worker(Resource.CPU)
         lanes = tuple(way.lane for way in self._ways.values())
-        self._close = weakref.finalize(self, _close, lanes, self._workers, self._capped)
+        self._close = weakref.finalize(self, _close, lanes, self._workers, self._file_lanes, self._capped)
 
     def _worker(self, resource: Resource) -> Lane:
         """Return the thread of a worker, made on first use."""
@@ -239,18 +190,38 @@ class StreamDevice:
 
     @property
     def file_buffers_bytes(self) -> int:
-        return BUFFERS_BYTES
+        return BUFFERS_BYTES if self._to_files is None else 2 * BUFFERS_BYTES
 
-    def read_in(self, target: torch.Tensor, source: FileBytes, link: Resource) -> Event:
+    def read_in(
+        self, target: torch.Tensor, source: BytesInFile, link: Resource, after: tuple[Event, ...] = ()
+    ) -> Event:
         into = flat_bytes(target)
         assert into is not None
-        if self._files is None:
-            self._files = FromFiles(self.changed)
-            self._workers[link] = self._files.lane
+        if self._from_files is None:
+            self._from_files = FromFiles(self.changed)
+            self._file_lanes.append(self._from_files.lane)
         now = StreamEvent(stream_on(self.torch_device))  # work launched until now may still use the target's memory
-        event = self._files.bring(into, source, _ToDevice(self._ways[Resource.IN], now), self.recorder, link)
+        launch = _ToDevice(self._ways[Resource.IN], now)
+        event = self._from_files.bring(into, source, after, launch, self.recorder, link)
         self.arena.copied(target, event)
         return event
+
+    def write_out(
+        self, target: WritableBytes, source: torch.Tensor, after: tuple[Event, ...], link: Resource
+    ) -> tuple[Event, Event]:
+        own, way = flat_bytes(source), self._ways[Resource.OUT]
+        assert own is not None
+        if self._to_files is None:
+            self._to_files = ToFiles(self.changed)
+            self._file_lanes.extend(self._to_files.lanes)
+        now = StreamEvent(stream_on(self.torch_device))  # work launched until now may still make the source
+
+        def launch(piece: torch.Tensor, part: torch.Tensor, job: RecordedJob | None) -> Event:
+            return way.launch(piece, part, (now, *after), job)
+
+        left, written = self._to_files.send(target, own, after, launch, self.recorder, link)
+        self.arena.copied(source, left)
+        return left, written
 
     def copy_out(
         self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...], link: Resource = Resource.OUT
@@ -285,8 +256,10 @@ class StreamDevice:
         return self._worker(worker).submit(work, after)
 
     def drain(self) -> None:
-        for lane in (*self._workers.values(), *(way.lane for way in self._ways.values())):  # files submit copies
+        for lane in (*self._workers.values(), *self._file_lanes, *(way.lane for way in self._ways.values())):
             lane.drain()
+        if self._to_files is not None:
+            self._to_files.synchronize()
         streams = (way.stream for way in self._ways.values())
         for stream in (*streams, stream_on(self.torch_device)):
             stream.synchronize()
@@ -302,7 +275,9 @@ def _cap(device: torch.device, fraction: float) -> None:
         module.set_per_process_memory_fraction(fraction, device)
 
 
-def _close(lanes: tuple[Lane, ...], workers: dict[Resource, Lane], capped: list[torch.device]) -> None:
-    close_all((*workers.values(), *lanes))
+def _close(
+    copies: tuple[Lane, ...], workers: dict[Resource, Lane], files: list[Lane], capped: list[torch.device]
+) -> None:
+    close_all((*workers.values(), *files, *copies))  # each before those that it gives work
     for device in capped:
         _cap(device, 1.0)

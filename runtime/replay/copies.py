@@ -9,7 +9,7 @@ import torch
 from ...solver.items import Item
 from ...solver.resources import Path
 from ..events import Event, UnderWay
-from ..storage.file_bytes import FileBytes
+from ..storage.file_bytes import BytesInFile
 from .contents import Buffer
 from .world import World
 
@@ -39,7 +39,7 @@ def _start_in(
     return world.device.read_in(target, stored, world.store_path.into, after)
 
 
-def bring_from_file(world: World, item: Item, like: torch.Tensor, source: FileBytes) -> Buffer:
+def bring_from_file(world: World, item: Item, like: torch.Tensor, source: BytesInFile) -> Buffer:
     """Start to read a tensor from a file to new device memory.
 
     Parameters

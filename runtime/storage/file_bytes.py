@@ -1,10 +1,11 @@
-"""A tensor's bytes in a file that is only read, or in files that are also written."""
+"""A tensor's bytes in a file: in one that is only read, or in those of the engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -14,9 +15,46 @@ from .read_only import ReadOnlyFile
 from .stored import Stored
 
 
+class BytesInFile(Protocol):
+    """The bytes of a dense tensor in a file."""
+
+    @property
+    def start(self) -> int:
+        """The offset in bytes of the first one in the file, as far as alignment depends on it."""
+        ...
+
+    @property
+    def path(self) -> Path:
+        """The file, or the first of several, for messages."""
+        ...
+
+    def read(self, target: torch.Tensor, offset: int, after: Sequence[Event] = ()) -> Event:
+        """Start to read bytes into the host's memory, after some events.
+
+        Parameters
+        ----------
+        target: a contiguous tensor of torch.uint8. offset: of its first byte in the tensor.
+        """
+        ...
+
+
+class WritableBytes(BytesInFile, Protocol):
+    """The bytes of a dense tensor in a file, which may be written as well."""
+
+    def write(self, source: torch.Tensor, offset: int, after: Sequence[Event] = ()) -> Event:
+        """Start to write bytes from the host's memory, after some events.
+
+        Parameters
+        ----------
+        source: a contiguous tensor of torch.uint8, which nobody changes until the event that is returned has happened.
+        offset: of its first byte in the tensor.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class FileBytes:
-    """The bytes of a dense tensor in a file.
+    """The bytes of a dense tensor in a file that is only read.
 
     Parameters
     ----------
@@ -29,29 +67,19 @@ class FileBytes:
 
     @property
     def path(self) -> Path:
-        """Return the file."""
         return self.file.path
 
     def read(self, target: torch.Tensor, offset: int, after: Sequence[Event] = ()) -> Event:
-        """Start to read bytes into the host's memory.
-
-        Parameters
-        ----------
-        target: a contiguous tensor of torch.uint8. offset: in bytes, of its first one in the tensor. after: events
-            before it.
-
-        Returns: the event of all bytes being there.
-        """
         return self.engine.read(self.file, target, after, self.start + offset)
 
 
 @dataclass(frozen=True)
 class StoredBytes:
-    """The bytes of a dense tensor that is stored, or that is a part of one that is.
+    """The bytes of a dense tensor among those that the engine stores.
 
     Parameters
     ----------
-    engine: reads and writes it. stored: where the bytes lie. start: offset in bytes of the tensor's first one there.
+    engine: reads and writes them. stored: has them. start: offset in bytes of the tensor's first one in `stored`.
     """
 
     engine: Engine
@@ -60,29 +88,10 @@ class StoredBytes:
 
     @property
     def path(self) -> Path:
-        """Return the first file that it lies in."""
         return self.stored.files[0]
 
     def read(self, target: torch.Tensor, offset: int, after: Sequence[Event] = ()) -> Event:
-        """Start to read bytes into the host's memory.
-
-        Parameters
-        ----------
-        target: a contiguous tensor of torch.uint8. offset: in bytes, of its first one in the tensor. after: events
-            before it.
-
-        Returns: the event of all bytes being there.
-        """
         return self.engine.read(self.stored, target, after, self.start + offset)
 
     def write(self, source: torch.Tensor, offset: int, after: Sequence[Event] = ()) -> Event:
-        """Start to write bytes from the host's memory.
-
-        Parameters
-        ----------
-        source: a contiguous tensor of torch.uint8, which nobody changes until the event has happened. offset: in bytes,
-            of its first one in the tensor. after: events before it.
-
-        Returns: the event of all bytes being written.
-        """
         return self.engine.write(self.stored, source, after, self.start + offset)

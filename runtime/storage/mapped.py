@@ -40,11 +40,12 @@ class MappedStore:
 
     Parameters
     ----------
-    engine: has the paths.
+    engine: has the paths. proportions: by path, of the bytes that it gets; None for equal ones.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._stretches = engine, _Stretches(weakref.WeakMethod(engine.release))
+    def __init__(self, engine: Engine, proportions: Sequence[float] | None = None) -> None:
+        self._engine, self._proportions = engine, proportions
+        self._stretches = _Stretches(weakref.WeakMethod(engine.release))
 
     def empty(self, name: str, like: torch.Tensor, cuts: Sequence[int] = ()) -> torch.Tensor:
         """Return a tensor whose memory lies in files. Its values may be anything.
@@ -61,7 +62,7 @@ class MappedStore:
         n_bytes = span(like.shape, like.stride()) * like.element_size()
         if n_bytes == 0:
             return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
-        stored = self._engine.store(f"{name} (mapped, number {next(_numbers)})", n_bytes, cuts=cuts)
+        stored = self._engine.store(f"{name} (mapped, number {next(_numbers)})", n_bytes, self._proportions, cuts)
         try:
             addresses = mapped(stored)
         except BaseException:

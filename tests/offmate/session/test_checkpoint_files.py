@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from offmate.runtime.devices import from_files as from_files_ring
+from offmate.runtime.devices import ring as ring_buffers
 from offmate.runtime.devices import streams
 from offmate.runtime.storage.engine import Engine
 from offmate.solver.items import ItemKind
@@ -353,8 +353,8 @@ def test_files_that_are_no_checkpoint(tmp_path):
 @pytest.fixture
 def ring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces much smaller than a tensor, in few buffers."""
-    monkeypatch.setattr(from_files_ring, "_PIECE_BYTES", 1 << 14)
-    monkeypatch.setattr(from_files_ring, "_BUFFERS", 3)
+    monkeypatch.setattr(ring_buffers, "_PIECE_BYTES", 1 << 14)
+    monkeypatch.setattr(ring_buffers, "_BUFFERS", 3)
     monkeypatch.setattr(streams, "BUFFERS_BYTES", 3 << 14)
 
 
