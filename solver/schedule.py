@@ -205,13 +205,17 @@ class Schedule:
 
     @cached_property
     def states_in_files(self) -> frozenset[str]:
-        """The tensors whose optimizer states have no memory in RAM: of those updated on the device, all whose states
-        do not leave to RAM, where there is a tier for states.
+        """The tensors whose optimizer states have no memory in RAM, but in files.
+
+        As soon as any state leaves to a tier for states, RAM is short. So all states have their homes there but those
+        that the host updates and those that leave to RAM.
         """
-        if not any(tier.for_states for tier in self.rates.tiers):
+        files = {tier.name for tier in self.rates.tiers if tier.for_states}
+        leaving = {action.item for action in self.actions if action.kind is Kind.OFFLOAD}
+        states = {item for item in leaving if item.kind is ItemKind.STATE}
+        if not any(self.homes.get(item) in files for item in states):
             return frozenset()
-        leaving = (action.item for action in self.actions if action.kind is Kind.OFFLOAD)
-        to_ram = {item.name for item in leaving if item.kind is ItemKind.STATE and item not in self.homes}
+        to_ram = {item.name for item in states if self.homes.get(item) not in files}
         return frozenset(self.update_device_s) - to_ram
 
     @property

@@ -10,12 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-import torch
 
 from ..errors import ArgumentTypeError, ArgumentValueError
 from ..lowering.state_files import StateFiles
 from ..machines.devices import accelerator
-from ..runtime.devices.from_files import BUFFERS_BYTES
+from ..runtime.devices.ring import BUFFERS_BYTES
 from ..runtime.storage.disk_queue import N_THREADS, REQUEST_BYTES
 from ..runtime.storage.engine import Engine
 from ..runtime.storage.files import SystemFiles

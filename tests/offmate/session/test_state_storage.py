@@ -1,0 +1,360 @@
+"""Optimizer states that RAM has no room for lie in files: plain PyTorch's numbers, whatever the user does."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from offmate.runtime.devices import ring as ring_buffers
+from offmate.runtime.storage.engine import Engine
+from offmate.solver.items import ItemKind
+from offmate.solver.schedule import Kind
+
+import offmate
+from offmate.session import state_storage
+
+from ...accelerator.loops import without_allocator
+from ...fuzz.figures import from_hardware_file
+from ...runtime.storage.faulty import Faulty, once
+
+WIDTH, LAYERS = 192, 8
+GPU_BUDGET, CPU_BUDGET = 1_100_000, 2_300_000
+STEPS = 3
+
+Make = Callable[[torch.nn.Module], torch.optim.Optimizer]
+
+
+class Deep(torch.nn.Module):
+    """Layers with residuals, dropout and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.drop = torch.nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = x + self.drop(torch.tanh(layer(x)))
+        return {"loss": x.float().square().mean(), "x": x}
+
+
+@pytest.fixture(autouse=True)
+def small_requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small requests beside a small model, and seconds that do not depend on the machine."""
+    monkeypatch.setattr(state_storage, "Engine", functools.partial(Engine, n_threads=2, request_bytes=1 << 14))
+    with from_hardware_file():
+        yield
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> offmate.StoragePath:
+    (tmp_path / "disk").mkdir()
+    return offmate.StoragePath(tmp_path / "disk", read="1GB/s", write="1GB/s")
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def made(make: Make = adamw, dtype: torch.dtype = torch.float32) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Deep().to(dtype)
+    return model, make(model)
+
+
+def compiled(
+    path: Any, make: Make = adamw, dtype: torch.dtype = torch.float32, device: str = "emulated", **settings: Any
+) -> tuple[Any, torch.optim.Optimizer]:
+    model, optimizer = made(make, dtype)
+    budget = settings.pop("gpu_budget", GPU_BUDGET)
+    settings = {"cpu_budget": CPU_BUDGET, "config": offmate.Config(cache_dir=None), "storage": path, **settings}
+    return offmate.compile(model, budget, optimizer=optimizer, device=device, **settings), optimizer
+
+
+def batch(step: int, dtype: torch.dtype = torch.float32, rows: int = 16) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: range, dtype: torch.dtype = torch.float32) -> list[float]:
+    losses = []
+    for step in steps:
+        torch.manual_seed(step)
+        loss = model(batch(step, dtype))["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_same(pair: tuple[Any, torch.optim.Optimizer], other: tuple[Any, torch.optim.Optimizer]) -> None:
+    """Parameters and all of the optimizer's states are equal to the bit."""
+    theirs = other[0].state_dict()
+    assert not [name for name, value in pair[0].state_dict().items() if not torch.equal(value, theirs[name])]
+    own, plain = pair[1].state_dict()["state"], other[1].state_dict()["state"]
+    assert own.keys() == plain.keys()
+    for number, state in plain.items():
+        assert own[number].keys() == state.keys()
+        assert not [key for key in state if not torch.equal(torch.as_tensor(own[number][key]), torch.as_tensor(state[key]))]
+
+
+def stored_bytes(model: Any) -> tuple[int, int]:
+    read, written = model.offmate.plan.stored_bytes
+    assert read == written > 0
+    return read, written
+
+
+def disk(model: Any) -> Any:
+    (use,) = model._offmate_session.storage._engine.use()
+    return use
+
+
+MASTERS = functools.partial(offmate.with_master_weights, torch.optim.AdamW)
+KINDS: dict[str, tuple[Make, torch.dtype]] = {
+    "adamw": (adamw, torch.float32),
+    "amsgrad": (lambda m: torch.optim.Adam(m.parameters(), amsgrad=True), torch.float32),
+    "momentum": (lambda m: torch.optim.SGD(m.parameters(), lr=1e-2, momentum=0.9), torch.float32),
+    "bf16": (lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True), torch.bfloat16),
+    "masters": (lambda m: MASTERS()(m.parameters(), lr=1e-2), torch.bfloat16),
+}
+BUDGETS = {"amsgrad": (1_400_000, 2_600_000), "momentum": (900_000, 1_500_000), "bf16": (600_000, 1_200_000),
+           "masters": (1_100_000, 1_600_000)}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_weights_and_states_are_plain_pytorchs(path, kind):
+    make, dtype = KINDS[kind]
+    gpu_budget, cpu_budget = BUDGETS.get(kind, (GPU_BUDGET, CPU_BUDGET))
+    pair = compiled(path, make, dtype, gpu_budget=gpu_budget, cpu_budget=cpu_budget)
+    plain = made(make, dtype)
+    assert train(*pair, range(STEPS), dtype) == train(*plain, range(STEPS), dtype)
+    stored_bytes(pair[0])
+    assert pair[0].offmate.plan.host_bytes <= cpu_budget
+    assert pair[0].offmate.peak_bytes <= gpu_budget
+    assert_same(pair, plain)
+    for step in range(3, 6):
+        assert train(*pair, range(step, step + 1), dtype) == train(*plain, range(step, step + 1), dtype)
+        assert_same(pair, plain)
+
+
+def test_without_storage_it_does_not_fit():
+    with pytest.raises(offmate.InfeasibleBudget):
+        train(*compiled(None), range(1))
+
+
+def test_where_ram_has_room_plans_are_those_without_storage(path):
+    pair, other = compiled(path, cpu_budget="1GiB"), compiled(None, cpu_budget="1GiB")
+    assert train(*pair, range(2)) == train(*other, range(2))
+    assert pair[0].offmate.plan.schedule.actions == other[0].offmate.plan.schedule.actions
+    assert pair[0].offmate.plan.stored_bytes == (0, 0)
+    assert disk(pair[0]).written_bytes == 0
+
+
+def test_as_many_bytes_are_read_and_written_as_planned(path):
+    """Nothing is read for the first update, nothing is read twice, and nothing goes through the page cache."""
+    pair = compiled(path)
+    train(*pair, range(1))
+    read, written = stored_bytes(pair[0])
+    first = disk(pair[0])
+    assert first.read_bytes == 0
+    train(*pair, range(1, 4))
+    schedule = pair[0].offmate.plan.schedule
+    pieces = sum(len(items) for name, items in schedule.states.items() if name in schedule.states_in_files)
+    blocks = 2 * 4096 * 2 * pieces  # the ends of what is not a multiple of a page
+    assert 3 * read <= disk(pair[0]).read_bytes - first.read_bytes + read <= 4 * read + 3 * blocks
+    assert 3 * written - written <= disk(pair[0]).written_bytes - first.written_bytes <= 4 * written + 3 * blocks
+
+
+@pytest.mark.parametrize("settings", [{"max_grad_norm": 0.05}, {"accumulation_steps": 3}])
+def test_behind_a_gate(path, settings):
+    pair = compiled(path, gpu_budget=1_400_000, cpu_budget=2_600_000, **settings)
+    plain = made()
+    for step in range(2 * STEPS):
+        for model, optimizer in (pair, plain):
+            torch.manual_seed(step)
+            model(batch(step))["loss"].backward()
+            if (step + 1) % settings.get("accumulation_steps", 1) == 0:
+                if "max_grad_norm" in settings and model is plain[0]:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), settings["max_grad_norm"])
+                optimizer.step()
+                optimizer.zero_grad()
+    stored_bytes(pair[0])
+    assert_same(pair, plain)
+
+
+def test_states_are_saved_and_loaded(path):
+    pair, plain = compiled(path), made()
+    train(*pair, range(2)), train(*plain, range(2))
+    file = io.BytesIO()
+    torch.save({"model": pair[0].state_dict(), "optimizer": pair[1].state_dict()}, file)
+    train(*pair, range(2, 4))
+    file.seek(0)
+    saved = torch.load(file)
+    pair[0].load_state_dict(saved["model"])
+    pair[1].load_state_dict(saved["optimizer"])
+    assert_same(pair, plain)
+    assert train(*pair, range(4, 6)) == train(*plain, range(4, 6))
+    assert_same(pair, plain)
+    stored_bytes(pair[0])
+
+
+def _written(state: dict[str, Any]) -> None:
+    state["exp_avg"].mul_(2)
+
+
+def _written_behind(state: dict[str, Any]) -> None:
+    state["exp_avg_sq"].data.add_(0.5)
+
+
+def _replaced(state: dict[str, Any]) -> None:
+    state["exp_avg"] = torch.full_like(state["exp_avg"], 0.25)
+
+
+@pytest.mark.parametrize("edit", [_written, _written_behind, _replaced, dict.clear])
+def test_edits_of_states_count(path, edit):
+    pair, plain = compiled(path), made()
+    for step in range(4):
+        assert train(*pair, range(step, step + 1)) == train(*plain, range(step, step + 1))
+        for model, optimizer in (pair, plain):
+            for param in list(model.parameters())[step::3]:
+                edit(optimizer.state[param])
+    assert train(*pair, range(4, 6)) == train(*plain, range(4, 6))
+    assert_same(pair, plain)
+
+
+def test_master_copies_follow_edited_weights(path):
+    make, dtype = KINDS["masters"]
+    pair = compiled(path, make, dtype, gpu_budget=BUDGETS["masters"][0], cpu_budget=BUDGETS["masters"][1])
+    plain = made(make, dtype)
+    for step in range(3):
+        assert train(*pair, range(step, step + 1), dtype) == train(*plain, range(step, step + 1), dtype)
+        with torch.no_grad():
+            for model in (pair[0], plain[0]):
+                for param in model.parameters():
+                    param.mul_(0.9)
+    assert train(*pair, range(3, 5), dtype) == train(*plain, range(3, 5), dtype)
+    assert_same(pair, plain)
+
+
+@pytest.mark.parametrize("number", [0, 5, 20, 45, 70, 110])
+def test_an_interrupt_loses_nothing(path, number):
+    """An error at any action leaves a state that is plain PyTorch's of the one step or of the other, or is called torn."""
+    pair, plain = compiled(path), made()
+    train(*pair, range(1)), train(*plain, range(1))
+    executor, left = pair[0]._offmate_session.residence.active.executor, [number]
+
+    def stop(action: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+
+    executor.on_action = stop
+    with pytest.raises(KeyboardInterrupt):
+        train(*pair, range(1, 2))
+    executor.on_action = None
+    if not pair[0]._offmate_session.truth.torn:
+        updated = next(iter(pair[1].state_dict()["state"].values()))["step"] == 2
+        if updated:
+            train(*plain, range(1, 2))
+        assert_same(pair, plain)
+    for one in pair, plain:
+        one[0].load_state_dict(plain[0].state_dict())
+        one[1].load_state_dict(plain[1].state_dict())
+    assert train(*pair, range(2, 4)) == train(*plain, range(2, 4))
+    assert_same(pair, plain)
+
+
+def test_tensors_of_states_outlive_the_model(path, tmp_path):
+    pair, plain = compiled(path), made()
+    train(*pair, range(2)), train(*plain, range(2))
+    states = pair[1].state_dict()["state"]
+    pair[0]._offmate_session.storage.close()
+    assert not list((tmp_path / "disk").iterdir())
+    for number, state in plain[1].state_dict()["state"].items():
+        assert torch.equal(states[number]["exp_avg"], state["exp_avg"])
+
+
+def test_two_paths_share_the_bytes_by_their_rates(tmp_path, monkeypatch):
+    folders = [tmp_path / "fast", tmp_path / "slow"]
+    for folder in folders:
+        folder.mkdir()
+    from offmate.runtime.storage.throttle import Throttle
+
+    throttles = [Throttle(1e9, 1e9), Throttle(1e9, 1e9)]
+    monkeypatch.setattr(
+        state_storage, "Engine", functools.partial(Engine, throttles=throttles, n_threads=2, request_bytes=1 << 14)
+    )
+    paths = [offmate.StoragePath(folder, rate, rate) for folder, rate in zip(folders, ("3GB/s", "1GB/s"))]
+    pair, plain = compiled(paths), made()
+    assert train(*pair, range(STEPS)) == train(*plain, range(STEPS))
+    assert_same(pair, plain)
+    fast, slow = (one.written_bytes for one in pair[0]._offmate_session.storage._engine.use())
+    assert 2.5 <= fast / slow <= 3.5
+
+
+def test_a_spoilt_file_ends_training_before_a_wrong_number(path, tmp_path):
+    pair = compiled(path)
+    train(*pair, range(2))
+    pair[0].state_dict()
+    for file in (tmp_path / "disk").glob("*.tensor"):
+        with file.open("r+b") as handle:
+            handle.seek(1000)
+            byte = handle.read(1)
+            handle.seek(1000)
+            handle.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(Exception, match="does not hold what was written"):
+        train(*pair, range(2, 4))
+    with pytest.raises(offmate.OffmateError, match="Load a checkpoint"):
+        train(*pair, range(4, 5))
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_a_failing_disk_ends_training_by_name(path, monkeypatch, call):
+    faulty = Faulty()
+    monkeypatch.setattr(
+        state_storage, "Engine", functools.partial(Engine, files=faulty, n_threads=2, request_bytes=1 << 14)
+    )
+    pair = compiled(path)
+    train(*pair, range(2))
+
+    def fail(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    faulty.faults[call] = once(fail)
+    with pytest.raises(Exception, match="Input/output error"):
+        train(*pair, range(2, 4))
+
+
+def test_paths_that_cannot_be_used(tmp_path, path):
+    with pytest.raises(offmate.StorageError, match="absent is not a folder; make it"):
+        compiled(tmp_path / "absent")
+    with pytest.raises(offmate.OffmateError, match=r"storage='3GB/s' is a rate, and training needs a folder"):
+        compiled("3GB/s")
+    with pytest.raises(offmate.OffmateError, match=r"storage= has 3, a int"):
+        compiled([3])
+    model, _ = made()
+    with pytest.raises(offmate.OffmateError, match="needs optimizer="):
+        offmate.compile(model, GPU_BUDGET, device="emulated", storage=path)
+    first = compiled(path)
+    with pytest.raises(offmate.StorageError, match="this process, in another engine, stores in"):
+        compiled(path)
+    del first
+
+
+def test_too_small_a_disk_is_named_before_the_first_step(path, monkeypatch):
+    monkeypatch.setattr(state_storage, "figures_of", lambda path: real(path)._replace(free_bytes=1_000_000))
+    from offmate.planning.storage import figures_of as real
+
+    with pytest.raises(offmate.OffmateError):
+        train(*compiled(path), range(1))
+
+
+def items_in_files(model: Any) -> list[Any]:
+    schedule = model.offmate.plan.schedule
+    return [a.item for a in schedule.actions if a.kind is Kind.OFFLOAD and a.item.kind is ItemKind.STATE
+            and a.item in schedule.homes]  # fmt: skip
