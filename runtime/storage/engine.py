@@ -38,7 +38,8 @@ class Engine:
     Transfers begin when the events that they wait for have happened; of those, the requests of the one submitted first
     go first. Every chunk is verified by its checksum when it is read, unless it was written through a mapping since.
 
-    State: `_files_open`, `_stored` by name; changed by the thread that calls it.
+    State: `_files_open`, changed by the thread that calls it; `_stored` by name, to which one thread at a time adds,
+    under `_storing`.
 
     Parameters
     ----------
@@ -79,7 +80,7 @@ class Engine:
         # A thread that is still in a call when the interpreter shuts down aborts the process.
         self._close = weakref.finalize(self, _close, self._dispatcher, self._files_open, self._folders)
         self._stored: dict[str, Stored] = {}
-        self._striping = Striping(len(paths))
+        self._striping, self._storing = Striping(len(paths)), threading.Lock()
         try:
             self._homes = open_homes(self._disks, [Path(path.folder) for path in paths], throttles, self._folders)
         except BaseException:
@@ -123,15 +124,16 @@ class Engine:
         Raises: StorageError if a path has too little space. ArgumentValueError for a name that is stored already, a
         size that is not positive, proportions and cuts that do not fit, and for an engine without paths.
         """
-        if name in self._stored:
-            raise ArgumentValueError(f"{name} is stored already; each tensor needs a name of its own")
         if n_bytes < 1 or not self._homes:
             raise ArgumentValueError(
                 f"{name} has {n_bytes} bytes for {len(self._homes)} paths; both must be at least 1"
             )
         chunks = cut(name, n_bytes, self._disks.limits.request_bytes, cuts)
-        stored = laid_out(name, chunks, self._homes, self._striping, proportions, self._dispatcher.is_open)
-        self._stored[name] = stored
+        with self._storing:
+            if name in self._stored:
+                raise ArgumentValueError(f"{name} is stored already; each tensor needs a name of its own")
+            stored = laid_out(name, chunks, self._homes, self._striping, proportions, self._dispatcher.is_open)
+            self._stored[name] = stored
         return stored
 
     def release(self, stored: Stored) -> None:

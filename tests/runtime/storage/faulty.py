@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from offmate.runtime.storage.engine import Engine
 from offmate.runtime.storage.files import SystemFiles
+from offmate.runtime.storage.folders import StoragePath
+from offmate.runtime.storage.throttle import Throttle
 from safetensors.torch import save_file
 
 PAGE = 4096
+CHUNK = 2 * PAGE
+FAST = 1e12
 
 Call = Callable[..., int]
 
@@ -109,3 +114,18 @@ def checkpoint(path: Path, n_bytes: int = 200_000, seed: int = 0) -> Path:
 
 def content(path: Path) -> torch.Tensor:
     return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+
+
+def engine_on(*folders, files=None, **given):
+    """An engine whose paths count as disks of their own."""
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    throttles = given.pop("throttles", [Throttle(FAST, FAST, shared=False) for _ in folders])
+    paths = [StoragePath(folder) for folder in folders]
+    return Engine(paths, throttles=throttles, files=files, **{"n_threads": 2, "request_bytes": CHUNK, **given})
+
+
+def read(running, stored, start=0, n_bytes=None):
+    target = torch.zeros(stored.n_bytes - start if n_bytes is None else n_bytes, dtype=torch.uint8)
+    running.read(stored, target, start=start).synchronize()
+    return target
