@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 
 from ..current import stream_on
@@ -65,6 +67,8 @@ class LateEvent:
 class Pieces:
     """The transfers of all pieces of a tensor, as one event.
 
+    It fails once all of them have ended, so that nobody's memory is used after the failure is known.
+
     State: `parts`, the transfers that have been submitted; `submitted`, the event of all of them being so.
     """
 
@@ -73,22 +77,33 @@ class Pieces:
         self.submitted: LaneEvent | None = None
 
     def wait(self, stream: torch.Stream | None = None) -> None:
-        for part in self._all():
-            part.wait(stream)
+        self._each(lambda part: part.wait(stream))
 
     def ready(self) -> bool:
         assert self.submitted is not None
         return self.submitted.done() and all(part.ready() for part in self.parts)
 
     def synchronize(self) -> None:
-        for part in self._all():
-            part.synchronize()
+        self._each(lambda part: part.synchronize())
 
     def done(self) -> bool:
         assert self.submitted is not None
         return self.submitted.done() and all(part.done() for part in self.parts)
 
-    def _all(self) -> list[Event]:
+    def _each(self, wait: Callable[[Event], None]) -> None:
+        failures = [error for part in self._all() if (error := _failure(wait, part)) is not None]
+        if failures:
+            raise failures[0]
+
+    def _all(self) -> Iterator[Event]:
         assert self.submitted is not None
-        self.submitted.synchronize()
-        return self.parts
+        yield self.submitted
+        yield from self.parts  # whose list is complete when that has happened
+
+
+def _failure(wait: Callable[[Event], None], event: Event) -> Exception | None:
+    try:
+        wait(event)
+    except Exception as error:
+        return error
+    return None
