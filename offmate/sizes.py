@@ -19,6 +19,9 @@ _UNIT_BYTES |= {f"{prefix}B": 1000**power for power, prefix in enumerate(_PREFIX
 _UNIT_BYTES |= {f"{prefix}IB": 1024**power for power, prefix in enumerate(_PREFIXES, start=1)}
 
 
+_DECIMAL = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"))
+
+
 def parse_bytes(value: int | str) -> int:
     """Parse a size into a number of bytes, rounding fractions of a byte down.
 
@@ -111,8 +114,8 @@ def format_bytes(size_bytes: int) -> str:
 
 def format_wear(size_bytes: int) -> str:
     """Format bytes written to a drive as drives are rated: in decimal units with three significant digits."""
-    tb = size_bytes / 1e12
-    return f"{tb:,.0f} TB" if tb >= 100 else f"{tb:.3g} TB" if tb >= 0.1 else f"{1000 * tb:.3g} GB"
+    amount, unit = next((size_bytes / size, unit) for size, unit in _DECIMAL if size_bytes >= 0.1 * size or unit == "MB")
+    return f"{amount:,.0f} {unit}" if amount >= 100 else f"{amount:.3g} {unit}"
 
 
 def format_least_bytes(size_bytes: int) -> str:

@@ -9,11 +9,10 @@ from .polish.improve import improve
 from .problem import Problem
 from .refine import Limits, Search, candidate
 from .resources import HOST
-from .rounding.groups import round_solution
+from .rounding.spilled import whole_schedule
 from .rounding.least_host import settle_least_host
 from .rounding.settle import settle
 from .schedule import Schedule
-from .scheduling.emit import build_schedule
 from .simulate import keeps_budgets, memory_highs, simulate
 from .solution import Solution
 from .solve import solve
@@ -36,7 +35,7 @@ def algorithm_1(problem: Problem, solution: Solution, limits: Limits) -> Search 
 
     Returns: None if neither gives a plan within the problem's budgets.
     """
-    rounded = build_schedule(problem, round_solution(problem, solution))
+    rounded = whole_schedule(problem, problem, solution)
     if keeps_budgets(problem, rounded):
         return Search(problem, problem, solution, limits, (candidate(solution, rounded, rounded),))
     smaller = _with_smaller_budgets(problem, solution, rounded, limits)
@@ -63,7 +62,7 @@ def _with_smaller_budgets(problem: Problem, solution: Solution, rounded: Schedul
         solution = solve(tried, time_limit_s=limits.time_limit_s, gap=limits.gap, backend=limits.backend)
         if not solution.options:
             return None
-        rounded = build_schedule(problem, round_solution(tried, solution))
+        rounded = whole_schedule(problem, tried, solution)
         if keeps_budgets(problem, rounded):
             return Search(problem, tried, solution, limits, (candidate(solution, rounded, rounded),))
     return None
@@ -89,7 +88,7 @@ def near_the_fractions(
         settled = False
         for near in settle(tried, solution, host_is_full=host_is_full, **how):
             settled = True
-            rounded = build_schedule(problem, round_solution(tried, near, host_is_full=host_is_full))
+            rounded = whole_schedule(problem, tried, near, host_is_full=host_is_full)
             if keeps_budgets(problem, rounded):
                 return Search(problem, tried, solution, limits, (candidate(near, rounded, rounded),), host_is_full)
         if host_is_full and not settled:  # nor will anything with less memory be
@@ -102,7 +101,7 @@ def _fewest_on_host(problem: Problem, solution: Solution, limits: Limits) -> Sea
     rooms = _SHARED_ROOMS if problem.host_in_time else (0.0,)
     budgets_bytes = tuple(int((1 - room) * problem.host_budget_bytes) for room in rooms)
     for near in settle_least_host(problem, solution, budgets_bytes, limits.time_limit_s, limits.gap, limits.backend):
-        rounded = build_schedule(problem, round_solution(problem, near, host_is_full=True))
+        rounded = whole_schedule(problem, problem, near, host_is_full=True)
         if keeps_budgets(problem, rounded):
             return Search(problem, problem, solution, limits, (candidate(near, rounded, rounded),), host_is_full=True)
     return None

@@ -12,9 +12,8 @@ from .problem import Problem
 from .program.streamed import streaming_solution
 from .refine import Candidate, Gain, Limits, Refinement, Search, candidate, refine
 from .refinements import LADDER, without_the_program, without_trials
-from .rounding.groups import round_solution
+from .rounding.spilled import whole_schedule
 from .schedule import Schedule
-from .scheduling.emit import build_schedule
 from .scheduling.validate import validate
 from .simulate import Simulation, keeps_budgets, simulate
 from .solution import Solution, Status
@@ -181,7 +180,7 @@ def _streamed(
 ) -> Planned:
     """Return the safe plan, with the failed search's bound; no schedule if neither it nor those of `also` fit."""
     safe = streaming_solution(problem)
-    rounded = build_schedule(problem, round_solution(problem, safe))
+    rounded = whole_schedule(problem, problem, safe)
     fits = keeps_budgets(problem, rounded)
     if not fits and not also:
         return Planned(failed, None, None, 0.0)

@@ -13,9 +13,9 @@ from .polish.in_time import in_time
 from .polish.trials import best_of_trials
 from .problem import Problem
 from .refine import Candidate, Refinement, Search, candidate, refine
-from .rounding.groups import round_solution
+from .rounding.spilled import whole_schedule
 from .rounding.settle import settle, settle_whole
-from .scheduling.emit import build_schedule, counted_to
+from .scheduling.emit import counted_to
 from .scheduling.validate import is_valid
 from .simulate import keeps_budgets
 from .solution import Solution
@@ -219,7 +219,7 @@ def _rounded(search: Search, tried: Problem, near: Solution) -> Iterator[Candida
     ----------
     near: an answer to `tried`.
     """
-    rounded = build_schedule(search.problem, round_solution(tried, near, host_is_full=search.host_is_full))
+    rounded = whole_schedule(search.problem, tried, near, host_is_full=search.host_is_full)
     if keeps_budgets(search.problem, rounded):
         improved = improve(rounded)
         yield candidate(near, rounded, improved if is_valid(improved) else rounded)

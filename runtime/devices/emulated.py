@@ -18,7 +18,6 @@ from ..events import Event
 from ..layouts import as_layout
 from ..ledger import Ledger
 from ..storage.file_bytes import BytesInFile, WritableBytes
-from ..storage.host_bytes import empty_aligned
 from ..trace import Recorder
 from .lanes import Lane, close_all
 from .pinned import flat_bytes
@@ -81,7 +80,7 @@ class EmulatedDevice:
 
     @property
     def file_buffers_bytes(self) -> int:
-        return 0  # reads go straight to their places, and writes pass memory that lives as long as they do
+        return 0  # both go straight between their places
 
     def read_in(
         self, target: torch.Tensor, source: BytesInFile, link: Resource, after: tuple[Event, ...] = ()
@@ -107,15 +106,18 @@ class EmulatedDevice:
         own = flat_bytes(source)
         assert own is not None
         size = own.numel()
-        # What has left may be overwritten before it is in the file. Aligned memory is written without a second copy.
-        passing = empty_aligned(size, target.start)
+
+        def leave() -> None:  # the device's memory is the host's own, and the file is written straight from it
+            with self._at_rate(Resource.OUT, size):
+                pass
 
         def write() -> None:
             with self._at_rate(link, size):
-                target.write(passing, 0).synchronize()
+                target.write(own, 0).synchronize()
 
-        left = self._lane(Resource.OUT).submit(self._copies(Resource.OUT, passing, own), after)
-        return left, self._lane(link).submit(self._watched(link, size, write), (left,))
+        ready = self._lane(Resource.OUT).submit(self._watched(Resource.OUT, size, leave), after)
+        written = self._lane(link).submit(self._watched(link, size, write), (ready,))
+        return written, written
 
     def copy_out(
         self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...], link: Resource = Resource.OUT
