@@ -7,10 +7,13 @@ import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ..files import reason
 from ..sizes import parse_budget, parse_rate
+
+if TYPE_CHECKING:
+    from ..runtime.storage.folders import StoragePath
 
 _MOST_POINTS = 64
 _MOST_COUNT = 10**9
@@ -58,10 +61,11 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     ram.add_argument("--cpu-budget", type=size, default=argparse.SUPPRESS, metavar="SIZE", help="the same as --ram")
     parser.add_argument(
         "--storage",
-        type=rate,
-        metavar="RATE",
-        help="the rate at which the drive with the checkpoint is read, such as 3GB/s: the part of a frozen model that "
-        "RAM has no room for is then read from it in every step",
+        type=drive,
+        metavar="READ[,WRITE[,BOTH]]",
+        help="the rates of the machine's drive. READ alone, such as 3GB/s: the part of a frozen model that RAM has no "
+        "room for is read from it in every step. With WRITE, such as 7GB/s,5GB/s: optimizer states may lie on it, too. "
+        "BOTH is the rate of reads and writes together (default: as if they took turns)",
     )
 
 
@@ -93,6 +97,18 @@ def rate(text: str) -> float:
         return parse_rate(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def drive(text: str) -> float | StoragePath:
+    """Parse the rates of a drive: of reads alone, or of reads and writes, and perhaps of both together."""
+    rates = text.split(",")
+    if len(rates) == 1:
+        return rate(text)
+    if len(rates) > 3:
+        raise argparse.ArgumentTypeError(f"{text!r} has {len(rates)} rates; write READ, READ,WRITE or READ,WRITE,BOTH")
+    from ..runtime.storage.folders import StoragePath  # needs torch
+
+    return StoragePath("the drive", *map(rate, rates))
 
 
 def count(text: str) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from ..lowering.frozen_files import FrozenFiles
+from ..optim.updater import UpdateCost
 from ..runtime.devices.ring import BUFFERS_BYTES
 from ..runtime.storage.disk_queue import N_THREADS, REQUEST_BYTES
 
@@ -23,6 +24,17 @@ def ram_is_short(sizes: Mapping[str, int], frozen: Collection[str], host_budget_
     """
     trained = sum(size for name, size in sizes.items() if name not in frozen)
     return sum(sizes.values()) + _PER_TRAINED * trained > _FOR_PARAMETERS * host_budget_bytes
+
+
+def states_need_files(sizes: Mapping[str, int], updates: Mapping[str, UpdateCost], host_budget_bytes: int) -> bool:
+    """Return whether parameters, gradients and optimizer states may take more RAM than there is.
+
+    Parameters
+    ----------
+    sizes: bytes of every parameter by name. updates: costs of the updates that are planned, by parameter.
+    """
+    trained = sum(sizes[name] + cost.state_bytes for name, cost in updates.items())
+    return sum(sizes.values()) + trained > _FOR_PARAMETERS * host_budget_bytes
 
 
 def files_elsewhere(model: torch.nn.Module, rate: float, host_budget_bytes: int) -> FrozenFiles | None:

@@ -27,6 +27,7 @@ from ..sizes import format_bytes
 from ..solver.problem import Problem
 from ..split import side_of
 from .fingerprint import fingerprint_of
+from .files import states_need_files
 from .request import Request
 from .restore import restore_class
 
@@ -124,7 +125,9 @@ def lower(
         )
         for n, c in updates.items()
     }  # fmt: skip
-    blocks, files, storage = traced.blocks, request.files, request.storage
+    blocks, files = traced.blocks, request.files
+    sizes = {name: param.nbytes for name, param in params.items()}
+    storage = request.storage if states_need_files(sizes, updates, request.host_budget_bytes) else None
     lowering = Lowering(captured, traced.chain, blocks, classes, prelude, traced.incoming, trainable, files, storage)
     lowered = lowering.problem(
         rates,
