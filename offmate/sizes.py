@@ -114,7 +114,9 @@ def format_bytes(size_bytes: int) -> str:
 
 def format_wear(size_bytes: int) -> str:
     """Format bytes written to a drive as drives are rated: in decimal units with three significant digits."""
-    amount, unit = next((size_bytes / size, unit) for size, unit in _DECIMAL if size_bytes >= 0.1 * size or unit == "MB")
+    amount, unit = next(
+        (size_bytes / size, unit) for size, unit in _DECIMAL if size_bytes >= 0.1 * size or unit == "MB"
+    )
     return f"{amount:,.0f} {unit}" if amount >= 100 else f"{amount:.3g} {unit}"
 
 

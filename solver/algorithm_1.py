@@ -9,9 +9,9 @@ from .polish.improve import improve
 from .problem import Problem
 from .refine import Limits, Search, candidate
 from .resources import HOST
-from .rounding.spilled import whole_schedule
 from .rounding.least_host import settle_least_host
 from .rounding.settle import settle
+from .rounding.spilled import whole_schedule
 from .schedule import Schedule
 from .simulate import keeps_budgets, memory_highs, simulate
 from .solution import Solution

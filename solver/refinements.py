@@ -13,8 +13,8 @@ from .polish.in_time import in_time
 from .polish.trials import best_of_trials
 from .problem import Problem
 from .refine import Candidate, Refinement, Search, candidate, refine
-from .rounding.spilled import whole_schedule
 from .rounding.settle import settle, settle_whole
+from .rounding.spilled import whole_schedule
 from .scheduling.emit import counted_to
 from .scheduling.validate import is_valid
 from .simulate import keeps_budgets

@@ -21,8 +21,8 @@ from ..solver.options.pieces import Grid, in_pieces
 from ..solver.problem import Block, Group, Output, Problem, Rates, Shared, Side, TensorSize, Value, update_steps
 from ..solver.steps import Direction, steps_of
 from .frozen_files import FrozenFiles
-from .state_files import StateFiles
 from .options import BlockClass, option_numbers
+from .state_files import StateFiles
 
 _PAGE_ELEMENTS = 2048  # of two bytes in 4,096, so that pieces of states begin where disks can be written
 _WITHOUT_GATE = 3  # turn-around steps where updates need not wait for the last gradient

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+import torch
 
 from ..errors import ArgumentTypeError, ArgumentValueError
 from ..lowering.state_files import StateFiles
@@ -115,9 +115,16 @@ def figures_of(path: StoragePath) -> PathFigures:
         found = measured.read_bytes_per_s, measured.write_bytes_per_s, measured.both_bytes_per_s
         read, write, both = (format_bytes(int(rate)) for rate in found)
         log.info("%s: %s read, %s written, %s of both per second", folder, read, write, both)
-    with contextlib.suppress(OSError):
-        return PathFigures(*found, SystemFiles().free_bytes(folder))
-    return PathFigures(*found, 0)  # opening it says what is wrong
+    try:
+        free_bytes = SystemFiles().free_bytes(folder)
+    except OSError:
+        free_bytes = 0  # opening it says what is wrong
+    return _with_free(found, free_bytes)
+
+
+def _with_free(rates_of: tuple[float, float, float], free_bytes: int) -> PathFigures:
+    read, write, both = rates_of
+    return PathFigures(read, write, both, free_bytes)
 
 
 def storage_here(paths: Sequence[StoragePath], device: str) -> StateFiles | None:
@@ -154,7 +161,7 @@ def with_drives(
             f"offmate.StoragePath({unknown[0]!r}, read='7GB/s', write='5GB/s'), or storage='7GB/s' where it only "
             "reads the checkpoint"
         )
-    figures = [PathFigures(*path.rates, _DRIVE_BYTES) for path in paths if path.rates is not None]
+    figures = [_with_free(path.rates, _DRIVE_BYTES) for path in paths if path.rates is not None]
     found = together(figures, 2 * BUFFERS_BYTES + len(paths) * N_THREADS * REQUEST_BYTES)
     files = files_elsewhere(model, found.read_bytes_per_s, request.host_budget_bytes)
     return replace(request, files=files, storage=found if planned else None)

@@ -26,8 +26,8 @@ from ..runtime.torch_names.tensors import storage_key
 from ..sizes import format_bytes
 from ..solver.problem import Problem
 from ..split import side_of
-from .fingerprint import fingerprint_of
 from .files import states_need_files
+from .fingerprint import fingerprint_of
 from .request import Request
 from .restore import restore_class
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import BudgetExceeded, DeviceError, OffmateError
+from ..errors import BudgetExceeded, DeviceError, OffmateError, StorageError
 from ..plans.plan import Plan
 from ..runtime.ledger import LimitExceeded
 from ..runtime.operators.checks import OtherPath
@@ -28,7 +28,10 @@ def described(
     name = "" if isinstance(error, OtherPath) else f"{type(error).__name__}: "
     words = f"the iteration failed: {name}{error}. {_readable(truth)}"
     # The failure of a worker has the original error as its cause.
-    failed = any(isinstance(one, torch.AcceleratorError) for one in (error, error.__cause__))
+    causes = (error, error.__cause__)
+    if any(isinstance(one, StorageError) for one in causes):
+        return StorageError(words)
+    failed = any(isinstance(one, torch.AcceleratorError) for one in causes)
     return DeviceError(f"{words}. The device has failed; start a new process") if failed else OffmateError(words)
 
 

@@ -298,7 +298,7 @@ class Truth:
             self._tear(ahead, False)
 
     def note_lost(self, names: frozenset[str]) -> None:
-        """Note that the newest values of these tensors were lost with the device."""
+        """Note that the newest values of these tensors were lost with the device or a disk."""
         self._tear(tuple(sorted(names)), True)
 
     def _tear(self, names: tuple[str, ...], lost: bool) -> None:
@@ -326,8 +326,8 @@ class Truth:
         names = ", ".join(self.torn[:8]) + (", ..." if len(self.torn) > 8 else "")
         if self.lost:
             return (
-                f"the newest values of {len(self.torn)} tensors were lost with the device, and their values in RAM are "
-                f"from earlier updates than the others: {names}"
+                f"the newest values of {len(self.torn)} tensors were lost with the device, or the disk, that had them, "
+                f"and their values now are from earlier updates than the others: {names}"
             )
         return f"{len(self.torn)} parameters are one update ahead of the others: {names}"
 

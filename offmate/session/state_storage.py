@@ -15,6 +15,7 @@ from ..runtime.storage.mapped import MappedStore
 from ..sizes import format_bytes
 from ..solver.schedule import Schedule
 
+
 class StateStorage:
     """The store of optimizer states.
 
@@ -28,13 +29,13 @@ class StateStorage:
     """
 
     def __init__(self, paths: Sequence[StoragePath], host: HostState, device: Device) -> None:
-        self._host, self._engine = host, None
+        self._host = host
+        self._engine: Engine | None = None
         self.files: StateFiles | None = None
         if not paths:
             return
         figures = [figures_of(path) for path in paths]
-        engine = Engine(paths, changed=device.changed)
-        self._engine: Engine | None = engine
+        self._engine = engine = Engine(paths, changed=device.changed)
         host.store = MappedStore(engine, proportions(figures))
         self.files = together(figures, engine.staging_bytes + 2 * device.file_buffers_bytes)
 

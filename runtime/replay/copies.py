@@ -30,9 +30,7 @@ def bring(world: World, item: Item, sources: dict[str, torch.Tensor], path: Path
     return Buffer(tensors, arrived)
 
 
-def _start_in(
-    world: World, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...], path: Path
-) -> Event:
+def _start_in(world: World, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...], path: Path) -> Event:
     stored = world.host.store.bytes_of(source) if world.host.store is not None else None
     if stored is None:
         return world.device.copy_in(target, source, after, path.into)
@@ -78,9 +76,7 @@ def start_out(
     return under_way
 
 
-def _start_out(
-    world: World, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...], path: Path
-) -> Event:
+def _start_out(world: World, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...], path: Path) -> Event:
     stored = world.host.store.bytes_of(target) if world.host.store is not None else None
     if stored is None:
         return world.device.copy_out(target, source, after, path.out)

@@ -222,7 +222,7 @@ class Executor:
     def abandon(self) -> frozenset[str]:
         """Clear the device after a failure: let work under way end, and save values that only the device has.
 
-        Returns: the tensors whose newest values could not be saved because the device was lost.
+        Returns: the tensors whose newest values could not be saved, because the device was lost or a disk failed.
         """
         lost: frozenset[str] = frozenset()
         try:
@@ -230,7 +230,7 @@ class Executor:
             self._updates.salvage_begun()
             if self.complete:
                 self._updates.salvage_pending()
-            self._updates.rescue()
+            lost = self._updates.rescue(after_failure=True) | self._updates.unread()
         except torch.AcceleratorError:
             lost = self._updates.give_up_on_device()
         self._by_kind.release_host()

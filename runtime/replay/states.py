@@ -29,7 +29,9 @@ class States:
     def sources(self, item: Item) -> dict[str, torch.Tensor]:
         """Return the host memory that an item is copied from, pinned if possible; nothing before the first update."""
         state = self._host.states.get(item.name, {})
-        bulk = {k: self._settled(item.name, k, v) for k, v in state.items() if isinstance(v, torch.Tensor) and is_bulk(v)}
+        bulk = {
+            k: self._settled(item.name, k, v) for k, v in state.items() if isinstance(v, torch.Tensor) and is_bulk(v)
+        }
         state.update(bulk)
         return {key: self._part(item, whole) for key, whole in bulk.items()}
 

@@ -6,10 +6,11 @@ import contextlib
 
 import torch
 
+from ...errors import StorageError
 from ...solver import items
 from ...solver.items import Item, ItemKind
 from ...solver.schedule import Kind
-from ..events import UnderWay
+from ..events import ActionFailed, UnderWay
 from ..ledger import LimitExceeded
 from .binding import Update
 from .contents import Buffer, is_bulk
@@ -182,16 +183,40 @@ class Updates:
             self._contents.on_tiers.pop(item, None)  # outdated once the host updates the state
         self.on_host(name)
 
-    def rescue(self) -> None:
-        """Copy to the host the values that only the device has; no copy may be under way."""
-        contents = self._contents
+    def rescue(self, *, after_failure: bool = False) -> frozenset[str]:
+        """Copy to the host the values that only the device has; no copy may be under way.
+
+        Parameters
+        ----------
+        after_failure: go on with the others where values cannot be written to their files.
+
+        Returns: the tensors whose newest values are lost by that.
+        """
+        contents, lost = self._contents, set()
         with torch.no_grad():
             for item in sorted(contents.newer):
-                self._rescue(item)
+                try:
+                    self._rescue(item)
+                except StorageError:
+                    if not after_failure:
+                        raise
+                    lost.add(item.name)
             self._rescue_scalars()
         contents.newer.clear()
         contents.states_at_home.clear()
         self.rescue_buffers()
+        return frozenset(lost)
+
+    def unread(self) -> frozenset[str]:
+        """Return, after a failure, the tensors whose states could not be read from their files."""
+        lost = set()
+        for item, buffer in self._contents.states.items():
+            try:
+                if buffer.arrived is not None:
+                    buffer.arrived.synchronize()
+            except ActionFailed as error:
+                lost |= {item.name} if isinstance(error.__cause__, StorageError) else set()
+        return frozenset(lost)
 
     def rescue_buffers(self) -> None:
         """Copy to the host the model's buffers of which only the device has the newest values."""

@@ -10,7 +10,7 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import ArgumentTypeError, StorageError
+from ...errors import ArgumentTypeError, ArgumentValueError, StorageError
 from ...sizes import format_bytes, parse_rate
 from .files import Files
 from .host_bytes import ALIGNMENT_BYTES, AlignedBytes

@@ -42,9 +42,7 @@ def _in_files(problem: Problem, decisions: Decisions, files: Tier, least_bytes: 
     """Send states that leave to RAM to files instead, of as many tensors as take these bytes; None if none can go."""
     sizes = {tensor.name: tensor.state_bytes for group in problem.groups for tensor in group.tensors}
     there = {plan.name for plan in decisions.tensors if any(stay.tier == files.name for stay in plan.states)}
-    here = {
-        plan.name: sizes[plan.name] for plan in decisions.tensors if any(stay.tier == HOST for stay in plan.states)
-    }
+    here = {plan.name: sizes[plan.name] for plan in decisions.tensors if any(stay.tier == HOST for stay in plan.states)}
     going = select(here, min(least_bytes, sum(here.values())))
     if not going or sum(sizes[name] for name in there | going) > files.capacity_bytes:
         return None

@@ -90,7 +90,9 @@ def batch(step: int, dtype: torch.dtype = torch.float32, rows: int = 16) -> torc
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(step)).to(dtype)
 
 
-def train(model: Any, optimizer: torch.optim.Optimizer, steps: range, dtype: torch.dtype = torch.float32) -> list[float]:
+def train(
+    model: Any, optimizer: torch.optim.Optimizer, steps: range, dtype: torch.dtype = torch.float32
+) -> list[float]:
     losses = []
     for step in steps:
         torch.manual_seed(step)
@@ -110,7 +112,9 @@ def assert_same(pair: tuple[Any, torch.optim.Optimizer], other: tuple[Any, torch
     assert own.keys() == plain.keys()
     for number, state in plain.items():
         assert own[number].keys() == state.keys()
-        assert not [key for key in state if not torch.equal(torch.as_tensor(own[number][key]), torch.as_tensor(state[key]))]
+        assert not [
+            key for key in state if not torch.equal(torch.as_tensor(own[number][key]), torch.as_tensor(state[key]))
+        ]
 
 
 def stored_bytes(model: Any) -> tuple[int, int]:
@@ -253,7 +257,7 @@ def test_master_copies_follow_edited_weights(path):
 
 @pytest.mark.parametrize("number", [0, 5, 20, 45, 70, 110])
 def test_an_interrupt_loses_nothing(path, number):
-    """An error at any action leaves a state that is plain PyTorch's of the one step or of the other, or is called torn."""
+    """An error at any action leaves plain PyTorch's values of the one step or of the other, or they are called torn."""
     pair, plain = compiled(path), made()
     train(*pair, range(1)), train(*plain, range(1))
     executor, left = pair[0]._offmate_session.residence.active.executor, [number]
@@ -317,7 +321,7 @@ def test_a_spoilt_file_ends_training_before_a_wrong_number(path, tmp_path):
             byte = handle.read(1)
             handle.seek(1000)
             handle.write(bytes([byte[0] ^ 1]))
-    with pytest.raises(Exception, match="does not hold what was written"):
+    with pytest.raises(offmate.StorageError, match="does not hold what was written"):
         train(*pair, range(2, 4))
     with pytest.raises(offmate.OffmateError, match="Load a checkpoint"):
         train(*pair, range(4, 5))
@@ -337,7 +341,7 @@ def test_a_failing_disk_ends_training_by_name(path, monkeypatch, call):
     train(*pair, range(2))
 
     faulty.faults[call] = once(_fail)
-    with pytest.raises(Exception, match="Input/output error"):
+    with pytest.raises(offmate.StorageError, match="Input/output error"):
         train(*pair, range(2, 4))
 
 
@@ -404,6 +408,6 @@ def test_a_failing_disk_under_an_accelerator(path, sim, ring, monkeypatch):
         pair = compiled(path, device="sim", cpu_budget=CPU_BUDGET + 6 * (1 << 14))
         train(*pair, range(2))
         faulty.faults["pwritev"] = once(_fail)
-        with pytest.raises(Exception, match="Input/output error"):
+        with pytest.raises(offmate.StorageError, match="Input/output error"):
             train(*pair, range(2, 4))
     pair[0]._offmate_session.device.close()
