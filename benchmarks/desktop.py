@@ -64,8 +64,15 @@ def _rows() -> Iterator[dict[str, Any]]:
                 yield case | _planned(problem if gate == "none" else gated(problem, steps))
 
 
-def problem_of(hardware: Hardware, batch: int, sequence: int, budget_bytes: int) -> Problem:
-    """Return the problem of a machine, as the program sees it without a gate."""
+def problem_of(
+    hardware: Hardware, batch: int, sequence: int, budget_bytes: int, layers: int = 32, hidden: int = 4096
+) -> Problem:
+    """Return the problem of a machine, as the program sees it without a gate.
+
+    Parameters
+    ----------
+    layers, hidden: of the model, whose other widths are in Llama's proportions.
+    """
     cpu_s, device_s = hardware.update_s(1, masters=True)
     rates = Rates(
         hardware.in_bytes_per_s,
@@ -82,7 +89,8 @@ def problem_of(hardware: Hardware, batch: int, sequence: int, budget_bytes: int)
         MASTERS.param_bytes / device_s,
         rates,
     )
-    shape = Shape(layers=32, hidden=4096, intermediate=11008, vocab=32000, batch=batch, sequence=sequence)
+    intermediate = 11008 * hidden // 4096 // 256 * 256
+    shape = Shape(layers, hidden, intermediate, vocab=32000, batch=batch, sequence=sequence)
     return llama(shape, speeds, budget_bytes, _HOST_BYTES, precision=MASTERS)
 
 

@@ -85,7 +85,7 @@ def _trained(folder: Path, way: str, steps: int) -> dict[str, Any]:
 
     warnings.simplefilter("ignore")
     torch.manual_seed(1)
-    before = _memory()
+    before = memory()
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     model.config.use_cache = False
     base_bytes = sum(param.nbytes for param in model.parameters())
@@ -96,7 +96,7 @@ def _trained(folder: Path, way: str, steps: int) -> dict[str, Any]:
         ram = base_bytes // 3 if way == "files" else 8 * base_bytes
         config = offmate.Config(cache_dir=None)
         offmate.compile(model, _GPU_BUDGET_BYTES, optimizer=optimizer, cpu_budget=ram, device="emulated", config=config)
-    losses, seconds, peaks = [], [], _Peaks()
+    losses, seconds, peaks = [], [], Peaks()
     for step in range(steps + 1):
         tokens = torch.randint(0, 8000, (1, _TOKENS), generator=torch.Generator().manual_seed(step))
         if step == 1:  # planning is over, and memory has settled
@@ -122,7 +122,7 @@ def _trained(folder: Path, way: str, steps: int) -> dict[str, Any]:
     }
 
 
-class _Peaks:
+class Peaks:
     """The peaks of a process's own memory and of file pages in it, by samples."""
 
     def __init__(self) -> None:
@@ -139,11 +139,11 @@ class _Peaks:
 
     def _sample(self) -> None:
         while not self._ends.wait(_SAMPLES_S):
-            now = _memory()
+            now = memory()
             self._most = max(self._most[0], now[0]), max(self._most[1], now[1])
 
 
-def _memory() -> tuple[int, int]:
+def memory() -> tuple[int, int]:
     """Return the process's own bytes in memory, and those of files."""
     rows = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     own, files = (int(rows[name].split()[0]) << 10 for name in ("RssAnon", "RssFile"))

@@ -1,0 +1,142 @@
+"""Optimizer states in files: seconds, peaks and bits of training with a quarter of the states' bytes as RAM.
+
+`python -m benchmarks.states_in_files --dir DIR [--steps 4] [--json FILE]` trains all parameters of a Llama of random
+weights (63 M in bfloat16, with float32 copies, so that states have 12 bytes per parameter) with AdamW on the emulated
+device, each time in a process of its own: with plain PyTorch, with plenty of RAM, and with a quarter of the states'
+bytes as RAM and two storage paths in DIR, which are held to 600 and 200 MB/s by the engine. The table has the seconds
+per step beside the predicted ones, what a step reads and writes, the peak of the process's own memory beside what the
+plan counts, and whether losses, parameters and states are plain PyTorch's, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import json
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from offmate.runtime.storage.engine import Engine
+from offmate.runtime.storage.throttle import Throttle
+from rich.console import Console
+from rich.table import Table
+
+import offmate
+from offmate.session import state_storage
+
+from .frozen_files import Peaks, memory
+from .overhead import machine
+
+_GPU_BUDGET_BYTES = 300 << 20
+_WAYS = ("plain", "plenty", "files")
+_TOKENS = 32
+_RATES = {"fast": 600e6, "slow": 200e6}  # bytes per second of each path, of reads and writes in turns
+
+
+def main() -> None:
+    """Train in each way, print the table, write it if asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dir", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--way", choices=_WAYS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.way:
+        print(json.dumps(_trained(arguments.dir, arguments.way, arguments.steps)))
+        return
+    rows = {way: _in_a_process(arguments, way) for way in _WAYS}
+    table = Table("way", "s per step", "predicted", "read and written, MiB", "own memory, MiB", "planned", "bits")
+    for way, row in rows.items():
+        row["exact"] = (row["losses"], row["hash"]) == (rows["plain"]["losses"], rows["plain"]["hash"])
+        predicted = f"{row['predicted_s']:.2f}" if row["predicted_s"] else "-"
+        sizes = (f"{row[name] / 2**20:.0f}" for name in ("stored_bytes", "own_bytes", "planned_bytes"))
+        table.add_row(way, f"{row['step_s']:.2f}", predicted, *sizes, "the same" if row["exact"] else "DIFFER")
+    Console(width=110).print(table)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+
+
+def _in_a_process(arguments: argparse.Namespace, way: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.states_in_files", "--dir", str(arguments.dir), "--way", way]
+    ran = subprocess.run([*command, "--steps", str(arguments.steps)], check=True, capture_output=True, text=True)
+    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return found
+
+
+def _trained(folder: Path, way: str, steps: int) -> dict[str, Any]:
+    """Train in this process; return seconds, bytes, losses and a hash of parameters and states."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=2048, num_hidden_layers=14, num_attention_heads=8, vocab_size=4000,
+        tie_word_embeddings=False, use_cache=False,
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(config).to(torch.bfloat16).train()
+    optimizer = offmate.with_master_weights(torch.optim.AdamW)(model.parameters(), lr=1e-4, fused=True)
+    params_bytes = sum(param.nbytes for param in model.parameters())
+    states_bytes = 6 * params_bytes
+    before = memory()
+    if way != "plain":
+        settings: dict[str, Any] = {"cpu_budget": 8 * states_bytes}
+        if way == "files":
+            settings = {"cpu_budget": states_bytes // 4, "storage": _paths(folder)}
+        offmate.compile(
+            model, _GPU_BUDGET_BYTES, optimizer=optimizer, device="emulated", config=offmate.Config(cache_dir=None),
+            **settings,
+        )  # fmt: skip
+    losses, seconds, peaks = [], [], Peaks()
+    for step in range(steps + 2):
+        tokens = torch.randint(0, 4000, (1, _TOKENS), generator=torch.Generator().manual_seed(step))
+        if step == 2:  # planning is over, every state exists, and memory has settled
+            peaks.start()
+        began = time.perf_counter()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        seconds.append(time.perf_counter() - began)
+    own_bytes, _ = peaks.stop()
+    plan = model.offmate.plan if way != "plain" else None
+    return {
+        "params_bytes": params_bytes,
+        "states_bytes": states_bytes,
+        "step_s": statistics.median(seconds[2:]),
+        "predicted_s": plan.predicted_step_s if plan is not None else None,
+        "stored_bytes": sum(plan.stored_bytes) if plan is not None else 0,
+        "planned_bytes": plan.host_bytes + plan.budget_bytes - params_bytes if plan is not None else 0,
+        "own_bytes": own_bytes - before[0],
+        "losses": losses,
+        "hash": _hash(model, optimizer),
+    }
+
+
+def _paths(folder: Path) -> list[offmate.StoragePath]:
+    """Return paths of known rates, to which the engine is held."""
+    throttles = [Throttle(rate, rate) for rate in _RATES.values()]
+    state_storage.Engine = functools.partial(Engine, throttles=throttles)  # type: ignore[misc, assignment]
+    for name in _RATES:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    return [offmate.StoragePath(folder / name, rate, rate) for name, rate in _RATES.items()]
+
+
+def _hash(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    found = hashlib.sha256()
+    states = optimizer.state_dict()["state"]
+    tensors = [*model.state_dict().values(), *(states[n][key] for n in sorted(states) for key in sorted(states[n]))]
+    for tensor in tensors:
+        found.update(torch.as_tensor(tensor).contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+if __name__ == "__main__":
+    main()
