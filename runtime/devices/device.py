@@ -98,7 +98,8 @@ class Device(Protocol):
             what the file had before among them.
 
         Returns: the event of all bytes having left the device, after which its memory may be overwritten or freed, and
-        that of all bytes being in the file, from which also a failed write raises.
+        that of all bytes being in the file, from which also a failed write raises. They are one event where the
+        device's memory is the host's.
         """
         ...
 

@@ -40,7 +40,7 @@ class Ring:
     """
 
     def __init__(self) -> None:
-        self._buffers: list[torch.Tensor] = []
+        self._slots: list[torch.Tensor] = []
         self._used: list[Event | None] = []
         self._slot = -1
 
@@ -52,13 +52,13 @@ class Ring:
         start: offset in the file of the first byte. The memory is as far from a block's beginning as the file is there,
             so that whole blocks are transferred without a second copy.
         """
-        if not self._buffers:
-            self._buffers = [_pinned(_PIECE_BYTES + ALIGNMENT_BYTES) for _ in range(_BUFFERS)]
+        if not self._slots:
+            self._slots = [_pinned(_PIECE_BYTES + ALIGNMENT_BYTES) for _ in range(_BUFFERS)]
             self._used = [None] * _BUFFERS
-        self._slot = (self._slot + 1) % len(self._buffers)
+        self._slot = (self._slot + 1) % len(self._slots)
         _wait_for(self._used[self._slot])
         first = start % ALIGNMENT_BYTES
-        return self._buffers[self._slot][first : first + n_bytes]
+        return self._slots[self._slot][first : first + n_bytes]
 
     def keep(self, event: Event) -> None:
         """Have the buffer that was taken last stay as it is until an event."""

@@ -90,17 +90,6 @@ class OnAnyDevice:
             event.synchronize()
             assert torch.equal(drive.content(place), random_bytes(place.stored.n_bytes, seed))
 
-    def test_what_has_left_does_not_wait_for_the_drive(self, device, tmp_path):
-        gate = Gate()
-        with Drive(device, tmp_path, pwritev=gate) as drive:
-            place = drive.place(2 * PIECE)
-            left, written = drive.write(place, device.bring(random_bytes(2 * PIECE)))
-            left.synchronize()
-            assert not written.done() and not written.ready()
-            gate.open.set()
-            written.synchronize()
-            assert written.done() and written.ready()
-
     def test_a_write_waits_for_what_it_is_given(self, drive):
         source, place, before = drive.device.bring(torch.zeros(PIECE)), drive.place(4 * PIECE), LaneEvent()
         left, written = drive.write(place, source, after=(before,))
@@ -157,7 +146,7 @@ class OnAnyDevice:
             source, place = device.bring(random_bytes(12 * PIECE)), drive.place(12 * PIECE)
             left, written = drive.write(place, source)
             _, arrived = drive.read(place, source, after=(written,))
-            left.synchronize()
+            assert left is written or left.synchronize() is None  # the copies were made
             for _ in range(2):
                 with pytest.raises(ActionFailed, match=rf"the copy of s:w failed: StorageError: .*{tmp_path}.*error"):
                     UnderWay("the copy of s:w", (written,)).synchronize()
@@ -181,7 +170,7 @@ class OnAnyDevice:
     def test_what_the_engine_refuses_at_once_raises_from_the_events(self, drive):
         source, place = drive.device.bring(random_bytes(12 * PIECE)), drive.place(6 * PIECE)
         left, written = drive.write(place, source)
-        left.synchronize()
+        assert left is written or left.synchronize() is None  # the copies were made
         _, arrived = drive.read(place, source)
         for event in (written, arrived):
             with pytest.raises(ArgumentValueError, match=r"are not within tensor 1"):
@@ -271,6 +260,17 @@ class TestStreams(OnAnyDevice):
         made = StreamDevice(torch.device("sim:0"), 1 << 30)
         yield made
         made.close()
+
+    def test_what_has_left_does_not_wait_for_the_drive(self, device, tmp_path):
+        gate = Gate()
+        with Drive(device, tmp_path, pwritev=gate) as drive:
+            place = drive.place(2 * PIECE)
+            left, written = drive.write(place, device.bring(random_bytes(2 * PIECE)))
+            left.synchronize()
+            assert not written.done() and not written.ready()
+            gate.open.set()
+            written.synchronize()
+            assert written.done() and written.ready()
 
     @pytest.mark.parametrize("waits", [False, True])
     def test_memory_that_is_freed_before_it_has_left(self, drive, sim, waits):
