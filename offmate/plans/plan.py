@@ -172,8 +172,9 @@ class Plan:
     def stored_bytes(self) -> tuple[int, int]:
         """Bytes of optimizer states that are read from the storage paths and written to them per step."""
         homes, sizes = self.schedule.homes, self.schedule.item_bytes
+        files = {tier.name for tier in self.schedule.rates.tiers if tier.for_states}
         moved = [(times, a) for times, a in self._all_actions if a.kind in (Kind.PREFETCH, Kind.OFFLOAD)]
-        stored = [(times, a) for times, a in moved if a.item.kind is ItemKind.STATE and a.item in homes]
+        stored = [(times, a) for times, a in moved if homes.get(a.item) in files]
         read = sum(times * sizes[a.item] for times, a in stored if a.kind is Kind.PREFETCH)
         return read, sum(times * sizes[a.item] for times, a in stored) - read
 

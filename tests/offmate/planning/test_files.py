@@ -74,7 +74,7 @@ def test_a_rate_that_is_none(monkeypatch, cache, capsys, rate):
 
 def test_a_rate_without_its_machine(checkpoint):  # noqa: F811
     model, optimizer = mapped(checkpoint)
-    with pytest.raises(offmate.OffmateError, match=r"storage='3GB/s' is the rate of another machine's drive"):
+    with pytest.raises(offmate.OffmateError, match=r"storage='3GB/s' is a rate, and training needs a folder"):
         offmate.plan(model, GPU_BUDGET, example_inputs=(batch(0),), optimizer=optimizer, device="emulated",
                      storage="3GB/s")  # fmt: skip
 
