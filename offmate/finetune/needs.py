@@ -172,8 +172,8 @@ def storage_advice(kept_bytes: int, lacking_bytes: int) -> str:
     if kept_bytes <= lacking_bytes:
         return ""
     return (
-        f". Optimizer states take {format_bytes(kept_bytes)} of the RAM: --storage DIR may help, which can keep them in "
-        "a folder on an NVMe drive"
+        f". Optimizer states take {format_bytes(kept_bytes)} of the RAM: --storage DIR may help, which can keep them "
+        "in a folder on an NVMe drive"
     )
 
 
