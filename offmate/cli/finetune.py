@@ -89,6 +89,14 @@ def settings_options() -> tuple[argparse.ArgumentParser, dict[str, str]]:
         for name, kind, metavar, words in _SETTINGS
     ]
     options += [
+        parser.add_argument(
+            "--storage",
+            nargs="+",
+            action="extend",
+            metavar="DIR",
+            help="a folder on an NVMe drive, which optimizer states leave to where RAM has no room for them; several "
+            "ones, each on a drive of its own, share them; none names none (default: none)",
+        ),
         parser.add_argument("--report", nargs="+", metavar="NAME", help="where else to report: tensorboard, wandb"),
         parser.add_argument(
             "--sample", nargs="+", metavar="PROMPT", help="let the model continue these prompts after each evaluation"

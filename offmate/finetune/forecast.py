@@ -31,6 +31,7 @@ from .samples import Prompts, sample_lines
 from .settings import AUTO, Settings
 from .source_files import source_files
 from .sources import Sources, changes_of_data, data_marks
+from .state_folders import StateFolders
 from .talk import Talk
 from .tokenizing import Example, examples
 from .updates import UpdateRule
@@ -53,7 +54,7 @@ class Position:
     Parameters
     ----------
     kind: the device, as `device_kind` returns it. folder: the model's. place: that of tokens and checkpoints.
-    sources: the base model and the data as the run began with them.
+    sources: the base model and the data as the run began with them. folders: those that optimizer states may leave to.
     """
 
     settings: Settings
@@ -65,6 +66,7 @@ class Position:
     checkpoint: Path | None
     moment: Moment | None
     sources: Sources
+    folders: StateFolders
 
     @property
     def done(self) -> int:
@@ -132,7 +134,8 @@ def _beginnings(source: str) -> Iterator[Piece]:
 def _first_doubts(at: Position, needs: Needs) -> list[str]:
     """List what looks wrong before anything is planned."""
     found = [no_card()] if at.settings.device is None and at.kind == EMULATED and not _was_emulated(at) else []
-    return found + memory_doubt(needs.host_bytes(at.kind))
+    needed = needs.host_bytes(at.kind, at.settings)
+    return found + memory_doubt(needed, needed - needs.weights_bytes)
 
 
 def _was_emulated(at: Position) -> bool:
@@ -221,10 +224,10 @@ def _forecast(
     check_budget(at.kind, budget)
     host = default_host_budget_bytes() if settings.cpu_budget == AUTO else parse_budget(settings.cpu_budget)
     named = settings.cpu_budget != AUTO
-    short = not named and needs.host_bytes(at.kind) > host
+    short = not named and needs.host_bytes(at.kind, settings) > host
 
-    def planned(host_bytes: int) -> Plan:
-        return plan_model(
+    def planned(host_bytes: int, folders: StateFolders = at.folders) -> Plan:
+        plan = plan_model(
             bare.model,
             budget,
             example_inputs=batch_of(settings, "meta"),
@@ -232,8 +235,11 @@ def _forecast(
             **settings.gate,
             cpu_budget=host_bytes,
             hardware=machine,
+            storage=folders.given,
             config=Config(outputs=OUTPUTS, solver_gap=_FORECAST_GAP),
         )
+        # A frozen base lies in RAM, while a plan for another machine may read it from a drive.
+        return planned(host_bytes, StateFolders()) if plan.read_bytes else plan
 
     lack = _lack_of_ram(at, work, needs, host) if named else None
     try:
@@ -245,13 +251,12 @@ def _forecast(
         except InfeasibleBudget:
             talk.say(work.lines(settings), event="plan", lines=work.lines(settings), doubts=[*first, str(error)])
             raise error from None
-    preview = Preview(
-        settings, at.kind, needs, plan, work, at.done, short_of=f"{format_bytes(host)} (cpu_budget)" if lack else ""
-    )
+    preview = Preview(settings, at.kind, needs, plan, work, at.done, short_of_bytes=host if lack else None)
     if lack is not None:
+        lack = InfeasibleBudget(f"{lack}{preview.advice()}", *lack.args[1:])
         talk.say(preview.lines(), event="plan", lines=preview.lines(), doubts=[*first, str(lack)])
         raise lack
-    new = preview.doubts(memory=not short)
+    new = preview.doubts(memory=not short) + at.folders.doubt(plan)
     lines = preview.lines() + sample_lines(settings, at.prompts, bare.model, budget, at.kind, machine)
     talk.say(lines, event="plan", lines=lines, doubts=first + new)
     talk.agree(new)

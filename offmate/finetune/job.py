@@ -45,6 +45,7 @@ from .samples import read_prompts
 from .settings import Settings
 from .sources import Sources, check_description, check_weights, read_sources, warn_if_unknown, with_model
 from .start import check_vocabulary, n_positions, resolved, settings_of
+from .state_folders import measured
 from .talk import Talk
 from .tokenizing import Example
 from .updates import UpdateRule
@@ -100,6 +101,7 @@ def _begin(settings: Settings, place: Place, resume: bool, talk: Talk) -> None:
         remove_unfinished(output / CHECKPOINTS)
     checkpoint = newest_checkpoint(output / CHECKPOINTS) if resume else None
     moment = load_moment(checkpoint) if checkpoint is not None else None
+    folders = measured(settings.storage)
     sources = read_sources(output) if resume else Sources()
     folder = model_folder(settings.model, weights=False, revision=sources.revision)
     check_description(sources, folder, weights=checkpoint is None or settings.lora is not None)
@@ -110,8 +112,9 @@ def _begin(settings: Settings, place: Place, resume: bool, talk: Talk) -> None:
     known = resume and (output / TOKENS).is_dir()
     shown = [] if known else glimpse(settings, tokenizer)
     at = Position(
-        settings, kind, folder, tokenizer, prompts, output if known else place.folder, checkpoint, moment, sources
-    )
+        settings, kind, folder, tokenizer, prompts, output if known else place.folder, checkpoint, moment, sources,
+        folders,
+    )  # fmt: skip
     _run(at, shown, talk, place)
 
 
@@ -130,7 +133,8 @@ def _run(at: Position, shown: list[Example], talk: Talk, place: Place) -> None:
     talk.agree(preview.doubts() if not asked else [])
     place.begun = True
     _train(at, loaded, plan, config, work, talk.mode)
-    del loaded, plan, preview  # a merge reads the base again
+    del loaded, plan, preview
+    gc.collect()  # a merge reads the base again, and files of optimizer states are no longer needed
     _ended(at.settings, talk)
     loads_with = "peft" if at.settings.lora else "transformers"
     talk.say([f"done: {at.settings.output} loads with plain {loads_with}"], event="done")
@@ -172,7 +176,7 @@ def _plan(at: Position, loaded: Loaded) -> tuple[Plan, Config]:
     split = at.moment.split if at.moment is not None else Split()
     config = Config(updates=split, outputs=OUTPUTS) if split != Split() else Config(outputs=OUTPUTS)
     try:
-        plan = _planned(at.settings, loaded, config)
+        plan = _planned(at, loaded, config)
     except InfeasibleBudget:
         if at.kind != EMULATED or split == Split():
             raise
@@ -181,13 +185,14 @@ def _plan(at: Position, loaded: Loaded) -> tuple[Plan, Config]:
             "changes no bits"
         )
         config = Config(outputs=OUTPUTS)
-        plan = _planned(at.settings, loaded, config)
+        plan = _planned(at, loaded, config)
     # The plan that the earlier run followed, if it is for the same problem.
     saved = saved_plan(at.checkpoint)
     return saved if saved is not None and saved.fingerprint == plan.fingerprint else plan, config
 
 
-def _planned(settings: Settings, loaded: Loaded, config: Config) -> Plan:
+def _planned(at: Position, loaded: Loaded, config: Config) -> Plan:
+    settings = at.settings
     return plan_model(
         loaded.model,
         settings.gpu_budget,
@@ -196,6 +201,7 @@ def _planned(settings: Settings, loaded: Loaded, config: Config) -> Plan:
         **settings.gate,
         device=settings.device,
         cpu_budget=settings.cpu_budget,
+        storage=at.folders.given,
         config=config,
     )
 
@@ -209,6 +215,7 @@ def _train(at: Position, loaded: Loaded, plan: Plan, config: Config, work: Work,
         **settings.gate,
         device=settings.device,
         cpu_budget=settings.cpu_budget,
+        storage=at.folders.given,
         plan=plan,
         config=config,
     )
@@ -235,7 +242,6 @@ def _ended(settings: Settings, talk: Talk) -> None:
     """Merge and push a result if the settings ask for it; what is merged already is not merged again."""
     output = Path(settings.output)
     if settings.merge and not is_merged(output):
-        gc.collect()
         sources = read_sources(output)
         folder = model_folder(settings.model, revision=sources.revision)
         where = merge(resolved(settings, folder), folder, sources)

@@ -53,9 +53,13 @@ class Needs:
         merged = self.weights_bytes if settings.merge else 0
         return (self.saved_bytes + self.states_bytes) * (settings.keep_checkpoints + 1) + self.saved_bytes + merged
 
-    def host_bytes(self, kind: str) -> int:
-        """Return the least RAM; where the CPU emulates the device, that also holds the states."""
-        return self.weights_bytes + (self.states_bytes if kind == EMULATED else 0)
+    def host_bytes(self, kind: str, settings: Settings) -> int:
+        """Return the least RAM; where the CPU emulates the device, that also holds the states that cannot leave it."""
+        return self.weights_bytes + (self.kept_bytes(settings) if kind == EMULATED else 0)
+
+    def kept_bytes(self, settings: Settings) -> int:
+        """Return the bytes of optimizer states that have to stay in memory, since no folder is named for them."""
+        return 0 if settings.storage else self.states_bytes
 
 
 def model_without_weights(settings: Settings, folder: Path) -> torch.nn.Module:
@@ -147,15 +151,30 @@ def resolved_precision(settings: Settings, stored: torch.dtype) -> Settings:
     return replace(settings, precision="bf16" if settings.lora is not None else "bf16-master")
 
 
-def memory_doubt(needed_bytes: int, available_bytes: int | None = None) -> list[str]:
-    """Return a sentence if a run needs more RAM than is free."""
+def memory_doubt(needed_bytes: int, kept_bytes: int, available_bytes: int | None = None) -> list[str]:
+    """Return a sentence if a run needs more RAM than is free.
+
+    Parameters
+    ----------
+    kept_bytes: optimizer states among these, which `--storage` could take.
+    """
     free = available_host_bytes() if available_bytes is None else available_bytes
     if needed_bytes <= free:
         return []
     return [
         f"the run needs {format_least_bytes(needed_bytes)} of RAM, but {format_bytes(free)} are free; free "
-        "memory, or use a smaller model"
+        f"memory, or use a smaller model{storage_advice(kept_bytes, needed_bytes - free)}"
     ]
+
+
+def storage_advice(kept_bytes: int, lacking_bytes: int) -> str:
+    """Return a further sentence about `--storage` if the optimizer states that it could take are what RAM lacks."""
+    if kept_bytes <= lacking_bytes:
+        return ""
+    return (
+        f". Optimizer states take {format_bytes(kept_bytes)} of the RAM: --storage DIR may help, which can keep them "
+        "in a folder on an NVMe drive"
+    )
 
 
 def _lookups(model: torch.nn.Module) -> int:

@@ -13,7 +13,7 @@ from ..reports.units import format_count, format_seconds
 from ..sizes import format_bytes, format_least_bytes
 from .data import is_of_hub
 from .lora import ALL_LINEAR
-from .needs import Needs, device_words, memory_doubt
+from .needs import Needs, device_words, memory_doubt, storage_advice
 from .packing import Batches, Packed
 from .report import format_left, format_steps
 from .settings import Settings
@@ -99,7 +99,8 @@ class Preview:
     Parameters
     ----------
     kind: the device, as `device_kind` returns it. done: steps that an earlier run has done.
-    held_bytes: what this process already holds of the run's RAM. short_of: the RAM that was named and is too little.
+    held_bytes: what this process already holds of the run's RAM. short_of_bytes: the RAM that was named and is too
+        little; None if none was.
     """
 
     settings: Settings
@@ -109,7 +110,7 @@ class Preview:
     work: Work
     done: int
     held_bytes: int = 0
-    short_of: str = ""
+    short_of_bytes: int | None = None
 
     @property
     def tokens_per_step(self) -> int:
@@ -145,25 +146,34 @@ class Preview:
             f"RAM: {format_bytes(self.host_bytes)} of tensors{self._of_device()}; "
             f"{format_bytes(self.needs.disk_bytes(self.settings))} of disk for {self.settings.keep_checkpoints} "
             "checkpoints and the result",
+            *([f"storage: {self.plan.stored_words}"] if any(self.plan.stored_bytes) else []),
             *self.speed_lines(source),
         ]
+
+    def advice(self) -> str:
+        """Write what `--storage` would do about a lack of RAM; nothing if RAM suffices, or it would not help."""
+        needed, has = self._ram()
+        return storage_advice(self.needs.kept_bytes(self.settings), needed - has) if needed > has else ""
+
+    def _ram(self) -> tuple[int, int]:
+        """Return how much RAM the run needs, and how much there is."""
+        if self.short_of_bytes is not None:
+            return max(self.plan.host_bytes, self.needs.weights_bytes), self.short_of_bytes
+        return self.host_bytes, available_host_bytes() + self.held_bytes
 
     def _fit_line(self) -> str:
         """Write whether the run fits; if not, how much RAM it needs, and how much there is."""
         plan, budget = self.plan, format_bytes(self.plan.budget_bytes)
-        free = available_host_bytes() + self.held_bytes
-        if self.short_of:
-            needed, has = max(plan.host_bytes, self.needs.weights_bytes), self.short_of
-        elif self.host_bytes > free:
-            needed, has = self.host_bytes, f"{format_bytes(free)} free"
-        else:
+        needed, has = self._ram()
+        if self.short_of_bytes is None and needed <= has:
             return (
                 f"fits: GPU memory peak {format_bytes(plan.predicted_peak_bytes)} of {budget}; the least budget that "
                 f"works is {format_least_bytes(plan.least_budget_bytes)}"
             )
+        whose = "free" if self.short_of_bytes is None else "(cpu_budget)"
         return (
             f"does not fit: with {budget} of GPU memory, training needs about {format_least_bytes(needed)} of RAM, and "
-            f"there are {has}"
+            f"there are {format_bytes(has)} {whose}{self.advice()}"
         )
 
     def speed_lines(self, source: str) -> list[str]:
@@ -195,7 +205,8 @@ class Preview:
             )
         if self.left_s > _LONG_S:
             found.append(f"the run takes {self.left_s / 86400:.0f} days; try fewer steps or a shorter sequence_length")
-        return found + (memory_doubt(self.host_bytes - self.held_bytes) if memory else [])
+        kept_bytes = self.needs.kept_bytes(self.settings)
+        return found + (memory_doubt(self.host_bytes - self.held_bytes, kept_bytes) if memory else [])
 
 
 def not_read_lines(data: str) -> list[str]:
@@ -215,7 +226,7 @@ def first_lines(settings: Settings, kind: str, needs: Needs) -> list[str]:
     """Write what is known before anything is planned: the model, and what it needs at the least."""
     return [
         model_line(settings, needs),
-        f"needs at least: {format_least_bytes(needs.host_bytes(kind))} of RAM, "
+        f"needs at least: {format_least_bytes(needs.host_bytes(kind, settings))} of RAM, "
         f"{format_least_bytes(needs.largest_bytes)} of GPU memory, "
         f"{format_bytes(needs.disk_bytes(settings))} of disk; at best {needs.tokens_per_s:,.0f} tokens/s",
     ]

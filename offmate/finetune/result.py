@@ -21,7 +21,7 @@ from .sources import Sources, check_description, check_weights, warn_if_unknown
 from .weights import DTYPES, load_model, load_tokenizer, with_saved_adapter
 
 MERGED = "merged"
-_ELSEWHERE = ("device", "gpu_budget", "cpu_budget", "push", "report")  # of the machine, not of the result
+_ELSEWHERE = ("device", "gpu_budget", "cpu_budget", "storage", "push", "report")  # of the machine, not of the result
 
 
 @dataclass

@@ -17,7 +17,7 @@ from ..errors import ArgumentValueError
 from ..files import write_whole
 from .lora import Lora, parse_lora, saved_lora
 from .unique_keys import UniqueKeyLoader
-from .values import NONE, as_float, check_choice, check_number, check_size, check_whole, is_text, short
+from .values import NONE, as_float, check_choice, check_name, check_number, check_size, check_whole, is_text, short
 
 SCHEDULES = ("cosine", "linear", "constant")
 OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")
@@ -31,6 +31,7 @@ _MOST_MICRO_BATCHES, _MOST_SEQUENCES, _MOST_TOKENS = 10**6, 2**16, 2**24
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _WARMUP_SHARE = 0.03
+_A_FOLDER = "name a folder such as /mnt/nvme/offmate, several of them, or none"
 
 # Values that leave a setting to the run. A run stores what it took, so such a value asks for no change of it.
 _OPEN: dict[str, Any] = {
@@ -40,8 +41,8 @@ _OPEN: dict[str, Any] = {
 # Settings that do not change the numbers, so a run may be resumed with other values. Budgets are among them, since
 # checkpoints store who updates what and a resumed run keeps that split.
 _FREE = (
-    "gpu_budget", "cpu_budget", "eval_every", "checkpoint_every", "keep_checkpoints", "report", "output", "merge",
-    "sample", "sample_tokens", "push",
+    "gpu_budget", "cpu_budget", "storage", "eval_every", "checkpoint_every", "keep_checkpoints", "report", "output",
+    "merge", "sample", "sample_tokens", "push",
 )  # fmt: skip
 
 
@@ -53,6 +54,7 @@ class Settings:
     ----------
     model: folder or Hub id. data: file, folder, or "hf:NAME[:SPLIT]". output: folder of the result.
     gpu_budget, cpu_budget: sizes or "auto". device: as in `offmate.compile`.
+    storage: folders, each on a disk of its own, that optimizer states leave to where RAM has no room for them.
     sequence_length: tokens per sequence; None takes 1024, or the model's limit if that is less.
     batch_size: sequences per micro-batch. accumulation: micro-batches per step.
     epochs, steps: length of the run; steps wins if both are given.
@@ -79,6 +81,7 @@ class Settings:
     gpu_budget: str = "auto"
     cpu_budget: str = "auto"
     device: str | None = None
+    storage: tuple[str, ...] = field(default=())
     sequence_length: int | None = None
     batch_size: int = 4
     accumulation: int = 1
@@ -110,10 +113,11 @@ class Settings:
             if not isinstance(value, str) or not value:
                 given = f"{name} is {short(value)}" if value else f"no {name} is given"
                 raise ArgumentValueError(f"{given}; name it with --{name}, or with `{name}:` in the configuration file")
-            if "\0" in value or not is_text(value):
-                raise ArgumentValueError(
-                    f"{name} is {short(value)}; a null byte, or one that is not UTF-8, cannot be part of a name here"
-                )
+            check_name(name, value)
+        for folder in self.storage:
+            if not isinstance(folder, str) or not folder:
+                raise ArgumentValueError(f"storage is {short(folder)}; {_A_FOLDER}")
+            check_name("storage", folder)
         for name in ("epochs", "checkpoint_every", "keep_checkpoints"):
             check_whole(name, getattr(self, name), 1)
         check_whole("batch_size", self.batch_size, 1, _MOST_SEQUENCES)
@@ -171,7 +175,7 @@ class Settings:
         plain = dataclasses.asdict(self)
         if self.max_grad_norm is None:
             plain["max_grad_norm"] = NONE  # nothing would mean that it is left to the default
-        plain["report"], plain["sample"] = list(self.report), list(self.sample)
+        plain |= {name: list(getattr(self, name)) for name in ("storage", "report", "sample")}
         if self.lora is not None:
             plain["lora"]["targets"] = list(self.lora.targets)
         return plain
@@ -260,6 +264,11 @@ def _prompts(value: Any) -> tuple[Any, ...]:
     return _several("sample", value, "write a prompt, or a list of them")
 
 
+def _folders(value: Any) -> tuple[Any, ...]:
+    turned_off = isinstance(value, str) and value.strip().lower() == NONE
+    return () if turned_off or value == [NONE] else _several("storage", value, _A_FOLDER)
+
+
 def _several(name: str, value: Any, hint: str) -> tuple[Any, ...]:
     if value is not None and not isinstance(value, str | list | tuple):
         raise ArgumentValueError(f"{name} is {short(value)}; {hint}")
@@ -268,6 +277,7 @@ def _several(name: str, value: Any, hint: str) -> tuple[Any, ...]:
 
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "lora": parse_lora,
+    "storage": _folders,
     "report": _names,
     "sample": _prompts,
     "gpu_budget": str,

@@ -62,13 +62,22 @@ class UpdateRule:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
-        self.optimizer.load_state_dict(state)
+        """Load what `state_dict` returned; its tensors become the optimizer's own."""
+        # Optimizers may copy what they load, and RAM need not have room for mapped states.
+        self.optimizer.load_state_dict({**state, "state": {}})
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        for number, own in state["state"].items():
+            # A number of updates that stays in the mapping would keep a removed checkpoint on the disk.
+            self.optimizer.state[params[number]] = {key: _kept(value) for key, value in own.items()}
 
     def state_bytes(self) -> int:
         """Return the bytes that the states will take on disk."""
         updater = Updater(self.optimizer, self.params)
         return sum(sum(state_bytes(updater, p, updater.groups[n])) for p, n in self.params.items())
+
+
+def _kept(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
 
 
 _KINDS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -36,6 +36,14 @@ def is_text(value: str) -> bool:
     return value == value.encode("utf-8", "ignore").decode("utf-8")
 
 
+def check_name(name: str, value: str) -> None:
+    """Raise ArgumentValueError unless a text can be the name of a file here."""
+    if "\0" in value or not is_text(value):
+        raise ArgumentValueError(
+            f"{name} is {short(value)}; a null byte, or one that is not UTF-8, cannot be part of a name here"
+        )
+
+
 def short(value: Any) -> str:
     """Return a value as it is written, cut to a few words."""
     return reprlib.repr(value)
