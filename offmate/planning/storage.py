@@ -54,7 +54,7 @@ def storage_paths(storage: Folder | Sequence[Folder] | None) -> tuple[StoragePat
     """
     if storage is None:
         return ()
-    named = [storage] if isinstance(storage, str | os.PathLike | StoragePath) else storage
+    named = [storage] if isinstance(storage, str | bytes | os.PathLike | StoragePath) else storage
     if not isinstance(named, Sequence) or not named:
         raise ArgumentTypeError(
             f"storage={storage!r} names no folder; give a folder such as '/mnt/nvme/offmate', or a list of folders or "
@@ -64,6 +64,8 @@ def storage_paths(storage: Folder | Sequence[Folder] | None) -> tuple[StoragePat
 
 
 def _folder(one: object) -> str | os.PathLike[str]:
+    if isinstance(one, str) and not one.strip():
+        raise ArgumentValueError(f"storage={one!r} names no folder; give one such as '/mnt/nvme/offmate'")
     if isinstance(one, str) and one.rstrip().endswith("/s"):
         raise ArgumentValueError(
             f"storage={one!r} is a rate, and training needs a folder: storage=['/mnt/nvme/offmate'], or "

@@ -52,4 +52,4 @@ def _readable(truth: Truth) -> str:
     if truth.lost:
         return f"The values in RAM can be read, but {truth.torn_words()}"
     torn = f"; {truth.torn_words()}" if truth.torn else ""
-    return f"Every parameter and its optimizer state belong to the same update and can be read{torn}"
+    return f"Each parameter can be read, with an optimizer state of the same update{torn}"

@@ -227,6 +227,14 @@ class Truth:
             self._late = self.states.changed()
         self.current = True
         self.states.show()
+        if self.states.handed_out and self.host.in_store:
+            self.states.read = True  # whoever holds tensors of states may write into them from now on
+            self._may_be_written()
+
+    def show_states(self) -> None:
+        """Show the optimizer's states where they are now."""
+        if self.states is not None:
+            self.states.show()
 
     def take_states(self) -> tuple[str, ...]:
         """Adopt the user's changes of the optimizer's states, and return the parameters whose states they are.

@@ -23,7 +23,8 @@ class Published:
     edits count.
 
     State: `_shown`, per parameter the objects that were shown last and their versions; `read`, whether the user has
-    read any, and may have written through `.data`, which no version reveals. Changed on the training thread only, as
+    read any, and may have written through `.data`, which no version reveals; `handed_out`, whether the user has ever
+    read any, and may hold tensors. Changed on the training thread only, as
     are `HostState.states` when the user's changes are adopted.
 
     Parameters
@@ -34,7 +35,7 @@ class Published:
     def __init__(self, updater: Updater, host: HostState) -> None:
         self._updater, self._host = updater, host
         self._shown: dict[str, dict[str, tuple[Any, int]]] = {}
-        self.read = False
+        self.read = self.handed_out = False
         self.adopt_all()
 
     @property

@@ -73,6 +73,8 @@ class Residence:
                 with self.stream.entered():
                     self.device.arena.take(variant.place.segment_bytes)
             self.active, self._replays = variant, 0
+            if variant.executor.settle_states():
+                self.truth.show_states()
         if give_buffer_classes(model, self, variant.prepared.binding.written_buffers):
             self.truth.adopt_buffers()
         self._replays += not self.turns.micro_batches

@@ -310,7 +310,7 @@ class Session:
         """Make the optimizer's states current for the user, who may also write there."""
         self.read("optimizer.state")
         assert self.truth.states is not None
-        self.truth.states.read = True
+        self.truth.states.read = self.truth.states.handed_out = True
 
     @alone
     @outside_inference

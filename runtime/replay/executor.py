@@ -77,7 +77,6 @@ class Executor:
 
     def load(self, micro_batch: int = 0) -> None:
         """Bring to the device the items with which a micro-batch starts."""
-        self.host.in_store = self.schedule.states_in_files if self.host.store is not None else frozenset()
         self.device.ledger.add("b", self.fixed_bytes)
         for item in resident_at(self.schedule, micro_batch):
             if item.kind in _OF_THE_LAST:
@@ -85,6 +84,10 @@ class Executor:
             else:
                 self._take(Action(0, Kind.PREFETCH, item))
         self.loaded = True
+
+    def settle_states(self) -> bool:
+        """Move the host's optimizer states to RAM or to files, as the schedule has them; return whether any moved."""
+        return self._by_kind.states.settle(self.schedule.states_in_files)
 
     def forward(self, batch: Iterable[torch.Tensor | None], micro_batch: int = 0) -> dict[str, torch.Tensor]:
         """Run the forwards.
@@ -169,6 +172,9 @@ class Executor:
         contents = self._contents
         for event in [*contents.written.values(), *contents.grad_leaving.values(), *contents.grad_adding.values()]:
             event.synchronize()
+        for item, buffer in contents.states.items():
+            if item.name in self.host.in_store:  # whoever reads or writes files directly must be alone
+                buffer.synchronize()
         self._updates.rescue()
 
     @property

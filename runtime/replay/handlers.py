@@ -112,6 +112,13 @@ class OfStates:
         self._contents.on_tiers.clear()
         self._homes.clear()
 
+    def settle(self, in_files: frozenset[str]) -> bool:
+        """Move all states to where their homes are, those of `in_files` to files; return whether any moved."""
+        host = self._world.host
+        host.in_store = in_files if host.store is not None else frozenset()
+        moved = [self._states.settle(name) for name in host.states]
+        return any(moved)
+
     def renew(self) -> None:
         """Copy the states that are on the device from the host again; those on tiers will come from the host, too."""
         self._contents.on_tiers.clear()

@@ -35,6 +35,15 @@ class States:
         state.update(bulk)
         return {key: self._part(item, whole) for key, whole in bulk.items()}
 
+    def settle(self, name: str) -> bool:
+        """Move a parameter's state to RAM or to files, as the plan has it; return whether anything moved."""
+        store, state = self._host.store, self._host.states[name]
+        there = name in self._host.in_store
+        found = {key: v for key, v in state.items() if isinstance(v, torch.Tensor) and is_bulk(v)}
+        moving = {key: v for key, v in found.items() if store is not None and v.numel() and store.holds(v) != there}
+        state.update({key: self._settled(name, key, tensor) for key, tensor in moving.items()})
+        return bool(moving)
+
     def _settled(self, name: str, key: str, own: torch.Tensor) -> torch.Tensor:
         """Return a part of a state in memory of the kind that the plan gives it, moved there if it is not."""
         store = self._host.store

@@ -82,7 +82,9 @@ class Engine:
         self._stored: dict[str, Stored] = {}
         self._striping, self._storing = Striping(len(paths)), threading.Lock()
         try:
-            self._homes = open_homes(self._disks, [Path(path.folder) for path in paths], throttles, self._folders)
+            self._homes = open_homes(
+                self._disks, [Path(path.folder).absolute() for path in paths], throttles, self._folders
+            )
         except BaseException:
             self._close()
             raise

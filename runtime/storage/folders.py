@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import secrets
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +71,7 @@ class Folder:
     Its marker is locked until `close`, however the process ends, and names the files that are the engine's. Files that
     a killed process has left are removed when the folder is opened again.
 
-    State: `_made`, the files that were made.
+    State: `_made`, the files that were made, and `_closed`; a file is made, and the folder closed, under `_lock`.
 
     Parameters
     ----------
@@ -82,7 +83,7 @@ class Folder:
     def __init__(self, files: Files, folder: Path, fill_bytes: int) -> None:
         self.folder, self._files, self._fill_bytes = folder, files, fill_bytes
         self._made: dict[Path, None] = {}  # files may be removed on any thread
-        self._number = 0
+        self._number, self._closed, self._lock = 0, False, threading.RLock()
         self._run = secrets.token_hex(8)
         self._marker = self._locked()
         try:
@@ -97,8 +98,14 @@ class Folder:
     def reserve(self, n_bytes: int) -> Path:
         """Make a file, and take its space on the disk.
 
-        Raises: StorageError if there is too little space.
+        Raises: StorageError if there is too little space, or if the folder was closed.
         """
+        with self._lock:
+            if self._closed:
+                raise StorageError(f"nothing more is stored in {self.folder}, since its engine was closed")
+            return self._reserved(n_bytes)
+
+    def _reserved(self, n_bytes: int) -> Path:
         self._number += 1
         path = self.folder / f"offmate-{self._run}-{self._number:06}.tensor"
         self._made[path] = None
@@ -132,6 +139,8 @@ class Folder:
     def close(self) -> None:
         """Remove the engine's files and unlock the folder. Raises: StorageError if a file cannot be removed."""
         try:
+            with self._lock:
+                self._closed = True
             for path in tuple(self._made):
                 self.remove(path)
             self._files.unlink(self.folder / MARKER)

@@ -45,7 +45,7 @@ def open_homes(
     _check_apart(disks, paths, throttles)
     homes = []
     for path, throttle in zip(paths, throttles):
-        folder = Folder(disks.files, path, disks.limits.request_bytes)
+        folder = Folder(disks.files, path.resolve(), disks.limits.request_bytes)
         opened.append(folder)
         homes.append(Home(folder, disks.queue(path, throttle)))
         if not folder.direct:

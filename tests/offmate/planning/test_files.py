@@ -84,11 +84,10 @@ def test_ram_that_has_room():
     assert not files.ram_is_short(sizes, {"base"}, 215)  # 150 bytes in seven tenths of it
     assert files.ram_is_short(sizes, {"base"}, 214)
     model = torch.nn.Linear(4, 4).requires_grad_(False)
-    assert files.files_elsewhere(model, "1GB/s", 1 << 20, True) is None
-    assert files.files_elsewhere(model, None, 1, True) is None
-    found = files.files_elsewhere(model, "1GB/s", 10, True)
+    assert files.files_elsewhere(model, 1e9, 1 << 20) is None
+    found = files.files_elsewhere(model, 1e9, 10)
     assert found is not None and found.names == {"weight", "bias"} and found.tier.path.in_bytes_per_s == 1e9
-    assert files.files_elsewhere(torch.nn.Linear(4, 4), "1GB/s", 10, True) is None
+    assert files.files_elsewhere(torch.nn.Linear(4, 4), 1e9, 10) is None
 
 
 def test_a_plan_made_ahead_is_the_compiled_models(checkpoint: Path, tmp_path: Path):  # noqa: F811

@@ -241,6 +241,67 @@ def test_edits_of_states_count(path, edit):
     assert_same(pair, plain)
 
 
+@pytest.mark.parametrize("write", [lambda t: t.data.mul_(2), lambda t: t.numpy().__imul__(2)])
+def test_writes_through_tensors_that_are_held_count_after_a_sync(path, write):
+    pair, plain = compiled(path), made()
+    train(*pair, range(2)), train(*plain, range(2))
+    held = [[state["exp_avg"] for state in optimizer.state.values()] for _, optimizer in (pair, plain)]
+    for step in range(2, 5):
+        assert train(*pair, range(step, step + 1)) == train(*plain, range(step, step + 1))
+        pair[0].offmate.sync()
+        for tensors in held:
+            for tensor in tensors:
+                write(tensor)
+    pair[1].state_dict()
+    assert train(*pair, range(5, 7)) == train(*plain, range(5, 7))
+    assert_same(pair, plain)
+
+
+def test_loaded_states_move_to_the_files(path):
+    """They take no RAM after the next step, even if nobody reads the optimizer's states again."""
+    pair, plain = compiled(path), made()
+    train(*plain, range(2))
+    pair[0].load_state_dict(plain[0].state_dict())
+    pair[1].load_state_dict(copy.deepcopy(plain[1].state_dict()))
+    assert train(*pair, range(2, 3)) == train(*plain, range(2, 3))
+    session = pair[0]._offmate_session
+    states = pair[1].__dict__["state"]  # what the user would see, without reading it
+    names = {name: param for param, name in session.updater.names.items()}
+    assert session.truth.host.in_store
+    for name in session.truth.host.in_store:
+        assert session.truth.host.store.holds(states[names[name]]["exp_avg"])
+    assert_same(pair, plain)
+
+
+def test_a_relative_folder_stays_where_it_was(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pair, plain = compiled("disk"), made()
+    monkeypatch.chdir("/")
+    assert train(*pair, range(STEPS)) == train(*plain, range(STEPS))
+    assert list((tmp_path / "disk").iterdir())
+    pair[0]._offmate_session.storage.close()
+    assert not list((tmp_path / "disk").iterdir())
+
+
+@pytest.mark.parametrize("call", ["pwritev", "fallocate", "map"])
+def test_a_disk_that_stays_broken_is_no_silent_mixture(path, monkeypatch, call):
+    """What could not be written is called lost, and the next states that are loaded are trained on exactly."""
+    faulty = Faulty()
+    engine = functools.partial(Engine, files=faulty, n_threads=2, request_bytes=1 << 14)
+    monkeypatch.setattr(state_storage, "Engine", engine)
+    pair, plain = compiled(path), made()
+    faulty.faults[call] = _fail
+    with pytest.raises(offmate.StorageError, match="Input/output error"):
+        train(*pair, range(1))
+    assert pair[0]._offmate_session.truth.torn
+    faulty.faults.clear()
+    train(*plain, range(1))
+    pair[0].load_state_dict(plain[0].state_dict())
+    pair[1].load_state_dict(copy.deepcopy(plain[1].state_dict()))
+    assert train(*pair, range(1, 3)) == train(*plain, range(1, 3))
+    assert_same(pair, plain)
+
+
 def test_master_copies_follow_edited_weights(path):
     make, dtype = KINDS["masters"]
     pair = compiled(path, make, dtype, gpu_budget=BUDGETS["masters"][0], cpu_budget=BUDGETS["masters"][1])

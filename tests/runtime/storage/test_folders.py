@@ -12,7 +12,8 @@ import time
 import pytest
 import torch
 from offmate.runtime.storage.engine import Engine
-from offmate.runtime.storage.folders import MARKER, StoragePath
+from offmate.runtime.storage.files import SystemFiles
+from offmate.runtime.storage.folders import MARKER, Folder, StoragePath
 from offmate.runtime.storage.throttle import Throttle
 
 from offmate.errors import ArgumentTypeError, ArgumentValueError, StorageError
@@ -273,3 +274,12 @@ def test_a_read_only_file_system_is_named(small_disk):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     with pytest.raises(StorageError, match="cannot be stored in: Read-only file system"):
         engine_on(small_disk)
+
+
+def test_nothing_is_stored_after_the_end(tmp_path):
+    """A thread that still trains while the process ends leaves no file behind."""
+    folder = Folder(SystemFiles(), tmp_path, PAGE)
+    folder.close()
+    with pytest.raises(StorageError, match="its engine was closed"):
+        folder.reserve(PAGE)
+    assert not list(tmp_path.iterdir())
