@@ -48,7 +48,7 @@ def main() -> None:
         return
     if not checkpoint.exists():
         _write(checkpoint)
-    rows = {way: _in_a_process(arguments, way) for way in _WAYS}
+    rows = {way: in_a_process("frozen_files", arguments, way) for way in _WAYS}
     table = Table("way", "s per step", "predicted", "read, MiB", "own memory, MiB", "file pages, MiB", "losses")
     for way, row in rows.items():
         row["exact"] = row["losses"] == rows["plain"]["losses"]
@@ -60,8 +60,9 @@ def main() -> None:
         arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
 
 
-def _in_a_process(arguments: argparse.Namespace, way: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.frozen_files", "--dir", str(arguments.dir), "--way", way]
+def in_a_process(name: str, arguments: argparse.Namespace, way: str) -> dict[str, Any]:
+    """Run a benchmark's way to train in a process of its own, and return the row that it prints."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--dir", str(arguments.dir), "--way", way]
     ran = subprocess.run([*command, "--steps", str(arguments.steps)], check=True, capture_output=True, text=True)
     found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return found

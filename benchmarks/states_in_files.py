@@ -15,8 +15,6 @@ import functools
 import hashlib
 import json
 import statistics
-import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -31,7 +29,7 @@ from rich.table import Table
 import offmate
 from offmate.session import state_storage
 
-from .frozen_files import Peaks, memory
+from .frozen_files import Peaks, in_a_process, memory
 from .overhead import machine
 
 _GPU_BUDGET_BYTES = 300 << 20
@@ -51,7 +49,7 @@ def main() -> None:
     if arguments.way:
         print(json.dumps(_trained(arguments.dir, arguments.way, arguments.steps)))
         return
-    rows = {way: _in_a_process(arguments, way) for way in _WAYS}
+    rows = {way: in_a_process("states_in_files", arguments, way) for way in _WAYS}
     table = Table("way", "s per step", "predicted", "read and written, MiB", "own memory, MiB", "planned", "bits")
     for way, row in rows.items():
         row["exact"] = (row["losses"], row["hash"]) == (rows["plain"]["losses"], rows["plain"]["hash"])
@@ -61,13 +59,6 @@ def main() -> None:
     Console(width=110).print(table)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
-
-
-def _in_a_process(arguments: argparse.Namespace, way: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.states_in_files", "--dir", str(arguments.dir), "--way", way]
-    ran = subprocess.run([*command, "--steps", str(arguments.steps)], check=True, capture_output=True, text=True)
-    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-    return found
 
 
 def _trained(folder: Path, way: str, steps: int) -> dict[str, Any]:
