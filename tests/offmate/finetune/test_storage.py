@@ -256,7 +256,7 @@ def test_too_small_a_drive_is_a_doubt(base, drive, tmp_path, monkeypatch):
     [
         (["absent"], 1, "absent is not a folder; make it, or name another one"),
         (["drive/mine.txt"], 1, "drive/mine.txt is not a folder"),
-        (["drive", "drive"], 2, "drive and drive are the same folder; name each one once"),
+        (["drive", "drive"], 2, "/drive are the same folder; name each one once"),
         (["drive", "same"], 2, "are on the same disk"),
         (["7GB/s"], 2, "storage='7GB/s' is a rate, and training needs a folder"),
         ([""], 2, "storage is ''; name a folder such as /mnt/nvme/offmate"),

@@ -18,6 +18,7 @@ from offmate.progress import planning_progress
 from offmate.session.checkpoint_files import CheckpointFiles
 from offmate.session.host_state import Truth
 from offmate.session.preparer import Preparer
+from offmate.session.state_storage import StateStorage
 from offmate.session.variants import Variant
 
 from ...fuzz.figures import from_hardware_file
@@ -56,6 +57,7 @@ class Asking:
             given,
             planning_progress,
             CheckpointFiles(truth.host, device.file_buffers_bytes, device.changed),
+            StateStorage((), truth.host, device),
         )
 
     def __call__(self, trains: bool = True, **kwargs: Any) -> tuple[Variant, list[torch.Tensor | None]]:

@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from offmate.runtime.devices import streams
+from offmate.runtime.devices import stream_events, streams
 from offmate.runtime.devices.lanes import Lane
 from offmate.runtime.events import LaneEvent
 from offmate.runtime.replay.executor import Executor
@@ -400,7 +400,8 @@ def watched(sim: Any, workers_are_late: bool = False) -> Iterator[Order]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(streams, "torch", _Torch(order)))
-        stack.enter_context(mock.patch.object(streams, "stream_on", stream_on))
+        for module in (streams, stream_events):
+            stack.enter_context(mock.patch.object(module, "stream_on", stream_on))
         # Copies that are only timed have events of their own.
         stack.enter_context(mock.patch.object(figures, "measure_link", lambda device: LinkRates(1e9, 1e9, 1.6e9)))
         _watch_threads(order, stack)
