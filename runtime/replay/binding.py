@@ -140,8 +140,8 @@ class HostState:
 
     def written(self, tensors: Iterable[object]) -> None:
         """Note that host memory was written to in another way than by copies from the device."""
-        for tensor in tensors if self.store is not None else ():
-            if isinstance(tensor, torch.Tensor):
+        for tensor in tensors:
+            if self.store is not None and isinstance(tensor, torch.Tensor):
                 self.store.forget(tensor)
 
     def states_written(self, name: str) -> None:
