@@ -21,7 +21,9 @@ from ..storage.file_bytes import BytesInFile, WritableBytes
 from ..trace import Recorder
 from .lanes import Lane, close_all
 from .pinned import flat_bytes
+from .stream_events import LateEvent
 
+_TRANSFERS = Resource("file transfers")
 _THREADS = {Resource.IN: "copy-in", Resource.OUT: "copy-out", Resource.CPU: "update"}
 
 
@@ -89,15 +91,11 @@ class EmulatedDevice:
         into = flat_bytes(target)
         assert into is not None
 
-        def read() -> None:
-            with self._at_rate(link, size):
-                source.read(into, 0).synchronize()
-
         def arrive() -> None:  # the device's memory is the host's own, so that the bytes are there already
             with self._at_rate(Resource.IN, size):
                 pass
 
-        there = self._lane(link).submit(self._watched(link, size, read), after)
+        there = self._transfer(lambda: source.read(into, 0), size, link, after)
         return self._lane(Resource.IN).submit(self._watched(Resource.IN, size, arrive), (there,))
 
     def write_out(
@@ -111,13 +109,26 @@ class EmulatedDevice:
             with self._at_rate(Resource.OUT, size):
                 pass
 
-        def write() -> None:
-            with self._at_rate(link, size):
-                target.write(own, 0).synchronize()
-
         ready = self._lane(Resource.OUT).submit(self._watched(Resource.OUT, size, leave), after)
-        written = self._lane(link).submit(self._watched(link, size, write), (ready,))
+        written = self._transfer(lambda: target.write(own, 0), size, link, (ready,))
         return written, written
+
+    def _transfer(self, start: Callable[[], Event], size: int, link: Resource, after: tuple[Event, ...]) -> Event:
+        """Have the engine transfer bytes of files over a link, after some events.
+
+        Several transfers go on at once, since each of a few bytes keeps one disk busy at most. Those whose seconds are
+        emulated or recorded go one by one.
+        """
+
+        def whole() -> None:
+            with self._at_rate(link, size):
+                start().synchronize()
+
+        if self.recorder is not None or self._rate_of(link) is not None:
+            return self._lane(link).submit(self._watched(link, size, whole), after)
+        late = LateEvent()
+        late.launched = self._lane(link).submit(lambda: late.reached(start()), after)
+        return self._lane(_TRANSFERS).submit(lambda: None, (late,))  # so that draining the lanes waits for it
 
     def copy_out(
         self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...], link: Resource = Resource.OUT
@@ -134,13 +145,16 @@ class EmulatedDevice:
         with self._at_rate(link, source.numel() * source.element_size()):
             target.copy_(source)
 
+    def _rate_of(self, link: Resource) -> float | None:
+        rate = self._link_bytes_per_s
+        return rate.get(link) if isinstance(rate, Mapping) else rate
+
     @contextlib.contextmanager
     def _at_rate(self, link: Resource, size_bytes: int) -> Iterator[None]:
         """Make the body last as long as a link takes for so many bytes."""
         start = time.perf_counter()
         yield
-        rate = self._link_bytes_per_s
-        bytes_per_s = rate.get(link) if isinstance(rate, Mapping) else rate
+        bytes_per_s = self._rate_of(link)
         if bytes_per_s is not None:
             time.sleep(max(0.0, start + size_bytes / bytes_per_s - time.perf_counter()))
 
