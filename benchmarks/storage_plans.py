@@ -5,7 +5,7 @@ float32 copies, 14 bytes per parameter beside gradients) and the rates of the RT
 and one sequence of 2,048 tokens; nothing was run on such a machine. The drives: one whose reads (7 GB/s) and writes (5)
 do not slow each other down, one on which they take turns (5.8 GB/s in all), and a consumer drive once its fast cache is
 full (1.4 GB/s of sustained writes, in turns with reads). "Bound" is the least that the drive can take for what the plan
-keeps there, as if nothing else took time.
+keeps there, as if nothing else took time. Each row takes one or two minutes.
 """
 
 from __future__ import annotations
