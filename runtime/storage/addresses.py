@@ -8,6 +8,7 @@ import os
 from typing import NamedTuple
 
 _FIXED = 0x10  # MAP_FIXED, which Python does not name
+_NO_RESERVE = 0x4000  # MAP_NORESERVE
 _NO_ACCESS = 0  # PROT_NONE
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -45,10 +46,18 @@ def reserved(n_bytes: int) -> Addresses:
     return Addresses(first, n_bytes)
 
 
-def put_file(handle: int, address: int, n_bytes: int, offset: int) -> None:
-    """Let reserved addresses be the bytes of a file from an offset. Raises: OSError if the system refuses."""
-    access = mmap.PROT_READ | mmap.PROT_WRITE
-    if _system.mmap(address, n_bytes, access, mmap.MAP_SHARED | _FIXED, handle, offset) == _FAILED:
+def put_file(handle: int, address: int, n_bytes: int, offset: int, shared: bool = True) -> None:
+    """Let reserved addresses be the bytes of a file from an offset.
+
+    Parameters
+    ----------
+    shared: whether what is written to the addresses goes to the file. If not, pages that are written to become memory
+        of the process, and no room for them is counted beforehand.
+
+    Raises: OSError if the system refuses.
+    """
+    access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | _NO_RESERVE
+    if _system.mmap(address, n_bytes, access, kind | _FIXED, handle, offset) == _FAILED:
         raise _last_error()
 
 

@@ -39,8 +39,8 @@ class Files(Protocol):
 
     def truncate(self, handle: int, n_bytes: int) -> None: ...
 
-    def map(self, handle: int, address: int, n_bytes: int, offset: int) -> None:
-        """Let reserved addresses be the bytes of a file from an offset."""
+    def map(self, handle: int, address: int, n_bytes: int, offset: int, shared: bool) -> None:
+        """Let reserved addresses be the bytes of a file from an offset; what is written there goes to it if `shared`."""
         ...
 
     def fdatasync(self, handle: int) -> None: ...
@@ -66,6 +66,22 @@ class Files(Protocol):
     def names(self, folder: Path) -> list[str]: ...
 
     def unlink(self, path: Path) -> None: ...
+
+    def link(self, path: Path, new: Path) -> None:
+        """Give a file a second name, which must be free."""
+        ...
+
+    def make_folder(self, path: Path) -> None:
+        """Make a folder unless it is there; the one that it lies in must be."""
+        ...
+
+    def sync_folder(self, path: Path) -> None:
+        """Wait until the names in a folder are on the disk."""
+        ...
+
+    def remove_folder(self, path: Path) -> None:
+        """Remove an empty folder."""
+        ...
 
     def lock(self, handle: int) -> None:
         """Lock a file for this process; raise BlockingIOError if another process has it."""
@@ -105,8 +121,8 @@ class SystemFiles:
     def truncate(self, handle: int, n_bytes: int) -> None:
         os.ftruncate(handle, n_bytes)
 
-    def map(self, handle: int, address: int, n_bytes: int, offset: int) -> None:
-        put_file(handle, address, n_bytes, offset)
+    def map(self, handle: int, address: int, n_bytes: int, offset: int, shared: bool) -> None:
+        put_file(handle, address, n_bytes, offset, shared)
 
     def fdatasync(self, handle: int) -> None:
         os.fdatasync(handle)
@@ -137,6 +153,22 @@ class SystemFiles:
 
     def unlink(self, path: Path) -> None:
         path.unlink()
+
+    def link(self, path: Path, new: Path) -> None:
+        os.link(path, new, follow_symlinks=False)
+
+    def make_folder(self, path: Path) -> None:
+        path.mkdir(exist_ok=True)
+
+    def sync_folder(self, path: Path) -> None:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def remove_folder(self, path: Path) -> None:
+        path.rmdir()
 
     def lock(self, handle: int) -> None:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

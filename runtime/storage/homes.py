@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,8 +16,6 @@ from .open_file import failed
 from .stored import Stored, StoredFile
 from .striping import Striping
 from .throttle import Throttle
-
-log = logging.getLogger("offmate")
 
 
 class Home(NamedTuple):
@@ -101,29 +98,18 @@ def laid_out(
     try:
         for number, (home, length) in enumerate(zip(homes, lengths)):
             if length:
-                files[number] = _stored_file(home, length)
+                files[number] = StoredFile(home.folder.reserve(length), home.queue, home.folder, length)
     except BaseException:
         striping.take_back(sizes, dealt, proportions)
-        for number, file in files.items():
-            homes[number].folder.remove(file.path)
+        for file in files.values():
+            file.folder.remove(file.path)
         raise
+    held = set(files.values())
 
     def give_back() -> None:
         if in_use():
             striping.take_back(sizes, dealt, proportions)
-            for number, file in files.items():
-                _remove(homes[number].folder, file.path)
+            for file in held:
+                file.remove()
 
-    return Stored(name, chunks, [(files[path], offset) for path, offset in zip(dealt, offsets)], give_back)
-
-
-def _remove(folder: Folder, path: Path) -> None:
-    try:
-        folder.remove(path)
-    except StorageError as error:  # nobody waits for it who could be told
-        log.warning("space that is no longer used stays taken until training ends: %s", error)
-
-
-def _stored_file(home: Home, n_bytes: int) -> StoredFile:
-    path = home.folder.reserve(n_bytes)
-    return StoredFile(path, home.queue, lambda: home.folder.open(path))
+    return Stored(name, chunks, [(files[path], offset) for path, offset in zip(dealt, offsets)], held, give_back)

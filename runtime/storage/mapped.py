@@ -20,7 +20,7 @@ from ..layouts import span
 from .addresses import Addresses
 from .engine import Engine
 from .file_bytes import StoredBytes
-from .mapping import mapped
+from .mapping import Mapping, mapped
 from .stored import Stored
 
 log = logging.getLogger("offmate")
@@ -35,7 +35,8 @@ class MappedStore:
     which the system can drop at any time. A disk that fails then ends the process, as for every mapped file.
 
     The engine must not transfer bytes of a chunk while somebody uses that chunk directly. After direct writes, `forget`
-    has to come before the engine reads their bytes. The space is given back when the last tensor on it is gone. After
+    has to come before the engine reads their bytes. A file that a checkpoint keeps is never written again, neither by
+    the engine nor by whoever writes to a tensor: `forget` then writes what has changed to another file. The space is given back when the last tensor on it is gone. After
     the engine was closed, tensors keep their values for as long as they live.
 
     Parameters
@@ -70,6 +71,7 @@ class MappedStore:
             stored.give_back()
             raise
         memory = (ctypes.c_ubyte * n_bytes).from_address(addresses.first)
+        stored.shown = Mapping(stored, addresses.first, weakref.ref(memory))
         self._stretches.add(memory, _Stretch(addresses.first, addresses.first + n_bytes, stored, addresses))
         # The storage holds the ctypes object, which dies with it.
         flat = torch.frombuffer(memory, dtype=torch.uint8)
@@ -109,7 +111,7 @@ class MappedStore:
         """
         place = self._place(tensor)
         if place is not None:
-            place.stored.forget(place.start, place.end)
+            self._forget(place)
 
     def forget_all(self) -> None:
         """Note that all tensors of the store may have been written to directly.
@@ -117,7 +119,19 @@ class MappedStore:
         Raises: StorageError if any transfer has not ended.
         """
         for stretch in self._stretches.all():
-            stretch.stored.forget(0, stretch.stored.n_bytes)
+            self._forget(_Place(stretch.stored, 0, stretch.stored.n_bytes))
+
+    def _forget(self, place: _Place) -> None:
+        chunks = place.stored.forget(place.start, place.end)
+        shown = place.stored.shown
+        assert isinstance(shown, Mapping), "it was mapped when it was stored"
+        memory = shown.memory() if chunks else None
+        if memory is None:
+            return
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        ranges = [place.stored.chunks.range_of(chunk) for chunk in chunks]
+        for event in [self._engine.write(place.stored, whole[first:last], start=first) for first, last in ranges]:
+            event.synchronize()
 
     def _place(self, tensor: torch.Tensor) -> _Place | None:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():

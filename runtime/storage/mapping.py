@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import mmap
+import weakref
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...errors import StorageError
 from .addresses import Addresses, reserved
+from .checksums import checksum
 from .host_bytes import ALIGNMENT_BYTES, round_up
-from .open_file import failed
-from .stored import Stored, StoredFile
+from .open_file import OpenFile, failed
+from .own_pages import has_own_pages
+from .places import Place
+from .stored import Stored
+from .stored_file import StoredFile
 
 
 class _Run(NamedTuple):
@@ -18,6 +24,45 @@ class _Run(NamedTuple):
     offset: int
     first: int
     n_bytes: int
+
+
+class Mapping:
+    """The memory that shows a stored tensor. Once nobody has it any more, nothing is mapped there.
+
+    Parameters
+    ----------
+    first: the address of the tensor's first byte. memory: the object that keeps the addresses.
+    """
+
+    def __init__(self, stored: Stored, first: int, memory: weakref.ReferenceType[object]) -> None:
+        self._stored, self._first, self.memory = weakref.proxy(stored), first, memory
+
+    def address(self, first: int) -> int:
+        """Return where a byte is."""
+        return self._first + first
+
+    def show(self, place: Place, first: int, n_bytes: int, file: OpenFile) -> None:
+        """Show bytes from their new place. Raises: StorageError if the system refuses."""
+        memory = self.memory()  # as long as this holds it, nobody else gets the addresses
+        if memory is not None:
+            file.map(self._first + first, n_bytes, place.offset)
+
+    def was_edited(self, first: int, n_bytes: int, expected: int) -> bool:
+        """Return whether bytes that are kept in a file, and have a checksum there, were written to in memory."""
+        memory = self.memory()
+        if memory is None:
+            return False
+        found = has_own_pages(self._first + first, n_bytes)
+        return checksum(self._first + first, n_bytes) != expected if found is None else found
+
+    def part_from(self, files: Sequence[StoredFile]) -> None:
+        """Let no more that is written to the memory go to these files. Raises: StorageError if the system refuses."""
+        memory = self.memory()
+        if memory is None:
+            return
+        for file, runs in _runs(self._stored).items():
+            if file in files:
+                _map(file, runs, self._first, shared=False)
 
 
 def mapped(stored: Stored) -> Addresses:
@@ -48,11 +93,11 @@ def mapped(stored: Stored) -> Addresses:
     return addresses
 
 
-def _map(file: StoredFile, runs: list[_Run], address: int) -> None:
+def _map(file: StoredFile, runs: list[_Run], address: int, shared: bool = True) -> None:
     opened = file.open()
     try:
         for run in runs:
-            opened.map(address + run.first, run.n_bytes, run.offset)
+            opened.map(address + run.first, run.n_bytes, run.offset, shared)
     finally:
         opened.close()  # a mapping needs no handle
 

@@ -82,12 +82,16 @@ class OpenFile:
         except OSError as error:
             raise failed("reserving space for", self.path, error) from error
 
-    def map(self, address: int, n_bytes: int, offset: int) -> None:
-        """Let reserved addresses be bytes of the file; parameters are as in `read`.
+    def map(self, address: int, n_bytes: int, offset: int, shared: bool = True) -> None:
+        """Let reserved addresses be bytes of the file; parameters are as in `read` and in `put_file`.
 
         Raises: StorageError if the system refuses.
         """
-        self._named("mapping", offset, lambda: self._files.map(self._handle, address, n_bytes, offset))
+        self._named("mapping", offset, lambda: self._files.map(self._handle, address, n_bytes, offset, shared))
+
+    def sync(self) -> None:
+        """Wait until all that was written is on the disk. Raises: StorageError if it cannot be kept."""
+        self._named("writing", 0, lambda: self._files.fdatasync(self._handle))
 
     def stat(self) -> os.stat_result:
         """Describe the open file, whatever its name stands for since it was opened."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,26 +12,12 @@ import torch
 
 from ...errors import ArgumentValueError, StorageError
 from ..events import Event
-from .checksums import checksum
+from .chunk_requests import ChunkRequest, Read, Seal, Write
 from .chunks import Chunks
-from .host_bytes import ALIGNMENT_BYTES, AlignedBytes, copy, round_up
-from .open_file import OpenFile
-from .ranges import Range, first_missing, joined, within, without
-from .transfers import Part, Queue, Request, Worker
-
-
-@dataclass(frozen=True, eq=False)
-class StoredFile:
-    """A tensor's bytes on one path.
-
-    Parameters
-    ----------
-    path: of the file. queue: the threads of its disk. open: opens it.
-    """
-
-    path: Path
-    queue: Queue
-    open: Callable[[], OpenFile]
+from .ranges import Range, first_missing, within
+from .stored_chunks import StoredChunks
+from .stored_file import OpenFiles, StoredFile
+from .transfers import Part, Queue, Request
 
 
 @dataclass(frozen=True)
@@ -43,43 +29,41 @@ class _UnderWay:
     event: Event
 
 
-class Stored:
+class Stored(StoredChunks):
     """The bytes of one tensor, cut into chunks that lie on one or more paths.
 
     A chunk is written and read by one request and has one checksum. So a transfer of a range that begins or ends within
     a chunk reads all of it, and a write writes all of it again; ranges of whole chunks cost nothing beyond their bytes.
 
-    State: `_written`, by chunk, the ranges that have been written; `_checksums` of the chunks; both are changed under
-    `_lock`. `_under_way`, transfers that later ones may have to wait for, changed under `_ordering`.
+    State: that of its chunks, and `_under_way`, transfers that later ones may have to wait for, changed under
+    `_ordering`.
 
     Parameters
     ----------
     name: of the tensor, for messages. chunks: how it is cut. places: by chunk, its file and its offset in it.
-    give_back: gives its space back. It is called once: when neither the engine, nor a transfer, nor anybody else holds
-        this object any more, or earlier by whoever knows that nobody will use it again.
+    held: the tensor's files, as they change. give_back: gives their space back. It is called once: when neither the
+        engine, nor a transfer, nor anybody else holds this object any more, or earlier by whoever knows that nobody
+        will use it again.
     """
 
     def __init__(
-        self, name: str, chunks: Chunks, places: Sequence[tuple[StoredFile, int]], give_back: Callable[[], None]
+        self,
+        name: str,
+        chunks: Chunks,
+        places: Sequence[tuple[StoredFile, int]],
+        held: set[StoredFile],
+        give_back: Callable[[], None],
     ) -> None:
-        self.name, self.chunks, self.places = name, chunks, tuple(places)
+        super().__init__(name, chunks, places, held)
         self.give_back = weakref.finalize(self, give_back)
         self.give_back.atexit = False  # the engine removes its files then
-        self._written: dict[int, list[Range]] = {}
-        self._checksums: dict[int, int] = {}
-        self._lock = threading.Lock()
         self._under_way: list[_UnderWay] = []
         self._ordering = threading.Lock()
 
     @property
-    def n_bytes(self) -> int:
-        """Return the bytes of the tensor."""
-        return self.chunks.n_bytes
-
-    @property
     def files(self) -> tuple[Path, ...]:
-        """Return the files that it lies in, one for each path."""
-        return tuple(dict.fromkeys(file.path for file, _ in self.places))
+        """Return the files that it lies in."""
+        return tuple(file.path for file in self.places.files())
 
     def transfer(
         self,
@@ -104,16 +88,19 @@ class Stored:
             self._under_way.append(_UnderWay(wanted, writes, event))
         return event
 
-    def forget(self, start: int, end: int) -> None:
+    def forget(self, start: int, end: int) -> list[int]:
         """Note that bytes were written through a mapping of the files.
 
         They count as written from now on. The chunks that hold them have no checksum until they are written again by a
-        transfer, and until then reads of these chunks are not verified.
+        transfer, and until then reads of these chunks are not verified. Chunks in files that are kept stay as they are
+        there.
 
         Parameters
         ----------
         start, end: offset in bytes of the first one, and the one behind the last.
 
+        Returns: the chunks in kept files that have to be written from memory, since they were changed there, or since
+        writing them has failed.
         Raises: ArgumentValueError for bytes that the tensor does not have. StorageError if a transfer of the same
         chunks has not ended. It may have read or written them before or after the mapping did, and nobody knows.
         """
@@ -121,18 +108,39 @@ class Stored:
             raise ArgumentValueError(f"bytes {start} to {end} are not within {self.name}, which has {self.n_bytes}")
         chunks = self.chunks.within(start, end)
         if not chunks:
-            return
+            return []
         touched = (self.chunks.range_of(chunks[0])[0], self.chunks.range_of(chunks[-1])[1])
         with self._ordering:
             self._under_way = self._not_done()
             for one in self._under_way:
                 if within([one.bytes_of], *touched):
                     raise self._still_transferred((start, end), one)
-            with self._lock:
-                for chunk in chunks:
-                    new = within([(start, end)], *self.chunks.range_of(chunk))
-                    self._written[chunk] = joined([*self._written.get(chunk, ()), *new])
-                    self._checksums.pop(chunk, None)
+            edited = []
+            for chunk in chunks:
+                if not self.places.is_kept(chunk):
+                    self.note_mapped(chunk, start, end)
+                elif self.written(chunk)[1] is None or self.was_edited(chunk):
+                    edited.append(chunk)
+        return edited
+
+    def seal(self, submit: Callable[[list[Part], tuple[Event, ...]], Event]) -> Event:
+        """Submit reads of the chunks that no checksum verifies, after which each chunk has one.
+
+        Raises: StorageError if not all of the tensor has been written.
+        """
+        with self._ordering:
+            self._under_way = self._not_done()
+            self._check_written((0, self.n_bytes), [one.bytes_of for one in self._under_way if one.writes])
+            unknown = [chunk for chunk in range(len(self.chunks)) if self.written(chunk)[1] is None]
+            requests = {chunk: Seal(self, chunk, torch.empty(0, dtype=torch.uint8), 0) for chunk in unknown}
+            return submit(self._parts_of(requests), tuple(one.event for one in self._under_way))
+
+    def wait(self) -> None:
+        """Wait for all transfers. What fails in one raises."""
+        with self._ordering:
+            under_way = self._not_done()
+        for one in under_way:
+            one.event.synchronize()
 
     def _not_done(self) -> list[_UnderWay]:
         return [one for one in self._under_way if not one.event.done()]
@@ -146,121 +154,17 @@ class Stored:
         )
 
     def _parts(self, tensor: torch.Tensor, start: int, writes: bool) -> list[Part]:
-        end = start + tensor.numel()
-        by_file: dict[StoredFile, list[Request]] = {}
-        for chunk in self.chunks.within(start, end):
-            kind = _Write if writes else _Read
-            by_file.setdefault(self.places[chunk][0], []).append(
-                Request((self, chunk), kind(self, chunk, tensor, start))
-            )
-        return [Part(file.queue, requests, file.open) for file, requests in by_file.items()]
+        kind, chunks = Write if writes else Read, self.chunks.within(start, start + tensor.numel())
+        return self._parts_of({chunk: kind(self, chunk, tensor, start) for chunk in chunks})
+
+    def _parts_of(self, work: Mapping[int, ChunkRequest]) -> list[Part]:
+        by_disk: dict[Queue, list[Request]] = {}
+        for chunk, one in work.items():
+            by_disk.setdefault(self.places[chunk].file.queue, []).append(Request((self, chunk), one))
+        return [Part(queue, requests, OpenFiles) for queue, requests in by_disk.items()]
 
     def _check_written(self, wanted: Range, soon: list[Range]) -> None:
-        with self._lock:
-            written = [piece for chunk in self.chunks.within(*wanted) for piece in self._written.get(chunk, ())]
+        written = [piece for chunk in self.chunks.within(*wanted) for piece in self.written(chunk)[0]]
         missing = first_missing(written + soon, *wanted)
         if missing is not None:
             raise self.never_written(missing, wanted)
-
-    def never_written(self, missing: int, wanted: Range) -> StorageError:
-        """Return the error of a read of bytes that were not written, or not wholly."""
-        chunk = self.chunks.at(missing)
-        file, offset = self.places[chunk]
-        place = offset + missing - self.chunks.range_of(chunk)[0]
-        return StorageError(
-            f"byte {missing} of {self.name} was read (bytes {wanted[0]} to {wanted[1]} of {self.n_bytes}), but it was "
-            f"never written, or writing it failed ({file.path}, offset {place}); write it first, and look at what the "
-            "writes raised"
-        )
-
-    def written(self, chunk: int) -> tuple[list[Range], int | None]:
-        """Return which bytes of a chunk have been written, and its checksum; None if nothing verifies it."""
-        with self._lock:
-            return self._written.get(chunk, []), self._checksums.get(chunk)
-
-    def lose(self, chunk: int) -> None:
-        """Note that writing a chunk failed, so that nobody knows what it holds."""
-        with self._lock:
-            self._written.pop(chunk, None)
-            self._checksums.pop(chunk, None)
-
-    def note(self, chunk: int, written: list[Range], found: int) -> None:
-        """Note that a chunk has been written."""
-        with self._lock:
-            self._written[chunk], self._checksums[chunk] = joined(written), found
-
-
-class _ChunkRequest:
-    """A request for one chunk.
-
-    Parameters
-    ----------
-    tensor: the host's memory. start: which byte of the stored tensor is its first.
-    """
-
-    def __init__(self, stored: Stored, chunk: int, tensor: torch.Tensor, start: int) -> None:
-        self.stored, self.chunk, self.tensor, self.start = stored, chunk, tensor, start
-        self.first, self.last = stored.chunks.range_of(chunk)
-        self.offset = stored.places[chunk][1]
-        self.disk_bytes = round_up(self.last - self.first)
-        self.wanted = (max(self.first, start), min(self.last, start + tensor.numel()))
-
-    def straight(self) -> int | None:
-        """Return the address of the chunk in the tensor, if all of it is there and aligned; else None."""
-        address = self.tensor.data_ptr() + self.first - self.start
-        whole = self.wanted == (self.first, self.last) and self.disk_bytes == self.last - self.first
-        return address if whole and address % ALIGNMENT_BYTES == 0 else None
-
-    def read_chunk(self, worker: Worker, file: OpenFile, address: int, expected: int | None) -> None:
-        """Read the chunk into memory and verify it, if it has a checksum."""
-        offset = self.offset
-        worker.read(file, address, self.disk_bytes, offset, self.disk_bytes)
-        if expected is not None and checksum(address, self.disk_bytes) != expected:
-            raise StorageError(
-                f"{file.path} does not hold what was written, between offsets {offset} and {offset + self.disk_bytes} "
-                f"({self.stored.name}, bytes {self.first} to {self.last}): the checksums differ. The disk or its "
-                "connection has a fault, or another program wrote into the file. Look at the system's log (dmesg), use "
-                "another disk, and go on from the last checkpoint"
-            )
-
-    def places(self, buffer: AlignedBytes) -> tuple[int, int, int]:
-        """Return the address of the wanted bytes in the tensor and in the buffer, and their number."""
-        first, last = self.wanted
-        return self.tensor.data_ptr() + first - self.start, buffer.address + first - self.first, last - first
-
-
-class _Read(_ChunkRequest):
-    def __call__(self, worker: Worker, file: OpenFile) -> None:
-        written, expected = self.stored.written(self.chunk)
-        missing = first_missing(written, *self.wanted)
-        if missing is not None:
-            raise self.stored.never_written(missing, self.wanted)
-        address = self.straight()
-        self.read_chunk(worker, file, worker.buffer.address if address is None else address, expected)
-        if address is None:
-            target, source, n_bytes = self.places(worker.buffer)
-            copy(target, source, n_bytes)
-
-
-class _Write(_ChunkRequest):
-    def __call__(self, worker: Worker, file: OpenFile) -> None:
-        address = self.straight()
-        written, _ = self.stored.written(self.chunk)
-        if address is None:
-            self._prepare(worker, file)
-            address = worker.buffer.address
-        found = checksum(address, self.disk_bytes)
-        try:
-            worker.write(file, address, self.disk_bytes, self.offset)
-        except BaseException:
-            self.stored.lose(self.chunk)
-            raise
-        self.stored.note(self.chunk, [*written, self.wanted], found)
-
-    def _prepare(self, worker: Worker, file: OpenFile) -> None:
-        """Put together in the buffer what the chunk will hold; bytes that nobody has written may be anything."""
-        written, expected = self.stored.written(self.chunk)
-        if without(written, *self.wanted):
-            self.read_chunk(worker, file, worker.buffer.address, expected)
-        source, target, n_bytes = self.places(worker.buffer)
-        copy(target, source, n_bytes)

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ...errors import StorageError
 from ..events import Event, LaneEvent
@@ -29,6 +29,14 @@ class Worker(Protocol):
         ...
 
 
+class Opened(Protocol):
+    """What requests work on, from the first of them to the last."""
+
+    def close(self) -> None:
+        """Close it. Raises: StorageError if the system cannot keep what was written."""
+        ...
+
+
 class Queue(Protocol):
     """Takes the parts of transfers that may begin."""
 
@@ -46,31 +54,31 @@ class Request(NamedTuple):
     """
 
     key: Hashable
-    work: Callable[[Worker, OpenFile], None]
+    work: Callable[[Worker, Any], None]
 
 
 class Part:
-    """The requests of a transfer to one file, which is open from the first of them to the last.
+    """The requests of a transfer to a file, or to files of one disk, open from the first of them to the last.
 
     State: `requests`, those not begun, changed under the lock of the queue; `_file`, under `_opening`; `_uses`, the
     number of those that have not ended, under `_counting`.
 
     Parameters
     ----------
-    open_file: opens the file. keep_open: leave it open afterwards.
+    open_file: opens what requests are given. keep_open: leave it open afterwards.
     """
 
     def __init__(
-        self, queue: Queue, requests: list[Request], open_file: Callable[[], OpenFile], keep_open: bool = False
+        self, queue: Queue, requests: list[Request], open_file: Callable[[], Opened], keep_open: bool = False
     ) -> None:
         self.queue, self.requests = queue, deque(requests)
         self._open_file, self._keep_open = open_file, keep_open
-        self._file: OpenFile | None = None
+        self._file: Opened | None = None
         self._uses = len(requests)
         self._opening, self._counting = threading.Lock(), threading.Lock()  # opening may hang, and counting must not
 
-    def file(self) -> OpenFile:
-        """Return the open file. Raises: StorageError if it cannot be opened."""
+    def file(self) -> Opened:
+        """Return what is open. Raises: StorageError if it cannot be opened."""
         with self._opening:
             if self._file is None:
                 self._file = self._open_file()
