@@ -182,6 +182,19 @@ class Engine:
         first = _first_byte(str(source.path), source.size_bytes, target.numel(), start)
         return self._dispatcher.submit(source.parts(target, first), after).event
 
+    def seal(self, stored: Stored) -> Event:
+        """Start to read what no checksum verifies.
+
+        Returns: the event after which all of the tensor has checksums.
+        Raises: StorageError if not all of it has been written.
+        """
+        return stored.seal(lambda parts, earlier: self._dispatcher.submit(parts, earlier).event)
+
+    def why_no_links(self) -> dict[Path, str]:
+        """Return the folders whose file system has no hard links, each with the reason that the system gives."""
+        found = {home.folder.folder: home.folder.why_no_links() for home in self._homes}
+        return {folder: why for folder, why in found.items() if why is not None}
+
     def _transfer(
         self, stored: Stored, tensor: torch.Tensor, after: Sequence[Event], start: int | None, writes: bool
     ) -> Event:

@@ -22,6 +22,8 @@ MARKER = ".offmate-storage"
 _MARKER_BYTES = 200  # more than its text has
 _MARKER_TEXT = re.compile(rb"offmate stores here: process (\d+), files offmate-([0-9a-f]{16})-\*\.tensor\n")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+LINKLESS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
+"""Errors of a file system that gives a file no second name, or no further one."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,27 @@ class Folder:
     def open(self, path: Path) -> OpenFile:
         """Open a file that was reserved. Raises: StorageError if it has gone."""
         return self._open(path, 0, self.direct)
+
+    @property
+    def files(self) -> Files:
+        """Return the calls to the folder's files."""
+        return self._files
+
+    def why_no_links(self) -> str | None:
+        """Return why the file system gives no file a second name; None if it does. Raises: StorageError if it fails."""
+        paths = [self.folder / f"offmate-{self._run}-{number}.tensor" for number in ("000000", "0000000")]
+        try:
+            self._files.close(self._files.open(paths[0], os.O_RDWR | os.O_CREAT))
+            self._files.link(*paths)
+            return None
+        except OSError as error:
+            if error.errno not in LINKLESS:
+                raise failed("trying a hard link in", self.folder, error) from error
+            return os.strerror(error.errno)
+        finally:
+            for path in paths:
+                with contextlib.suppress(FileNotFoundError):
+                    self._files.unlink(path)
 
     def remove(self, path: Path) -> None:
         """Remove a file that was reserved. Raises: StorageError if it cannot be removed."""

@@ -11,6 +11,7 @@ from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import PurePath
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,9 @@ from ..layouts import span
 from .addresses import Addresses
 from .engine import Engine
 from .file_bytes import StoredBytes
+from .links import link
 from .mapping import Mapping, mapped
+from .pieces import Piece
 from .stored import Stored
 
 log = logging.getLogger("offmate")
@@ -132,6 +135,29 @@ class MappedStore:
         ranges = [place.stored.chunks.range_of(chunk) for chunk in chunks]
         for event in [self._engine.write(place.stored, whole[first:last], start=first) for first, last in ranges]:
             event.synchronize()
+
+    def link(self, tensors: Sequence[torch.Tensor], below: PurePath) -> list[list[Piece]]:
+        """Keep tensors as they are now: their files get second names, and are never written again.
+
+        Parameters
+        ----------
+        tensors: each as `empty` returned it. below: the folder that gets the names, below that of each path.
+
+        Returns: by tensor, its pieces in order.
+        Raises: StorageError if files cannot be kept.
+        """
+        places = [self._place(tensor) for tensor in tensors]
+        stored = [place.stored for place in places if place is not None]
+        found = dict(zip(dict.fromkeys(stored), link(tuple(dict.fromkeys(stored)), below, self._engine.seal)))
+        return [found[one] for one in stored]
+
+    def make_room(self) -> None:
+        """Reserve the files that will be written instead of those that are kept.
+
+        Raises: StorageError if a path has too little space.
+        """
+        for stretch in self._stretches.all():
+            stretch.stored.places.make_room()
 
     def _place(self, tensor: torch.Tensor) -> _Place | None:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():

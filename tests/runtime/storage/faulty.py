@@ -33,8 +33,9 @@ class Faulty(SystemFiles):
     def __init__(self, **faults: Callable[..., Any]) -> None:
         super().__init__()
         self.calls: list[str] = []
-        for name in ("open", "close", "preadv", "pwritev", "fallocate", "fdatasync", "drop_cached", "unlink", "disk", "link",
-                     "make_folder", "sync_folder", "remove_folder", "free_bytes", "lock", "truncate", "stat", "map"):  # fmt: skip
+        for name in ("open", "close", "preadv", "pwritev", "fallocate", "fdatasync", "drop_cached", "unlink", "disk",
+                     "free_bytes", "lock", "truncate", "stat", "map", "link", "make_folder", "sync_folder",
+                     "remove_folder"):  # fmt: skip
             setattr(self, name, self._through(name, getattr(self, name)))
         self.faults = faults
 

@@ -326,7 +326,9 @@ def test_a_failed_sync_is_a_failed_write(tmp_path):
 
 def test_aligned_memory_is_not_copied(tmp_path, monkeypatch):
     copied = []
-    monkeypatch.setattr("offmate.runtime.storage.chunk_requests.copy", lambda target, source, n_bytes: copied.append(n_bytes))
+    monkeypatch.setattr(
+        "offmate.runtime.storage.chunk_requests.copy", lambda target, source, n_bytes: copied.append(n_bytes)
+    )
     with engine_on(tmp_path) as running:
         stored = running.store("weight", 4 * CHUNK + 5)
         memory = empty_aligned(stored.n_bytes).zero_()
