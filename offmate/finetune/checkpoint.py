@@ -8,7 +8,7 @@ import logging
 import random
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from ..errors import OffmateError
+from ..errors import OffmateError, StorageError
 from ..runtime.torch_names.trees import tree_leaves
+from ..session.linked_states import STATES, handing_out_none, session_of, taken_out
 from ..split import Split
 from .folders import faults, move_in, read_manifest, remove, write_aside
+from .state_links import Record, linked_states
 from .updates import UpdateRule
 
 log = logging.getLogger("offmate")
@@ -65,16 +67,30 @@ class Moment:
             raise TypeError("loss must be a number")
 
 
-def save_checkpoint(folder: Path, moment: Moment, model: Any, updates: UpdateRule, plan: Any, keep: int) -> Path:
+def save_checkpoint(
+    folder: Path, moment: Moment, model: Any, updates: UpdateRule, plan: Any, keep: int, storage: Sequence[str] = ()
+) -> Path:
     """Write a checkpoint below `folder`, and remove all but the newest `keep`.
+
+    Optimizer states that lie in files are linked, in a folder on each of their paths.
+
+    Parameters
+    ----------
+    storage: the paths that states may lie on.
 
     Raises: OffmateError if weights are not finite or the checkpoint cannot be written; earlier checkpoints stay then.
     """
     _check_finite(model, moment.step)
-    state = updates.state_dict()
+    session, record = session_of(model), Record(folder)
+    with handing_out_none(session):
+        whole = updates.state_dict()
 
     def write(aside: Path) -> None:
         model.save_pretrained(aside)
+        below = record.new_folder(step_name(moment.step), storage)
+        state, linked = taken_out(session, whole, below)
+        if linked.tensors:
+            linked.save(aside / STATES)
         torch.save(state, aside / _UPDATES)
         torch.save(_random_state(), aside / _RANDOM)
         (aside / _MOMENT).write_text(json.dumps(asdict(moment)))
@@ -87,6 +103,7 @@ def save_checkpoint(folder: Path, moment: Moment, model: Any, updates: UpdateRul
     write_aside(target, write, f"the checkpoint of step {moment.step}")
     for old in checkpoints(folder)[keep:]:
         remove(old)
+    record.sweep()
     return target
 
 
@@ -95,14 +112,18 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
+def newest_checkpoint(folder: Path, storage: Sequence[str] = ()) -> Path | None:
     """Return the newest intact checkpoint, or None if the folder has none.
 
-    Raises: OffmateError if there are checkpoints but all are damaged.
+    Parameters
+    ----------
+    storage: folders that may have optimizer states of checkpoints, if they are elsewhere now.
+
+    Raises: OffmateError if there are checkpoints but all are damaged, or if one names a folder that is missing.
     """
     found = checkpoints(folder)
     for path in found:
-        fault = _fault(path)
+        fault = _fault(path, storage)
         if fault is None:
             return path
         log.warning("%s is damaged (%s); an older checkpoint is used", path, fault)
@@ -116,6 +137,7 @@ def remove_unfinished(folder: Path) -> None:
     for path in folder.glob(".step-*"):
         if _UNFINISHED.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
+    Record(folder).sweep()
 
 
 def load_moment(path: Path) -> Moment:
@@ -126,10 +148,12 @@ def load_moment(path: Path) -> Moment:
     return Moment(**data, split=split)
 
 
-def restore_updates(path: Path, updates: UpdateRule) -> None:
-    """Restore the optimizer states of a checkpoint."""
+def restore_updates(path: Path, updates: UpdateRule, storage: Sequence[str] = ()) -> None:
+    """Restore the optimizer states of a checkpoint; `storage` is as in `newest_checkpoint`."""
     with _readable(path / _UPDATES):
-        updates.load_state_dict(torch.load(path / _UPDATES, weights_only=True, mmap=True))
+        state = torch.load(path / _UPDATES, weights_only=True, mmap=True)
+        linked_states(path, storage).put_into(state)
+        updates.load_state_dict(state)
 
 
 def restore_random(path: Path) -> None:
@@ -186,15 +210,20 @@ def checkpoint_bytes(model: torch.nn.Module, updates: UpdateRule, lora: bool) ->
     return sum(p.numel() * p.element_size() for p in saved), updates.state_bytes()
 
 
-def _fault(path: Path) -> str | None:
-    """Describe what is wrong with a checkpoint; None if it is intact."""
+def _fault(path: Path, storage: Sequence[str]) -> str | None:
+    """Describe what is wrong with a checkpoint; None if it is intact. Raises: OffmateError for a missing folder."""
     fault = _changed(path, _NEEDED_FILES)
     if fault is not None:
         return fault
     try:
         load_moment(path)
+        linked = linked_states(path, storage)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return f"{type(error).__name__}: {error}"
+    try:
+        linked.check()
+    except StorageError as error:
+        return str(error)
     return None
 
 

@@ -99,7 +99,7 @@ def _begin(settings: Settings, place: Place, resume: bool, talk: Talk) -> None:
     talk.say([device_line(kind)], event="device", device=kind, words=device_words(kind))
     if resume and not talk.dry_run:
         remove_unfinished(output / CHECKPOINTS)
-    checkpoint = newest_checkpoint(output / CHECKPOINTS) if resume else None
+    checkpoint = newest_checkpoint(output / CHECKPOINTS, settings.storage) if resume else None
     moment = load_moment(checkpoint) if checkpoint is not None else None
     folders = measured(settings.storage)
     sources = read_sources(output) if resume else Sources()
@@ -167,7 +167,7 @@ def _load(at: Position) -> tuple[Position, Loaded]:
         at.sources.save(at.place)
     updates = UpdateRule(model, at.settings)
     if at.checkpoint is not None:
-        restore_updates(at.checkpoint, updates)
+        restore_updates(at.checkpoint, updates, at.settings.storage)
     return at, Loaded(model, updates)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import OffmateError
+from ..session.linked_states import make_room, session_of
 from .checkpoint import EVALUATED, Moment, checkpoints, save_checkpoint, step_name
 from .names import SETTINGS
 from .packing import IGNORED, Batch, Batches, Packed, eval_batches
@@ -73,13 +74,13 @@ def train(run: TrainingRun) -> None:
             saves = last or done % settings.checkpoint_every == 0 or bool(asked)
             evaluates = done % settings.eval_every == 0 if settings.eval_every else saves
             if saves:
-                _save(run, done, row.loss)
+                _save(run, done, row.loss, goes_on=not last and not asked)
             # A run that ends complete has its last evaluation, even if it was asked to stop during its last step.
             if last or (evaluates and not asked):
                 _evaluate(run, done)
                 evaluates = True
             if asked and not saves:  # it was asked during the evaluation
-                _save(run, done, row.loss)
+                _save(run, done, row.loss, goes_on=False)
             if saves or evaluates:
                 clock.forget()
             if asked and not last:
@@ -175,14 +176,17 @@ def _evaluate(run: TrainingRun, done: int) -> None:
         (checkpoint / EVALUATED).touch()
 
 
-def _save(run: TrainingRun, done: int, loss: float) -> None:
-    """Write a checkpoint, and report that it is on disk."""
+def _save(run: TrainingRun, done: int, loss: float, goes_on: bool) -> None:
+    """Write a checkpoint, and report that it is on disk; if training `goes_on`, reserve what it writes next."""
     if not (run.checkpoints.parent / SETTINGS).is_file():
         raise OffmateError(f"{run.checkpoints.parent} was removed while the run trained, so it stops; begin it anew")
     handle, keep = run.model.offmate, run.settings.keep_checkpoints
     moment = Moment(done, run.packed.digest, torch.get_num_threads(), torch.__version__, handle.split, loss)
-    path = save_checkpoint(run.checkpoints, moment, run.model, run.updates, handle.plan, keep)
+    storage = run.settings.storage
+    path = save_checkpoint(run.checkpoints, moment, run.model, run.updates, handle.plan, keep, storage)
     _tell(run, lambda r: r.checkpoint(done, path))
+    if goes_on:
+        make_room(session_of(run.model))
 
 
 def _tell(run: TrainingRun, what: Callable[[Reporter], None]) -> None:

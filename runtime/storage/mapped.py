@@ -39,8 +39,10 @@ class MappedStore:
 
     The engine must not transfer bytes of a chunk while somebody uses that chunk directly. After direct writes, `forget`
     has to come before the engine reads their bytes. A file that a checkpoint keeps is never written again, neither by
-    the engine nor by whoever writes to a tensor: `forget` then writes what has changed to another file. The space is given back when the last tensor on it is gone. After
-    the engine was closed, tensors keep their values for as long as they live.
+    the engine nor by whoever writes to a tensor: `forget` then writes what has changed to another file.
+
+    The space is given back when the last tensor on it is gone. After the engine was closed, tensors keep their
+    values for as long as they live.
 
     Parameters
     ----------
@@ -84,6 +86,11 @@ class MappedStore:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor's memory is the store's."""
         return self._place(tensor) is not None
+
+    def holds_all_of(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is one that `empty` returned, and not a part of it."""
+        place = self._place(tensor)
+        return place is not None and (place.start, place.end) == (0, place.stored.n_bytes)
 
     def bytes_of(self, tensor: torch.Tensor) -> StoredBytes | None:
         """Return where a tensor's bytes lie; None if its memory is not the store's.

@@ -61,7 +61,7 @@ def _check(file: OpenFile, piece: Piece, memory: AlignedBytes) -> None:
 
 
 def tensor_of(files: Files, name: str, pieces: Sequence[Piece], like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that takes no RAM until somebody writes to it: it is mapped from its pieces, which stay as they are.
+    """Return a tensor that is mapped from its pieces: it takes no RAM until somebody writes to it, and they stay.
 
     Parameters
     ----------

@@ -111,7 +111,7 @@ def test_writes_to_a_kept_tensor_that_were_not_forgotten_are_noticed(tmp_path, m
     with engine:
         store.link([mapped], BELOW)
         mapped[3, 7] = 5
-        with pytest.raises(StorageError, match="does not hold what was written.*memory .* was written to"):
+        with pytest.raises(StorageError, match=r"does not hold what was written.*memory .* was written to"):
             read(store, mapped) if does == "read" else write(store, mapped, values)
 
 
@@ -190,7 +190,7 @@ def test_no_space_for_the_next_files_is_said_before_they_are_written(tmp_path):
 @pytest.mark.parametrize("direct", [True, False])
 def test_where_links_fail_files_are_copied(tmp_path, code, direct):
     faults = {"link": refused(code)} | ({} if direct else {"open": without_direct})
-    engine, store, files, mapped, values = written_store(tmp_path, **faults)
+    engine, store, _, mapped, values = written_store(tmp_path, **faults)
     with engine:
         assert len(engine.why_no_links()) == 2
         (pieces,) = store.link([mapped], BELOW)

@@ -1,0 +1,191 @@
+"""Optimizer states of a checkpoint that lie in files: linked and not copied, and described by one file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+
+from ..runtime.storage.files import SystemFiles
+from ..runtime.storage.pieces import Piece, check_pieces, tensor_of
+
+STATES = "states.json"
+"""The file of a checkpoint that says where the states are that lie in files."""
+_FORMAT = "offmate states 1"
+
+
+@dataclass(frozen=True)
+class LinkedTensor:
+    """A part of the state of one parameter.
+
+    Parameters
+    ----------
+    parameter: its number in the optimizer's `state_dict`. key: of the part. dtype: its name in torch.
+    shape, stride: in elements. pieces: all of its bytes, in order.
+    """
+
+    parameter: int
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    def tensor(self) -> torch.Tensor:
+        """Map it from its files, which stay as they are. Raises: StorageError if that fails."""
+        like = torch.empty_strided(self.shape, self.stride, dtype=getattr(torch, self.dtype), device="meta")
+        return tensor_of(SystemFiles(), f"{self.key} of parameter {self.parameter}", self.pieces, like)
+
+
+@dataclass(frozen=True)
+class LinkedStates:
+    """The states of a checkpoint that lie in files.
+
+    Parameters
+    ----------
+    tensors: none if all states are in the checkpoint itself.
+    """
+
+    tensors: tuple[LinkedTensor, ...] = ()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Return all files."""
+        return tuple(dict.fromkeys(piece.path for one in self.tensors for piece in one.pieces))
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Return their folders, one for each path."""
+        return tuple(dict.fromkeys(file.parent for file in self.files))
+
+    def check(self) -> None:
+        """Compare all files with their checksums. Raises: StorageError for one that is not as it was written."""
+        check_pieces(SystemFiles(), [piece for one in self.tensors for piece in one.pieces])
+
+    def moved(self, found: Mapping[Path, Path]) -> LinkedStates:
+        """Return the same states in other folders.
+
+        Parameters
+        ----------
+        found: by folder, where it is now.
+        """
+
+        def there(one: LinkedTensor) -> LinkedTensor:
+            pieces = (piece._replace(path=found[piece.path.parent] / piece.path.name) for piece in one.pieces)
+            return replace(one, pieces=tuple(pieces))
+
+        return LinkedStates(tuple(map(there, self.tensors)))
+
+    def put_into(self, state: dict[str, Any]) -> None:
+        """Complete a `state_dict` that `taken_out` has left. Raises: StorageError if a file cannot be mapped."""
+        for one in self.tensors:
+            state["state"][one.parameter][one.key] = one.tensor()
+
+    def save(self, path: Path) -> None:
+        """Write the file that describes them."""
+        folders, files = self.folders, self.files
+        tensors = [
+            {
+                "parameter": one.parameter, "key": one.key, "dtype": one.dtype, "shape": one.shape,
+                "stride": one.stride,
+                "pieces": [[files.index(p.path), p.offset, p.first, p.n_bytes, p.checksum] for p in one.pieces],
+            }
+            for one in self.tensors
+        ]  # fmt: skip
+        named = [[folders.index(file.parent), file.name] for file in files]
+        content = {"format": _FORMAT, "folders": list(map(str, folders)), "files": named, "tensors": tensors}
+        path.write_text(json.dumps(content))
+
+
+def load_linked(path: Path) -> LinkedStates:
+    """Read the file that describes states. Raises: OSError, ValueError if it does not."""
+    content = json.loads(path.read_text())
+    try:
+        if content["format"] != _FORMAT:
+            raise ValueError(f"its format is {content['format']!r}, not {_FORMAT!r}")
+        folders = list(map(Path, content["folders"]))
+        files = [folders[number] / PurePath(name).name for number, name in content["files"]]
+        return LinkedStates(
+            tuple(
+                LinkedTensor(
+                    one["parameter"], one["key"], one["dtype"], tuple(one["shape"]), tuple(one["stride"]),
+                    tuple(Piece(files[number], *rest) for number, *rest in one["pieces"]),
+                )
+                for one in content["tensors"]
+            )
+        )  # fmt: skip
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+def taken_out(session: Any, state: dict[str, Any], below: PurePath) -> tuple[dict[str, Any], LinkedStates]:
+    """Link the states that lie in files, which nobody writes to again.
+
+    Parameters
+    ----------
+    session: of the compiled model; None for a model that is not compiled. state: the optimizer's `state_dict`.
+    below: the folder that gets the links, below each storage path's; it must be new.
+
+    Returns: the `state_dict` without them, and what was linked.
+    Raises: StorageError if they cannot be linked or copied.
+    """
+    store = None if session is None else session.truth.host.store
+    if store is None:
+        return state, LinkedStates()
+    places = [
+        (number, key, value)
+        for number, own in state["state"].items()
+        for key, value in own.items()
+        if isinstance(value, torch.Tensor) and store.holds_all_of(value)
+    ]
+    if not places:
+        return state, LinkedStates()
+    linked = store.link([value for _, _, value in places], below)
+    gone = {(number, key) for number, key, _ in places}
+    rest = {
+        number: {key: value for key, value in own.items() if (number, key) not in gone}
+        for number, own in state["state"].items()
+    }
+    tensors = (
+        LinkedTensor(
+            number, key, str(value.dtype).removeprefix("torch."), tuple(value.shape), value.stride(), tuple(pieces)
+        )
+        for (number, key, value), pieces in zip(places, linked)
+    )
+    return {**state, "state": rest}, LinkedStates(tuple(tensors))
+
+
+@contextlib.contextmanager
+def handing_out_none(session: Any) -> Iterator[None]:
+    """Read the optimizer's states in the body, which gives nobody a tensor that could be written to later.
+
+    Parameters
+    ----------
+    session: of the compiled model; None for a model that is not compiled.
+    """
+    states = None if session is None else session.truth.states
+    if states is None:
+        yield
+        return
+    before = states.read, states.handed_out
+    try:
+        yield
+    finally:
+        states.read, states.handed_out = before
+
+
+def make_room(session: Any) -> None:
+    """Reserve the files that are written after a checkpoint. Raises: StorageError if a path has too little space."""
+    store = None if session is None else session.truth.host.store
+    if store is not None:
+        store.make_room()
+
+
+def session_of(model: Any) -> Any:
+    """Return the session of a compiled model; None for another one."""
+    return getattr(model, "_offmate_session", None)
