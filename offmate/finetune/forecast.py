@@ -22,7 +22,7 @@ from ..progress import working
 from ..sizes import format_bytes, format_least_bytes, parse_budget
 from .checkpoint import PLAN, Moment
 from .data import check_source, is_of_hub, pieces
-from .names import NEW_TOKENS, SETTINGS, TOKENS
+from .names import CHECKPOINTS, NEW_TOKENS, SETTINGS, TOKENS
 from .needs import Needs, machine_of, memory_doubt, model_without_weights, needs_of, no_card
 from .packing import Batch, Batches, Packed, read_tokens, verify_tokens, write_tokens
 from .preview import Preview, Work, disk_doubt, example_lines, first_lines
@@ -72,6 +72,14 @@ class Position:
     def done(self) -> int:
         """Steps that are done."""
         return self.moment.step if self.moment is not None else 0
+
+    def tight(self, preview: Preview) -> list[str]:
+        """Return a sentence for each disk without room for checkpoints, once it is known which states lie in files."""
+        if not self.settings.storage:
+            return []  # it was looked at before
+        output, keep = Path(self.settings.output), self.settings.keep_checkpoints
+        found = self.folders.doubts(preview.plan, keep, output / CHECKPOINTS, preview.disk_bytes)
+        return found or disk_doubt(output, preview.disk_bytes)
 
 
 @dataclass(frozen=True)
@@ -256,9 +264,13 @@ def _forecast(
         lack = InfeasibleBudget(f"{lack}{preview.advice()}", *lack.args[1:])
         talk.say(preview.lines(), event="plan", lines=preview.lines(), doubts=[*first, str(lack)])
         raise lack
-    new = preview.doubts(memory=not short) + at.folders.doubt(plan)
-    lines = preview.lines() + sample_lines(settings, at.prompts, bare.model, budget, at.kind, machine)
+    tight = at.tight(preview)
+    new = preview.doubts(memory=not short) + tight
+    lines = preview.lines() + at.folders.lines(plan, settings.keep_checkpoints)
+    lines += sample_lines(settings, at.prompts, bare.model, budget, at.kind, machine)
     talk.say(lines, event="plan", lines=lines, doubts=first + new)
+    if tight and not talk.dry_run:
+        raise OffmateError(tight[0])
     talk.agree(new)
     return first + new
 

@@ -17,7 +17,7 @@ import torch
 from ..api import compile as compile_model
 from ..api import plan as plan_model
 from ..config import Config
-from ..errors import InfeasibleBudget
+from ..errors import InfeasibleBudget, OffmateError
 from ..machines.devices import EMULATED, device_kind
 from ..plans.plan import Plan
 from ..progress import working
@@ -128,8 +128,13 @@ def _run(at: Position, shown: list[Example], talk: Talk, place: Place) -> None:
         at, loaded = _load(at)
     plan, config = _plan(at, loaded)
     preview = Preview(at.settings, at.kind, needs, plan, work, at.done, held_bytes=needs.weights_bytes)
-    lines = preview.lines(MEASURED) if at.checkpoint is not None else preview.speed_lines(MEASURED)
-    talk.say(lines, event="plan", lines=lines, doubts=preview.doubts())
+    lines = preview.speed_lines(MEASURED)
+    if at.checkpoint is not None:
+        lines = preview.lines(MEASURED) + at.folders.lines(plan, at.settings.keep_checkpoints)
+    tight = at.tight(preview)
+    talk.say(lines, event="plan", lines=lines, doubts=preview.doubts() + tight)
+    if tight:
+        raise OffmateError(tight[0])
     talk.agree(preview.doubts() if not asked else [])
     place.begun = True
     _train(at, loaded, plan, config, work, talk.mode)

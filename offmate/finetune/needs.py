@@ -48,10 +48,17 @@ class Needs:
     flops_per_token: float
     tokens_per_s: float
 
-    def disk_bytes(self, settings: Settings) -> int:
-        """Return the most that checkpoints and the result take: a new checkpoint is written before an old one goes."""
+    def disk_bytes(self, settings: Settings, stored_bytes: int | None = None) -> int:
+        """Return the most that checkpoints and the result take: a new checkpoint is written before an old one goes.
+
+        Parameters
+        ----------
+        stored_bytes: of the states that lie in the folders of `--storage`, where checkpoints link them; None if that is
+            not known yet, so that it may be all of them.
+        """
+        kept = self.kept_bytes(settings) if stored_bytes is None else self.states_bytes - stored_bytes
         merged = self.weights_bytes if settings.merge else 0
-        return (self.saved_bytes + self.states_bytes) * (settings.keep_checkpoints + 1) + self.saved_bytes + merged
+        return (self.saved_bytes + max(0, kept)) * (settings.keep_checkpoints + 1) + self.saved_bytes + merged
 
     def host_bytes(self, kind: str, settings: Settings) -> int:
         """Return the least RAM; where the CPU emulates the device, that also holds the states that cannot leave it."""

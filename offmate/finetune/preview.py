@@ -18,6 +18,7 @@ from .packing import Batches, Packed
 from .report import format_left, format_steps
 from .settings import Settings
 from .source_files import skipped_line, source_files
+from .state_folders import stored_bytes
 from .tokenizing import BEGIN, END, LEFT_OUT, Example
 
 _SLOW, _SLOW_S = 5.0, 1.0  # multiple of the compute; steps of fewer seconds are never called slow
@@ -133,6 +134,11 @@ class Preview:
         emulated = self.plan.predicted_peak_bytes if self.kind == EMULATED else 0
         return max(self.plan.host_bytes + emulated, self.needs.weights_bytes)
 
+    @property
+    def disk_bytes(self) -> int:
+        """Predicted bytes of checkpoints and the result in the output folder."""
+        return self.needs.disk_bytes(self.settings, stored_bytes(self.plan))
+
     def lines(self, source: str = DEVICE_RATES) -> list[str]:
         """Write a line each: data, training, whether it fits, RAM and disk, speed, how long it takes.
 
@@ -144,7 +150,7 @@ class Preview:
             *self.work.lines(self.settings),
             self._fit_line(),
             f"RAM: {format_bytes(self.host_bytes)} of tensors{self._of_device()}; "
-            f"{format_bytes(self.needs.disk_bytes(self.settings))} of disk for {self.settings.keep_checkpoints} "
+            f"{format_bytes(self.disk_bytes)} of disk for {self.settings.keep_checkpoints} "
             "checkpoints and the result",
             *([f"storage: {self.plan.stored_words}"] if any(self.plan.stored_bytes) else []),
             *self.speed_lines(source),

@@ -2,44 +2,124 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from ..planning.storage import PathFigures, figures_of, storage_paths, together
+from ..planning.storage import KEPT_FREE, PathFigures, figures_of, proportions, storage_paths
 from ..plans.plan import Plan
 from ..progress import working
 from ..runtime.storage.engine import Engine
 from ..runtime.storage.folders import StoragePath
 from ..sizes import format_bytes
+from .state_links import Record
+
+
+@dataclass(frozen=True)
+class Drive:
+    """One of the folders, and what checkpoints have to know of it.
+
+    Parameters
+    ----------
+    folder: absolute. share: of all bytes, that it gets. free_bytes: on its file system.
+    linkless: why its file system has no hard links; empty if it has.
+    """
+
+    folder: Path
+    share: float
+    free_bytes: int
+    linkless: str = ""
+
+    def sets(self, keep: int) -> int:
+        """Return how often the states of a run lie here at the most, if it keeps some checkpoints.
+
+        A checkpoint has the files that are in use, and the next update writes to others. So there is one set more than
+        checkpoints. Where files are copied, a new checkpoint has its copy before an old one goes.
+        """
+        return keep + 2 if self.linkless else keep + 1
 
 
 @dataclass(frozen=True)
 class StateFolders:
-    """Storage paths with their rates, and the most bytes of states that they may hold together.
+    """Storage paths with their rates, and the room on them.
 
     Parameters
     ----------
-    paths: none if the run keeps all states in RAM.
+    paths, drives: none if the run keeps all states in RAM.
     """
 
     paths: tuple[StoragePath, ...] = ()
-    capacity_bytes: int = 0
+    drives: tuple[Drive, ...] = ()
 
     @property
     def given(self) -> tuple[StoragePath, ...] | None:
         """What `storage=` takes."""
         return self.paths or None
 
-    def doubt(self, plan: Plan) -> list[str]:
-        """Return a sentence if the states that a plan keeps in files need more than these have room for."""
-        schedule = plan.schedule
-        names = schedule.states_in_files if self.paths else ()
-        needed = sum(schedule.item_bytes[item] for name in names for item in schedule.states.get(name, ()))
-        if needed <= self.capacity_bytes:
+    def lines(self, plan: Plan, keep: int) -> list[str]:
+        """Write what checkpoints need on the drives, and where they copy; nothing if no states lie there.
+
+        Parameters
+        ----------
+        keep: how many checkpoints stay.
+        """
+        one_set = stored_bytes(plan)
+        if not one_set:
             return []
-        return [
-            f"optimizer states need {format_bytes(needed)} in the folders of --storage, and there is room for "
-            f"{format_bytes(self.capacity_bytes)}; free space there, or name a folder on another drive as well"
-        ]
+        found = []
+        for drive in self.drives:
+            needed = drive.sets(keep) * int(one_set * drive.share)
+            found.append(
+                f"checkpoints: {drive.folder} needs {format_bytes(needed)} for the states in use and in {keep} "
+                f"{'checkpoint' if keep == 1 else 'checkpoints'}, and has {format_bytes(drive.free_bytes)} free"
+            )
+            if drive.linkless:
+                found.append(
+                    f"checkpoints: the file system of {drive.folder} has no hard links ({drive.linkless}), so every "
+                    f"checkpoint copies {format_bytes(int(one_set * drive.share))} there; ext4, xfs and btrfs have them"
+                )
+        return found
+
+    def doubts(self, plan: Plan, keep: int, checkpoints: Path, beside_bytes: int) -> list[str]:
+        """Return a sentence for each drive without room for the states that a plan keeps in files.
+
+        Parameters
+        ----------
+        keep: how many checkpoints stay. checkpoints: their folder; what they have already counts as free.
+        beside_bytes: that the folder's own disk needs besides, for weights and what is not in files.
+        """
+        return list(self._doubts(stored_bytes(plan), keep, checkpoints, beside_bytes))
+
+    def _doubts(self, one_set: int, keep: int, checkpoints: Path, beside_bytes: int) -> Iterator[str]:
+        record = Record(checkpoints)
+        for drive in self.drives if one_set else ():
+            room = int((1 - KEPT_FREE) * drive.free_bytes) + record.kept_bytes(drive.folder)
+            needed, shared = drive.sets(keep) * int(one_set * drive.share), _same_disk(drive.folder, checkpoints)
+            room += _bytes_in(checkpoints) if shared else 0
+            if needed + (beside_bytes if shared else 0) > room:
+                besides = f", which also gets {format_bytes(beside_bytes)} of the output," if shared else ""
+                yield (
+                    f"optimizer states need {format_bytes(needed)} in {drive.folder}{besides} for those in use and in "
+                    f"{keep} checkpoints, and there is room for {format_bytes(room)}; free space there, keep fewer "
+                    "checkpoints (keep_checkpoints), or name a folder on another drive as well"
+                )
+
+
+def stored_bytes(plan: Plan) -> int:
+    """Return the bytes of the states that a plan keeps in files."""
+    schedule = plan.schedule
+    names = schedule.states_in_files
+    return sum(schedule.item_bytes[item] for name in names for item in schedule.states.get(name, ()))
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _same_disk(folder: Path, other: Path) -> bool:
+    near = next(parent for parent in (other, *other.absolute().parents) if parent.exists())
+    return folder.exists() and os.stat(folder).st_dev == os.stat(near).st_dev
 
 
 def measured(folders: tuple[str, ...]) -> StateFolders:
@@ -52,11 +132,14 @@ def measured(folders: tuple[str, ...]) -> StateFolders:
         return StateFolders()
     paths = storage_paths(folders)
     with working("measuring the drives of --storage"):
-        with Engine(paths):
-            pass  # it says what is wrong with them
+        with Engine(paths) as engine:  # it says what is wrong with them
+            linkless = engine.why_no_links()
         figures = [figures_of(path) for path in paths]
-    known = tuple(_with_rates(path, one) for path, one in zip(paths, figures))
-    return StateFolders(known, together(figures, buffers_bytes=0).capacity_bytes)
+    drives = (
+        Drive(folder, share, one.free_bytes, linkless.get(folder, ""))
+        for folder, share, one in zip((Path(path.folder).resolve() for path in paths), proportions(figures), figures)
+    )
+    return StateFolders(tuple(_with_rates(path, one) for path, one in zip(paths, figures)), tuple(drives))
 
 
 def _with_rates(path: StoragePath, figures: PathFigures) -> StoragePath:

@@ -28,7 +28,7 @@ log = logging.getLogger("offmate")
 
 Folder: TypeAlias = str | os.PathLike[str] | StoragePath
 
-_KEPT_FREE = 0.02  # of a disk's free bytes
+KEPT_FREE = 0.02  # of a disk's free bytes
 _PROBE_BYTES = 1 << 26  # written and read on a path to measure it
 _DRIVE_BYTES = 2 * 10**12  # free on a drive of another machine
 
@@ -101,7 +101,7 @@ def together(figures: Sequence[PathFigures], buffers_bytes: int) -> StateFiles:
         read_bytes_per_s=min(one.read_bytes_per_s / share for one, share in shared),
         write_bytes_per_s=min(one.write_bytes_per_s / share for one, share in shared),
         both_bytes_per_s=min(one.both_bytes_per_s / share for one, share in shared),
-        capacity_bytes=int(min((1 - _KEPT_FREE) * one.free_bytes / share for one, share in shared)),
+        capacity_bytes=int(min((1 - KEPT_FREE) * one.free_bytes / share for one, share in shared)),
         buffers_bytes=buffers_bytes,
     )
 
