@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import re
 import signal
@@ -28,6 +29,7 @@ from offmate.finetune.updates import UpdateRule
 from offmate.finetune.weights import load_model
 from offmate.planning import storage
 from offmate.session import state_storage
+from offmate.session.linked_states import load_linked
 
 from ...fuzz.figures import from_hardware_file
 from ...warm import run
@@ -180,6 +182,120 @@ def test_states_of_another_model_are_refused(base, tmp_path):
     path = save_checkpoint(tmp_path, Moment(1, "t", 1, torch.__version__), whole.model, whole, None, 1)
     with pytest.raises(OffmateError, match=r"optimizer\.pt does not hold what a run writes there"):
         restore_updates(path, part)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def states_of(checkpoint: Path) -> dict[str, Any]:
+    """What the page's lines load from a checkpoint."""
+    page = (Path(__file__).parents[3] / "docs" / "finetune.md").read_text()
+    (lines,) = re.findall(r"```python\n(import json.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(lines.replace("tuned/checkpoints/step-00000500", str(checkpoint)), names)
+    return names["optimizer"]["state"]
+
+
+def test_a_checkpoint_links_states_and_the_pages_lines_put_them_together(base, drive, tmp_path):
+    output, plain = tmp_path / "out", tmp_path / "plain"
+    finetune(usual(base, output, storage=drive))
+    finetune(usual(base, plain, cpu_budget="4GiB"))
+    for name in ("step-00000002", "step-00000004"):
+        checkpoint = output / "checkpoints" / name
+        linked = load_linked(checkpoint / "states.json")
+        linked.check()  # the files of the first one are as they were, after two more steps
+        assert all(drive / "offmate-checkpoints" in file.parents for file in linked.files) and len(linked.files) > 2
+        assert all(file.stat().st_nlink == 1 for file in linked.files), "the states in use are gone with the run"
+        expected = torch.load(plain / "checkpoints" / name / "optimizer.pt")["state"]
+        assert (checkpoint / "optimizer.pt").stat().st_size < sum(
+            value.nbytes for own in expected.values() for value in own.values()
+        )
+        found = states_of(checkpoint)
+        assert found.keys() == expected.keys()
+        for number, own in expected.items():
+            assert own.keys() == found[number].keys()
+            assert all(torch.equal(value, found[number][key]) for key, value in own.items())
+
+
+@pytest.fixture
+def stopped(base: Path, drive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """The output of a run that was stopped after three steps, with a checkpoint of each."""
+    output = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 3)
+        assert "stopped by the test" in refused(usual(base, output, storage=drive, checkpoint_every=1), capsys)
+    gc.collect()  # the run that failed still stores in the folder, until nobody holds it any more
+    assert names(drive) == ["mine.txt", "offmate-checkpoints"]
+    return output
+
+
+def test_a_folder_that_is_missing_is_named_and_found_where_it_is_now(base, drive, stopped, tmp_path, capsys):
+    elsewhere = drive.rename(tmp_path / "elsewhere")
+    drive.mkdir()
+    said = refused(usual(base, stopped, resume=True), capsys)
+    newest = stopped / "checkpoints" / "step-00000003"
+    assert f"{newest}: optimizer states of this checkpoint lie in {drive}/offmate-checkpoints/" in said
+    assert f"which is missing, and not in {drive} either. Connect the drive of {drive}." in said
+    assert "--resume --storage FOLDER, where FOLDER contains offmate-checkpoints/" in said
+    rest = finetune(usual(base, stopped, resume=True, storage=elsewhere))
+    state, expected, _ = plain_run(stopped, tmp_path)
+    assert losses(rest) == expected[3:] and same(weights(stopped), state)
+
+
+@pytest.mark.parametrize("harm", ["flip", "shorten", "remove"])
+def test_a_file_that_is_not_as_it_was_written_is_named_and_an_older_checkpoint_used(
+    base, drive, stopped, tmp_path, caplog, harm
+):
+    newest = stopped / "checkpoints" / "step-00000003"
+    file = load_linked(newest / "states.json").files[1]
+    if harm == "flip":
+        content = bytearray(file.read_bytes())
+        content[100] ^= 1
+        file.write_bytes(content)
+    elif harm == "shorten":
+        os.truncate(file, 100)
+    else:
+        file.unlink()
+    rest = finetune(usual(base, stopped, resume=True))
+    (said,) = (words for words in caplog.messages if words.startswith(f"{newest} is damaged"))
+    assert str(file) in said
+    state, expected, _ = plain_run(stopped, tmp_path)
+    assert losses(rest) == expected[2:] and same(weights(stopped), state)
+
+
+def test_a_checkpoint_that_goes_takes_its_files_with_it(base, drive, stopped):
+    assert names(stopped / "checkpoints") == [".states.json", "step-00000002", "step-00000003"]
+    (folder,) = (drive / "offmate-checkpoints").iterdir()
+    assert [name[: len("step-00000002")] for name in names(folder)] == ["step-00000002", "step-00000003"]
+
+
+def test_where_there_are_no_hard_links_states_are_copied_which_is_said_before(base, drive, tmp_path, monkeypatch):
+    def link(self: SystemFiles, path: Path, new: Path) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(SystemFiles, "link", link)
+    output = tmp_path / "out"
+    said = finetune(usual(base, output, storage=drive))
+    (line,) = (line for event in said if event["event"] == "plan" for line in event["lines"] if "no hard links" in line)
+    assert re.match(
+        rf"checkpoints: the file system of {drive} has no hard links \(Operation not permitted\), so every checkpoint "
+        r"copies \d+ KiB there",
+        line,
+    )
+    state, _, _ = plain_run(output, tmp_path)
+    assert same(weights(output), state)
+    for name in ("step-00000002", "step-00000004"):
+        load_linked(output / "checkpoints" / name / "states.json").check()
+
+
+def test_room_for_checkpoints_is_printed_and_a_run_without_it_refused(base, drive, tmp_path, monkeypatch, capsys):
+    said = finetune(usual(base, tmp_path / "out", storage=drive, dry_run=True))
+    (line,) = (line for event in said if event["event"] == "plan" for line in event["lines"] if "needs" in line)
+    assert re.match(rf"checkpoints: {drive} needs \d+ KiB for the states in use and in 2 checkpoints, and has", line)
+    own = SystemFiles.free_bytes
+    monkeypatch.setattr(SystemFiles, "free_bytes", lambda self, folder: min(own(self, folder), 1 << 18))
+    words = refused(usual(base, tmp_path / "out", storage=drive), capsys)
+    assert f"KiB in {drive}, which also gets" in words and "there is room for 251 KiB" in words
 
 
 # -- what a dry run says ----------------------------------------------------------------------------------------------
