@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .reports.plots import plot_sweep
     from .runtime.storage.folders import StoragePath
     from .session.module import Handle
+    from .session.saved import load_checkpoint, remove_checkpoint, save_checkpoint
     from .split import Split
 
 __version__ = VERSION
@@ -47,6 +48,7 @@ _HOME = {
     "SweepPoint": "plans.sweep",
     "Split": "split",
     "Handle": "session.module",
+    **dict.fromkeys(("load_checkpoint", "remove_checkpoint", "save_checkpoint"), "session.saved"),
     "StoragePath": "runtime.storage.folders",
     "sweep": "plans.sweep",
     "Trace": "plans.trace",
@@ -89,9 +91,12 @@ __all__ = [
     "__version__",
     "cast_weights",
     "compile",
+    "load_checkpoint",
     "load_plan",
     "plan",
     "plot_sweep",
+    "remove_checkpoint",
+    "save_checkpoint",
     "sweep",
     "with_master_weights",
 ]

@@ -10,15 +10,13 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path, PurePath
 
-from ..errors import OffmateError
 from ..files import write_whole
 from ..runtime.storage.files import SystemFiles
-from ..session.linked_states import STATES, LinkedStates, load_linked
+from ..runtime.storage.links import remove_files
+from ..session.linked_states import BELOW, STATES, load_linked
 
 log = logging.getLogger("offmate")
 
-BELOW = "offmate-checkpoints"
-"""The folder on a storage path below which all runs keep states."""
 _RECORD = ".states.json"
 _NAME = re.compile(r"(step-\d{8,})-[0-9a-f]{8}")
 _RUN = re.compile(r"[0-9a-f]{16}")
@@ -83,18 +81,10 @@ class Record:
                 for name in SystemFiles().names(base):
                     step = _NAME.fullmatch(name)
                     if step is not None and name not in used and step[1] not in unknown:
-                        _remove(base / name)
+                        remove_files(SystemFiles(), base / name)
                 _remove_empty(base)
             except OSError as error:
                 log.warning("states of a checkpoint that is gone stay in %s: %s", base, error)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder of files."""
-    files = SystemFiles()
-    for name in files.names(folder):
-        files.unlink(folder / name)
-    files.remove_folder(folder)
 
 
 def _remove_empty(base: Path) -> None:
@@ -103,36 +93,3 @@ def _remove_empty(base: Path) -> None:
         if SystemFiles().names(folder):
             return
         SystemFiles().remove_folder(folder)
-
-
-def linked_states(checkpoint: Path, storage: Sequence[str] = ()) -> LinkedStates:
-    """Return the states of a checkpoint that lie on storage paths.
-
-    Parameters
-    ----------
-    storage: folders that may have them, if those that the checkpoint names are elsewhere now.
-
-    Raises: OffmateError if a folder is missing. OSError, ValueError if the checkpoint does not say where they are.
-    """
-    if not (checkpoint / STATES).exists():
-        return LinkedStates()
-    linked = load_linked(checkpoint / STATES)
-    return linked.moved({folder: _found(checkpoint, linked, folder, storage) for folder in linked.folders})
-
-
-def _found(checkpoint: Path, linked: LinkedStates, folder: Path, storage: Sequence[str]) -> Path:
-    if folder.is_dir():
-        return folder
-    names = [file.name for file in linked.files if file.parent == folder]
-    below = PurePath(*folder.parts[-3:])
-    for place in storage:
-        there = Path(place) / below
-        if all((there / name).is_file() for name in names):
-            return there
-    home = Path(*folder.parts[:-3])
-    looked = f", and not in {' or '.join(str(Path(place)) for place in storage)} either" if storage else ""
-    raise OffmateError(
-        f"{checkpoint}: optimizer states of this checkpoint lie in {folder}, which is missing{looked}. Connect the "
-        f"drive of {home}. If that folder has another path now, name it: --resume --storage FOLDER, where FOLDER "
-        f"contains {below}. To resume from an older checkpoint instead, remove {checkpoint}"
-    )

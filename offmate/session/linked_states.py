@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 
+from ..errors import OffmateError
 from ..runtime.storage.files import SystemFiles
 from ..runtime.storage.pieces import Piece, check_pieces, tensor_of
 
 STATES = "states.json"
 """The file of a checkpoint that says where the states are that lie in files."""
+BELOW = "offmate-checkpoints"
+"""The folder on a storage path below which checkpoints keep states."""
 _FORMAT = "offmate states 1"
 
 
@@ -189,3 +192,37 @@ def make_room(session: Any) -> None:
 def session_of(model: Any) -> Any:
     """Return the session of a compiled model; None for another one."""
     return getattr(model, "_offmate_session", None)
+
+
+def find_linked(checkpoint: Path, storage: Sequence[str] = ()) -> LinkedStates:
+    """Return the states of a checkpoint that lie on storage paths.
+
+    Parameters
+    ----------
+    storage: folders that may have them, if those that the checkpoint names are elsewhere now.
+
+    Raises: OffmateError if a folder is missing. OSError, ValueError if the checkpoint does not say where they are.
+    """
+    if not (checkpoint / STATES).exists():
+        return LinkedStates()
+    linked = load_linked(checkpoint / STATES)
+    return linked.moved({folder: _found(checkpoint, linked, folder, storage) for folder in linked.folders})
+
+
+def _found(checkpoint: Path, linked: LinkedStates, folder: Path, storage: Sequence[str]) -> Path:
+    if folder.is_dir():
+        return folder
+    names = [file.name for file in linked.files if file.parent == folder]
+    below = PurePath(*folder.parts[-3:])
+    for place in storage:
+        there = Path(place) / below
+        if all((there / name).is_file() for name in names):
+            return there
+    home = Path(*folder.parts[:-3])
+    looked = f", and not in {' or '.join(str(Path(place)) for place in storage)} either" if storage else ""
+    raise OffmateError(
+        f"{checkpoint}: optimizer states of this checkpoint lie in {folder}, which is missing{looked}. Connect the "
+        f"drive of {home}. If that folder has another path now, name the one that contains {below} now: with --resume "
+        "--storage FOLDER, or as storage= of offmate.load_checkpoint. To resume from an older checkpoint instead, "
+        f"remove {checkpoint}"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path, PurePath
 
 from ...errors import StorageError
 from ..events import Event
+from .files import Files
 from .folders import LINKLESS, Folder
 from .host_bytes import AlignedBytes
 from .mapping import Mapping
@@ -45,15 +47,35 @@ def link(stored: Sequence[Stored], below: PurePath, seal: Callable[[Stored], Eve
         event.synchronize()
     _sync(files)
     folders = tuple(dict.fromkeys(file.folder for file in files))
-    for folder in folders:
-        _make(folder, below)
-    copied = [file for file in files if not _kept(file, _within(file.folder, below) / file.path.name, linkless)]
-    for folder in folders:
-        for depth in (below, *below.parents):
-            _named("writing", folder, depth, folder.files.sync_folder)
+    try:
+        for folder in folders:
+            _make(folder, below)
+        copied = [file for file in files if not _kept(file, _within(file.folder, below) / file.path.name, linkless)]
+        for folder in folders:
+            for depth in (below, *below.parents):
+                _named("writing", folder, depth, folder.files.sync_folder)
+    except BaseException:
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                remove_files(folder.files, _within(folder, below), len(below.parents) - 1)
+        raise
     if copied and any(file.folder not in linkless for file in copied):
         log.warning("%d files of optimizer states were copied, since they can have no further names", len(copied))
     return [_pieces(one, below) for one in stored]
+
+
+def remove_files(files: Files, folder: Path, n_above: int = 0) -> None:
+    """Remove a folder that has only files, and some folders above it that have nothing else.
+
+    Raises: OSError if the system refuses.
+    """
+    for name in files.names(folder):
+        files.unlink(folder / name)
+    files.remove_folder(folder)
+    for above in folder.parents[:n_above]:
+        if files.names(above):
+            return
+        files.remove_folder(above)
 
 
 def _part(stored: Stored, files: list[StoredFile]) -> None:

@@ -236,7 +236,7 @@ def test_a_folder_that_is_missing_is_named_and_found_where_it_is_now(base, drive
     newest = stopped / "checkpoints" / "step-00000003"
     assert f"{newest}: optimizer states of this checkpoint lie in {drive}/offmate-checkpoints/" in said
     assert f"which is missing, and not in {drive} either. Connect the drive of {drive}." in said
-    assert "--resume --storage FOLDER, where FOLDER contains offmate-checkpoints/" in said
+    assert "name the one that contains offmate-checkpoints/" in said and "with --resume --storage FOLDER" in said
     rest = finetune(usual(base, stopped, resume=True, storage=elsewhere))
     state, expected, _ = plain_run(stopped, tmp_path)
     assert losses(rest) == expected[3:] and same(weights(stopped), state)

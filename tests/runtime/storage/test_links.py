@@ -222,6 +222,10 @@ def test_other_failures_of_links_are_errors(tmp_path):
         files.faults["link"] = refused(errno.EIO)
         with pytest.raises(StorageError, match=r"hard link in .* failed: Input/output error"):
             store.link([mapped], BELOW)
+        files.faults["link"] = once(refused(errno.EIO), skip=3)
+        with pytest.raises(StorageError, match=r"linking .*\.tensor as .* failed: Input/output error"):
+            store.link([mapped], BELOW)
+        assert not list(tmp_path.glob(f"*/{BELOW}"))
         files.faults.clear()
         write(store, mapped, values + 1)
         assert torch.equal(read(store, mapped), values + 1)
