@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ def saved(path: offmate.StoragePath, tmp_path: Path) -> Path:
     train(*pair, range(2))
     offmate.save_checkpoint(tmp_path / "two", *pair)
     train(*pair, range(2, 3))
+    del pair
+    gc.collect()  # another session may then store on the path
     return tmp_path / "two"
 
 
