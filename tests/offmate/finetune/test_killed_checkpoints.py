@@ -41,7 +41,7 @@ KEEP = 1
 GPU_BUDGET, CPU_BUDGET = "250KiB", "220KiB"  # too little for all states
 CALLS = [name for name, value in vars(SystemFiles).items() if callable(value) and not name.startswith("_")]
 SYSTEM = ("replace", "fsync", "unlink", "rmdir")  # by which the folder with the weights is written and removed
-SAMPLES = (0.1, 0.5, 0.9)
+SAMPLES = [("link", 2), ("link", 7), ("replace", 0), ("unlink", 60), ("remove_folder", 0), ("pwritev", 5)]
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +58,10 @@ class Calls:
 
     Parameters
     ----------
-    each: is told the number of each call before it happens, while they count.
+    each: is told the name of each call before it happens, while they count.
     """
 
-    def __init__(self, each: Callable[[int], None]) -> None:
+    def __init__(self, each: Callable[[str], None]) -> None:
         self.names: list[str] = []
         self.count, self._each, self._lock = False, each, threading.RLock()
         for owner, names in ((SystemFiles, CALLS), (os, SYSTEM)):
@@ -74,7 +74,7 @@ class Calls:
             with self._lock:
                 if self.count:
                     self.count = False  # what is done meanwhile is not the run's
-                    self._each(len(self.names))
+                    self._each(name)
                     self.count = True
                     self.names.append(name)
                 return real(*args, **given)
@@ -128,9 +128,14 @@ def small() -> Any:
     return from_hardware_file()
 
 
-def works(base: Path, folder: Path, dies_at: int) -> None:
-    """Train until the call of a number, at which the process dies."""
-    calls = Calls(lambda number: os.kill(os.getpid(), signal.SIGKILL) if number == dies_at else None)
+def works(base: Path, folder: Path, name: str, skip: int) -> None:
+    """Train until a call of this name, after as many others, at which the process dies."""
+
+    def die(called: str) -> None:
+        if called == name and calls.names.count(name) == skip:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    calls = Calls(die)
     with small():
         train(base, folder, calls)
 
@@ -146,10 +151,10 @@ def everywhere(base: Path, folder: Path) -> None:
     """Train, keep what a process that is killed at each call would leave, and go on from all that differ."""
     seen: dict[str, Path] = {}
 
-    def keep(number: int) -> None:
+    def keep(name: str) -> None:
         mark = _digest(folder)
         if mark not in seen:
-            seen[mark] = folder.with_name(f"{folder.name}-{number}")
+            seen[mark] = folder.with_name(f"{folder.name}-{len(seen)}-{name}")
             _copy(folder, seen[mark])
 
     calls = Calls(keep)
@@ -195,11 +200,10 @@ def unbroken(base: Path) -> Any:
     return torch.load(folder / "end.pt")
 
 
-@pytest.mark.parametrize("place", SAMPLES)
-def test_killed_it_goes_on_bit_for_bit(base, tmp_path, unbroken, place):
-    """About 920 calls count."""
+@pytest.mark.parametrize(("name", "skip"), SAMPLES)
+def test_killed_it_goes_on_bit_for_bit(base, tmp_path, unbroken, name, skip):
     folder, said = tmp_path / "run", tmp_path / "said"
-    assert run(said, works, base, folder, int(900 * place)) == -signal.SIGKILL, said.read_text()
+    assert run(said, works, base, folder, name, skip) == -signal.SIGKILL, said.read_text()
     assert run(said, goes_on, base, folder) == 0, said.read_text()
     assert same(torch.load(folder / "end.pt"), unbroken)
 
