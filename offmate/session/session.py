@@ -96,7 +96,9 @@ class Session:
         if scaler is not None and optimizer is not None:
             scaling = Scaling(scaler, optimizer, request.clips)
             self.truth.host.unscaling = Unscaling(self.device)
-        self.updates = Updates(self.residence, self.updater, names, scaling) if self.updater is not None else None
+        self.updates: Updates | None = None
+        if self.updater is not None:
+            self.updates = Updates(self.residence, self.updater, names, scaling, self.storage)
         self._said: set[str] = set()
 
     @property

@@ -1,24 +1,17 @@
-"""The paths of an engine: their folders with the threads of their disks, and tensors laid out over them."""
+"""The paths of an engine: their folders with the threads of their disks."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import ArgumentValueError, StorageError
-from .chunks import Chunks
 from .disk_queue import DiskQueue
 from .disks import Disks
 from .folders import Folder
-from .host_bytes import round_up
 from .open_file import failed
-from .stored import Stored, StoredFile
-from .striping import Striping
 from .throttle import Throttle
-
-log = logging.getLogger("offmate")
 
 
 class Home(NamedTuple):
@@ -72,58 +65,3 @@ def _check_apart(disks: Disks, paths: Sequence[Path], throttles: Sequence[Thrott
             raise ArgumentValueError(
                 f"{other} and {path} are on the same disk, which two paths do not make faster; name one of them"
             )
-
-
-def laid_out(
-    name: str,
-    chunks: Chunks,
-    homes: Sequence[Home],
-    striping: Striping,
-    proportions: Sequence[float] | None,
-    in_use: Callable[[], bool],
-) -> Stored:
-    """Reserve a tensor's space on the paths, and return it.
-
-    Parameters
-    ----------
-    in_use: whether this process still stores in the paths, so that the tensor's files may be removed.
-
-    Raises: StorageError if a path has too little space; nothing is reserved then.
-    """
-    sizes = chunks.sizes
-    dealt = striping.deal(sizes, proportions)
-    lengths = [0] * len(homes)
-    offsets = []
-    for size, path in zip(sizes, dealt):
-        offsets.append(lengths[path])
-        lengths[path] += round_up(size)
-    files: dict[int, StoredFile] = {}
-    try:
-        for number, (home, length) in enumerate(zip(homes, lengths)):
-            if length:
-                files[number] = _stored_file(home, length)
-    except BaseException:
-        striping.take_back(sizes, dealt, proportions)
-        for number, file in files.items():
-            homes[number].folder.remove(file.path)
-        raise
-
-    def give_back() -> None:
-        if in_use():
-            striping.take_back(sizes, dealt, proportions)
-            for number, file in files.items():
-                _remove(homes[number].folder, file.path)
-
-    return Stored(name, chunks, [(files[path], offset) for path, offset in zip(dealt, offsets)], give_back)
-
-
-def _remove(folder: Folder, path: Path) -> None:
-    try:
-        folder.remove(path)
-    except StorageError as error:  # nobody waits for it who could be told
-        log.warning("space that is no longer used stays taken until training ends: %s", error)
-
-
-def _stored_file(home: Home, n_bytes: int) -> StoredFile:
-    path = home.folder.reserve(n_bytes)
-    return StoredFile(path, home.queue, lambda: home.folder.open(path))

@@ -9,7 +9,7 @@ import threading
 import weakref
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from ..layouts import span
 from .addresses import Addresses
 from .engine import Engine
 from .file_bytes import StoredBytes
-from .mapping import mapped
+from .mapping import Showing, mapped
 from .stored import Stored
 
 log = logging.getLogger("offmate")
@@ -41,10 +41,13 @@ class MappedStore:
     Parameters
     ----------
     engine: has the paths. proportions: by path, of the bytes that it gets; None for equal ones.
+
+    State: `proportions`; `_reserved`, by name, tensors that nobody has asked for yet.
     """
 
     def __init__(self, engine: Engine, proportions: Sequence[float] | None = None) -> None:
-        self._engine, self._proportions = engine, proportions
+        self._engine, self.proportions = engine, proportions
+        self._reserved: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
         self._stretches = _Stretches(weakref.WeakMethod(engine.release))
 
     def empty(self, name: str, like: torch.Tensor, cuts: Sequence[int] = ()) -> torch.Tensor:
@@ -59,10 +62,14 @@ class MappedStore:
         Raises: StorageError if a path has too little space, or if the system maps no more files. ArgumentValueError for
         cuts that are not within the tensor, and for an engine without paths.
         """
+        reserved, its_cuts = self._reserved.pop(name, (None, ()))
+        if reserved is not None and _alike(reserved, like) and its_cuts == tuple(cuts):
+            return reserved
+        del reserved  # its space is given back before more is taken
         n_bytes = span(like.shape, like.stride()) * like.element_size()
         if n_bytes == 0:
             return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
-        stored = self._engine.store(f"{name} (mapped, number {next(_numbers)})", n_bytes, self._proportions, cuts)
+        stored = self._engine.store(f"{name} (mapped, number {next(_numbers)})", n_bytes, self.proportions, cuts)
         try:
             addresses = mapped(stored)
         except BaseException:
@@ -71,10 +78,30 @@ class MappedStore:
             raise
         memory = (ctypes.c_ubyte * n_bytes).from_address(addresses.first)
         self._stretches.add(memory, _Stretch(addresses.first, addresses.first + n_bytes, stored, addresses))
+        stored.shown = Showing(memory, addresses.first)
         # The storage holds the ctypes object, which dies with it.
         flat = torch.frombuffer(memory, dtype=torch.uint8)
         own = torch.empty(0, dtype=like.dtype, device="cpu")
         return own.set_(flat.untyped_storage(), 0, like.shape, like.stride())
+
+    def reserve(self, forms: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]]) -> None:
+        """Take the space now for tensors that `empty` will be asked for, and give back that of other such ones.
+
+        Parameters
+        ----------
+        forms: by name, a tensor with the shape, the strides and the dtype, which may be on meta, and the cuts.
+
+        Raises: StorageError if a path has too little space, or if the system maps no more files.
+        """
+        for name in self._reserved.keys() - forms.keys():
+            del self._reserved[name]
+        for name, (like, cuts) in forms.items():
+            self._reserved[name] = self.empty(name, like, cuts), cuts
+
+    def move(self, proportions: Sequence[float]) -> int:
+        """Let bytes move to other paths when they are written next, as `Engine.move`; return how many move."""
+        self.proportions = proportions
+        return self._engine.move(proportions)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor's memory is the store's."""
@@ -126,6 +153,10 @@ class MappedStore:
         end = first + span(tensor.shape, tensor.stride()) * tensor.element_size()
         stretch = self._stretches.at(first, end)
         return None if stretch is None else _Place(stretch.stored, first - stretch.first, end - stretch.first)
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
 
 
 class _Place(NamedTuple):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import mmap
+import weakref
 from typing import NamedTuple
 
 from ...errors import StorageError
 from .addresses import Addresses, reserved
 from .host_bytes import ALIGNMENT_BYTES, round_up
-from .open_file import failed
-from .stored import Stored, StoredFile
+from .open_file import OpenFile, failed
+from .stored import Stored
+from .stored_file import StoredFile
 
 
 class _Run(NamedTuple):
@@ -18,6 +20,23 @@ class _Run(NamedTuple):
     offset: int
     first: int
     n_bytes: int
+
+
+class Showing:
+    """Memory that shows a stored tensor, for as long as it lives.
+
+    Parameters
+    ----------
+    memory: lives as long as the addresses are the tensor's. address: the first one.
+    """
+
+    def __init__(self, memory: object, address: int) -> None:
+        self._memory, self._address = weakref.ref(memory), address
+
+    def show(self, file: OpenFile, offset: int, first: int, n_bytes: int) -> None:
+        memory = self._memory()  # while somebody holds it, nobody else gets the addresses
+        if memory is not None:
+            file.map(self._address + first, n_bytes, offset)
 
 
 def mapped(stored: Stored) -> Addresses:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -17,30 +18,32 @@ from .chunks import Chunks
 from .host_bytes import ALIGNMENT_BYTES, AlignedBytes, copy, round_up
 from .open_file import OpenFile
 from .ranges import Range, first_missing, joined, within, without
-from .transfers import Part, Queue, Request, Worker
+from .spread import Place, Spread
+from .stored_file import StoredFile
+from .transfers import Part, Request, Worker
 
 
-@dataclass(frozen=True, eq=False)
-class StoredFile:
-    """A tensor's bytes on one path.
+class Shown(Protocol):
+    """Memory that shows the bytes of a stored tensor, since its files are mapped there."""
 
-    Parameters
-    ----------
-    path: of the file. queue: the threads of its disk. open: opens it.
-    """
+    def show(self, file: OpenFile, offset: int, first: int, n_bytes: int) -> None:
+        """Show bytes from an offset in a file. Raises: StorageError if the system refuses.
 
-    path: Path
-    queue: Queue
-    open: Callable[[], OpenFile]
+        Parameters
+        ----------
+        first: which byte of the tensor is the first one. n_bytes: whole pages.
+        """
+        ...
 
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """A transfer that may not have ended, and the bytes of the tensor that it reads or writes."""
+    """A transfer that may not have ended, the bytes of the tensor that it reads or writes, and the chunks it moves."""
 
     bytes_of: Range
     writes: bool
     event: Event
+    moves: dict[int, Place]
 
 
 class Stored:
@@ -50,19 +53,19 @@ class Stored:
     a chunk reads all of it, and a write writes all of it again; ranges of whole chunks cost nothing beyond their bytes.
 
     State: `_written`, by chunk, the ranges that have been written; `_checksums` of the chunks; both are changed under
-    `_lock`. `_under_way`, transfers that later ones may have to wait for, changed under `_ordering`.
+    `_lock`. `_under_way`, transfers that later ones may have to wait for, changed under `_ordering`. `places`; `shown`,
+    set when the tensor is mapped.
 
     Parameters
     ----------
-    name: of the tensor, for messages. chunks: how it is cut. places: by chunk, its file and its offset in it.
+    name: of the tensor, for messages. chunks: how it is cut. places: of the chunks.
     give_back: gives its space back. It is called once: when neither the engine, nor a transfer, nor anybody else holds
         this object any more, or earlier by whoever knows that nobody will use it again.
     """
 
-    def __init__(
-        self, name: str, chunks: Chunks, places: Sequence[tuple[StoredFile, int]], give_back: Callable[[], None]
-    ) -> None:
-        self.name, self.chunks, self.places = name, chunks, tuple(places)
+    def __init__(self, name: str, chunks: Chunks, places: Spread, give_back: Callable[[], None]) -> None:
+        self.name, self.chunks, self.places = name, chunks, places
+        self.shown: Shown | None = None
         self.give_back = weakref.finalize(self, give_back)
         self.give_back.atexit = False  # the engine removes its files then
         self._written: dict[int, list[Range]] = {}
@@ -78,7 +81,7 @@ class Stored:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Return the files that it lies in, one for each path."""
+        """Return the files that it lies in, one or more for each path."""
         return tuple(dict.fromkeys(file.path for file, _ in self.places))
 
     def transfer(
@@ -100,8 +103,10 @@ class Stored:
             earlier = [
                 one.event for one in self._under_way if (writes or one.writes) and within([one.bytes_of], *wanted)
             ]
-            event = submit(self._parts(tensor, start, writes), tuple(earlier))
-            self._under_way.append(_UnderWay(wanted, writes, event))
+            places = self._places(wanted, writes)
+            event = submit(self._parts(tensor, start, writes, places), tuple(earlier))
+            moves = {chunk: place for chunk, place in places.items() if place != self.places[chunk]}
+            self._under_way.append(_UnderWay(wanted, writes, event, moves))
         return event
 
     def forget(self, start: int, end: int) -> None:
@@ -145,14 +150,25 @@ class Stored:
             "either may have been first; wait for the transfer before you write to the tensor"
         )
 
-    def _parts(self, tensor: torch.Tensor, start: int, writes: bool) -> list[Part]:
-        end = start + tensor.numel()
+    def _places(self, wanted: Range, writes: bool) -> dict[int, Place]:
+        """Return where a transfer finds the chunks that it touches, or puts them.
+
+        All transfers of a chunk under way are before one that writes all of it, and those to come wait for that one. So
+        it may put the chunk elsewhere.
+        """
+        moves = {chunk: place for one in self._under_way for chunk, place in one.moves.items()}
+        places = {}
+        for chunk in self.chunks.within(*wanted):
+            first, last = self.chunks.range_of(chunk)
+            moves_now = writes and wanted[0] <= first and last <= wanted[1]
+            places[chunk] = self.places.target(chunk) if moves_now else moves.get(chunk, self.places[chunk])
+        return places
+
+    def _parts(self, tensor: torch.Tensor, start: int, writes: bool, places: dict[int, Place]) -> list[Part]:
         by_file: dict[StoredFile, list[Request]] = {}
-        for chunk in self.chunks.within(start, end):
-            kind = _Write if writes else _Read
-            by_file.setdefault(self.places[chunk][0], []).append(
-                Request((self, chunk), kind(self, chunk, tensor, start))
-            )
+        kind = _Write if writes else _Read
+        for chunk, place in places.items():
+            by_file.setdefault(place.file, []).append(Request((self, chunk), kind(self, chunk, place, tensor, start)))
         return [Part(file.queue, requests, file.open) for file, requests in by_file.items()]
 
     def _check_written(self, wanted: Range, soon: list[Range]) -> None:
@@ -189,19 +205,31 @@ class Stored:
         with self._lock:
             self._written[chunk], self._checksums[chunk] = joined(written), found
 
+    def moved(self, chunk: int, place: Place, file: OpenFile) -> None:
+        """Note where a chunk was written, and let memory that shows the tensor show it from there.
+
+        Raises: StorageError if the system does not map it.
+        """
+        if place == self.places[chunk]:
+            return
+        if self.shown is not None:
+            first, last = self.chunks.range_of(chunk)
+            self.shown.show(file, place.offset, first, round_up(last - first))
+        self.places.moved(chunk, place)
+
 
 class _ChunkRequest:
     """A request for one chunk.
 
     Parameters
     ----------
-    tensor: the host's memory. start: which byte of the stored tensor is its first.
+    place: of the chunk, which it is read from or written to. tensor: the host's memory. start: which byte of the stored
+        tensor is its first.
     """
 
-    def __init__(self, stored: Stored, chunk: int, tensor: torch.Tensor, start: int) -> None:
-        self.stored, self.chunk, self.tensor, self.start = stored, chunk, tensor, start
+    def __init__(self, stored: Stored, chunk: int, place: Place, tensor: torch.Tensor, start: int) -> None:
+        self.stored, self.chunk, self.place, self.tensor, self.start = stored, chunk, place, tensor, start
         self.first, self.last = stored.chunks.range_of(chunk)
-        self.offset = stored.places[chunk][1]
         self.disk_bytes = round_up(self.last - self.first)
         self.wanted = (max(self.first, start), min(self.last, start + tensor.numel()))
 
@@ -213,7 +241,7 @@ class _ChunkRequest:
 
     def read_chunk(self, worker: Worker, file: OpenFile, address: int, expected: int | None) -> None:
         """Read the chunk into memory and verify it, if it has a checksum."""
-        offset = self.offset
+        offset = self.place.offset
         worker.read(file, address, self.disk_bytes, offset, self.disk_bytes)
         if expected is not None and checksum(address, self.disk_bytes) != expected:
             raise StorageError(
@@ -223,7 +251,7 @@ class _ChunkRequest:
                 "another disk, and go on from the last checkpoint"
             )
 
-    def places(self, buffer: AlignedBytes) -> tuple[int, int, int]:
+    def wanted_in(self, buffer: AlignedBytes) -> tuple[int, int, int]:
         """Return the address of the wanted bytes in the tensor and in the buffer, and their number."""
         first, last = self.wanted
         return self.tensor.data_ptr() + first - self.start, buffer.address + first - self.first, last - first
@@ -238,7 +266,7 @@ class _Read(_ChunkRequest):
         address = self.straight()
         self.read_chunk(worker, file, worker.buffer.address if address is None else address, expected)
         if address is None:
-            target, source, n_bytes = self.places(worker.buffer)
+            target, source, n_bytes = self.wanted_in(worker.buffer)
             copy(target, source, n_bytes)
 
 
@@ -251,7 +279,8 @@ class _Write(_ChunkRequest):
             address = worker.buffer.address
         found = checksum(address, self.disk_bytes)
         try:
-            worker.write(file, address, self.disk_bytes, self.offset)
+            worker.write(file, address, self.disk_bytes, self.place.offset)
+            self.stored.moved(self.chunk, self.place, file)
         except BaseException:
             self.stored.lose(self.chunk)
             raise
@@ -262,5 +291,5 @@ class _Write(_ChunkRequest):
         written, expected = self.stored.written(self.chunk)
         if without(written, *self.wanted):
             self.read_chunk(worker, file, worker.buffer.address, expected)
-        source, target, n_bytes = self.places(worker.buffer)
+        source, target, n_bytes = self.wanted_in(worker.buffer)
         copy(target, source, n_bytes)
