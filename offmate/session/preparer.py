@@ -220,7 +220,7 @@ class Preparer:
     def _look_at_files(self) -> None:
         """Find out which parameters may come from files; all of them go into RAM of their own if it has room."""
         self._files.find(self._watch.parameters)
-        files, storage = self._files.request(self.request.host_budget_bytes), self._storage.files
+        files, storage = self._files.request(self.request.host_budget_bytes), self._storage.files_for_plans()
         self.request = replace(self.request, files=files, storage=storage)
         if self.request.files is not None:
             self._truth.pin(self._device, but=self.request.files.names)

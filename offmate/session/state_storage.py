@@ -70,9 +70,8 @@ class StateStorage:
         self._buffers_bytes = engine.staging_bytes + 2 * device.file_buffers_bytes
         self._files = together(self._figures, self._buffers_bytes)
 
-    @property
-    def files(self) -> StateFiles | None:
-        """Return what new plans count with; None without storage paths.
+    def files_for_plans(self) -> StateFiles | None:
+        """Return what plans that are made from now on count with; None without storage paths.
 
         The rates are those of the last iterations if they have changed the paths' seconds by more than a tenth.
         """

@@ -38,12 +38,12 @@ class Shown(Protocol):
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """A transfer that may not have ended, the bytes of the tensor that it reads or writes, and the chunks it moves."""
+    """A transfer that may not have ended, the bytes that it reads or writes, and where chunks will lie after it."""
 
     bytes_of: Range
     writes: bool
     event: Event
-    moves: dict[int, Place]
+    written_to: dict[int, Place]
 
 
 class Stored:
@@ -105,8 +105,7 @@ class Stored:
             ]
             places = self._places(wanted, writes)
             event = submit(self._parts(tensor, start, writes, places), tuple(earlier))
-            moves = {chunk: place for chunk, place in places.items() if place != self.places[chunk]}
-            self._under_way.append(_UnderWay(wanted, writes, event, moves))
+            self._under_way.append(_UnderWay(wanted, writes, event, places if writes else {}))
         return event
 
     def forget(self, start: int, end: int) -> None:
@@ -156,12 +155,12 @@ class Stored:
         All transfers of a chunk under way are before one that writes all of it, and those to come wait for that one. So
         it may put the chunk elsewhere.
         """
-        moves = {chunk: place for one in self._under_way for chunk, place in one.moves.items()}
+        soon = {chunk: place for one in self._under_way for chunk, place in one.written_to.items()}
         places = {}
         for chunk in self.chunks.within(*wanted):
             first, last = self.chunks.range_of(chunk)
-            moves_now = writes and wanted[0] <= first and last <= wanted[1]
-            places[chunk] = self.places.target(chunk) if moves_now else moves.get(chunk, self.places[chunk])
+            whole = writes and wanted[0] <= first and last <= wanted[1]
+            places[chunk] = self.places.target(chunk) if whole else soon.get(chunk, self.places[chunk])
         return places
 
     def _parts(self, tensor: torch.Tensor, start: int, writes: bool, places: dict[int, Place]) -> list[Part]:

@@ -68,9 +68,11 @@ def test_whatever_moves_between_writes_values_are_those_of_a_tensor_in_ram(tmp_p
         for one in held:
             one.zero_()
         store.forget_all()
-        under_way = []
+        under_way, gates, reads = [], [], []
 
         def done():
+            while gates:
+                gates.pop(0).settle()
             while under_way:
                 under_way.pop().synchronize()
 
@@ -84,17 +86,24 @@ def test_whatever_moves_between_writes_values_are_those_of_a_tensor_in_ram(tmp_p
                     store.move(data.draw(SHARES, "new shares"))
                 case "write":
                     own[rows] = random_like(own[rows], seed)
-                    under_way.append(write(store, mapped[rows], own[rows].clone()))
+                    gates += [LaneEvent()] if data.draw(st.booleans(), "waits") else []
+                    under_way.append(write(store, mapped[rows], own[rows].clone(), after=gates[-1:]))
                 case "user writes":
                     done()
+                    for event, *_ in reads:
+                        event.synchronize()
                     own[rows] = mapped[rows] = random_like(own[rows], seed)
                     store.forget(mapped[rows])
                 case "read":
-                    assert torch.equal(read(store, mapped[rows]), own[rows])
+                    target, expected = torch.zeros(own[rows].nbytes, dtype=torch.uint8), own[rows].clone()
+                    reads.append((store.bytes_of(mapped[rows]).read(target, 0), target, bytes_in(expected)))
                 case "look":
                     done()
                     assert torch.equal(mapped[rows], own[rows])
         done()
+        for event, target, expected in reads:
+            event.synchronize()
+            assert torch.equal(target, expected)
         for mapped, own in zip(held, plain):
             assert torch.equal(mapped, own) and torch.equal(read(store, mapped), own)
         places = [stored_in(store, one).places for one in held]
@@ -169,6 +178,29 @@ def test_reads_that_were_submitted_before_find_the_old_bytes_and_later_ones_the_
             event.synchronize()
         assert [torch.equal(t, bytes_in(random_like(held, k))) for k, t in enumerate(targets)] == [True, True]
         assert torch.equal(held, random_like(held, 1))
+
+
+def test_a_chunk_that_moves_away_and_back_is_read_where_the_last_write_puts_it(tmp_path):
+    engine, store = store_on(tmp_path)
+    with engine:
+        held, gates = store.empty("exp_avg", torch.empty(4, CHUNK // 4)), [LaneEvent(), LaneEvent()]
+        write(store, held, random_like(held, 0)).synchronize()
+        events, targets = [], []
+        for number, shares in enumerate(([1, 0], [1, 1])):
+            store.move(shares)
+            events.append(write(store, held, random_like(held, number + 1), after=(gates[number],)))
+            targets.append(torch.zeros(held.nbytes, dtype=torch.uint8))
+            events.append(store.bytes_of(held).read(targets[-1], 0))
+        gates[0].settle()
+        events[0].synchronize()
+        targets.append(torch.zeros(held.nbytes, dtype=torch.uint8))
+        events.append(store.bytes_of(held).read(targets[-1], 0))
+        gates[1].settle()
+        for event in events:
+            event.synchronize()
+        for target, seed in zip(targets, (1, 2, 2)):
+            assert torch.equal(target, bytes_in(random_like(held, seed)))
+        assert torch.equal(held, random_like(held, 2)) and paths_of(store, held) == [0, 1, 0, 1]
 
 
 def test_a_move_whose_write_never_begins_leaves_the_old_bytes(tmp_path):
