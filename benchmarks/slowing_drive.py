@@ -30,7 +30,7 @@ from .overhead import machine
 
 _WIDTH, _LAYERS = 1024, 12
 _GPU_BUDGET_BYTES, _CPU_BUDGET_BYTES = 40 << 20, 90 << 20
-_RATE = 30e6  # bytes per second of each path, of reads and writes in turns
+_RATE = 15e6  # bytes per second of each path, of reads and writes in turns
 _REQUEST_BYTES = 1 << 18  # so that a small model has as many chunks as a large one has of the usual size
 _FIRST_STEPS = 3  # in which states are made, and written for the first time
 _DROPS, _RECOVERS = 5, 15
