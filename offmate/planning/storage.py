@@ -16,6 +16,7 @@ from ..lowering.state_files import StateFiles
 from ..machines.devices import accelerator
 from ..runtime.devices.ring import BUFFERS_BYTES
 from ..runtime.storage.disk_queue import N_THREADS, REQUEST_BYTES
+from ..runtime.storage.disk_rates import MeanRates
 from ..runtime.storage.engine import Engine
 from ..runtime.storage.files import SystemFiles
 from ..runtime.storage.folders import StoragePath
@@ -45,6 +46,21 @@ class PathFigures(NamedTuple):
     def turn_s(self) -> float:
         """Seconds in which a byte is read and a byte is written, as every update of a state does."""
         return max(1 / self.read_bytes_per_s, 1 / self.write_bytes_per_s, 2 / self.both_bytes_per_s)
+
+    def slower(self, factor: float) -> PathFigures:
+        """Return the figures of a path that takes so many times as long."""
+        read, write, both = (rate / factor for rate in self[:3])
+        return PathFigures(read, write, both, self.free_bytes)
+
+    def measured(self, means: MeanRates) -> PathFigures:
+        """Return the figures of the path as its disk has worked in the last iterations.
+
+        A rate at which too little was done is the known one, slowed down as all that was done.
+        """
+        factor = means.slower_than(self[:3])
+        known = self if factor is None else self.slower(factor)
+        read, write, both = (now or before for now, before in zip(means.rates, known[:3]))
+        return PathFigures(read, write, both, self.free_bytes)
 
 
 def storage_paths(storage: Folder | Sequence[Folder] | None) -> tuple[StoragePath, ...]:
@@ -104,6 +120,11 @@ def together(figures: Sequence[PathFigures], buffers_bytes: int) -> StateFiles:
         capacity_bytes=int(min((1 - KEPT_FREE) * one.free_bytes / share for one, share in shared)),
         buffers_bytes=buffers_bytes,
     )
+
+
+def turn_s(figures: Sequence[PathFigures]) -> float:
+    """Return the seconds in which all paths together read a byte and write a byte, if they share the bytes best."""
+    return 1 / sum(1 / one.turn_s for one in figures)
 
 
 def figures_of(path: StoragePath) -> PathFigures:

@@ -25,6 +25,7 @@ from ..runtime.trace import Recorder
 from ..split import Split
 from .generation import generated
 from .parameters import give_classes
+from .state_storage import PathInUse
 
 log = logging.getLogger("offmate")
 
@@ -119,6 +120,12 @@ class Handle:
     def reset_peak(self) -> None:
         """Start counting the peak again."""
         self._session.device.ledger.reset_peak()
+
+    @property
+    def storage(self) -> tuple[PathInUse, ...]:
+        """The storage paths of `offmate.compile(storage=)`, with the bytes on them and their rates while training."""
+        found: tuple[PathInUse, ...] = self._session.storage.paths
+        return found
 
     @property
     def grad_norm(self) -> torch.Tensor | None:

@@ -19,6 +19,7 @@ from ..guards.surroundings import chosen_by_time, surroundings
 from ..guards.watch import Watch
 from ..machines.allocator import check_allocator
 from ..machines.devices import accelerator, check_budget, rng_untouched, still_free_bytes
+from ..optim.state_bytes import state_forms
 from ..optim.updater import Updater
 from ..planning.forward_only import make_stream
 from ..planning.placement import fitted, pockets
@@ -182,6 +183,19 @@ class Preparer:
             self.training = variant
         return variant
 
+    def reserve_states(self, variant: Variant) -> None:
+        """Take the space in files for the states that the first updates of a variant will make.
+
+        Raises: StorageError if there is too little space.
+        """
+        host, updater = self._truth.host, self._updater
+        if updater is None or not variant.kind.trains:
+            return
+        missing = [name for name in host.in_store if not host.states.get(name)]
+        variant.executor.reserve_states(
+            {name: state_forms(updater, host.params[name], updater.groups[name]) for name in missing}
+        )
+
     # -- a plan -------------------------------------------------------------------------------------------------------
 
     def _prepare(self, model: torch.nn.Module, call: Call) -> Variant:
@@ -206,7 +220,8 @@ class Preparer:
     def _look_at_files(self) -> None:
         """Find out which parameters may come from files; all of them go into RAM of their own if it has room."""
         self._files.find(self._watch.parameters)
-        self.request = replace(self.request, files=self._files.request(self.request.host_budget_bytes))
+        files, storage = self._files.request(self.request.host_budget_bytes), self._storage.files_for_plans()
+        self.request = replace(self.request, files=files, storage=storage)
         if self.request.files is not None:
             self._truth.pin(self._device, but=self.request.files.names)
             return

@@ -75,6 +75,11 @@ class Residence:
             self.active, self._replays = variant, 0
             if variant.executor.settle_states():
                 self.truth.show_states()
+            try:
+                self.preparer.reserve_states(variant)
+            except BaseException:
+                self.active = None  # so that the next call tries again
+                raise
         if give_buffer_classes(model, self, variant.prepared.binding.written_buffers):
             self.truth.adopt_buffers()
         self._replays += not self.turns.micro_batches

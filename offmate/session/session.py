@@ -82,7 +82,7 @@ class Session:
         self.watch = Watch(model)
         self.truth = Truth(model, self.updater, self.watch)
         self.storage = StateStorage(storage, self.truth.host, self.device)
-        request = replace(request, storage=self.storage.files)
+        request = replace(request, storage=self.storage.files_for_plans())
         self.files = CheckpointFiles(self.truth.host, self.device.file_buffers_bytes, self.device.changed)
         self.preparer = Preparer(
             request, self._plainness, self.watch, self.truth, self.device, self.updater, max_grad_norm, given, progress,
@@ -96,7 +96,9 @@ class Session:
         if scaler is not None and optimizer is not None:
             scaling = Scaling(scaler, optimizer, request.clips)
             self.truth.host.unscaling = Unscaling(self.device)
-        self.updates = Updates(self.residence, self.updater, names, scaling) if self.updater is not None else None
+        self.updates: Updates | None = None
+        if self.updater is not None:
+            self.updates = Updates(self.residence, self.updater, names, scaling, self.storage)
         self._said: set[str] = set()
 
     @property

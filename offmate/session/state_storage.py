@@ -2,24 +2,52 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from ..errors import StorageError
 from ..lowering.state_files import StateFiles
-from ..planning.storage import figures_of, proportions, together
+from ..planning.storage import PathFigures, figures_of, proportions, together, turn_s
 from ..runtime.devices.device import Device
 from ..runtime.replay.binding import HostState
+from ..runtime.storage.balance import Balance
 from ..runtime.storage.engine import Engine
 from ..runtime.storage.folders import StoragePath
 from ..runtime.storage.mapped import MappedStore
 from ..sizes import format_bytes
 from ..solver.schedule import Schedule
 
+log = logging.getLogger("offmate")
+
+_MOVED = 0.1  # part by which the paths' seconds differ from the planned ones before anything is said or planned anew
+_ITERATIONS = 3  # in a row
+
+
+class PathInUse(NamedTuple):
+    """A storage path at work: `model.offmate.storage` has one for each.
+
+    Parameters
+    ----------
+    folder: where the files are. stored_bytes: of states that lie there, or move there when they are written next.
+    read_bytes_per_s, write_bytes_per_s, both_bytes_per_s: of reads alone, writes alone, and both together. They are
+        means over the last iterations in which newer ones count more, or what was known before training.
+    """
+
+    folder: Path
+    stored_bytes: int
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    both_bytes_per_s: float
+
 
 class StateStorage:
     """The store of optimizer states.
 
-    State: `_engine` and `host.store`, from construction until `close`; the folders are locked all that time.
+    State: `_engine` and `host.store`, from construction until `close`; the folders are locked all that time. `_files`,
+    and the figures of the paths that it was made from; `_slower`, in how many iterations in a row the paths were slower
+    than these, and `_said`, whether that was logged.
 
     Parameters
     ----------
@@ -29,30 +57,80 @@ class StateStorage:
     """
 
     def __init__(self, paths: Sequence[StoragePath], host: HostState, device: Device) -> None:
-        self._host = host
         self._engine: Engine | None = None
-        self.files: StateFiles | None = None
+        self._figures: list[PathFigures] = []
+        self._files: StateFiles | None = None
+        self._slower, self._said = 0, False
         if not paths:
             return
-        figures = [figures_of(path) for path in paths]
+        self._figures = [figures_of(path) for path in paths]
         self._engine = engine = Engine(paths, changed=device.changed)
-        host.store = MappedStore(engine, proportions(figures))
-        self.files = together(figures, engine.staging_bytes + 2 * device.file_buffers_bytes)
+        host.store = MappedStore(engine, proportions(self._figures))
+        self._balance = Balance(engine, host.store)
+        self._buffers_bytes = engine.staging_bytes + 2 * device.file_buffers_bytes
+        self._files = together(self._figures, self._buffers_bytes)
+
+    def files_for_plans(self) -> StateFiles | None:
+        """Return what plans that are made from now on count with; None without storage paths.
+
+        The rates are those of the last iterations if they have changed the paths' seconds by more than a tenth.
+        """
+        now = self._measured()
+        if now and abs(turn_s(now) / turn_s(self._figures) - 1) > _MOVED:
+            self._figures, self._slower, self._said = now, 0, False
+            self._files = together(now, self._buffers_bytes)
+        return self._files
+
+    @property
+    def paths(self) -> tuple[PathInUse, ...]:
+        """Return what each path holds, and its rates."""
+        if self._engine is None:
+            return ()
+        found = zip(self._engine.folders, self._engine.bytes_by_path, self._measured())
+        return tuple(PathInUse(folder, stored_bytes, *figures[:3]) for folder, stored_bytes, figures in found)
 
     def check_room(self, schedule: Schedule) -> None:
         """Look whether the states of a schedule have room in the files. Raises: StorageError if not."""
-        if self.files is None:
+        if self._files is None:
             return
         sizes = schedule.item_bytes
         names = schedule.states_in_files
         needed = sum(sizes[item] for name in names for item in schedule.states.get(name, ()))
-        if needed > self.files.capacity_bytes:
+        if needed > self._files.capacity_bytes:
             raise StorageError(
                 f"optimizer states need {format_bytes(needed)} on the storage paths, and there is room for "
-                f"{format_bytes(self.files.capacity_bytes)}; free space there, or name another disk as well"
+                f"{format_bytes(self._files.capacity_bytes)}; free space there, or name another disk as well"
             )
+
+    def iteration_done(self) -> None:
+        """Note that an iteration has ended: states move from a path that is slow now, and a log line says so."""
+        if self._engine is None:
+            return
+        self._balance.iteration_done()
+        now = self._measured()
+        slower = turn_s(now) / turn_s(self._figures)
+        self._slower = self._slower + 1 if slower > 1 + _MOVED else 0
+        if self._slower >= _ITERATIONS and not self._said:
+            self._said = True
+            log.warning("%s", self._slower_words(now, slower))
 
     def close(self) -> None:
         """Remove the files. Tensors in them keep their values as long as somebody holds them."""
         if self._engine is not None:
             self._engine.close()
+
+    def _measured(self) -> list[PathFigures]:
+        if self._engine is None:
+            return []
+        return [known.measured(means) for known, means in zip(self._figures, self._engine.means)]
+
+    def _slower_words(self, now: Sequence[PathFigures], slower: float) -> str:
+        assert self._engine is not None
+        worst = max(range(len(now)), key=lambda path: now[path].turn_s / self._figures[path].turn_s)
+        rate, planned = (format_bytes(int(2 / one.turn_s)) for one in (now[worst], self._figures[worst]))
+        return (
+            f"optimizer states now take {slower:.2f} times as long to read and write as the plan counts with: "
+            f"{self._engine.folders[worst]} gives {rate} per second, and {planned} were planned. Steps that wait for "
+            "them are slower than predicted. The plan for the next new shape of batch counts with the new rates. So "
+            "does offmate.compile if the program is started again and the rates are not named in StoragePath"
+        )

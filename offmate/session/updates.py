@@ -15,6 +15,7 @@ from .edits import check_groups, check_inputs, late_edit
 from .outside import Outside
 from .residence import Residence
 from .scaling import Scaling, skip, unscale
+from .state_storage import StateStorage
 from .turns import Turn
 from .variants import Variant
 
@@ -29,12 +30,19 @@ class Updates:
 
     Parameters
     ----------
-    names: of the parameters that the optimizer holds. scaling: None if losses are not scaled.
+    names: of the parameters that the optimizer holds. scaling: None if losses are not scaled. storage: the files that
+        states lie in.
     """
 
     def __init__(
-        self, residence: Residence, updater: Updater, names: dict[torch.Tensor, str], scaling: Scaling | None
+        self,
+        residence: Residence,
+        updater: Updater,
+        names: dict[torch.Tensor, str],
+        scaling: Scaling | None,
+        storage: StateStorage,
     ) -> None:
+        self.storage = storage
         self.residence, self.updater, self.scaling = residence, updater, scaling
         self.turns, self.truth, self.gate = residence.turns, residence.truth, residence.request.gate
         self.assigned, self.outside = Assigned(), Outside(names, self.gate)
@@ -94,6 +102,7 @@ class Updates:
             self.turns.step_done()
         self.truth.copies.updated(active.updates)
         self.residence.pace.step_done(active.prepared.plan)
+        self.storage.iteration_done()
 
     @alone
     @outside_inference

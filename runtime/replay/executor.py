@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -88,6 +88,10 @@ class Executor:
     def settle_states(self) -> bool:
         """Move the host's optimizer states to RAM or to files, as the schedule has them; return whether any moved."""
         return self._by_kind.states.settle(self.schedule.states_in_files)
+
+    def reserve_states(self, forms: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Take the space in files for states that their first updates will make; see `States.reserve`."""
+        self._by_kind.states.reserve(forms)
 
     def forward(self, batch: Iterable[torch.Tensor | None], micro_batch: int = 0) -> dict[str, torch.Tensor]:
         """Run the forwards.

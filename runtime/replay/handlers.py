@@ -5,6 +5,7 @@ To add a kind of item, register an `ItemKind`, write a handler, and enter it in 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -118,6 +119,10 @@ class OfStates:
         host.in_store = in_files if host.store is not None else frozenset()
         moved = [self._states.settle(name) for name in host.states]
         return any(moved)
+
+    def reserve(self, forms: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Take the space in files for states that their first updates will make; see `States.reserve`."""
+        self._states.reserve(forms)
 
     def renew(self) -> None:
         """Copy the states that are on the device from the host again; those on tiers will come from the host, too."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from ...solver import items
@@ -75,10 +77,28 @@ class States:
     def _empty(self, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
         if self._host.store is None or name not in self._host.in_store:
             return self._device.empty_host_like(like)
+        return self._host.store.empty(_stored_name(name, key), like, self._starts(name, like))
+
+    def _starts(self, name: str, like: torch.Tensor) -> tuple[int, ...]:
+        """Return the offsets in bytes at which the items of a part of a state begin."""
         # Pieces are written one by one, so none of them should begin within what is written at once.
         row_bytes = like.stride(0) * like.element_size() if like.dim() else 0
-        starts = [item.rows[0] * row_bytes for item in self.items(name) if item.rows is not None]
-        return self._host.store.empty(f"{name}: {key}", like, starts)
+        return tuple(item.rows[0] * row_bytes for item in self.items(name) if item.rows is not None)
+
+    def reserve(self, forms: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Take the space in files for states that their first updates will make.
+
+        Parameters
+        ----------
+        forms: by parameter and part of its state, a tensor with the part's shape, strides and dtype.
+
+        Raises: StorageError if there is too little space.
+        """
+        if self._host.store is not None:
+            parts = ((name, key, like) for name, form in forms.items() for key, like in form.items())
+            self._host.store.reserve(
+                {_stored_name(name, key): (like, self._starts(name, like)) for name, key, like in parts}
+            )
 
     def fill(self, home: torch.Tensor, values: torch.Tensor) -> None:
         """Copy values to host memory, now."""
@@ -93,6 +113,10 @@ class States:
 
     def _part(self, item: Item, whole: torch.Tensor) -> torch.Tensor:
         return whole if item.rows is None else in_rows(whole, item.rows)
+
+
+def _stored_name(name: str, key: str) -> str:
+    return f"{name}: {key}"
 
 
 def in_rows(whole: torch.Tensor, rows: Rows) -> torch.Tensor:

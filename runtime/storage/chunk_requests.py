@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ...errors import StorageError
 from .checksums import checksum
 from .host_bytes import ALIGNMENT_BYTES, AlignedBytes, copy, round_up
 from .ranges import first_missing, without
+from .spread import Place
 from .stored_chunks import StoredChunks
 from .stored_file import OpenFiles
 from .transfers import Worker
+
+
+class Route(NamedTuple):
+    """Where a request finds a chunk, and where it writes the chunk to."""
+
+    source: Place
+    target: Place
 
 
 class ChunkRequest:
@@ -18,11 +28,12 @@ class ChunkRequest:
 
     Parameters
     ----------
-    tensor: the host's memory. start: which byte of the stored tensor is its first.
+    route: the chunk's places; what does not lie on the target's disk is not read. tensor: the host's memory. start:
+        which byte of the stored tensor is its first.
     """
 
-    def __init__(self, stored: StoredChunks, chunk: int, tensor: torch.Tensor, start: int) -> None:
-        self.stored, self.chunk, self.tensor, self.start = stored, chunk, tensor, start
+    def __init__(self, stored: StoredChunks, chunk: int, route: Route, tensor: torch.Tensor, start: int) -> None:
+        self.stored, self.chunk, self.route, self.tensor, self.start = stored, chunk, route, tensor, start
         self.first, self.last = stored.chunks.range_of(chunk)
         self.disk_bytes = round_up(self.last - self.first)
         self.wanted = (max(self.first, start), min(self.last, start + tensor.numel()))
@@ -46,13 +57,13 @@ class ChunkRequest:
 
     def read_chunk(self, worker: Worker, files: OpenFiles, address: int, expected: int | None) -> None:
         """Read the chunk into memory and verify it, if it has a checksum."""
-        place = self.stored.places[self.chunk]
+        place = self.route.source
         worker.read(files.of(place.file), address, self.disk_bytes, place.offset, self.disk_bytes)
         if expected is not None and checksum(address, self.disk_bytes) != expected:
             raise self._differs("the checksums differ")
 
     def _differs(self, why: str) -> StorageError:
-        file, offset = self.stored.places[self.chunk]
+        file, offset = self.route.source
         return StorageError(
             f"{file.path} does not hold what was written, between offsets {offset} and {offset + self.disk_bytes} "
             f"({self.stored.name}, bytes {self.first} to {self.last}): {why}. The disk or its "
@@ -97,7 +108,7 @@ class Write(ChunkRequest):
             address = worker.buffer.address
         found = checksum(address, self.disk_bytes)
         try:
-            place = self.stored.places.target(self.chunk)
+            place = self.route.target
             file = files.of(place.file)
             worker.write(file, address, self.disk_bytes, place.offset)
             self.stored.moved(self.chunk, place, file)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...errors import StorageError
+from .disk_rates import DiskRates, MeanRates
 from .host_bytes import AlignedBytes
 from .open_file import OpenFile
 from .throttle import Throttle
@@ -66,20 +67,6 @@ class DiskUse(NamedTuple):
         return self.written_bytes / self.write_busy_s if self.write_busy_s else 0.0
 
 
-class _Busy:
-    """Seconds in which anything was under way, however many at once."""
-
-    def __init__(self) -> None:
-        self.total_s, self._since_s, self._count = 0.0, 0.0, 0
-
-    def change(self, by: int, now_s: float) -> None:
-        if self._count == 0:
-            self._since_s = now_s
-        self._count += by
-        if self._count == 0:
-            self.total_s += now_s - self._since_s
-
-
 class _Worker:
     """A `Worker` of a queue."""
 
@@ -116,7 +103,7 @@ class DiskQueue:
         self._keys: set[Hashable] = set()
         self._progress_s, self._closing = time.monotonic(), False
         self._error: StorageError | None = None
-        self._bytes, self._busy = {False: 0, True: 0}, {False: _Busy(), True: _Busy(), None: _Busy()}
+        self._rates = DiskRates()
         self._changed = threading.Condition()
         buffers = [AlignedBytes(limits.request_bytes) for _ in range(limits.n_threads)]
         self._threads = [
@@ -142,7 +129,8 @@ class DiskQueue:
     @contextlib.contextmanager
     def counted(self, writes: bool, n_bytes: int) -> Iterator[None]:
         """Count the call to the disk in the body, and hold it to the throttle's rate."""
-        self._count(writes, 1, 0)
+        with self._changed:
+            mark = self._rates.begins(writes, time.perf_counter())
         done_bytes = 0
         try:
             due_s = 0.0 if self._throttle is None else self._throttle.due_s(writes, n_bytes)
@@ -151,14 +139,8 @@ class DiskQueue:
                 time.sleep(max(0.0, due_s - time.perf_counter()))
             done_bytes = n_bytes
         finally:
-            self._count(writes, -1, done_bytes)
-
-    def _count(self, writes: bool, by: int, n_bytes: int) -> None:
-        with self._changed:
-            now_s = time.perf_counter()
-            self._busy[writes].change(by, now_s)
-            self._busy[None].change(by, now_s)
-            self._bytes[writes] += n_bytes
+            with self._changed:
+                self._rates.ends(writes, done_bytes, mark, time.perf_counter())
 
     def progressed(self) -> None:
         """Note that the disk has done something."""
@@ -167,8 +149,18 @@ class DiskQueue:
     def use(self) -> DiskUse:
         """Return what it has done until now."""
         with self._changed:
-            reads, writes, either = (self._busy[kind].total_s for kind in (False, True, None))
-            return DiskUse(self.name, self._bytes[False], self._bytes[True], reads, writes, either)
+            return DiskUse(self.name, *self._rates.done_bytes, *self._rates.busy_s)
+
+    def iteration_done(self) -> tuple[float, MeanRates]:
+        """Note that an iteration has ended; return its seconds of work, and the rates of the last iterations."""
+        with self._changed:
+            return self._rates.iteration_done(time.perf_counter()), self._rates.means
+
+    @property
+    def means(self) -> MeanRates:
+        """Return the rates of the last iterations."""
+        with self._changed:
+            return self._rates.means
 
     def fail_if_it_hangs(self) -> None:
         """End all transfers with an error if requests are under way and none has progressed for too long."""

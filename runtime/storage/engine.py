@@ -17,15 +17,16 @@ from ..events import Event
 from .checksums import xxh3
 from .chunks import cut
 from .disk_queue import DEADLINE_S, N_THREADS, REQUEST_BYTES, DiskUse, Limits
+from .disk_rates import MeanRates
 from .disks import Disks
 from .dispatcher import Dispatcher
 from .files import Files, SystemFiles
 from .folders import Folder, StoragePath
-from .homes import laid_out, open_homes
+from .homes import open_homes
 from .host_bytes import ALIGNMENT_BYTES, check_bytes
+from .layout import Layout, bytes_by_path
 from .read_only import ReadOnlyFile
 from .stored import Stored
-from .striping import Striping
 from .throttle import Throttle
 from .transfers import Part
 
@@ -80,7 +81,7 @@ class Engine:
         # A thread that is still in a call when the interpreter shuts down aborts the process.
         self._close = weakref.finalize(self, _close, self._dispatcher, self._files_open, self._folders)
         self._stored: dict[str, Stored] = {}
-        self._striping, self._storing = Striping(len(paths)), threading.Lock()
+        self._storing = threading.Lock()
         try:
             self._homes = open_homes(
                 self._disks, [Path(path.folder).absolute() for path in paths], throttles, self._folders
@@ -88,6 +89,7 @@ class Engine:
         except BaseException:
             self._close()
             raise
+        self._layout = Layout(self._homes, self._dispatcher.is_open)
 
     def open(self, path: str | os.PathLike[str], throttle: Throttle | None = None) -> ReadOnlyFile:
         """Open a safetensors file for reads.
@@ -134,9 +136,27 @@ class Engine:
         with self._storing:
             if name in self._stored:
                 raise ArgumentValueError(f"{name} is stored already; each tensor needs a name of its own")
-            stored = laid_out(name, chunks, self._homes, self._striping, proportions, self._dispatcher.is_open)
+            stored = self._layout.stored(name, chunks, proportions)
             self._stored[name] = stored
         return stored
+
+    def move(self, proportions: Sequence[float]) -> int:
+        """Let chunks of all that is stored move to other paths when they are written next.
+
+        Parameters
+        ----------
+        proportions: by path, of the bytes that it is to get. Every path keeps a chunk, so that its rate goes on being
+            measured. No path gets more than it has space for.
+
+        Returns: the bytes that move.
+        """
+        with self._storing:
+            return self._layout.move(tuple(self._stored.values()), proportions)
+
+    @property
+    def bytes_by_path(self) -> list[int]:
+        """Return how many of the stored bytes lie on each path, or move there when they are written next."""
+        return bytes_by_path(tuple(self._stored.values()), len(self._homes))
 
     def release(self, stored: Stored) -> None:
         """Let the space of a stored tensor be given back once no transfer uses it and nobody holds it.
@@ -214,6 +234,23 @@ class Engine:
     def use(self) -> tuple[DiskUse, ...]:
         """Return what each disk has done until now."""
         return tuple(queue.use() for queue in self._disks.all())
+
+    def iteration_done(self) -> list[tuple[float, MeanRates]]:
+        """Note that an iteration has ended, so that means over the last ones forget older ones.
+
+        Returns: by path, the seconds since the last call in which its disk was at work, and the means.
+        """
+        return [home.queue.iteration_done() for home in self._homes]
+
+    @property
+    def means(self) -> list[MeanRates]:
+        """Return what the disk of each path did in the last iterations."""
+        return [home.queue.means for home in self._homes]
+
+    @property
+    def folders(self) -> list[Path]:
+        """Return the folder of each path."""
+        return [home.folder.folder for home in self._homes]
 
     def close(self) -> None:
         """End the threads and remove what was stored.

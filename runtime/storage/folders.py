@@ -124,6 +124,14 @@ class Folder:
         file.close()
         return path
 
+    @property
+    def free_bytes(self) -> int:
+        """Return the bytes that may still be taken there; none if the system does not say."""
+        try:
+            return self._files.free_bytes(self.folder)
+        except OSError:
+            return 0
+
     def open(self, path: Path) -> OpenFile:
         """Open a file that was reserved. Raises: StorageError if it has gone."""
         return self._open(path, 0, self.direct)

@@ -1,20 +1,16 @@
-"""The paths of an engine: their folders with the threads of their disks, and tensors laid out over them."""
+"""The paths of an engine: their folders with the threads of their disks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import ArgumentValueError, StorageError
-from .chunks import Chunks
 from .disk_queue import DiskQueue
 from .disks import Disks
 from .folders import Folder
-from .host_bytes import round_up
 from .open_file import failed
-from .stored import Stored, StoredFile
-from .striping import Striping
 from .throttle import Throttle
 
 
@@ -69,47 +65,3 @@ def _check_apart(disks: Disks, paths: Sequence[Path], throttles: Sequence[Thrott
             raise ArgumentValueError(
                 f"{other} and {path} are on the same disk, which two paths do not make faster; name one of them"
             )
-
-
-def laid_out(
-    name: str,
-    chunks: Chunks,
-    homes: Sequence[Home],
-    striping: Striping,
-    proportions: Sequence[float] | None,
-    in_use: Callable[[], bool],
-) -> Stored:
-    """Reserve a tensor's space on the paths, and return it.
-
-    Parameters
-    ----------
-    in_use: whether this process still stores in the paths, so that the tensor's files may be removed.
-
-    Raises: StorageError if a path has too little space; nothing is reserved then.
-    """
-    sizes = chunks.sizes
-    dealt = striping.deal(sizes, proportions)
-    lengths = [0] * len(homes)
-    offsets = []
-    for size, path in zip(sizes, dealt):
-        offsets.append(lengths[path])
-        lengths[path] += round_up(size)
-    files: dict[int, StoredFile] = {}
-    try:
-        for number, (home, length) in enumerate(zip(homes, lengths)):
-            if length:
-                files[number] = StoredFile(home.folder.reserve(length), home.queue, home.folder, length)
-    except BaseException:
-        striping.take_back(sizes, dealt, proportions)
-        for file in files.values():
-            file.folder.remove(file.path)
-        raise
-    held = set(files.values())
-
-    def give_back() -> None:
-        if in_use():
-            striping.take_back(sizes, dealt, proportions)
-            for file in held:
-                file.remove()
-
-    return Stored(name, chunks, [(files[path], offset) for path, offset in zip(dealt, offsets)], held, give_back)

@@ -13,7 +13,7 @@ from ..events import Event
 from .files import Files
 from .folders import LINKLESS, Folder
 from .host_bytes import AlignedBytes
-from .mapping import Mapping
+from .mapping import Showing
 from .open_file import OpenFile, failed
 from .pieces import Piece
 from .stored import Stored
@@ -80,7 +80,7 @@ def remove_files(files: Files, folder: Path, n_above: int = 0) -> None:
 
 def _part(stored: Stored, files: list[StoredFile]) -> None:
     """Let nobody write to these files any more, neither through memory nor through the engine."""
-    if isinstance(stored.shown, Mapping):
+    if isinstance(stored.shown, Showing):
         stored.shown.part_from(files)
     stored.places.keep(files)
 

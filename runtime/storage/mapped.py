@@ -9,7 +9,7 @@ import threading
 import weakref
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import PurePath
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from .addresses import Addresses
 from .engine import Engine
 from .file_bytes import StoredBytes
 from .links import link
-from .mapping import Mapping, mapped
+from .mapping import Showing, mapped
 from .pieces import Piece
 from .stored import Stored
 
@@ -47,10 +47,13 @@ class MappedStore:
     Parameters
     ----------
     engine: has the paths. proportions: by path, of the bytes that it gets; None for equal ones.
+
+    State: `proportions`; `_reserved`, by name, tensors that nobody has asked for yet.
     """
 
     def __init__(self, engine: Engine, proportions: Sequence[float] | None = None) -> None:
-        self._engine, self._proportions = engine, proportions
+        self._engine, self.proportions = engine, proportions
+        self._reserved: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
         self._stretches = _Stretches(weakref.WeakMethod(engine.release))
 
     def empty(self, name: str, like: torch.Tensor, cuts: Sequence[int] = ()) -> torch.Tensor:
@@ -65,10 +68,14 @@ class MappedStore:
         Raises: StorageError if a path has too little space, or if the system maps no more files. ArgumentValueError for
         cuts that are not within the tensor, and for an engine without paths.
         """
+        reserved, its_cuts = self._reserved.pop(name, (None, ()))
+        if reserved is not None and _alike(reserved, like) and its_cuts == tuple(cuts):
+            return reserved
+        del reserved  # its space is given back before more is taken
         n_bytes = span(like.shape, like.stride()) * like.element_size()
         if n_bytes == 0:
             return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
-        stored = self._engine.store(f"{name} (mapped, number {next(_numbers)})", n_bytes, self._proportions, cuts)
+        stored = self._engine.store(f"{name} (mapped, number {next(_numbers)})", n_bytes, self.proportions, cuts)
         try:
             addresses = mapped(stored)
         except BaseException:
@@ -76,12 +83,31 @@ class MappedStore:
             stored.give_back()
             raise
         memory = (ctypes.c_ubyte * n_bytes).from_address(addresses.first)
-        stored.shown = Mapping(stored, addresses.first, weakref.ref(memory))
+        stored.shown = Showing(stored, addresses.first, weakref.ref(memory))
         self._stretches.add(memory, _Stretch(addresses.first, addresses.first + n_bytes, stored, addresses))
         # The storage holds the ctypes object, which dies with it.
         flat = torch.frombuffer(memory, dtype=torch.uint8)
         own = torch.empty(0, dtype=like.dtype, device="cpu")
         return own.set_(flat.untyped_storage(), 0, like.shape, like.stride())
+
+    def reserve(self, forms: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]]) -> None:
+        """Take the space now for tensors that `empty` will be asked for, and give back that of other such ones.
+
+        Parameters
+        ----------
+        forms: by name, a tensor with the shape, the strides and the dtype, which may be on meta, and the cuts.
+
+        Raises: StorageError if a path has too little space, or if the system maps no more files.
+        """
+        for name in self._reserved.keys() - forms.keys():
+            del self._reserved[name]
+        for name, (like, cuts) in forms.items():
+            self._reserved[name] = self.empty(name, like, cuts), cuts
+
+    def move(self, proportions: Sequence[float]) -> int:
+        """Let bytes move to other paths when they are written next, as `Engine.move`; return how many move."""
+        self.proportions = proportions
+        return self._engine.move(proportions)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor's memory is the store's."""
@@ -134,7 +160,7 @@ class MappedStore:
     def _forget(self, place: _Place) -> None:
         chunks = place.stored.forget(place.start, place.end)
         shown = place.stored.shown
-        assert isinstance(shown, Mapping), "it was mapped when it was stored"
+        assert isinstance(shown, Showing), "it was mapped when it was stored"
         memory = shown.memory() if chunks else None
         if memory is None:
             return
@@ -173,6 +199,10 @@ class MappedStore:
         end = first + span(tensor.shape, tensor.stride()) * tensor.element_size()
         stretch = self._stretches.at(first, end)
         return None if stretch is None else _Place(stretch.stored, first - stretch.first, end - stretch.first)
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
 
 
 class _Place(NamedTuple):

@@ -13,7 +13,7 @@ from .checksums import checksum
 from .host_bytes import ALIGNMENT_BYTES, round_up
 from .open_file import OpenFile, failed
 from .own_pages import has_own_pages
-from .places import Place
+from .spread import Place
 from .stored import Stored
 from .stored_file import StoredFile
 
@@ -26,7 +26,7 @@ class _Run(NamedTuple):
     n_bytes: int
 
 
-class Mapping:
+class Showing:
     """The memory that shows a stored tensor. Once nobody has it any more, nothing is mapped there.
 
     Parameters
@@ -108,7 +108,7 @@ def _runs(stored: Stored) -> dict[StoredFile, list[_Run]]:
     for chunk, (file, offset) in enumerate(stored.places):
         first, last = stored.chunks.range_of(chunk)
         own, n_bytes = runs.setdefault(file, []), round_up(last - first)
-        if own and own[-1].first + own[-1].n_bytes == first:  # a file has its chunks in the order of the tensor
+        if own and (own[-1].first + own[-1].n_bytes, own[-1].offset + own[-1].n_bytes) == (first, offset):
             own[-1] = own[-1]._replace(n_bytes=own[-1].n_bytes + n_bytes)
         else:
             own.append(_Run(offset, first, n_bytes))

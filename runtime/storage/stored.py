@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from ...errors import ArgumentValueError, StorageError
 from ..events import Event
-from .chunk_requests import ChunkRequest, Read, Seal, Write
+from .chunk_requests import ChunkRequest, Read, Route, Seal, Write
 from .chunks import Chunks
 from .ranges import Range, first_missing, within
+from .spread import Place, Spread
 from .stored_chunks import StoredChunks
-from .stored_file import OpenFiles, StoredFile
+from .stored_file import OpenFiles
 from .transfers import Part, Queue, Request
 
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """A transfer that may not have ended, and the bytes of the tensor that it reads or writes."""
+    """A transfer that may not have ended, the bytes of the tensor that it reads or writes, and where it writes to."""
 
     bytes_of: Range
     writes: bool
     event: Event
+    written_to: Mapping[int, Place] = field(default_factory=dict)
 
 
 class Stored(StoredChunks):
@@ -40,21 +42,13 @@ class Stored(StoredChunks):
 
     Parameters
     ----------
-    name: of the tensor, for messages. chunks: how it is cut. places: by chunk, its file and its offset in it.
-    held: the tensor's files, as they change. give_back: gives their space back. It is called once: when neither the
-        engine, nor a transfer, nor anybody else holds this object any more, or earlier by whoever knows that nobody
-        will use it again.
+    name: of the tensor, for messages. chunks: how it is cut. places: where they lie. give_back: gives their space back.
+        It is called once: when neither the engine, nor a transfer, nor anybody else holds this object any more, or
+        earlier by whoever knows that nobody will use it again.
     """
 
-    def __init__(
-        self,
-        name: str,
-        chunks: Chunks,
-        places: Sequence[tuple[StoredFile, int]],
-        held: set[StoredFile],
-        give_back: Callable[[], None],
-    ) -> None:
-        super().__init__(name, chunks, places, held)
+    def __init__(self, name: str, chunks: Chunks, places: Spread, give_back: Callable[[], None]) -> None:
+        super().__init__(name, chunks, places)
         self.give_back = weakref.finalize(self, give_back)
         self.give_back.atexit = False  # the engine removes its files then
         self._under_way: list[_UnderWay] = []
@@ -84,8 +78,10 @@ class Stored(StoredChunks):
             earlier = [
                 one.event for one in self._under_way if (writes or one.writes) and within([one.bytes_of], *wanted)
             ]
-            event = submit(self._parts(tensor, start, writes), tuple(earlier))
-            self._under_way.append(_UnderWay(wanted, writes, event))
+            routes = self._routes(wanted, writes)
+            event = submit(self._parts(tensor, start, writes, routes), tuple(earlier))
+            goes_to = {chunk: route.target for chunk, route in routes.items()} if writes else {}
+            self._under_way.append(_UnderWay(wanted, writes, event, goes_to))
         return event
 
     def forget(self, start: int, end: int) -> list[int]:
@@ -132,8 +128,10 @@ class Stored(StoredChunks):
             self._under_way = self._not_done()
             self._check_written((0, self.n_bytes), [one.bytes_of for one in self._under_way if one.writes])
             unknown = [chunk for chunk in range(len(self.chunks)) if self.written(chunk)[1] is None]
-            requests = {chunk: Seal(self, chunk, torch.empty(0, dtype=torch.uint8), 0) for chunk in unknown}
-            return submit(self._parts_of(requests), tuple(one.event for one in self._under_way))
+            routes = {chunk: Route(self.places[chunk], self.places[chunk]) for chunk in unknown}
+            nothing = torch.empty(0, dtype=torch.uint8)
+            parts = _parts_of({chunk: Seal(self, chunk, route, nothing, 0) for chunk, route in routes.items()})
+            return submit(parts, tuple(one.event for one in self._under_way))
 
     def wait(self) -> None:
         """Wait for all transfers. What fails in one raises."""
@@ -153,18 +151,41 @@ class Stored(StoredChunks):
             "either may have been first; wait for the transfer before you write to the tensor"
         )
 
-    def _parts(self, tensor: torch.Tensor, start: int, writes: bool) -> list[Part]:
-        kind, chunks = Write if writes else Read, self.chunks.within(start, start + tensor.numel())
-        return self._parts_of({chunk: kind(self, chunk, tensor, start) for chunk in chunks})
+    def _routes(self, wanted: Range, writes: bool) -> dict[int, Route]:
+        """Return where a transfer finds the chunks that it touches, and where it puts them.
 
-    def _parts_of(self, work: Mapping[int, ChunkRequest]) -> list[Part]:
-        by_disk: dict[Queue, list[Request]] = {}
-        for chunk, one in work.items():
-            by_disk.setdefault(self.places[chunk].file.queue, []).append(Request((self, chunk), one))
-        return [Part(queue, requests, OpenFiles) for queue, requests in by_disk.items()]
+        All transfers of a chunk under way are before one that writes all of it, and those to come wait for that one. So
+        it may put the chunk on another path.
+
+        Raises: StorageError if a path has too little space for what may not stay in its file.
+        """
+        soon = {chunk: place for one in self._under_way for chunk, place in one.written_to.items()}
+        routes = {}
+        for chunk in self.chunks.within(*wanted):
+            first, last = self.chunks.range_of(chunk)
+            found = soon.get(chunk, self.places[chunk])
+            if not writes:
+                routes[chunk] = Route(found, found)
+            elif wanted[0] <= first and last <= wanted[1]:
+                routes[chunk] = Route(found, self.places.target(chunk))
+            else:
+                routes[chunk] = Route(found, self.places.writable(found))
+        return routes
+
+    def _parts(self, tensor: torch.Tensor, start: int, writes: bool, routes: Mapping[int, Route]) -> list[Part]:
+        kind = Write if writes else Read
+        return _parts_of({chunk: kind(self, chunk, route, tensor, start) for chunk, route in routes.items()})
 
     def _check_written(self, wanted: Range, soon: list[Range]) -> None:
         written = [piece for chunk in self.chunks.within(*wanted) for piece in self.written(chunk)[0]]
         missing = first_missing(written + soon, *wanted)
         if missing is not None:
             raise self.never_written(missing, wanted)
+
+
+def _parts_of(work: Mapping[int, ChunkRequest]) -> list[Part]:
+    """Return the parts of a transfer, one for each disk."""
+    by_disk: dict[Queue, list[Request]] = {}
+    for chunk, one in work.items():
+        by_disk.setdefault(one.route.target.file.queue, []).append(Request((one.stored, chunk), one))
+    return [Part(queue, requests, OpenFiles) for queue, requests in by_disk.items()]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from typing import Protocol
 
 from ...errors import StorageError
 from .chunks import Chunks
 from .host_bytes import round_up
 from .open_file import OpenFile
-from .places import Place, Places
 from .ranges import Range, joined, within
-from .stored_file import StoredFile
+from .spread import Place, Spread
 
 
 class Shown(Protocol):
@@ -39,14 +37,11 @@ class StoredChunks:
 
     Parameters
     ----------
-    name: of the tensor, for messages. chunks: how it is cut. places: by chunk, its file and its offset in it.
-    held: the tensor's files, as they change.
+    name: of the tensor, for messages. chunks: how it is cut. places: where they lie.
     """
 
-    def __init__(
-        self, name: str, chunks: Chunks, places: Sequence[tuple[StoredFile, int]], held: set[StoredFile]
-    ) -> None:
-        self.name, self.chunks, self.places = name, chunks, Places(places, held)
+    def __init__(self, name: str, chunks: Chunks, places: Spread) -> None:
+        self.name, self.chunks, self.places = name, chunks, places
         self.shown: Shown | None = None
         self._written: dict[int, list[Range]] = {}
         self._checksums: dict[int, int] = {}

@@ -283,14 +283,13 @@ def test_a_relative_folder_stays_where_it_was(path, tmp_path, monkeypatch):
     assert not list((tmp_path / "disk").iterdir())
 
 
-@pytest.mark.parametrize("call", ["pwritev", "fallocate", "map"])
-def test_a_disk_that_stays_broken_is_no_silent_mixture(path, monkeypatch, call):
+def test_a_disk_that_stays_broken_is_no_silent_mixture(path, monkeypatch):
     """What could not be written is called lost, and the next states that are loaded are trained on exactly."""
     faulty = Faulty()
     engine = functools.partial(Engine, files=faulty, n_threads=2, request_bytes=1 << 14)
     monkeypatch.setattr(state_storage, "Engine", engine)
     pair, plain = compiled(path), made()
-    faulty.faults[call] = _fail
+    faulty.faults["pwritev"] = _fail
     with pytest.raises(offmate.StorageError, match="Input/output error"):
         train(*pair, range(1))
     assert pair[0]._offmate_session.truth.torn

@@ -52,6 +52,36 @@ def test_chunks_that_are_taken_back_count_no_longer(shares, tensors, data):
             striping.take_back([10] * n_chunks, dealt, shares)
 
 
+@settings(max_examples=100)
+@given(SHARES, SHARES, st.lists(st.integers(1, 30), min_size=1, max_size=8))
+def test_chunks_move_only_as_far_as_new_shares_need(old, new, tensors):
+    n_paths = min(len(old), len(new))
+    old, new = old[:n_paths], new[:n_paths]
+    if not any(old) or not any(new):
+        return
+    before = [Striping(n_paths).deal([10] * n_chunks, old) for n_chunks in tensors]
+    again, dealt = Striping(n_paths), []
+    for lie in before:
+        dealt.append(again.deal([10] * len(lie), new, lie))
+    lay, lie = ([path for paths in found for path in paths] for found in (before, dealt))
+    for path, share in enumerate(new):
+        assert abs(lie.count(path) - Fraction(share, sum(new)) * len(lie)) < n_paths
+    assert not [path for was, path in zip(lay, lie) if was != path and not new[path]]
+
+
+def test_where_shares_stay_nothing_moves():
+    striping = Striping(3)
+    lie = striping.deal([8] * 30, [3, 2, 1])
+    assert Striping(3).deal([8] * 30, [3, 2, 1], lie) == lie
+    assert Striping(3).deal([8] * 30, [1, 0, 0], lie, stay={lie.index(1), lie.index(2)}).count(0) == 28
+
+
+def test_chunks_that_lie_somewhere_are_counted_there():
+    striping = Striping(2)
+    striping.count([8] * 3, [0, 0, 0], [1, 1])
+    assert striping.deal([8] * 3, [1, 1]) == [1, 1, 1]
+
+
 @pytest.mark.parametrize("shares", [[], [1], [1, 2, 3], [-1, 2], [0, 0], [float("inf"), 1]])
 def test_shares_that_do_not_fit_are_refused(shares):
     with pytest.raises(ArgumentValueError, match="do not fit 2 paths"):
