@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from ..errors import OffmateError
+from ..machines.freed import return_freed
 from ..optim.updater import Updater
 from ..planning.request import Request
 from ..runtime import interrupts
@@ -26,6 +27,7 @@ from .variants import Variant
 log = logging.getLogger("offmate")
 
 _LASTS = 8  # the least number of iterations for which a layout of the device's memory is kept
+_FREES = 2  # iterations before which memory is given back: what held the parameters, and what made the states
 
 
 class Residence:
@@ -82,6 +84,8 @@ class Residence:
                 raise
         if give_buffer_classes(model, self, variant.prepared.binding.written_buffers):
             self.truth.adopt_buffers()
+        if self._replays < _FREES and not self.turns.micro_batches:
+            return_freed()
         self._replays += not self.turns.micro_batches
         self.truth.copies.doubt(edited)
         if not self.request.gate:  # behind one nothing is updated before step(), where plain PyTorch looks at copies

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from ..effects import computing_s, effect, with_actions
-from ..machine import Job
 from ..resources import Resource
 from ..schedule import Action, Kind, Schedule
 from ..simulate import DryRun
@@ -72,8 +71,8 @@ class _Walk:
     """Walks iterations of a schedule and takes every task at its time.
 
     State: `_here` and `_home`, the current entry and pass; `_level`, bytes on the device, and `_highs`, by entry the
-    most bytes known to be there; `_open`, by kind the tasks whose floor has been passed; `_taken`, the actions taken
-    and where; the simulated executor.
+    most bytes known to be there; `_open`, by kind and lane the tasks whose floor has been passed, `_released` the
+    releases among them; `_taken`, the actions taken and where; the simulated executor.
 
     Parameters
     ----------
@@ -95,7 +94,8 @@ class _Walk:
         self._additions = {
             id(one): task for task in row.tasks if task.action.kind is Kind.ACCUMULATE_CPU for one in task.after
         }
-        self._open: dict[Kind, list[Task]] = {kind: [] for kind in Kind}
+        self._open: dict[tuple[Kind, Resource | None], list[Task]] = {task.lane: [] for task in row.tasks}
+        self._released = self._open.setdefault((Kind.FREE, None), [])
         self._here = self._home = 0
         self._at = row.entries[0]  # the entry at which tasks taken now are placed
         self._early: Keys | None = None  # keys that may be taken before the next border although they belong behind it
@@ -149,7 +149,7 @@ class _Walk:
     def _catch_up(self) -> None:
         """Take the tasks whose place has come, except releases, which wait until their bytes are needed."""
         for task in self._opening.get(self._here, ()):
-            insort(self._open[task.action.kind], task, key=Task.rank)
+            insort(self._open[task.lane], task, key=Task.rank)
         for task in self._due.get(self._here, ()):
             if task.action.kind is not Kind.FREE:
                 self._take(task)
@@ -158,7 +158,7 @@ class _Walk:
         """Carry out an action that blocks the executor; while it waits, lanes are refilled whenever a job ends."""
         seconds, does = computing_s(action, self._schedule), effect(action, self._schedule)
         if does.brings:
-            for task in [one for one in self._open[Kind.FREE] if one.action.name in does.brings]:
+            for task in [one for one in self._released if one.action.name in does.brings]:
                 if task.place <= self._here:
                     self._take(task)
         rise = does.rise_bytes
@@ -213,24 +213,23 @@ class _Walk:
             busy_s = self._machine.ready_s if ready else self._machine.submitted_s
             if busy_s(lane) > reach:
                 return
-            for task in list(self._open[kind]):
-                if not self._may(task) or effect(task.action, self._schedule).resource != lane:
+            for task in list(self._open.get((kind, lane), ())):
+                if not self._may(task):
                     continue
-                sources = self._sources(task)
+                sources = self._executor.sources(task.does)
                 if bool(sources) is ready or (kind is Kind.PREFETCH and any(job.waits for job in sources)):
                     continue  # a prefetch must be next in line, or its bytes would be occupied while it waits
                 yield task
                 if busy_s(lane) > reach:
                     return
 
-    def _sources(self, task: Task) -> list[Job]:
-        """List the jobs that a task's job would wait for."""
-        return self._executor.sources(effect(task.action, self._schedule))
-
     def _may(self, task: Task) -> bool:
         """Return whether a task may be taken now without blocking the executor."""
-        if task.done or not all(one.done or self._gone(one) for one in task.after):
+        if task.done:
             return False
+        for one in task.after:
+            if not one.done and not self._gone(one):
+                return False
         if task.home > self._home:
             return self._early is None or task.key in self._early
         return task.home < self._home or task.action.kind is not Kind.PREFETCH or task.key not in self._late
@@ -244,10 +243,9 @@ class _Walk:
         over = self._level + task.size + rise - self._budget
         if over <= 0 and self._fits(task):
             return True
-        released = self._open[Kind.FREE]
-        if over > sum(one.size for one in released):
+        if over > sum(one.size for one in self._released):
             return False
-        gone = [one for one in released if self._gone(one)]
+        gone = [one for one in self._released if self._gone(one)]
         if over > sum(one.size for one in gone):
             return False
         for one in gone:  # later on only releases moved forward make room
@@ -264,7 +262,7 @@ class _Walk:
     def _make_room(self, more: int) -> None:
         """Release until `more` bytes fit; items that have arrived on the host go first."""
         while self._level + more > self._budget:
-            held = [one for one in self._open[Kind.FREE] if not one.done and all(t.done for t in one.after)]
+            held = [one for one in self._released if not one.done and all(t.done for t in one.after)]
             held = [one for one in held if one.place <= self._here or self._gone(one)]
             if not held:
                 raise _Stuck
@@ -275,13 +273,12 @@ class _Walk:
             return
         for one in task.after:
             self._take(one)
-        kind = task.action.kind
-        change = effect(task.action, self._schedule).growth_bytes
+        change = task.does.growth_bytes
         if change > 0:
             self._make_room(change)
         task.done = True
         if task.floor <= self._here:
-            self._open[kind].remove(task)
+            self._open[task.lane].remove(task)
         self._carry_out(task.action, task)
         if id(task) in self._additions:
             self._take(self._additions[id(task)])

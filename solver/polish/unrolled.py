@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 
 from .. import items
 from ..effects import Effect, effect
 from ..items import Item, ItemKind
+from ..resources import Resource
 from ..schedule import ABOUT_ITEMS, Action, Kind, Schedule
 
 NEVER = 1 << 60
@@ -40,8 +42,8 @@ class Task:
 
     Parameters
     ----------
-    key: part of the schedule, and index in it. home: the pass in which the schedule has it, counted over all
-        iterations.
+    does: the action's effect. key: part of the schedule, and index in it.
+    home: the pass in which the schedule has it, counted over all iterations.
     size: bytes of the item.
     floor: the first entry before which it may be taken. after: tasks that must have been taken before.
     place: the entry before which it must be taken; a release may wait until its bytes are needed.
@@ -50,6 +52,7 @@ class Task:
     """
 
     action: Action
+    does: Effect
     key: tuple[int, int]
     home: int
     size: int
@@ -59,6 +62,11 @@ class Task:
     shift: float = 0.0
     after: list[Task] = field(default_factory=list)
     done: bool = False
+
+    @cached_property
+    def lane(self) -> tuple[Kind, Resource | None]:
+        """The kind of the action, and the resource that carries it out."""
+        return self.action.kind, self.does.resource
 
     def rank(self) -> tuple[float, int]:
         """Return the key that sorts tasks by urgency."""
@@ -132,7 +140,7 @@ class Unrolled:
         floor = max([floor, *(one.floor for one in after)])
         size = self.schedule.item_bytes[action.item] if kind in ABOUT_ITEMS else 0
         number, shift = len(self.tasks), self._shifts.get(key, 0.0)
-        task = Task(action, key, self._home, size, floor, here, number, shift, after)
+        task = Task(action, effect(action, self.schedule), key, self._home, size, floor, here, number, shift, after)
         self._latest[kind, name] = task
         self.tasks.append(task)
         if kind is Kind.PREFETCH:
@@ -167,7 +175,7 @@ class Unrolled:
         changes = [0] * (len(self.entries) + 1)
         for task in self.tasks:
             if task.place < len(changes):
-                changes[task.place] += effect(task.action, self.schedule).growth_bytes
+                changes[task.place] += task.does.growth_bytes
         level = sum(self.schedule.item_bytes[item] for item in self.schedule.resident)
         highs = []
         for entry, change in zip(self.entries, changes):
