@@ -104,7 +104,7 @@ def rate(text: str) -> float:
 
 def drive(text: str) -> float | StoragePath:
     """Parse a drive: a folder, the rate of reads alone, or those of reads and writes, and perhaps of both together."""
-    if "/" not in text or re.fullmatch(r"\s*[-+.\d].*/s\s*", text):
+    if "/" not in text or re.match(r"\s*[-+.\d][^/]*/s\s*(,|$)", text):
         return _rates(text)
     from ..runtime.storage.folders import StoragePath  # needs torch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import logging
@@ -14,6 +15,9 @@ import pytest
 from offmate.runtime.storage.engine import Engine
 
 import offmate
+from offmate import cli
+from offmate.cli.arguments import add_machine
+from offmate.cli.drives import planned_storage
 from offmate.cli.summary import summary
 from offmate.errors import ArgumentValueError, InfeasibleBudget
 from offmate.lowering.state_files import StateFiles
@@ -25,16 +29,19 @@ from offmate.session import state_storage
 from offmate.sizes import format_wear
 
 from ...fuzz.figures import from_hardware_file
-from ..session.test_state_storage import CPU_BUDGET, GPU_BUDGET, batch, made
+from ..session import test_state_storage
+from ..session.test_state_storage import batch, made
 
 CARD = json.loads((resources.files("offmate") / "machines" / "emulated.json").read_text())
+GPU_BUDGET, CPU_BUDGET = 850_000, 850_000
 FAST = {"read": "3GB/s", "write": "3GB/s", "both": "3GB/s"}
 SLOW = {"read": "1GB/s", "write": "1GB/s", "both": "1GB/s"}
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Buffers that fit beside a small model, and plans that are made once and do not depend on the machine."""
+    """A small model, buffers that fit beside it, and plans that are made once and do not depend on the machine."""
+    monkeypatch.setattr(test_state_storage, "LAYERS", 3)
     engine = functools.partial(Engine, n_threads=2, request_bytes=1 << 14)
     for module in (storage, state_storage):
         monkeypatch.setattr(module, "Engine", engine)
@@ -129,10 +136,10 @@ def test_a_refusal_names_storage_where_it_would_help(listed):
     with pytest.raises(InfeasibleBudget, match=words):
         planned(None, listed)
     with pytest.raises(InfeasibleBudget) as error:
-        planned(None, listed, cpu_budget="600KB")
+        planned(None, listed, cpu_budget="250KB")
     assert "NVMe" not in str(error.value), "parameters do not fit either"
     with pytest.raises(InfeasibleBudget) as error:
-        planned("/mnt/fast", listed, cpu_budget="600KB")
+        planned("/mnt/fast", listed, cpu_budget="250KB")
     assert "NVMe" not in str(error.value), "it is named already"
 
 
@@ -161,14 +168,57 @@ def test_a_cached_plan_for_other_rates_is_made_anew(tmp_path, caplog):
 
 def test_a_given_plan_for_other_rates_is_said_to_be(tmp_path, caplog):
     (tmp_path / "disk").mkdir()
-    plan = here(offmate.StoragePath(tmp_path / "disk", **FAST))
+    plan = here(offmate.StoragePath(tmp_path / "disk", **SLOW))
     model, optimizer = made()
     settings: dict[str, Any] = {"optimizer": optimizer, "device": "emulated", "cpu_budget": CPU_BUDGET}
-    slow = offmate.StoragePath(tmp_path / "disk", **SLOW)
-    offmate.compile(model, GPU_BUDGET, plan=plan, storage=slow, **settings)
+    fast = offmate.StoragePath(tmp_path / "disk", **FAST)
+    offmate.compile(model, GPU_BUDGET, plan=plan, storage=fast, **settings)
     model(batch(0))
     assert "the seconds of the given plan do not hold" in caplog.text
     model, optimizer = made()
     offmate.compile(model, GPU_BUDGET, plan=plan, **settings | {"optimizer": optimizer})
     with pytest.raises(offmate.PlanFileError, match=r"storage=.*plan with optimizer states in files, now without"):
         model(batch(0))
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+def parsed(*words: str) -> list[Any]:
+    parser = argparse.ArgumentParser()
+    add_machine(parser)
+    return parser.parse_args([part for word in words for part in ("--storage", word)]).storage
+
+
+def test_a_folder_on_the_command_line_has_the_rates_of_the_file(listed):
+    machine = load(listed)
+    (path,) = planned_storage(parsed("/mnt/fast/"), machine)
+    assert path.rates == (3e9, 3e9, 3e9)
+    first, second = planned_storage(parsed("/mnt/slow", "7GB/s,5GB/s"), machine)
+    assert (first.folder, first.rates) == ("/mnt/slow", (1e9, 1e9, 1e9))
+    assert (second.folder, second.rates[:2]) == ("drive 2", (7e9, 5e9))
+    assert planned_storage(parsed("3GB/s"), machine) == 3e9
+    assert planned_storage(None, machine) is None
+
+
+@pytest.mark.parametrize("verb", [["plan", "tiny-llama"], ["fits", "--only", "tiny-llama"]])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["/mnt/other"], "--storage /mnt/other: the rates of that folder's drive are not known, since"),
+        (["/mnt/fast", "3GB/s"], "only the rate of reads, 3GB/s; write READ,WRITE for each"),
+    ],
+)
+def test_drives_that_cannot_be_planned_with(listed, capsys, verb, words, said):
+    pytest.importorskip("transformers")
+    drives = [part for word in words for part in ("--storage", word)]
+    assert cli.main([*verb, "--card", listed, *drives]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_folders_and_rates_are_told_apart():
+    assert parsed("/mnt/s", "./fast") == [offmate.StoragePath("/mnt/s"), offmate.StoragePath("./fast")]
+    assert parsed("2GB/s", "2GB/s,1GB/s") == [2e9, offmate.StoragePath("the drive", 2e9, 1e9)]
+    for word in ("fast", "1TB/s,", "2GB/s,fast", "1GB/s,1GB/s,1GB/s,1GB/s"):
+        with pytest.raises(SystemExit):
+            parsed(word)
