@@ -150,10 +150,11 @@ def plan(
     example_inputs: one batch, as keyword arguments (dict) or positional ones (tuple).
     hardware: name ("rtx3060", ...) or path of a hardware file (`offmate profile` writes one): plan for that machine
         instead of this one, from its rates. Parameters and batch may then be on the meta device.
-    storage: folders that optimizer states may leave to, as in `compile`. With hardware=, either these as
-        `offmate.StoragePath(folder, read=..., write=...)`, with the rates of that machine's drives, or only the rate at
-        which its drive reads the checkpoint, such as "7GB/s". Frozen parameters that RAM has no room for then come from
-        there. On this machine their files are found and measured.
+    storage: folders that optimizer states may leave to, as in `compile`. With hardware=, either folders of that machine
+        or only the rate at which its drive reads the checkpoint, such as "7GB/s". A folder's rates are those that the
+        hardware file lists (`offmate profile --storage`), or those of `offmate.StoragePath(folder, read=...,
+        write=...)`. Frozen parameters that RAM has no room for then come from there. On this machine their files are
+        found and measured.
     batch_size: plan for this many samples instead of the example's; "auto" picks the size with the highest predicted
         throughput (`Plan.batch_size`). Use it only if you may change the batch size.
     The others: as in `compile`.
@@ -182,7 +183,7 @@ def plan(
         request = replace(request, storage=storage_here(_storage(storage, optimizer is not None), request.device))
         known: contextlib.AbstractContextManager[FrozenFiles | None] = files_here(model, request)
     else:
-        request = with_drives(model, storage, request, optimizer is not None)
+        request = with_drives(model, storage, request, machine, optimizer is not None)
         known = contextlib.nullcontext(request.files)
     with known as files:
         return _planned(model, example_inputs, batch_size, replace(request, files=files), optimizer, names, machine)
@@ -230,7 +231,7 @@ def outlooks(
     request = replace(request, micro_batches=accumulation_steps, clips=max_grad_norm is not None, scales=scaler)
     machine = load(hardware)
     request = _elsewhere(request, machine, gpu_budget)
-    request = with_drives(model, storage, request, True)
+    request = with_drives(model, storage, request, machine, True)
     updaters = [
         None if one is None else Updater(one, _planned_names(model, one, config), request.device) for one in optimizers
     ]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _RANK = "16"
 _MASTER = "-master"
+_DRIVE = "7GB/s,5GB/s"  # reads and writes of a usual NVMe drive
 _SHORTEST = 64  # tokens; a shorter sequence is no advice
 
 
@@ -61,7 +62,9 @@ def print_refusal(
     least = asked.least_device_bytes or error.least_budget_bytes
     if asked.least_host_bytes is None and least is not None and least <= machine.device_memory_bytes:
         return  # the card has more than was asked for
-    screen.print("Looking for what does fit: an adapter, another optimizer, half the sequence ...", style="dim")
+    screen.print(
+        "Looking for what does fit: an adapter, another optimizer, a drive, half the sequence ...", style="dim"
+    )
     fitting, others = [], []
     for way in ways(training, budgets):
         needed = way.outlook.least_host_bytes
@@ -103,6 +106,8 @@ def _lack(asked: Outlook, error: InfeasibleBudget, machine: Hardware) -> str:
 
 def ways(training: Training, budgets: dict[str, object]) -> Iterator[Way]:
     """Yield other ways to train the same model, with their outlooks; those that cannot be captured are left out."""
+    from ..runtime.storage.folders import StoragePath
+
     if training.lora is None and has_adapters():
         adapter = replace(training, lora=parse_adapter(_RANK), dtype=training.dtype.removesuffix("-master"))
         yield from _found((f"LoRA of rank {_RANK}", f"--lora {_RANK}", adapter), budgets=budgets)
@@ -114,6 +119,9 @@ def ways(training: Training, budgets: dict[str, object]) -> Iterator[Way]:
             ("Adafactor", f"--optimizer adafactor{dtype}", replace(plain, optimizer="adafactor")),
             budgets=budgets,
         )
+    if training.lora is None and training.optimizer != "none" and not isinstance(budgets["storage"], tuple):
+        name, drive = "optimizer states on an NVMe drive", (StoragePath("the drive", *_DRIVE.split(",")),)
+        yield from _found((name, f"--storage {_DRIVE}", training), budgets=budgets | {"storage": drive})
     half = training.seq_len // 2
     if half >= _SHORTEST:
         shorter = replace(training, seq_len=half)

@@ -25,6 +25,7 @@ _OPTIONS = (
     (re.compile(r"Config\(updates='auto'\)"), "a new run"),
     (re.compile(r"\(Config\(updates=Split\(\.\.\.\)\), a checkpoint's split, or that of the session's first plan\)"),
      "by the checkpoint"),
+    (re.compile(r"\(storage=\)"), "(--storage)"),
     (re.compile(r"(?<![\w-])(gpu|cpu)_budget"), r"--\1-budget"),
 )  # fmt: skip
 
@@ -62,10 +63,12 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--storage",
         type=drive,
-        metavar="READ[,WRITE[,BOTH]]",
-        help="the rates of the machine's drive. READ alone, such as 3GB/s: the part of a frozen model that RAM has no "
-        "room for is read from it in every step. With WRITE, such as 7GB/s,5GB/s: optimizer states may lie on it, too. "
-        "BOTH is the rate of reads and writes together (default: as if they took turns)",
+        action="append",
+        metavar="DIR|READ[,WRITE[,BOTH]]",
+        help="a drive of the machine: a folder that its hardware file lists, or rates. READ alone, such as 3GB/s: the "
+        "part of a frozen model that RAM has no room for is read from it in every step. With WRITE, such as "
+        "7GB/s,5GB/s, or with a folder: optimizer states may lie on it, too. BOTH is the rate of reads and writes "
+        "together (default: as if they took turns). It may be given several times, for several drives",
     )
 
 
@@ -100,8 +103,20 @@ def rate(text: str) -> float:
 
 
 def drive(text: str) -> float | StoragePath:
-    """Parse the rates of a drive: of reads alone, or of reads and writes, and perhaps of both together."""
+    """Parse a drive: a folder, the rate of reads alone, or those of reads and writes, and perhaps of both together."""
+    if "/" not in text or re.match(r"\s*[-+.\d][^/]*/s\s*(,|$)", text):
+        return _rates(text)
+    from ..runtime.storage.folders import StoragePath  # needs torch
+
+    return StoragePath(text)
+
+
+def _rates(text: str) -> float | StoragePath:
     rates = text.split(",")
+    if "/" not in text:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a rate, such as 7GB/s or 7GB/s,5GB/s, nor a folder, such as /mnt/nvme or ./{text}"
+        )
     if len(rates) == 1:
         return rate(text)
     if len(rates) > 3:

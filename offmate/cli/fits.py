@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arguments import Help, add_machine, count, output_file, size
+from .drives import planned_storage
 from .fits_table import FitsTable, Row
 from .training import Training, check_packages, parse_adapter
 
@@ -66,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     from .shapes import configuration, names
 
     machine = load(arguments.hardware)
+    arguments.storage = planned_storage(arguments.storage, machine)
     arguments.gpu_budget = arguments.gpu_budget or machine.default_budget_bytes
     models = arguments.only or [name for name in names() if not name.startswith(_TOY)]
     configurations = {model: configuration(model) for model in models}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..libraries import missing
 from ..reports.units import format_seconds
-from ..sizes import format_bytes, format_least_bytes
+from ..sizes import format_bytes, format_least_bytes, format_wear
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,7 +45,9 @@ class Row:
 
 
 class FitsTable:
-    """Rows on a screen; of them, the last model's name is kept, and which models take no sequences of that length.
+    """Rows on a screen.
+
+    State: the last model's name, which models take no sequences of that length, and whether a row lacks RAM.
 
     Parameters
     ----------
@@ -56,6 +58,7 @@ class FitsTable:
         self._screen, self._arguments, self._machine = screen, arguments, machine
         self._model = ""
         self._shorter: list[str] = []
+        self._short_of_ram = False
 
     def begin(self, n_models: int, seconds: float, adapters: bool) -> None:
         """Print what is asked, how long the answer takes, and the headings."""
@@ -63,7 +66,7 @@ class FitsTable:
         ram = "any amount" if asked.cpu_budget is None else format_bytes(asked.cpu_budget)
         self._say(
             f"{self._machine.name}, {format_bytes(asked.gpu_budget)} of GPU memory, {ram} of RAM, "
-            f"{asked.batch} × {asked.seq_len} tokens, AdamW"
+            f"{asked.batch} × {asked.seq_len} tokens, AdamW{self._drives()}"
         )
         if slow := self._machine.rate_words("bfloat16"):
             self._say(f"{slow}.")
@@ -91,6 +94,7 @@ class FitsTable:
         if new and row.seq_len < self._arguments.seq_len:
             self._shorter.append(f"{row.model} at {row.seq_len:,}")
         lacks = self._lacks(row)
+        self._short_of_ram |= row.least_host_bytes is not None
         if self._screen.width < _WIDE:
             self._add_lines(row, new, lacks)
             return
@@ -113,11 +117,25 @@ class FitsTable:
         self._screen.print()
         if self._shorter:
             self._say(f"Fewer tokens per sequence, as these models take no more: {', '.join(self._shorter)}.")
+        if self._short_of_ram and not isinstance(self._arguments.storage, tuple):
+            self._say("Where RAM is short, --storage 7GB/s,5GB/s lets optimizer states lie on an NVMe drive.")
         self._screen.print(
             "Predicted from the card's rates, with few of the planner's passes; `offmate plan` finds plans that are a "
             "few percent faster. least GPU: the least GPU memory that works, more slowly. RAM: what the plan uses; "
             "with less, there may be a slower one.",
             style="dim",
+        )
+
+    def _drives(self) -> str:
+        """Say which drives there are; empty without any."""
+        storage = self._arguments.storage
+        if storage is None:
+            return ""
+        if isinstance(storage, float):
+            return f", a drive that reads {format_wear(int(storage))}/s"
+        return "".join(
+            f", {path.folder} ({format_wear(int(path.rates[0]))}/s read, {format_wear(int(path.rates[1]))}/s written)"
+            for path in storage
         )
 
     def _add_lines(self, row: Row, new: bool, lacks: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from .arguments import Help, add_machine, count, output_file, positive, size, sweep
+from .drives import planned_storage
 from .training import Training, check_packages, parse_adapter
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     _check(arguments)
     machine = load(arguments.hardware)
+    arguments.storage = planned_storage(arguments.storage, machine)
     training = Training(
         arguments.model,
         arguments.dtype,

@@ -5,14 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from .arguments import Help, device, output_file
+from .drives import asked_paths, measured_drives, show_drives
+
+if TYPE_CHECKING:
+    from ..machines.drive_rates import Measured
 
 _EXAMPLES = """examples:
   offmate profile
   offmate profile --json mine.json
   offmate profile --device cuda --json card.json
+  offmate profile --storage /mnt/nvme/offmate --sustained --json mine.json
   offmate plan gpt2 --hardware mine.json
 exit status: 0 success, 1 it failed, 2 the arguments cannot work
 """
@@ -26,13 +32,27 @@ def add_parser(verbs: Any) -> None:
         "profile",
         help="measure this machine's copies, updates, matrix products and memory into a hardware file",
         description="Measure this machine: copy rates by size and direction, both directions at once, optimizer "
-        "updates on CPU and device, matrix products, memory. This takes about half a minute; run nothing else then.",
+        "updates on CPU and device, matrix products, memory, and drives if any are named. This takes about half a "
+        "minute; run nothing else then.",
         epilog=_EXAMPLES,
         formatter_class=Help,
     )
     parser.add_argument(
         "--device", type=device, default="emulated", help='"cuda", "cuda:1", "emulated" (default: %(default)s)'
     )
+    parser.add_argument(
+        "--storage",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="also measure the drive of this folder, in which optimizer states may lie; it may be given several times",
+    )
+    parser.add_argument(
+        "--sustained",
+        action="store_true",
+        help="write past the drives' caches: minutes, and up to 512 GiB on each. It says how much before, and asks",
+    )
+    parser.add_argument("--yes", action="store_true", help="do not ask before --sustained")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the hardware file")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     parser.set_defaults(run=run)
@@ -41,7 +61,8 @@ def add_parser(verbs: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure the machine, print the rates and write the file.
 
-    Returns: the exit status, 0. Raises: DeviceError if the device does not exist.
+    Returns: the exit status, 0. Raises: DeviceError if the device does not exist, OffmateError for drives that cannot
+    be measured.
     """
     from torch.optim import AdamW
 
@@ -51,17 +72,21 @@ def run(arguments: argparse.Namespace) -> int:
     from ..progress import planning_progress
 
     kind = device_kind(arguments.device)
+    asked = asked_paths(arguments.storage, arguments.sustained, arguments.yes)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     with planning_progress("measuring") as say:
         data = measure_machine(say, kind=kind, masters=with_master_weights(AdamW))
+        drives = measured_drives(asked, say)
+    if drives:
+        data |= {"storage": [one.row() for one in drives]}
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
     if not arguments.quiet:
-        _show(data, load)
+        _show(data, load, drives)
     return 0
 
 
-def _show(data: dict[str, Any], load: float) -> None:
+def _show(data: dict[str, Any], load: float, drives: Sequence[Measured]) -> None:
     from ..reports.units import format_seconds
     from ..sizes import format_bytes
     from .screen import console, copies_table, pairs
@@ -82,5 +107,6 @@ def _show(data: dict[str, Any], load: float) -> None:
     if "instruction_s" in data:
         rows.append(("launch", f"{format_seconds(data['instruction_s']['value'])} of the CPU per operator"))
     screen.print(pairs(rows))
+    show_drives(screen, drives)
     if load > _IDLE_LOAD:
         screen.print(f"\nOther processes were busy (load {load:.1f} in the minute before), so rates may be too low.")

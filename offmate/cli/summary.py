@@ -84,6 +84,7 @@ def figures(plan: Plan) -> dict[str, Any]:
         "about": asdict(plan.about),
         **{name: getattr(plan, name) for name in names},
         "stall_s": plan.simulation.stall_s,
+        "stored_bytes": plan.stored_bytes,
         "blocks": [asdict(row) for row in plan.blocks],
     }
 
@@ -161,7 +162,7 @@ def summary(plan: Plan, tokens: int = 0) -> Iterator[tuple[str, str | Text]]:
     if plan.read_bytes:
         yield "storage", plan.read_words
     if any(plan.stored_bytes):
-        yield "storage paths", plan.stored_words
+        yield "storage paths", "\n".join([plan.stored_words, *plan.path_words])
     yield "bound", f"{plan.bound_words}; {plan.status}"
 
 

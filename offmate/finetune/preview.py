@@ -152,7 +152,7 @@ class Preview:
             f"RAM: {format_bytes(self.host_bytes)} of tensors{self._of_device()}; "
             f"{format_bytes(self.disk_bytes)} of disk for {self.settings.keep_checkpoints} "
             "checkpoints and the result",
-            *([f"storage: {self.plan.stored_words}"] if any(self.plan.stored_bytes) else []),
+            *([f"storage: {self.plan.stored_words}", *self.plan.path_words] if any(self.plan.stored_bytes) else []),
             *self.speed_lines(source),
         ]
 

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..solver.resources import Path, Tier
 
 STATE_STORAGE = "storage paths"
+
+
+@dataclass(frozen=True)
+class StatePath:
+    """One of the storage paths.
+
+    Parameters
+    ----------
+    folder: how it is named. read_bytes_per_s, write_bytes_per_s, both_bytes_per_s: its own rates. share: of the bytes
+        that lie on it.
+    """
+
+    folder: str
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    both_bytes_per_s: float
+    share: float
 
 
 @dataclass(frozen=True)
@@ -18,6 +35,7 @@ class StateFiles:
     read_bytes_per_s, write_bytes_per_s: rates of reads and writes alone. both_bytes_per_s: of both together, as many
         bytes of each.
     capacity_bytes: the most bytes that they may hold. buffers_bytes: RAM that copies between them and the device pass.
+    paths: each of them. No plan depends on how they share the bytes.
     """
 
     read_bytes_per_s: float
@@ -25,6 +43,7 @@ class StateFiles:
     both_bytes_per_s: float
     capacity_bytes: int
     buffers_bytes: int
+    paths: tuple[StatePath, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def tier(self) -> Tier:

@@ -15,6 +15,7 @@ from ..progress import Progress
 from ..runtime.devices.device import Device
 from .curve import fitted
 from .devices import EMULATED, accelerator, make_device, words
+from .figures import with_source
 from .hardware import FORMAT
 from .host_memory import available_host_bytes
 from .links import LinkRates, measure_copies, measure_host_memory
@@ -87,9 +88,9 @@ def measure_machine(
         "name": f"{'emulated device' if card is None else words(card)} on {machine_words()}",
         "basis": "measured",
         "shared_cores": card is None,
-        **{name: _figure(value, source) for name, (value, source) in figures.items()},
+        **{name: with_source(value, source) for name, (value, source) in figures.items()},
         "matrix_flops_per_s": {
-            name: _figure(rate, f"product of two matrices of {sizes.matrix} x {sizes.matrix}, {by}; {how}")
+            name: with_source(rate, f"product of two matrices of {sizes.matrix} x {sizes.matrix}, {by}; {how}")
             for name, rate in products.items()
         },
         "copies": copies,
@@ -139,12 +140,6 @@ def _capacities(card: torch.device | None) -> dict[str, tuple[int, str]]:
         "device_memory_bytes": (total, "as torch reports it"),
         "host_memory_bytes": (available, "as available when it was measured"),
     }
-
-
-def _figure(value: float, source: str) -> dict[str, Any]:
-    """Round a figure to four significant digits, since more would be noise, and add its source."""
-    rounded = float(f"{value:.4g}")
-    return {"value": int(rounded) if rounded >= 1e4 else rounded, "source": source}
 
 
 def machine_words() -> str:

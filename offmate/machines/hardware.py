@@ -14,6 +14,8 @@ from typing import Any
 
 from ..errors import ArgumentValueError
 from .curve import DIRECTIONS, Copied, fitted
+from .drives import Drive, drives_of, same_folder
+from .figures import LARGEST, figure
 
 FORMAT = 1
 _RATES = (
@@ -25,7 +27,6 @@ _RATES = (
     "cpu_update_bytes_per_s",
     "device_update_bytes_per_s",
 )
-_LARGEST = 1e30  # of a figure, in any unit
 BASES = ("data sheets", "paper", "measured")
 _OPTIONAL = (
     "host_memory_bytes",
@@ -37,7 +38,7 @@ _OPTIONAL = (
 )
 _KEYS = {
     *_RATES, *_OPTIONAL, "format", "name", "basis", "device_memory_bytes", "matrix_flops_per_s", "shared_cores",
-    "copies", "comment",
+    "copies", "comment", "storage",
 }  # fmt: skip
 
 # Rates of updates with float32 copies, relative to float32, where a file does not say. On a CPU that memory does not
@@ -70,6 +71,7 @@ class Hardware:
     shared_cores: compute, copies and CPU updates share the same cores (the emulated device).
     basis: where most figures are from, in `BASES`: "data sheets" with assumed shares of their peaks, a "paper", or
         "measured" by `offmate profile`; "" if the file does not say. No plan depends on it.
+    drives: folders whose drives' rates are known. A plan depends only on those that it is told to use.
     """
 
     name: str
@@ -90,11 +92,16 @@ class Hardware:
     instruction_s: float = 0.0
     shared_cores: bool = False
     basis: str = field(default="", repr=False, compare=False)
+    drives: tuple[Drive, ...] = field(default=(), repr=False)
 
     @property
     def default_budget_bytes(self) -> int:
         """Device memory less a sixteenth, for the context and other processes."""
         return self.device_memory_bytes - self.device_memory_bytes // 16
+
+    def drive(self, folder: str | os.PathLike[str]) -> Drive | None:
+        """Return what is known of a folder's drive; None if the file does not list the folder."""
+        return next((one for one in self.drives if same_folder(one.folder, folder)), None)
 
     def update_s(self, elements: int, *, masters: bool) -> tuple[float, float]:
         """Return the seconds in which the CPU and the device update that many parameters.
@@ -178,7 +185,7 @@ def _folder() -> Any:
 def _parse(data: Any, where: str) -> Hardware:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ArgumentValueError(f"{where}: not a hardware file of format {FORMAT}")
-    figures = {key: _figure(data, key, where, least=0.0 if key == "launch_s" else 1.0) for key in _RATES}
+    figures = {key: _figure(data, key, where, 0.0 if key == "launch_s" else 1.0) for key in _RATES}
     basis = data.get("basis", "")
     if basis not in ("", *BASES):
         raise ArgumentValueError(
@@ -190,7 +197,7 @@ def _parse(data: Any, where: str) -> Hardware:
     products = data.get("matrix_flops_per_s")
     if not isinstance(products, dict) or "float32" not in products:
         raise ArgumentValueError(f"{where}: matrix_flops_per_s must name at least float32")
-    flops = tuple(sorted((dtype, _figure(products, dtype, where, least=1.0)) for dtype in products))
+    flops = tuple(sorted((dtype, figure(products, dtype, where, least=1.0, known=_KEYS)) for dtype in products))
     _check_optional(data, where)
     optional = {key: _figure(data, key, where) if key in data else 0.0 for key in _OPTIONAL}
     for key in ("host_memory_bytes_per_s", "cpu_master_update_bytes_per_s"):
@@ -200,7 +207,7 @@ def _parse(data: Any, where: str) -> Hardware:
             )
     return Hardware(
         name=str(data.get("name", where)),
-        device_memory_bytes=int(_figure(data, "device_memory_bytes", where, least=1.0)),
+        device_memory_bytes=int(_figure(data, "device_memory_bytes", where, 1.0)),
         matrix_flops_per_s=flops,
         host_memory_bytes=int(optional["host_memory_bytes"]),
         host_memory_bytes_per_s=optional["host_memory_bytes_per_s"],
@@ -210,8 +217,13 @@ def _parse(data: Any, where: str) -> Hardware:
         per_copy_s=optional["per_copy_s"] if "per_copy_s" in data else _per_copy_s(data, where),
         shared_cores=shared_cores,
         basis=basis,
+        drives=drives_of(data.get("storage", []), where),
         **figures,
     )
+
+
+def _figure(data: dict[str, Any], key: str, where: str, least: float = 0.0) -> float:
+    return figure(data, key, where, least, _KEYS)
 
 
 def _check_optional(data: dict[str, Any], where: str) -> None:
@@ -233,7 +245,7 @@ def _per_copy_s(data: dict[str, Any], where: str) -> float:
         if figures[0] not in DIRECTIONS or not all(_is_positive(figure) for figure in figures[1:]):
             raise ArgumentValueError(
                 f"{where}: copies[{number}] must have a direction ({', '.join(DIRECTIONS)}), and bytes and bytes_per_s "
-                f"from 1 to {_LARGEST:g}, found {str(row)[:80]}"
+                f"from 1 to {LARGEST:g}, found {str(row)[:80]}"
             )
         curve.append(Copied(*figures))
     try:
@@ -243,21 +255,4 @@ def _per_copy_s(data: dict[str, Any], where: str) -> float:
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 1 <= value <= _LARGEST
-
-
-def _figure(data: dict[str, Any], key: str, where: str, least: float = 0.0) -> float:
-    entry = data.get(key)
-    if entry is None and (near := difflib.get_close_matches(key, data.keys() - _KEYS, n=1)):
-        raise ArgumentValueError(f"{where}: there is no {key}, but {near[0]!r}, which is not known; is it misspelt?")
-    if not isinstance(entry, dict) or "value" not in entry or not entry.get("source"):
-        raise ArgumentValueError(
-            f'{where}: {key} must be {{"value": number, "source": text}}, found {reprlib.repr(entry)}'
-        )
-    value = entry["value"]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (least <= value <= _LARGEST):
-        words = "not negative" if least == 0 else f"{least:g} or more"
-        raise ArgumentValueError(
-            f"{where}: {key} is {str(value)[:40]}; it must be a number, {words} and at most {_LARGEST:g}"
-        )
-    return float(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 1 <= value <= LARGEST

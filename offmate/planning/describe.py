@@ -33,6 +33,7 @@ def described(plan: Plan, subject: Subject) -> Plan:
         batch=_batch(subject),
         machine=_machine(subject),
         made=made,
+        storage=subject.request.storage.paths if subject.request.storage is not None and any(plan.stored_bytes) else (),
     )
     return replace(plan, about=about)
 

@@ -81,6 +81,8 @@ def differences(plan: Plan, request: Request, planned: bool) -> list[str]:
         found.append(f"plan {_with(looks)} max_grad_norm= or grad_scaler=, now {_with(not looks)}")
     if plan.budget_bytes != request.budget_bytes:
         found.append(f"budget {format_bytes(plan.budget_bytes)} in the plan, {format_bytes(request.budget_bytes)} now")
+    if any(plan.stored_bytes) and request.storage is None:
+        found.append("plan with optimizer states in files, now without storage=")
     sides = {"host": plan.split.device, "device": plan.split.host}
     agrees = updates.agrees(plan.split) if isinstance(updates, Split) else not sides.get(updates)
     if not agrees:

@@ -41,7 +41,7 @@ from .garbage import fewer_collections
 from .phases import searching
 from .refusal import block_rows, refusal
 from .request import Prepared, Request
-from .restore import cached, fitting, kernel_bytes, restore_class
+from .restore import cached, fitting, kernel_bytes, other_rates, restore_class
 from .solver_errors import solver_errors
 from .subject import Subject, fixed_bytes, lower, relower, state, user_bytes_of, with_steps
 
@@ -115,7 +115,7 @@ def _check_given(given: Plan, known_as: list[str], subject: Subject) -> None:
     known = differences(given, request, subject.updater is not None)
     known.append(f"fingerprint {given.fingerprint}, now {known_as[0]}")
     raise PlanFileError(
-        "the plan does not match this model, batch, optimizer, budget, machine (hardware=), max_grad_norm, "
+        "the plan does not match this model, batch, optimizer, budget, machine (hardware=), storage=, max_grad_norm, "
         f"grad_scaler, accumulation_steps or Config ({'; '.join(known)}); plan again with offmate.plan and the same "
         "arguments"
     )
@@ -132,6 +132,8 @@ def _planned(
     """Take the given plan, an earlier one, or a larger batch's decisions, the first that serves; else search."""
     request, fingerprint = subject.request, known_as[0]
     if given is not None:
+        if words := other_rates(given, request):
+            log.warning("the seconds of the given plan do not hold: %s; plan again with offmate.plan", words)
         return given, relower(subject, given)
     stored = _earlier(request, known_as, kept, request.config.measure_again and subject.machine is None)
     if stored is not None:
@@ -280,7 +282,7 @@ def _search(subject: Subject, fingerprint: str, start: float) -> tuple[Plan, Low
     # That nothing fits shows within seconds; a search for a plan would take minutes to find out.
     least = least_budget(problem, time_limit_s=config.solver_time_limit_s, backend=config.solver)
     if least.resource == "host" or least.bytes * (1 - _TOLERANCE) > problem.device_budget_bytes:
-        raise refusal(lowered, request, fixed)
+        raise refusal(lowered, request, fixed, subject.machine is not None)
     found = solve_problem(
         problem,
         time_limit_s=config.solver_time_limit_s,
@@ -289,7 +291,7 @@ def _search(subject: Subject, fingerprint: str, start: float) -> tuple[Plan, Low
         report=searching(say),
     )
     if found.schedule is None:
-        raise refusal(lowered, request, fixed)
+        raise refusal(lowered, request, fixed, subject.machine is not None)
     plan = Plan(
         fingerprint=fingerprint,
         schedule=found.schedule,

@@ -18,12 +18,18 @@ from ..solver.schedule import Kind, Schedule
 from ..solver.solve import LeastBudget, least_budget
 from ..split import Split
 from .request import Request
+from .storage import usual_drive
 
 _AMPLE_HOST_BYTES = 2**44  # more than any machine has, and few enough for the solver's arithmetic
 
 
-def refusal(lowered: Lowered, request: Request, fixed: int) -> InfeasibleBudget:
-    """Build the error that says what does not fit, what would, and what to change."""
+def refusal(lowered: Lowered, request: Request, fixed: int, elsewhere: bool = False) -> InfeasibleBudget:
+    """Build the error that says what does not fit, what would, and what to change.
+
+    Parameters
+    ----------
+    elsewhere: whether the plan is for another machine.
+    """
     problem, config = lowered.problem, request.config
     budget_bytes, host_budget_bytes = request.budget_bytes, request.host_budget_bytes
     sides = _sides(problem, fixed, config)
@@ -32,7 +38,9 @@ def refusal(lowered: Lowered, request: Request, fixed: int) -> InfeasibleBudget:
         return InfeasibleBudget(
             f"{format_bytes(host_budget_bytes)} of RAM is not enough: even with unlimited GPU memory, training needs "
             f"{format_least_bytes(least.bytes)}. Raise cpu_budget or free RAM, raise gpu_budget so that less has to "
-            "leave the GPU, choose an optimizer with less state, or freeze a part of the model" + sides,
+            "leave the GPU, choose an optimizer with less state, or freeze a part of the model"
+            + _drive_words(problem, request, fixed, elsewhere)
+            + sides,
             budget_bytes=budget_bytes,
         )
     needed = least.bytes + fixed
@@ -59,13 +67,28 @@ def refusal(lowered: Lowered, request: Request, fixed: int) -> InfeasibleBudget:
     return InfeasibleBudget(
         f"a budget of {format_bytes(budget_bytes)} is too small; the least that works is "
         f"{format_least_bytes(needed)}{host_words}. The tightest point is {place}. Raise gpu_budget, or make the batch "
-        "or the sequence shorter, or keep fewer outputs (Config(outputs=...))" + sides,
+        "or the sequence shorter, or keep fewer outputs (Config(outputs=...))"
+        + (_drive_words(problem, request, fixed, elsewhere) if host_words else "")
+        + sides,
         budget_bytes=budget_bytes,
         least_budget_bytes=needed,
         block=least.block,
         step=least.step,
         place=place,
     )
+
+
+def _drive_words(problem: Problem, request: Request, fixed: int, elsewhere: bool) -> str:
+    """Say that optimizer states may leave to a drive; empty if they may already, or if it would still not fit."""
+    if request.storage is not None or problem.update == "external":
+        return ""
+    drive = usual_drive(None if elsewhere else request.device).tier
+    rates = replace(problem.rates, tiers=(*problem.rates.tiers, drive))
+    config = request.config
+    least = least_budget(replace(problem, rates=rates), time_limit_s=config.solver_time_limit_s, backend=config.solver)
+    if least.resource == "host" or least.bytes + fixed > request.budget_bytes:
+        return ""
+    return ". Or name a folder on an NVMe drive (storage=): with optimizer states in files there, it fits"
 
 
 def _place(lowered: Lowered, least: LeastBudget) -> str:

@@ -17,6 +17,8 @@ from .request import Request
 
 log = logging.getLogger("offmate")
 
+_OTHER = 1.25  # times a rate; less may be noise
+
 
 def cached(path: Path | None, fingerprint: str, request: Request) -> Plan | None:
     """Return the plan in a file, if there is one that can be read, that was made for this request, and that fits."""
@@ -38,13 +40,39 @@ def cached(path: Path | None, fingerprint: str, request: Request) -> Plan | None
 
 
 def fitting(plan: Plan | None, request: Request) -> Plan | None:
-    """Return the plan if it fits into the host budget."""
+    """Return the plan if it fits into the host budget, and was made for storage paths about as fast as those now."""
     if plan is not None and not request.has_room_for(plan.host_bytes):
         log.info(
             "an earlier plan is ignored: it needs %s of RAM, more than there is now", format_bytes(plan.host_bytes)
         )
         return None
+    if plan is not None and (words := other_rates(plan, request)):
+        log.info("an earlier plan is ignored: %s", words)
+        return None
     return plan
+
+
+def other_rates(plan: Plan, request: Request) -> str:
+    """Say by how much storage paths are faster or slower than a plan took them to be.
+
+    Returns: empty if the plan stores nothing, or if the difference is within what measuring anew makes.
+    """
+    if request.storage is None or not any(plan.stored_bytes):
+        return ""
+    (then,) = (tier.path for tier in plan.schedule.rates.tiers if tier.for_states)
+    now = request.storage.tier.path
+    pairs = {
+        "read": (then.in_bytes_per_s, now.in_bytes_per_s),
+        "written": (then.out_bytes_per_s, now.out_bytes_per_s),
+        "read and written at once": (then.both_bytes_per_s, now.both_bytes_per_s),
+    }
+    for word, (before, after) in pairs.items():
+        if not 1 / _OTHER < after / before < _OTHER:
+            return (
+                f"it is for storage paths on which {format_bytes(int(before))}/s are {word}, and now "
+                f"{format_bytes(int(after))}/s are"
+            )
+    return ""
 
 
 def restore_class(block: TracedBlock, options: tuple[StoredOption, ...], costs: dict[str, NodeCost]) -> BlockClass:

@@ -12,8 +12,10 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from ..errors import ArgumentTypeError, ArgumentValueError
-from ..lowering.state_files import StateFiles
+from ..lowering.state_files import StateFiles, StatePath
 from ..machines.devices import accelerator
+from ..machines.drive_rates import PROBE_BYTES
+from ..machines.hardware import Hardware
 from ..runtime.devices.ring import BUFFERS_BYTES
 from ..runtime.storage.disk_queue import N_THREADS, REQUEST_BYTES
 from ..runtime.storage.disk_rates import MeanRates
@@ -30,17 +32,22 @@ log = logging.getLogger("offmate")
 Folder: TypeAlias = str | os.PathLike[str] | StoragePath
 
 KEPT_FREE = 0.02  # of a disk's free bytes
-_PROBE_BYTES = 1 << 26  # written and read on a path to measure it
-_DRIVE_BYTES = 2 * 10**12  # free on a drive of another machine
+_DRIVE_BYTES = 2 * 10**12  # free on a drive of another machine that does not say
 
 
 class PathFigures(NamedTuple):
-    """What is known of a storage path: rates in bytes per second, and its free bytes."""
+    """What is known of a storage path: its folder, rates in bytes per second, and its free bytes."""
 
+    folder: str
     read_bytes_per_s: float
     write_bytes_per_s: float
     both_bytes_per_s: float
     free_bytes: int
+
+    @property
+    def rates(self) -> tuple[float, float, float]:
+        """Rates of reads alone, of writes alone and of both together."""
+        return self.read_bytes_per_s, self.write_bytes_per_s, self.both_bytes_per_s
 
     @property
     def turn_s(self) -> float:
@@ -49,18 +56,19 @@ class PathFigures(NamedTuple):
 
     def slower(self, factor: float) -> PathFigures:
         """Return the figures of a path that takes so many times as long."""
-        read, write, both = (rate / factor for rate in self[:3])
-        return PathFigures(read, write, both, self.free_bytes)
+        return self._at(*(rate / factor for rate in self.rates))
 
     def measured(self, means: MeanRates) -> PathFigures:
         """Return the figures of the path as its disk has worked in the last iterations.
 
         A rate at which too little was done is the known one, slowed down as all that was done.
         """
-        factor = means.slower_than(self[:3])
+        factor = means.slower_than(self.rates)
         known = self if factor is None else self.slower(factor)
-        read, write, both = (now or before for now, before in zip(means.rates, known[:3]))
-        return PathFigures(read, write, both, self.free_bytes)
+        return self._at(*(now or before for now, before in zip(means.rates, known.rates)))
+
+    def _at(self, read: float, write: float, both: float) -> PathFigures:
+        return self._replace(read_bytes_per_s=read, write_bytes_per_s=write, both_bytes_per_s=both)
 
 
 def storage_paths(storage: Folder | Sequence[Folder] | None) -> tuple[StoragePath, ...]:
@@ -112,13 +120,14 @@ def together(figures: Sequence[PathFigures], buffers_bytes: int) -> StateFiles:
     ----------
     buffers_bytes: RAM that copies between them and the device pass.
     """
-    shared = [(one, share) for one, share in zip(figures, proportions(figures))]
+    shared = list(zip(figures, proportions(figures)))
     return StateFiles(
         read_bytes_per_s=min(one.read_bytes_per_s / share for one, share in shared),
         write_bytes_per_s=min(one.write_bytes_per_s / share for one, share in shared),
         both_bytes_per_s=min(one.both_bytes_per_s / share for one, share in shared),
         capacity_bytes=int(min((1 - KEPT_FREE) * one.free_bytes / share for one, share in shared)),
         buffers_bytes=buffers_bytes,
+        paths=tuple(StatePath(one.folder, *one.rates, share) for one, share in shared),
     )
 
 
@@ -134,7 +143,7 @@ def figures_of(path: StoragePath) -> PathFigures:
     """
     folder, found = Path(os.fspath(path.folder)), path.rates
     if found is None:
-        measured = rates(path, _PROBE_BYTES)
+        measured = rates(path, PROBE_BYTES)
         found = measured.read_bytes_per_s, measured.write_bytes_per_s, measured.both_bytes_per_s
         read, write, both = (format_bytes(int(rate)) for rate in found)
         log.info("%s: %s read, %s written, %s of both per second", folder, read, write, both)
@@ -142,12 +151,12 @@ def figures_of(path: StoragePath) -> PathFigures:
         free_bytes = SystemFiles().free_bytes(folder)
     except OSError:
         free_bytes = 0  # opening it says what is wrong
-    return _with_free(found, free_bytes)
+    return _figures(str(folder), found, free_bytes)
 
 
-def _with_free(rates_of: tuple[float, float, float], free_bytes: int) -> PathFigures:
+def _figures(folder: str, rates_of: tuple[float, float, float], free_bytes: int) -> PathFigures:
     read, write, both = rates_of
-    return PathFigures(read, write, both, free_bytes)
+    return PathFigures(folder, read, write, both, free_bytes)
 
 
 def storage_here(paths: Sequence[StoragePath], device: str) -> StateFiles | None:
@@ -156,35 +165,71 @@ def storage_here(paths: Sequence[StoragePath], device: str) -> StateFiles | None
         return None
     with Engine(paths) as engine:  # says what is wrong with them
         buffers_bytes = engine.staging_bytes
-    on_the_way = 0 if accelerator(device) is None else 2 * BUFFERS_BYTES
-    return together([figures_of(path) for path in paths], buffers_bytes + on_the_way)
+    return together([figures_of(path) for path in paths], buffers_bytes + _on_the_way_bytes(device))
+
+
+def _on_the_way_bytes(device: str) -> int:
+    """Return the RAM through which copies between files and the device pass, beside the engine's own."""
+    return 0 if accelerator(device) is None else 2 * BUFFERS_BYTES
+
+
+def usual_drive(device: str | None) -> StateFiles:
+    """Return a usual NVMe drive, to find out whether one would help.
+
+    Parameters
+    ----------
+    device: kind of device of this machine; None for another machine.
+    """
+    on_the_way = 2 * BUFFERS_BYTES if device is None else _on_the_way_bytes(device)
+    return together([PathFigures("", 7e9, 5e9, 5.8e9, _DRIVE_BYTES)], on_the_way + N_THREADS * REQUEST_BYTES)
 
 
 def with_drives(
-    model: torch.nn.Module, storage: float | Folder | Sequence[Folder] | None, request: Request, planned: bool
+    model: torch.nn.Module,
+    storage: float | Folder | Sequence[Folder] | None,
+    request: Request,
+    machine: Hardware,
+    planned: bool,
 ) -> Request:
     """Return the request for another machine with its drives.
 
     Parameters
     ----------
-    storage: its storage paths with their rates, or only the rate at which it reads a checkpoint.
+    storage: its storage paths, or only the rate at which it reads a checkpoint. Paths without rates have those that the
+        machine's file lists.
     planned: whether an optimizer's updates are planned, so that its states may leave.
 
-    Raises: ArgumentTypeError, ArgumentValueError if `storage` is neither, or lacks rates.
+    Raises: ArgumentTypeError, ArgumentValueError if `storage` is neither, or names a folder whose rates are not known.
     """
     if storage is None:
         return request
     if isinstance(storage, float | int) or (isinstance(storage, str) and storage.rstrip().endswith("/s")):
         return replace(request, files=files_elsewhere(model, parse_rate(storage, "storage"), request.host_budget_bytes))
     paths = storage_paths(storage)
-    unknown = [os.fspath(path.folder) for path in paths if path.rates is None]
-    if unknown:
-        raise ArgumentValueError(
-            f"storage={unknown[0]!r}: the rates of another machine's drive cannot be measured here, so give them: "
-            f"offmate.StoragePath({unknown[0]!r}, read='7GB/s', write='5GB/s'), or storage='7GB/s' where it only "
-            "reads the checkpoint"
-        )
-    figures = [_with_free(path.rates, _DRIVE_BYTES) for path in paths if path.rates is not None]
+    figures = [figures_elsewhere(path, machine) for path in paths]
     found = together(figures, 2 * BUFFERS_BYTES + len(paths) * N_THREADS * REQUEST_BYTES)
     files = files_elsewhere(model, found.read_bytes_per_s, request.host_budget_bytes)
     return replace(request, files=files, storage=found if planned else None)
+
+
+def figures_elsewhere(path: StoragePath, machine: Hardware) -> PathFigures:
+    """Return what is known of a path on another machine: its own rates, or those that the machine's file lists.
+
+    Raises: ArgumentValueError if neither is known.
+    """
+    folder = os.fspath(path.folder)
+    known = machine.drive(folder)
+    free_bytes = (known.free_bytes if known is not None else 0) or _DRIVE_BYTES
+    if path.rates is not None:
+        return _figures(folder, path.rates, free_bytes)
+    if known is not None:
+        rates_of = known.read_bytes_per_s, known.write_bytes_per_s, known.both_bytes_per_s
+        return _figures(folder, rates_of, free_bytes)
+    listed = ", ".join(one.folder for one in machine.drives)
+    raise ArgumentValueError(
+        f"storage={folder!r}: the rates of that folder's drive are not known, since {machine.name} lists "
+        f"{f'only {listed}' if listed else 'no drives'}, and a drive of another machine cannot be measured here. "
+        f"Measure it there (offmate profile --storage {folder} --json FILE) and name that file, or give its rates: "
+        f"offmate.StoragePath({folder!r}, read='7GB/s', write='5GB/s'), or storage='7GB/s' where it only reads the "
+        "checkpoint"
+    )

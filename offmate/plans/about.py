@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..lowering.state_files import StatePath
 from ..reports.units import format_count
 
 
@@ -15,6 +16,7 @@ class About:
     ----------
     model: name of its class or shape. n_parameters: number of its parameters. dtype: theirs. optimizer: name of its
         class. batch: its shape. machine: the card, or the machine that was measured. made: the date, as 2026-01-31.
+    storage: the storage paths that optimizer states may leave to.
     """
 
     model: str = ""
@@ -24,6 +26,7 @@ class About:
     batch: str = ""
     machine: str = ""
     made: str = ""
+    storage: tuple[StatePath, ...] = ()
 
     def title(self, shown: str) -> str:
         """Return the title of a picture, such as "llama2-7b on RTX 3060 12 GB: one step in 10 GiB".

@@ -18,7 +18,7 @@ from ..reports.html import document, figure
 from ..reports.plots import draw_memory, draw_tensors, draw_timeline, write_below
 from ..reports.timeline import Timeline, build_timeline
 from ..reports.units import format_seconds
-from ..sizes import format_bytes, format_least_bytes, format_wear
+from ..sizes import format_bytes, format_least_bytes
 from ..solver.explain import Explanation, explanation, offered
 from ..solver.items import ItemKind
 from ..solver.problem import Problem
@@ -27,6 +27,7 @@ from ..solver.simulate import Simulation, simulate
 from ..split import Split
 from .about import UNKNOWN, About
 from .diff import Compared, PlanDiff, diff
+from .drives import path_words, stored_words
 from .saved import read, to_text
 from .table import BlockRow, plan_table
 
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 _SECONDS = re.compile(r"\b(\d[\d.]*(?:e-\d+)?) s\b")
 _WORTH_SAYING_BYTES = 1024
-_RATED_BYTES = 1200 * 10**12  # written over the life of a consumer drive of 2 TB, by its usual rating
 _WORTH_SAYING_PART = 0.01  # of a step
 
 
@@ -182,14 +182,13 @@ class Plan:
     def stored_words(self) -> str:
         """How much is read and written on the storage paths per step, how long that takes, and how it wears drives."""
         (path,) = (tier.path for tier in self.schedule.rates.tiers if tier.for_states)
-        read, written = self.stored_bytes
-        own_s = read / path.in_bytes_per_s, written / path.out_bytes_per_s, (read + written) / path.both_bytes_per_s
-        busy = max(own_s) / self.predicted_step_s if self.predicted_step_s else 0.0
-        return (
-            f"{format_bytes(read)} of optimizer states are read from the storage paths per step, and "
-            f"{format_bytes(written)} written: {round(100 * min(busy, 1.0))} % of the step. 1,000 steps write "
-            f"{format_wear(1000 * written)}; a consumer drive of 2 TB is usually rated for {format_wear(_RATED_BYTES)}"
-        )
+        return stored_words(self.stored_bytes, path, self.predicted_step_s)
+
+    @property
+    def path_words(self) -> list[str]:
+        """The same for each of several storage paths; empty if there is one, or if nothing is stored."""
+        moved = self.stored_bytes
+        return path_words(moved, self.about.storage, self.predicted_step_s) if any(moved) else []
 
     def explain(self, offers: bool = False) -> str:
         """Describe the plan: budget, peak, time, what moves, what is recomputed, and what limits each phase.
@@ -220,7 +219,7 @@ class Plan:
         if self.read_bytes:
             lines.append(f"{self.read_words}; they pass RAM, which does not keep them")
         if any(self.stored_bytes):
-            lines.append(self.stored_words)
+            lines += [self.stored_words, *self.path_words]
         if self.batch_size is not None:
             samples = self.batch_size * self.schedule.micro_batches
             rate = samples / self.predicted_step_s if self.predicted_step_s else 0.0

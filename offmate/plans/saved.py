@@ -43,7 +43,7 @@ class Figures:
     about: About = UNKNOWN
 
     def __post_init__(self) -> None:
-        for record in (self, self.about, *self.blocks):
+        for record in (self, self.about, *self.about.storage, *self.blocks):
             for name, value in vars(record).items():
                 if isinstance(value, int | float) and not 0 <= value < math.inf:
                     raise ValueError(f"{name} is {value}; it must be finite and not negative")
@@ -56,7 +56,7 @@ def to_text(plan: Any) -> str:
         "schedule": to_dict(plan.schedule),
         "problem": None if plan.problem is None else problem_to_dict(plan.problem),
         "blocks": [asdict(row) for row in plan.blocks],
-        "about": asdict(plan.about),
+        "about": _about(plan.about),
         "classes": {
             key: {
                 "options": [[o.name, list(o.kept), list(o.offloaded)] for o in stored.options],
@@ -66,6 +66,11 @@ def to_text(plan: Any) -> str:
         },
     }
     return json.dumps(data)
+
+
+def _about(about: About) -> dict[str, Any]:
+    """Return what a plan is of as JSON's own types, without storage paths where there are none."""
+    return {name: value for name, value in asdict(about).items() if name != "storage" or value}
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class StateStorage:
         if self._engine is None:
             return ()
         found = zip(self._engine.folders, self._engine.bytes_by_path, self._measured())
-        return tuple(PathInUse(folder, stored_bytes, *figures[:3]) for folder, stored_bytes, figures in found)
+        return tuple(PathInUse(folder, stored_bytes, *figures.rates) for folder, stored_bytes, figures in found)
 
     def check_room(self, schedule: Schedule) -> None:
         """Look whether the states of a schedule have room in the files. Raises: StorageError if not."""

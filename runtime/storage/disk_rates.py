@@ -58,7 +58,8 @@ class DiskRates:
     def __init__(self) -> None:
         self._under_way, self._since_s = [0, 0], 0.0
         self._seconds, self._bytes, self._done_bytes = [0.0] * 3, [0.0] * 3, [0, 0]
-        self._seen = self._mean = (0.0,) * 8
+        self._seen: tuple[float, ...] = (0.0,) * 8
+        self._mean: tuple[float, ...] = (0.0,) * 8
 
     def begins(self, writes: bool, now_s: float) -> Mark:
         """Count a request as begun; give the mark to `ends`."""

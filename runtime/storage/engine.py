@@ -231,6 +231,11 @@ class Engine:
         """Return the bytes of RAM through which memory that is not aligned is transferred."""
         return sum(queue.staging_bytes for queue in self._disks.all())
 
+    @property
+    def fills(self) -> bool:
+        """Return whether space that was reserved was also written, since a path's file system cannot reserve it."""
+        return any(home.folder.fills for home in self._homes)
+
     def use(self) -> tuple[DiskUse, ...]:
         """Return what each disk has done until now."""
         return tuple(queue.use() for queue in self._disks.all())

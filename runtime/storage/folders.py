@@ -73,7 +73,8 @@ class Folder:
     Its marker is locked until `close`, however the process ends, and names the files that are the engine's. Files that
     a killed process has left are removed when the folder is opened again.
 
-    State: `_made`, the files that were made, and `_closed`; a file is made, and the folder closed, under `_lock`.
+    State: `_made`, the files that were made, `fills`, and `_closed`; a file is made, and the folder closed, under
+    `_lock`. `fills` says whether a file was written once when it was made, since the file system cannot reserve space.
 
     Parameters
     ----------
@@ -86,6 +87,7 @@ class Folder:
         self.folder, self._files, self._fill_bytes = folder, files, fill_bytes
         self._made: dict[Path, None] = {}  # files may be removed on any thread
         self._number, self._closed, self._lock = 0, False, threading.RLock()
+        self.fills = False
         self._run = secrets.token_hex(8)
         self._marker = self._locked()
         try:
@@ -114,6 +116,7 @@ class Folder:
         file = self._open(path, os.O_CREAT | os.O_EXCL, direct=self.direct)
         try:
             if not file.reserve(n_bytes):
+                self.fills = True
                 self._fill(file, path, n_bytes)
         except StorageError as error:
             file.close()

@@ -22,6 +22,12 @@ from .throttle import Throttle
 _PIECE_BYTES = 1 << 26
 _DEPTH = 4  # pieces under way in each direction
 
+_PARTS = 256  # of the bytes that are written at most to find the sustained rates
+_WHILE = 16  # parts in which the rate has to stay as it is
+_READ = 8  # parts that the first rate is of; as many are read, and read while as many are written
+_SLOWER = 1.25  # a rate that has fallen by less may be noise
+_ALIKE = 0.1  # by which a part's seconds may differ from the mean where the rate has settled
+
 Piece = tuple[int, int, int]
 """Where it begins, its bytes, and which of the buffers it goes through."""
 
@@ -38,6 +44,24 @@ class PathRates:
     read_bytes_per_s: float
     write_bytes_per_s: float
     both_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class SustainedRates:
+    """Bytes per second of a path once its drive's fast cache is full.
+
+    Parameters
+    ----------
+    rates: past the cache. first_write_bytes_per_s: of writes at first, alone.
+    written_bytes: until the rate of writes was known. fell: whether that is below the first rate.
+    settled: whether it stayed as it was for a while; if it fell and did not settle, it is a mean of the last quarter.
+    """
+
+    rates: PathRates
+    first_write_bytes_per_s: float
+    written_bytes: int
+    fell: bool
+    settled: bool
 
 
 def rates(path: StoragePath, n_bytes: int, throttle: Throttle | None = None) -> PathRates:
@@ -69,6 +93,82 @@ def rates(path: StoragePath, n_bytes: int, throttle: Throttle | None = None) -> 
         read_s = _seconds(pieces, [read])
         both_s = _seconds(pieces, [read, write(second)])
     return PathRates(n_bytes / read_s, n_bytes / write_s, 2 * n_bytes / both_s)
+
+
+def sustained_rates(
+    path: StoragePath,
+    most_bytes: int,
+    throttle: Throttle | None = None,
+    say: Callable[[float], None] = lambda share: None,
+) -> SustainedRates:
+    """Measure a path past its drive's cache: write until the rate has fallen and stays as it is, then read as well.
+
+    The files are removed afterwards, also if it is interrupted.
+
+    Parameters
+    ----------
+    most_bytes: that are written in all, at least 1 MiB; as many must be free. A drive whose cache is larger, or that
+        has none, gets all of them. say: is told which share of them is written.
+
+    Raises: StorageError if the path cannot be stored in, or has too little space.
+    """
+    part_bytes = round_down(most_bytes // _PARTS)
+    _check_size(part_bytes)
+    with Engine([path], throttles=[throttle]) as engine:
+        outgoing, incoming = _buffers(part_bytes).random_(0, 256), _buffers(part_bytes).zero_()
+        pieces = _pieces(range(0, part_bytes, _PIECE_BYTES), part_bytes)
+        parts: list[Stored] = []
+
+        def write(piece: Piece) -> Event:
+            return engine.write(parts[-1], _part(outgoing, piece), start=piece[0])
+
+        def reading(stored: Stored) -> Callable[[Piece], Event]:
+            return lambda piece: engine.read(stored, _part(incoming, piece), start=piece[0])
+
+        def add() -> None:
+            parts.append(engine.store(f"part {len(parts)}", part_bytes))
+            say(len(parts) / _PARTS)
+
+        seconds: list[float] = []
+        # Writing a part to reserve it counts, too.
+        while not has_settled(seconds) and (len(parts) + _READ + 1) * (1 + engine.fills) <= _PARTS:
+            add()
+            seconds.append(_seconds(pieces, [write]))
+        n_written = len(parts) * (1 + engine.fills)
+        both_s = read_s = 0.0
+        for stored in parts[:_READ]:
+            add()
+            both_s += _seconds(pieces, [write, reading(stored)])
+        for stored in parts[:_READ]:
+            read_s += _seconds(pieces, [reading(stored)])
+    settled = has_settled(seconds)
+    write_s = _mean(seconds[-_WHILE:] if settled else seconds[-(len(seconds) // 4) :])
+    read_bytes = _READ * part_bytes
+    found = PathRates(read_bytes / read_s, part_bytes / write_s, 2 * read_bytes / both_s)
+    first_s = _first(seconds)
+    return SustainedRates(found, part_bytes / first_s, n_written * part_bytes, write_s > _SLOWER * first_s, settled)
+
+
+def has_settled(seconds: Sequence[float]) -> bool:
+    """Return whether writes have become slower and take equally long since a while.
+
+    Parameters
+    ----------
+    seconds: of each part until now; the parts have equally many bytes.
+    """
+    last = seconds[-_WHILE:]
+    if len(last) < _WHILE or _mean(last) <= _SLOWER * _first(seconds):
+        return False
+    return all(abs(one - _mean(last)) <= _ALIKE * _mean(last) for one in last)
+
+
+def _first(seconds: Sequence[float]) -> float:
+    """Return the least seconds of the first parts, of which the very first one may have had to wait for the drive."""
+    return min(seconds[:_READ])
+
+
+def _mean(seconds: Sequence[float]) -> float:
+    return sum(seconds) / len(seconds)
 
 
 def read_rate(path: str | os.PathLike[str], n_bytes: int, throttle: Throttle | None = None) -> float:

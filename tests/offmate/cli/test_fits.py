@@ -102,6 +102,7 @@ def test_too_little_ram_is_said_first_with_what_fits(monkeypatch, cache, capsys,
     assert said.startswith("does not fit: with 10 MiB of GPU memory, training needs about ")
     assert "of RAM, and there are 100 KiB" in said
     assert "--seq-len 256" in said or "256 tokens (needs" in said
+    assert "optimizer states on an NVMe drive" in said
 
 
 def test_no_more_gpu_memory_is_advised_than_the_card_has(monkeypatch, cache, capsys, tmp_path):
@@ -179,10 +180,16 @@ def test_what_does_not_fit_says_what_it_needs(monkeypatch, cache, capsys):
         "--seq-len",
         "512",
     )
+    hint = "--storage 7GB/s,5GB/s lets optimizer states lie on an NVMe drive"
     assert run(monkeypatch, cache, *argv) in (0, 1)
-    assert "needs about" in words(capsys)
+    said = words(capsys)
+    assert "needs about" in said and hint in said
+    assert run(monkeypatch, cache, *argv, "--storage", "7GB/s,5GB/s") in (0, 1)
+    said = words(capsys)
+    assert "the drive (7 GB/s read, 5 GB/s written)" in said and hint not in said
     assert run(monkeypatch, cache, "fits", "--only", "tiny-llama", "--gpu-budget", "1MiB", "--seq-len", "512") == 1
-    assert "GPU memory" in words(capsys)
+    said = words(capsys)
+    assert "GPU memory" in said and hint not in said
 
 
 def test_fits_refuses_what_it_does_not_know(monkeypatch, cache, capsys):

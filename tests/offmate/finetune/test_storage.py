@@ -45,7 +45,7 @@ SMALL_REQUESTS = {
     (storage, "BUFFERS_BYTES"): 0,
     (storage, "N_THREADS"): 2,
     (storage, "REQUEST_BYTES"): 1 << 14,
-    (storage, "_PROBE_BYTES"): 1 << 16,
+    (storage, "PROBE_BYTES"): 1 << 16,
 }
 """Buffers that fit beside a small model, and as few bytes to measure a drive with."""
 
