@@ -127,7 +127,7 @@ def _run(at: Position, shown: list[Example], talk: Talk, place: Place) -> None:
     with working("reading weights"):
         at, loaded = _load(at)
     plan, config = _plan(at, loaded)
-    preview = Preview(at.settings, at.kind, needs, plan, work, at.done, held_bytes=needs.weights_bytes)
+    preview = Preview(at.settings, at.kind, needs, plan, work, at.done, held_bytes=needs.hosted_bytes)
     lines = preview.lines(MEASURED) if at.checkpoint is not None else preview.speed_lines(MEASURED)
     talk.say(lines, event="plan", lines=lines, doubts=preview.doubts())
     talk.agree(preview.doubts() if not asked else [])
@@ -158,7 +158,7 @@ def _load(at: Position) -> tuple[Position, Loaded]:
             )
     folder = model_folder(at.settings.model, revision=at.sources.revision)
     digests: dict[str, str] = {}
-    model = build_model(at.settings, folder, at.checkpoint, digests)
+    model = build_model(at.settings, folder, at.checkpoint, digests, at.base.in_files)
     check_weights(at.sources, folder, digests)
     if at.settings.lora is not None and at.checkpoint is not None:
         warn_if_unknown(at.sources, folder)

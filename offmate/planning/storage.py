@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from ..errors import ArgumentTypeError, ArgumentValueError
+from ..lowering.frozen_files import FrozenFiles
 from ..lowering.state_files import StateFiles
 from ..machines.devices import accelerator
 from ..runtime.devices.ring import BUFFERS_BYTES
@@ -140,13 +141,17 @@ def storage_here(paths: Sequence[StoragePath], device: str) -> StateFiles | None
 
 
 def with_drives(
-    model: torch.nn.Module, storage: float | Folder | Sequence[Folder] | None, request: Request, planned: bool
+    model: torch.nn.Module,
+    storage: float | Folder | Sequence[Folder | FrozenFiles] | None,
+    request: Request,
+    planned: bool,
 ) -> Request:
     """Return the request for another machine with its drives.
 
     Parameters
     ----------
-    storage: its storage paths with their rates, or only the rate at which it reads a checkpoint.
+    storage: its storage paths with their rates, or only the rate at which it reads a checkpoint. `FrozenFiles` among
+        the paths say which frozen parameters lie in files; without them, those that RAM has no room for do.
     planned: whether an optimizer's updates are planned, so that its states may leave.
 
     Raises: ArgumentTypeError, ArgumentValueError if `storage` is neither, or lacks rates.
@@ -155,6 +160,11 @@ def with_drives(
         return request
     if isinstance(storage, float | int) or (isinstance(storage, str) and storage.rstrip().endswith("/s")):
         return replace(request, files=files_elsewhere(model, parse_rate(storage, "storage"), request.host_budget_bytes))
+    if isinstance(storage, Sequence) and any(isinstance(one, FrozenFiles) for one in storage):
+        (known,) = (one for one in storage if isinstance(one, FrozenFiles))
+        others = [one for one in storage if not isinstance(one, FrozenFiles)]
+        found = with_drives(model, others or None, request, planned)
+        return replace(found, files=known if known.names else None)
     paths = storage_paths(storage)
     unknown = [os.fspath(path.folder) for path in paths if path.rates is None]
     if unknown:
