@@ -66,7 +66,7 @@ class BaseForecast:
         return frozen_files(self.names, self.read_bytes_per_s, emulated=kind == EMULATED)
 
     def lines(self) -> list[str]:
-        """Write what of the base can stay in files, and at which rate they are read; nothing if RAM has room for all."""
+        """Write what of the base can stay in files, and their rate; nothing if RAM has room for all."""
         found = [f"base: {self.reason}"] if self.reason else []
         rate = f"{format_bytes(int(self.read_bytes_per_s))}/s ({self.rate_is})"
         if self.stored_bytes:
@@ -74,27 +74,28 @@ class BaseForecast:
                 f"base: RAM is short, so {format_bytes(self.stored_bytes)} of the base stay in the checkpoint's files; "
                 f"what RAM has no room for is read from there in every step, at {rate}"
             )
-        if self.other_bytes and self.place is not None:
-            found.append(
-                f"base: {format_bytes(self.other_bytes)} are not in the checkpoint as the run uses them (another dtype, "
-                f"or several tensors for one parameter); they are written to {self.place} once, unless an earlier run "
-                f"has done so, and read from there{'' if self.stored_bytes else f', at {rate}'}"
+        if self.other_bytes:
+            others = (
+                f"base: {format_bytes(self.other_bytes)} are not in the checkpoint as the run uses them (another "
+                "dtype, or several tensors for one parameter)"
             )
-        elif self.other_bytes:
-            found.append(
-                f"base: {format_bytes(self.other_bytes)} are not in the checkpoint as the run uses them (another dtype, "
-                "or several tensors for one parameter), so they lie in RAM; name --storage DIR to write them to a file "
-                "there once and read them from it"
-            )
+            if self.place is None:
+                found.append(f"{others}, so they stay in RAM; name --storage DIR to keep them in a file there")
+            else:
+                found.append(
+                    f"{others}, so they are written to {self.place}, unless an earlier run has done so, and read from "
+                    f"there{'' if self.stored_bytes else f' at {rate}'}"
+                )
         return found
 
     def doubt(self) -> list[str]:
         """Return a sentence if no folder has room for what is to be written."""
         if self.place is None or not self.other_bytes or has_room(self.place, self.other_bytes):
             return []
+        free = format_bytes(shutil.disk_usage(self.place).free)
         return [
-            f"{self.place}: the base needs {format_bytes(self.other_bytes)} there, and {format_bytes(_free(self.place))} "
-            "are free; free space, or name a folder on a larger drive"
+            f"{self.place}: the base needs {format_bytes(self.other_bytes)} there, and {free} are free; free space, or "
+            "name a folder on a larger drive"
         ]
 
 
@@ -164,7 +165,3 @@ def _stored(files: list[Path], frozen: dict[str, torch.nn.Parameter]) -> set[str
 def _place(paths: tuple[StoragePath, ...], n_bytes: int) -> StoragePath | None:
     """Return the first folder with room for a file; the first one if none has, None if there is none."""
     return next((path for path in paths if has_room(Path(path.folder), n_bytes)), paths[0] if paths else None)
-
-
-def _free(folder: Path) -> int:
-    return shutil.disk_usage(folder).free

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ class Position:
     moment: Moment | None
     sources: Sources
     folders: StateFolders
-    base: BaseForecast = BaseForecast()
+    base: BaseForecast = field(default_factory=BaseForecast)
 
     @property
     def done(self) -> int:

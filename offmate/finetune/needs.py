@@ -180,8 +180,8 @@ def merge_doubt(weights_bytes: int) -> list[str]:
     if weights_bytes <= free:
         return []
     return [
-        f"merging needs {format_least_bytes(weights_bytes)} of RAM, but {format_bytes(free)} are free; leave out --merge, "
-        "and merge on a machine with more memory"
+        f"merging needs {format_least_bytes(weights_bytes)} of RAM, but {format_bytes(free)} are free; leave out "
+        "--merge, and merge on a machine with more memory"
     ]
 
 

@@ -163,8 +163,8 @@ def with_drives(
     if isinstance(storage, Sequence) and any(isinstance(one, FrozenFiles) for one in storage):
         (known,) = (one for one in storage if isinstance(one, FrozenFiles))
         others = [one for one in storage if not isinstance(one, FrozenFiles)]
-        found = with_drives(model, others or None, request, planned)
-        return replace(found, files=known if known.names else None)
+        drives = with_drives(model, others or None, request, planned)
+        return replace(drives, files=known if known.names else None)
     paths = storage_paths(storage)
     unknown = [os.fspath(path.folder) for path in paths if path.rates is None]
     if unknown:
