@@ -2,10 +2,10 @@
 
 `python -m benchmarks.finetune_memory --dir DIR [--steps 4] [--json FILE]` writes a Llama of random weights (1 GiB in
 bfloat16, and the same in float32) and a text into DIR, and trains a LoRA adapter on it with the emulated device: with
-plenty of RAM, with a third of the base's bytes as RAM, and with that from the float32 checkpoint, first and second, with
-a folder for what is converted. Each command is watched from outside. The table has the peak of the process's own
-memory (RssAnon and RssShmem) up to the first step and from then on, that of file pages in it, and whether the losses
-are those with plenty of RAM, bit for bit.
+plenty of RAM, with a third of the base's bytes as RAM, and twice with that from the float32 checkpoint and a folder for
+what is converted. Each command is watched from outside. The table has the peak of the process's own memory (RssAnon
+and RssShmem) up to the first step and from then on, that of file pages in it, and whether the losses are those with
+plenty of RAM, bit for bit.
 """
 
 from __future__ import annotations

@@ -264,7 +264,8 @@ def _forecast(
         talk.say(preview.lines(), event="plan", lines=preview.lines(), doubts=[*first, str(lack)])
         raise lack
     new = preview.doubts(memory=not short) + at.folders.doubt(plan)
-    lines = preview.lines() + sample_lines(settings, at.prompts, bare.model, budget, at.kind, machine)
+    files = (at.base.read_bytes_per_s, host) if at.base.file_bytes else None
+    lines = preview.lines() + sample_lines(settings, at.prompts, bare.model, budget, at.kind, machine, files)
     talk.say(lines, event="plan", lines=lines, doubts=first + new)
     talk.agree(new)
     return first + new

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from offmate.runtime.storage.engine import Engine
+from offmate.runtime.storage.measure import PathRates
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
@@ -59,7 +60,7 @@ SMALL_REQUESTS = {
     (storage, "BUFFERS_BYTES"): 0,
     (storage, "N_THREADS"): 2,
     (storage, "REQUEST_BYTES"): 1 << 14,
-    (storage, "_PROBE_BYTES"): 1 << 16,
+    (storage, "rates"): lambda path, n_bytes: PathRates(1e9, 1e9, 1e9),
     (planning_files, "N_THREADS"): 2,
     (planning_files, "REQUEST_BYTES"): 1 << 14,
     (checkpoint_files, "read_rate"): lambda path, n_bytes: 1e9,
@@ -163,8 +164,8 @@ def test_what_is_read_and_how_fast_is_said_before_a_run(base, tmp_path):
     events = finetune(usual(base, tmp_path / "out", dry_run=True))
     (first, second) = said(events, "base: ")
     assert re.fullmatch(
-        r"base: RAM is short, so 1\.\d+ MiB of the base stay in the checkpoint's files; what RAM has no room for is read "
-        r"from there in every step, at 954 MiB/s \(as measured\)",
+        r"base: RAM is short, so 1\.\d+ MiB of the base stay in the checkpoint's files; what RAM has no room for is "
+        r"read from there in every step, at 954 MiB/s \(as measured\)",
         first,
     )
     assert re.match(r"base: \d+ KiB of frozen parameters are read from the checkpoint per step, at 954 MiB/s: ", second)
@@ -258,7 +259,7 @@ def test_a_base_that_changed_is_not_gone_on_with(own, tmp_path, monkeypatch, cap
 
 # -- what the checkpoint has otherwise --------------------------------------------------------------------------------
 
-CAST = {"precision": "bf16", "cpu_budget": "500KiB"}
+CAST = {"precision": "bf16", "cpu_budget": "600KiB", "gpu_budget": "600KiB"}
 
 
 def test_another_dtype_is_written_once_and_read_from_there(base, drive, tmp_path, caplog):
