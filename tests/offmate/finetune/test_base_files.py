@@ -259,7 +259,7 @@ def test_a_base_that_changed_is_not_gone_on_with(own, tmp_path, monkeypatch, cap
 
 # -- what the checkpoint has otherwise --------------------------------------------------------------------------------
 
-CAST = {"precision": "bf16", "cpu_budget": "600KiB", "gpu_budget": "600KiB"}
+CAST = {"precision": "bf16", "cpu_budget": "500KiB", "gpu_budget": "600KiB"}
 
 
 def test_another_dtype_is_written_once_and_read_from_there(base, drive, tmp_path, caplog):
