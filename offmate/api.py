@@ -139,7 +139,7 @@ def plan(
     device: str | torch.device | None = None,
     cpu_budget: int | str | None = None,
     hardware: str | None = None,
-    storage: float | Folder | Sequence[Folder] | None = None,
+    storage: float | Folder | Sequence[Folder | FrozenFiles] | None = None,
     batch_size: int | Literal["auto"] | None = None,
     config: Config | None = None,
 ) -> Plan:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -107,6 +108,33 @@ def experts_as_in_export() -> Iterator[None]:
 def kept_in_float32(model_class: Any) -> list[str]:
     """List the names of the modules that a class keeps in float32, whatever dtype it is loaded in."""
     return [*(model_class._keep_in_fp32_modules or ()), *(model_class._keep_in_fp32_modules_strict or ())]
+
+
+@contextlib.contextmanager
+def parameters_made(by: Callable[[str, Any], Any]) -> Iterator[None]:
+    """Make the parameters of a model that is loaded inside the body one after another, each as `by` returns it.
+
+    Parameters
+    ----------
+    by: is given the name of a parameter or a buffer and its tensor, once it has its final dtype and shape.
+    """
+    loading = importlib.import_module("transformers.core_model_loading")
+    own = loading.set_param_for_module
+
+    def made(model: Any, name: str, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(model, name, by(name, tensor), *args, **kwargs)
+
+    with (
+        mock.patch.object(loading, "set_param_for_module", made),
+        mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}),
+    ):
+        yield
+
+
+def joins_one_by_one() -> bool:
+    """Return whether this version of transformers can make parameters as `parameters_made` says."""
+    loading = importlib.import_module("transformers.core_model_loading")
+    return hasattr(loading, "set_param_for_module")
 
 
 def let_see_one_gpu(arguments: Any) -> None:

@@ -94,8 +94,9 @@ def settings_options() -> tuple[argparse.ArgumentParser, dict[str, str]]:
             nargs="+",
             action="extend",
             metavar="DIR",
-            help="a folder on an NVMe drive, which optimizer states leave to where RAM has no room for them; several "
-            "ones, each on a drive of its own, share them; none names none (default: none)",
+            help="a folder on an NVMe drive for what RAM has no room for: optimizer states, and a frozen base's "
+            "parameters in another dtype; several ones, each on a drive of its own, share the states; none names none "
+            "(default: none)",
         ),
         parser.add_argument("--report", nargs="+", metavar="NAME", help="where else to report: tensorboard, wandb"),
         parser.add_argument(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ from ..machines.host_memory import default_host_budget_bytes
 from ..plans.plan import Plan, load_plan
 from ..progress import working
 from ..sizes import format_bytes, format_least_bytes, parse_budget
+from .base_forecast import BaseForecast, base_forecast
 from .checkpoint import PLAN, Moment
 from .data import check_source, is_of_hub, pieces
 from .names import CHECKPOINTS, NEW_TOKENS, SETTINGS, TOKENS
-from .needs import Needs, machine_of, memory_doubt, model_without_weights, needs_of, no_card
+from .needs import Needs, machine_of, memory_doubt, merge_doubt, model_without_weights, needs_of, no_card
 from .packing import Batch, Batches, Packed, read_tokens, verify_tokens, write_tokens
 from .preview import Preview, Work, disk_doubt, example_lines, first_lines
 from .rows import Piece
@@ -55,6 +56,7 @@ class Position:
     ----------
     kind: the device, as `device_kind` returns it. folder: the model's. place: that of tokens and checkpoints.
     sources: the base model and the data as the run began with them. folders: those that optimizer states may leave to.
+    base: where the parameters of a frozen base can lie.
     """
 
     settings: Settings
@@ -67,6 +69,7 @@ class Position:
     moment: Moment | None
     sources: Sources
     folders: StateFolders
+    base: BaseForecast = field(default_factory=BaseForecast)
 
     @property
     def done(self) -> int:
@@ -99,10 +102,11 @@ def prepared(at: Position, shown: list[Example], talk: Talk) -> tuple[Position, 
         bare = model_without_weights(at.settings, at.folder)
     forecast = Loaded(bare, UpdateRule(bare, at.settings))
     machine, strange = machine_of(at.kind)
-    needs = needs_of(at.settings, bare, forecast.updates, machine)
+    at = replace(at, base=base_forecast(bare, at.folder, at.folders.paths, _host_budget_bytes(at.settings)))
+    needs = replace(needs_of(at.settings, bare, forecast.updates, machine), file_bytes=at.base.file_bytes)
     disk = disk_doubt(Path(at.settings.output), needs.disk_bytes(at.settings))
     first = _first_doubts(at, needs) + [strange] * bool(strange) + disk
-    lines = first_lines(at.settings, at.kind, needs)
+    lines = first_lines(at.settings, at.kind, needs) + at.base.lines()
     talk.say(lines, event="needs", lines=lines, doubts=first)
     if disk and not talk.dry_run:
         raise OffmateError(disk[0])
@@ -143,7 +147,12 @@ def _first_doubts(at: Position, needs: Needs) -> list[str]:
     """List what looks wrong before anything is planned."""
     found = [no_card()] if at.settings.device is None and at.kind == EMULATED and not _was_emulated(at) else []
     needed = needs.host_bytes(at.kind, at.settings)
-    return found + memory_doubt(needed, needed - needs.weights_bytes)
+    found += memory_doubt(needed, needed - needs.hosted_bytes) + at.base.doubt()
+    return found + (merge_doubt(needs.weights_bytes) if at.settings.merge and needs.file_bytes else [])
+
+
+def _host_budget_bytes(settings: Settings) -> int:
+    return default_host_budget_bytes() if settings.cpu_budget == AUTO else parse_budget(settings.cpu_budget)
 
 
 def _was_emulated(at: Position) -> bool:
@@ -230,12 +239,12 @@ def _forecast(
     settings = at.settings
     budget = default_budget_bytes(at.kind) if settings.gpu_budget == AUTO else parse_budget(settings.gpu_budget)
     check_budget(at.kind, budget)
-    host = default_host_budget_bytes() if settings.cpu_budget == AUTO else parse_budget(settings.cpu_budget)
+    host = _host_budget_bytes(settings)
     named = settings.cpu_budget != AUTO
     short = not named and needs.host_bytes(at.kind, settings) > host
 
-    def planned(host_bytes: int, folders: StateFolders = at.folders) -> Plan:
-        plan = plan_model(
+    def planned(host_bytes: int) -> Plan:
+        return plan_model(
             bare.model,
             budget,
             example_inputs=batch_of(settings, "meta"),
@@ -243,11 +252,9 @@ def _forecast(
             **settings.gate,
             cpu_budget=host_bytes,
             hardware=machine,
-            storage=folders.given,
+            storage=(at.base.files(at.kind), *at.folders.paths),
             config=Config(outputs=OUTPUTS, solver_gap=_FORECAST_GAP),
         )
-        # A frozen base lies in RAM, while a plan for another machine may read it from a drive.
-        return planned(host_bytes, StateFolders()) if plan.read_bytes else plan
 
     lack = _lack_of_ram(at, work, needs, host) if named else None
     try:
@@ -266,8 +273,9 @@ def _forecast(
         raise lack
     tight = at.tight(preview)
     new = preview.doubts(memory=not short) + tight
+    files = (at.base.read_bytes_per_s, host) if at.base.file_bytes else None
     lines = preview.lines() + at.folders.lines(plan, settings.keep_checkpoints)
-    lines += sample_lines(settings, at.prompts, bare.model, budget, at.kind, machine)
+    lines += sample_lines(settings, at.prompts, bare.model, budget, at.kind, machine, files)
     talk.say(lines, event="plan", lines=lines, doubts=first + new)
     if tight and not talk.dry_run:
         raise OffmateError(tight[0])
@@ -277,9 +285,9 @@ def _forecast(
 
 def _lack_of_ram(at: Position, work: Work, needs: Needs, host_bytes: int) -> InfeasibleBudget | None:
     """Return the error of an evaluation or a sample, which stream all weights from more RAM than was named."""
-    if needs.weights_bytes <= host_bytes or not (len(work.packed.eval) or at.settings.sample):
+    if needs.hosted_bytes <= host_bytes or not (len(work.packed.eval) or at.settings.sample):
         return None
-    needed = format_least_bytes(needs.weights_bytes)
+    needed = format_least_bytes(needs.hosted_bytes)
     return InfeasibleBudget(
         f"evaluations and samples stream {needed} of parameters from RAM, but cpu_budget is "
         f"{format_bytes(host_bytes)}; raise it to {needed} or more",

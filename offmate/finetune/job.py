@@ -127,7 +127,7 @@ def _run(at: Position, shown: list[Example], talk: Talk, place: Place) -> None:
     with working("reading weights"):
         at, loaded = _load(at)
     plan, config = _plan(at, loaded)
-    preview = Preview(at.settings, at.kind, needs, plan, work, at.done, held_bytes=needs.weights_bytes)
+    preview = Preview(at.settings, at.kind, needs, plan, work, at.done, held_bytes=needs.hosted_bytes)
     lines = preview.speed_lines(MEASURED)
     if at.checkpoint is not None:
         lines = preview.lines(MEASURED) + at.folders.lines(plan, at.settings.keep_checkpoints)
@@ -163,7 +163,7 @@ def _load(at: Position) -> tuple[Position, Loaded]:
             )
     folder = model_folder(at.settings.model, revision=at.sources.revision)
     digests: dict[str, str] = {}
-    model = build_model(at.settings, folder, at.checkpoint, digests)
+    model = build_model(at.settings, folder, at.checkpoint, digests, at.base.in_files)
     check_weights(at.sources, folder, digests)
     if at.settings.lora is not None and at.checkpoint is not None:
         warn_if_unknown(at.sources, folder)

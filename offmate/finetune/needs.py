@@ -34,6 +34,7 @@ class Needs:
     Parameters
     ----------
     n_params, n_trained: numbers of parameters, adapters included. weights_bytes: all of them in RAM.
+    file_bytes: of those that can lie in files, because RAM is short.
     largest_bytes: the largest tensor, which has to be on the device as a whole.
     saved_bytes, states_bytes: weights and optimizer states of a checkpoint.
     flops_per_token: of products with weights. tokens_per_s: what the machine's matrix rate would allow.
@@ -47,6 +48,7 @@ class Needs:
     states_bytes: int
     flops_per_token: float
     tokens_per_s: float
+    file_bytes: int = 0
 
     def disk_bytes(self, settings: Settings, stored_bytes: int | None = None) -> int:
         """Return the most that checkpoints and the result take: a new checkpoint is written before an old one goes.
@@ -62,7 +64,12 @@ class Needs:
 
     def host_bytes(self, kind: str, settings: Settings) -> int:
         """Return the least RAM; where the CPU emulates the device, that also holds the states that cannot leave it."""
-        return self.weights_bytes + (self.kept_bytes(settings) if kind == EMULATED else 0)
+        return self.hosted_bytes + (self.kept_bytes(settings) if kind == EMULATED else 0)
+
+    @property
+    def hosted_bytes(self) -> int:
+        """Bytes of the parameters that have to be in RAM."""
+        return self.weights_bytes - self.file_bytes
 
     def kept_bytes(self, settings: Settings) -> int:
         """Return the bytes of optimizer states that have to stay in memory, since no folder is named for them."""
@@ -171,6 +178,17 @@ def memory_doubt(needed_bytes: int, kept_bytes: int, available_bytes: int | None
     return [
         f"the run needs {format_least_bytes(needed_bytes)} of RAM, but {format_bytes(free)} are free; free "
         f"memory, or use a smaller model{storage_advice(kept_bytes, needed_bytes - free)}"
+    ]
+
+
+def merge_doubt(weights_bytes: int) -> list[str]:
+    """Return a sentence if merging at the end needs more RAM than is free; training reads the base from files."""
+    free = available_host_bytes()
+    if weights_bytes <= free:
+        return []
+    return [
+        f"merging needs {format_least_bytes(weights_bytes)} of RAM, but {format_bytes(free)} are free; leave out "
+        "--merge, and merge on a machine with more memory"
     ]
 
 

@@ -132,7 +132,7 @@ class Preview:
     def host_bytes(self) -> int:
         """Predicted memory of tensors in RAM, which also holds those of a device that the CPU emulates."""
         emulated = self.plan.predicted_peak_bytes if self.kind == EMULATED else 0
-        return max(self.plan.host_bytes + emulated, self.needs.weights_bytes)
+        return max(self.plan.host_bytes + emulated, self.needs.hosted_bytes)
 
     @property
     def disk_bytes(self) -> int:
@@ -152,6 +152,7 @@ class Preview:
             f"RAM: {format_bytes(self.host_bytes)} of tensors{self._of_device()}; "
             f"{format_bytes(self.disk_bytes)} of disk for {self.settings.keep_checkpoints} "
             "checkpoints and the result",
+            *([f"base: {self.plan.read_words}"] if self.plan.read_bytes else []),
             *([f"storage: {self.plan.stored_words}", *self.plan.path_words] if any(self.plan.stored_bytes) else []),
             *self.speed_lines(source),
         ]
@@ -164,7 +165,7 @@ class Preview:
     def _ram(self) -> tuple[int, int]:
         """Return how much RAM the run needs, and how much there is."""
         if self.short_of_bytes is not None:
-            return max(self.plan.host_bytes, self.needs.weights_bytes), self.short_of_bytes
+            return max(self.plan.host_bytes, self.needs.hosted_bytes), self.short_of_bytes
         return self.host_bytes, available_host_bytes() + self.held_bytes
 
     def _fit_line(self) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import html
 import json
-import os
 import resource
 import sys
 import textwrap
@@ -34,7 +33,7 @@ class StepRow:
     Parameters
     ----------
     step: counted from 1. gradient_norm: before clipping; None if nothing measured it.
-    left_s: estimated seconds to the end. device_bytes: peak so far. host_bytes: memory of this process now.
+    left_s: estimated seconds to the end. device_bytes: peak so far. host_bytes: own memory of this process now.
     """
 
     step: int
@@ -239,11 +238,14 @@ def wandb_reporter(output: Path, settings: dict[str, Any]) -> ScalarReporter:
 
 
 def host_bytes() -> int:
-    """Return the host memory of this process now, or its peak if the system does not tell."""
+    """Return this process's own memory now, or its peak if the system does not tell.
+
+    Pages of mapped files, such as those of a base that stays in its files, do not count: the system drops them at will.
+    """
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
+        rows = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+        return sum(int(rows[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
+    except (OSError, LookupError):
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -85,13 +85,20 @@ def write_samples(model: Any, tokenizer: Any, prompts: Prompts, n_tokens: int) -
 
 
 def sample_lines(
-    settings: Settings, prompts: Prompts, model: torch.nn.Module, budget_bytes: int, kind: str, machine: str
+    settings: Settings,
+    prompts: Prompts,
+    model: torch.nn.Module,
+    budget_bytes: int,
+    kind: str,
+    machine: str,
+    files: tuple[float, int] | None = None,
 ) -> list[str]:
     """Write what the samples of a run take; nothing if it has none.
 
     Parameters
     ----------
     model: may be on the meta device. kind: the device, as `device_kind` returns it. machine: name of its rates.
+    files: where a base lies in files, their rate in bytes per second and the most bytes of it that RAM keeps.
     """
     if not prompts.ids:
         return []
@@ -104,6 +111,8 @@ def sample_lines(
         return [f"{what}, written by the CPU: {reason}"]
     rates = load(machine)
     token_s = found.least_token_s(rates.in_bytes_per_s, rates.memory_bytes_per_s, shared_cores=rates.shared_cores)
+    if files is not None:
+        token_s = max(token_s, (found.streamed_bytes - files[1]) / files[0])
     where = (
         f"{format_bytes(found.streamed_bytes)} of parameters are copied to the device for every token"
         if found.streamed_bytes

@@ -54,7 +54,8 @@ class Settings:
     ----------
     model: folder or Hub id. data: file, folder, or "hf:NAME[:SPLIT]". output: folder of the result.
     gpu_budget, cpu_budget: sizes or "auto". device: as in `offmate.compile`.
-    storage: folders, each on a disk of its own, that optimizer states leave to where RAM has no room for them.
+    storage: folders, each on a disk of its own, for what RAM has no room for: optimizer states, and parameters of a
+        frozen base that the checkpoint does not have as the run uses them.
     sequence_length: tokens per sequence; None takes 1024, or the model's limit if that is less.
     batch_size: sequences per micro-batch. accumulation: micro-batches per step.
     epochs, steps: length of the run; steps wins if both are given.

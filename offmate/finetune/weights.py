@@ -1,12 +1,10 @@
-"""A model and its tokenizer from a folder or the Hub; weights are read tensor by tensor into host memory."""
+"""A model and its tokenizer from a folder or the Hub; weights are read tensor by tensor into host memory, or mapped."""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import contextlib
 import logging
 import math
-import os
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -18,21 +16,14 @@ import torch
 from ..errors import ArgumentValueError, OffmateError
 from ..libraries import load
 from ..transformers_names import kept_in_float32
+from .base_files import InFiles
 from .lora import ALL_LINEAR, Lora
 from .settings import Settings
+from .weight_files import DAMAGE, DTYPES_IN_FILES, digests_of, entries_of, read_weights
 
 log = logging.getLogger("offmate")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-master": torch.bfloat16}
-
-_CHUNK_BYTES = 1 << 24
-# What reading a file raises that is not what it should be; torch raises RuntimeError for sizes that cannot be.
-_DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, RuntimeError)
-_SAFETENSORS = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-
 
 _DESCRIPTION = ["*.json", "*.model", "*.txt", "*.jinja"]  # all of a model on the Hub but its weights
 
@@ -106,7 +97,11 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def build_model(
-    settings: Settings, folder: Path, checkpoint: Path | None, digests: dict[str, str] | None = None
+    settings: Settings,
+    folder: Path,
+    checkpoint: Path | None,
+    digests: dict[str, str] | None = None,
+    in_files: InFiles | None = None,
 ) -> torch.nn.Module:
     """Build the model that a run trains, in training mode, with an adapter if the settings ask for one.
 
@@ -114,12 +109,13 @@ def build_model(
     ----------
     folder: that of the base model. checkpoint: folder of the run's newest checkpoint, None at its start.
     digests: is filled with those of the base model's weights by file, as far as they are read.
+    in_files: leaves the base of an adapter in files; None reads it into RAM.
     """
     torch.manual_seed(settings.seed)
     dtype = DTYPES[settings.precision]
     if settings.lora is None:
         return load_model(checkpoint or folder, dtype, digests if checkpoint is None else None).train()
-    model = load_model(folder, dtype, digests)
+    model = load_model(folder, dtype, digests, in_files)
     # peft writes the base model's name into the adapter's configuration.
     model.name_or_path = settings.model
     if checkpoint is not None:
@@ -127,13 +123,16 @@ def build_model(
     return with_adapter(model, settings.lora).train()
 
 
-def load_model(folder: Path, dtype: torch.dtype, digests: dict[str, str] | None = None) -> Any:
+def load_model(
+    folder: Path, dtype: torch.dtype, digests: dict[str, str] | None = None, in_files: InFiles | None = None
+) -> Any:
     """Load a causal language model into its own memory, with at most one copy of the weights at any time.
 
     Parameters
     ----------
     digests: is filled with the SHA-256 digest of the content of each file of weights, by its place below the folder;
         None computes none.
+    in_files: maps the weights instead, which must not be trained then.
 
     Raises: OffmateError if weights are missing or cannot be read.
     """
@@ -141,21 +140,37 @@ def load_model(folder: Path, dtype: torch.dtype, digests: dict[str, str] | None 
 
     config = load_config(folder)
     model_class = model_class_of(config)
-    # The modules that a class keeps in float32 must not lose digits while they are read.
-    exact = kept_in_float32(model_class)
-    state = dict(_read_weights(folder, dtype, exact, digests))
-    try:
-        model, report = model_class.from_pretrained(
-            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
-        )
-    except Exception as error:
-        raise OffmateError(f"{folder}: the weights do not fit the model: {error}") from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise OffmateError(f"{folder}: {len(missing)} weights are missing ({missing[0]}, ...)")
+    with _weights(folder, model_class, dtype, digests, in_files) as state:
+        try:
+            model, report = model_class.from_pretrained(
+                None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+            )
+        except OffmateError:
+            raise
+        except Exception as error:
+            raise OffmateError(f"{folder}: the weights do not fit the model: {error}") from error
+        missing = sorted(report["missing_keys"])
+        if missing:
+            raise OffmateError(f"{folder}: {len(missing)} weights are missing ({missing[0]}, ...)")
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
+
+
+@contextlib.contextmanager
+def _weights(
+    folder: Path, model_class: Any, dtype: torch.dtype, digests: dict[str, str] | None, in_files: InFiles | None
+) -> Iterator[dict[str, Any]]:
+    """Yield a model's weights by name, from which transformers makes its parameters inside the body."""
+    if in_files is None:
+        # The modules that a class keeps in float32 must not lose digits while they are read.
+        yield dict(read_weights(folder, dtype, kept_in_float32(model_class), digests))
+        return
+    known = digests_of(folder, keep_cached=False) if digests is not None or in_files.place is not None else {}
+    if digests is not None:
+        digests |= known
+    with in_files.state(folder, model_class, dtype, known) as state:
+        yield state
 
 
 def model_class_of(config: Any) -> Any:
@@ -209,7 +224,7 @@ def with_saved_adapter(model: Any, folder: Path) -> Any:
     """
     try:
         return _peft().PeftModel.from_pretrained(model, str(folder))
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise OffmateError(f"{folder}: the adapter cannot be read: {error}") from error
 
 
@@ -221,14 +236,12 @@ def stored_dtype(folder: Path, config: Any) -> torch.dtype:
     counted: Counter[str] = Counter()
     for file in folder.glob("*.safetensors"):
         try:
-            with file.open("rb", buffering=0) as source:
-                for name, entry in _header(file, source)[1].items():
-                    if name != "__metadata__":
-                        counted[entry["dtype"]] += math.prod(entry["shape"])
-        except _DAMAGE:
+            for entry in entries_of(file).values():
+                counted[entry["dtype"]] += math.prod(entry["shape"])
+        except DAMAGE:
             continue  # loading names the fault
     stored = counted.most_common(1)[0][0] if counted else None
-    dtype = _SAFETENSORS.get(stored) if stored else getattr(config.get_text_config(), "dtype", None) or config.dtype
+    dtype = DTYPES_IN_FILES.get(stored) if stored else getattr(config.get_text_config(), "dtype", None) or config.dtype
     if getattr(config, "quantization_config", None) or (stored and (dtype is None or not dtype.is_floating_point)):
         raise ArgumentValueError(
             f"{folder}: the weights are quantised ({stored or 'as config.json says'}), which cannot be trained within "
@@ -239,79 +252,3 @@ def stored_dtype(folder: Path, config: Any) -> torch.dtype:
 
 def _peft() -> Any:
     return load("peft")
-
-
-def _read_weights(
-    folder: Path, dtype: torch.dtype, exact: list[str], digests: dict[str, str] | None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in _weight_files(folder):
-        # A digest of all that is read finds a change of a single element, and takes about 1 s per GB on one core.
-        seen = hashlib.sha256() if digests is not None else None
-        try:
-            yield from _read_file(file, dtype, exact, seen)
-        except _DAMAGE as error:
-            raise OffmateError(f"{file}: the weights are damaged: {error}") from error
-        if digests is not None and seen is not None:
-            digests[os.path.relpath(file, folder)] = seen.hexdigest()
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        except _DAMAGE as error:
-            raise OffmateError(
-                f"{index}: the index of the weights is damaged: {type(error).__name__}: {error}"
-            ) from error
-    else:
-        files = [folder / "model.safetensors"]
-    for file in files:
-        if not file.is_file():
-            raise OffmateError(f"{file}: no such file; the model's weights must be in safetensors")
-    return files
-
-
-def _read_file(file: Path, dtype: torch.dtype, exact: list[str], seen: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Read a file without mapping it: mapped pages count as process memory, and a conversion would touch them all."""
-    with file.open("rb", buffering=0) as source:
-        begin, header = _header(file, source)
-        if seen is not None:
-            seen.update(json.dumps(header).encode())
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            stored = _SAFETENSORS[entry["dtype"]]
-            keep = not stored.is_floating_point or any(part in exact for part in name.split("."))
-            tensor = torch.empty(entry["shape"], dtype=stored if keep else dtype)
-            source.seek(begin + entry["data_offsets"][0])
-            _fill(tensor, stored, source, seen)
-            yield name, tensor
-
-
-def _header(file: Path, source: Any) -> tuple[int, dict[str, Any]]:
-    """Return where a file's data begin, and what it says of every tensor."""
-    size = int.from_bytes(source.read(8), "little")
-    if size > file.stat().st_size:
-        raise ValueError("the header is longer than the file")
-    return 8 + size, json.loads(source.read(size))
-
-
-def _fill(tensor: torch.Tensor, stored: torch.dtype, source: Any, seen: Any) -> None:
-    flat = tensor.view(-1)
-    per_chunk = _CHUNK_BYTES // stored.itemsize
-    for start in range(0, flat.numel(), per_chunk):
-        part = flat[start : start + per_chunk]
-        same = part.dtype == stored
-        chunk = part if same else torch.empty(part.shape, dtype=stored)
-        view = memoryview(chunk.view(torch.uint8).numpy())  # type: ignore[arg-type]
-        done = 0
-        while done < len(view):
-            got = source.readinto(view[done:])
-            if not got:
-                raise ValueError("the file ends too early")
-            done += got
-        if seen is not None:
-            seen.update(view)
-        if not same:
-            part.copy_(chunk)

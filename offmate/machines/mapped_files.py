@@ -13,6 +13,7 @@ import torch
 
 from ..runtime.devices.pinned import flat_bytes
 
+_MAPPINGS = Path("/proc/self/smaps")
 _MAPPING = re.compile(rb"([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+) *(/.*)?$")
 _FIELD = re.compile(rb"(\w+): +(\d+) kB$")
 _OWN_PAGES = (b"Anonymous", b"Swap")  # of a private mapping: the pages that the process has written to
@@ -36,6 +37,11 @@ class _Mapping(NamedTuple):
     path: Path
     offset: int
     unchanged: bool
+
+
+def lists_mappings() -> bool:
+    """Return whether the system says which memory is mapped from files."""
+    return _MAPPINGS.is_file()
 
 
 def mapped_bytes(tensors: Mapping[str, torch.Tensor]) -> dict[str, MappedBytes]:
@@ -80,7 +86,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _mappings() -> Iterator[_Mapping]:
     """Yield the mappings of files that still exist, in the order of their addresses; none if the system lists none."""
     try:
-        lines = Path("/proc/self/smaps").read_bytes().splitlines()
+        lines = _MAPPINGS.read_bytes().splitlines()
     except OSError:
         return
     match: re.Match[bytes] | None = None

@@ -50,4 +50,14 @@ def files_elsewhere(model: torch.nn.Module, rate: float, host_budget_bytes: int)
     frozen = frozenset(name for name, param in model.named_parameters() if not param.requires_grad)
     if not frozen or not ram_is_short(sizes, frozen, host_budget_bytes):
         return None
-    return FrozenFiles(frozen, rate, BUFFERS_BYTES + N_THREADS * REQUEST_BYTES)
+    return frozen_files(frozen, rate)
+
+
+def frozen_files(names: frozenset[str], rate: float, emulated: bool = False) -> FrozenFiles:
+    """Return what a plan without weights has to know of frozen parameters in files.
+
+    Parameters
+    ----------
+    rate: bytes per second at which they are read. emulated: the CPU acts as the device, so that reads need no copy.
+    """
+    return FrozenFiles(names, rate, (0 if emulated else BUFFERS_BYTES) + N_THREADS * REQUEST_BYTES)

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from ..errors import ArgumentTypeError, ArgumentValueError
+from ..lowering.frozen_files import FrozenFiles
 from ..lowering.state_files import StateFiles, StatePath
 from ..machines.devices import accelerator
 from ..machines.drive_rates import PROBE_BYTES
@@ -186,7 +187,7 @@ def usual_drive(device: str | None) -> StateFiles:
 
 def with_drives(
     model: torch.nn.Module,
-    storage: float | Folder | Sequence[Folder] | None,
+    storage: float | Folder | Sequence[Folder | FrozenFiles] | None,
     request: Request,
     machine: Hardware,
     planned: bool,
@@ -196,7 +197,8 @@ def with_drives(
     Parameters
     ----------
     storage: its storage paths, or only the rate at which it reads a checkpoint. Paths without rates have those that the
-        machine's file lists.
+        machine's file lists. `FrozenFiles` among the paths say which frozen parameters lie in files; without them,
+        those that RAM has no room for do.
     planned: whether an optimizer's updates are planned, so that its states may leave.
 
     Raises: ArgumentTypeError, ArgumentValueError if `storage` is neither, or names a folder whose rates are not known.
@@ -205,6 +207,11 @@ def with_drives(
         return request
     if isinstance(storage, float | int) or (isinstance(storage, str) and storage.rstrip().endswith("/s")):
         return replace(request, files=files_elsewhere(model, parse_rate(storage, "storage"), request.host_budget_bytes))
+    if isinstance(storage, Sequence) and any(isinstance(one, FrozenFiles) for one in storage):
+        (known,) = (one for one in storage if isinstance(one, FrozenFiles))
+        others = [one for one in storage if not isinstance(one, FrozenFiles)]
+        drives = with_drives(model, others or None, request, machine, planned)
+        return replace(drives, files=known if known.names else None)
     paths = storage_paths(storage)
     figures = [figures_elsewhere(path, machine) for path in paths]
     found = together(figures, 2 * BUFFERS_BYTES + len(paths) * N_THREADS * REQUEST_BYTES)

@@ -150,6 +150,7 @@ NAMES: dict[str, dict[str, str]] = {
         "transformers.PreTrainedConfig._attn_implementation": "attention by its plain formula, with a cache",
         "transformers.utils.output_capturing": "models that collect attentions or hidden states",
         "transformers.PreTrainedModel._output_capturing_hooks_installed": "models that collect attentions",
+        "transformers.core_model_loading.set_param_for_module": "a base in another dtype in a file of its own",
         "transformers.PreTrainedModel._keep_in_fp32_modules": "loading weights without losing digits",
         "transformers.PreTrainedModel._keep_in_fp32_modules_strict": "loading weights without losing digits",
         "transformers.TrainingArguments._n_gpu": "a Trainer where several GPUs are visible",

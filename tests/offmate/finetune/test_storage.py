@@ -350,12 +350,6 @@ def test_a_run_that_does_not_fit_names_storage_where_it_helps(base, tmp_path, ca
     assert "does not fit" in captured.out
 
 
-def test_a_frozen_base_is_never_said_to_come_from_the_drive(base, drive, tmp_path, capsys):
-    argv = usual(base, tmp_path / "out", storage=drive, cpu_budget="100KiB", gpu_budget="2MiB", lora=4, dry_run=True)
-    assert cli.main(argv) == 1
-    assert "does not fit" in capsys.readouterr().out
-
-
 def test_too_small_a_drive_is_a_doubt(base, drive, tmp_path, monkeypatch):
     own = SystemFiles.free_bytes
     monkeypatch.setattr(SystemFiles, "free_bytes", lambda self, folder: min(own(self, folder), 1 << 14))
