@@ -207,12 +207,15 @@ def with_drives(
         return request
     if isinstance(storage, float | int) or (isinstance(storage, str) and storage.rstrip().endswith("/s")):
         return replace(request, files=files_elsewhere(model, parse_rate(storage, "storage"), request.host_budget_bytes))
-    if isinstance(storage, Sequence) and any(isinstance(one, FrozenFiles) for one in storage):
-        (known,) = (one for one in storage if isinstance(one, FrozenFiles))
-        others = [one for one in storage if not isinstance(one, FrozenFiles)]
-        drives = with_drives(model, others or None, request, machine, planned)
-        return replace(drives, files=known if known.names else None)
-    paths = storage_paths(storage)
+    if isinstance(storage, Sequence) and not isinstance(storage, str):
+        known = [one for one in storage if isinstance(one, FrozenFiles)]
+        folders = [one for one in storage if not isinstance(one, FrozenFiles)]
+        if known:
+            drives = with_drives(model, folders or None, request, machine, planned)
+            return replace(drives, files=known[0] if known[0].names else None)
+        paths = storage_paths(folders)
+    else:
+        paths = storage_paths(storage)
     figures = [figures_elsewhere(path, machine) for path in paths]
     found = together(figures, 2 * BUFFERS_BYTES + len(paths) * N_THREADS * REQUEST_BYTES)
     files = files_elsewhere(model, found.read_bytes_per_s, request.host_budget_bytes)
