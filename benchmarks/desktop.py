@@ -21,12 +21,11 @@ from offmate.solver.instances.synthetic import Precision, Shape, Speeds, llama
 from offmate.solver.plan import plan
 from offmate.solver.problem import Problem, Rates, update_steps
 from offmate.solver.simulate import simulate
-from rich.console import Console
-from rich.table import Table
 
 from offmate.machines.hardware import Hardware, load
 
 from .overhead import machine
+from .tables import show
 
 GB = 10**9
 MASTERS = Precision(param_bytes=2, grad_bytes=2, state_bytes=12, activation_bytes=2)
@@ -46,10 +45,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = list(_rows())
-    table = Table(*rows[0], title="A step of Llama-2-7B, predicted")
-    for row in rows:
-        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console(width=160).print(table)
+    show("A step of Llama-2-7B, predicted", rows, ".2f")
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
 

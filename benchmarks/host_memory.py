@@ -20,10 +20,9 @@ import torch
 from offmate.runtime.devices.emulated import EmulatedDevice
 from offmate.solver.machine import Machine
 from offmate.solver.resources import Rates, Resource
-from rich.console import Console
-from rich.table import Table
 
 from .overhead import machine
+from .tables import show
 
 _ELEMENTS, _UPDATES = 2**24, 4
 _COPY_BYTES = 2**26
@@ -42,10 +41,7 @@ def main() -> None:
     found = _Found(arguments.rounds)
     rows = list(map(found.row, _MIXES))
     title = f"Updates beside copies; memory {found.memory_bytes_per_s / 1e9:.1f} GB/s, 0 for no limit"
-    table = Table(*rows[0], title=title)
-    for row in rows:
-        table.add_row(*(f"{value:.3f}" for value in row.values()))
-    Console(width=120).print(table)
+    show(title, rows, width=120)
     if arguments.json:
         result = {"machine": machine(), "memory_bytes_per_s": found.memory_bytes_per_s, "rows": rows}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import offmate
 from offmate.optim.updater import Updater
 
 from .overhead import machine
+from .tables import show
 
 _SCALE = 0.5
 
@@ -41,10 +40,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     rows = measured(_ways(arguments.elements), arguments.elements, arguments.rounds)
-    table = Table(*rows[0], title=f"AdamW on the host, {arguments.elements:,} parameters, {arguments.threads} threads")
-    for row in rows:
-        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console(width=120).print(table)
+    title = f"AdamW on the host, {arguments.elements:,} parameters, {arguments.threads} threads"
+    show(title, rows, ".3g", width=120)
     if arguments.json:
         found = {"machine": machine(), "threads": arguments.threads, "elements": arguments.elements, "rows": rows}
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")

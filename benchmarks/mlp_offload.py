@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,14 +31,13 @@ from typing import Any
 from offmate.solver.instances.synthetic import Precision, Shape, Speeds, llama
 from offmate.solver.plan import Planned, plan
 from offmate.solver.problem import Problem, Rates
-from rich.console import Console
-from rich.table import Table
 
 from offmate.machines.hardware import load
 from offmate.planning.storage import PathFigures, together
 
 from .desktop import GB, MASTERS
 from .overhead import machine
+from .tables import show
 
 CARDS = 4
 RAM_BYTES, RUNTIME_BYTES, OTHER_BYTES = 512 * GB, 300 * GB, 32 * GB
@@ -69,20 +68,11 @@ def main() -> None:
     arguments = parser.parse_args()
     nodes = [row for name in arguments.models for row in node_rows(name)]
     switches = [row for name in arguments.models if name in ABLATED for row in ablation_rows(name)]
-    _print("An iteration on MLP-Offload's node: theirs measured, ours predicted", nodes)
-    _print("Its ablation: theirs published, ours predicted", switches)
+    show("An iteration on MLP-Offload's node: theirs measured, ours predicted", nodes, ".4g")
+    show("Its ablation: theirs published, ours predicted", switches, ".4g")
     if arguments.json:
         found = {"machine": machine(), "node": nodes, "ablation": switches}
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-
-
-def _print(title: str, rows: Sequence[dict[str, Any]]) -> None:
-    if not rows:
-        return
-    table = Table(*rows[0], title=title)
-    for row in rows:
-        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console(width=170).print(table)
 
 
 def problem_of(name: str, device_bytes: int, host_bytes: int, precision: Precision = MASTERS) -> Problem:

@@ -23,12 +23,11 @@ from offmate.solver.instances.synthetic import Shape, Speeds, llama
 from offmate.solver.plan import plan
 from offmate.solver.problem import Problem, Rates
 from offmate.solver.solve import least_budget
-from rich.console import Console
-from rich.table import Table
 
 from offmate.machines.hardware import Hardware, load
 
 from . import paper_models
+from .tables import show
 
 GB = 10**9
 NO_HOST = "w/o CPU optim"
@@ -75,19 +74,16 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=60.0, help="seconds per solve")
     arguments = parser.parse_args()
     second = [_row(paper, *case, arguments.limit) for paper in PAPERS for case in _cases(paper)]
-    _print("OffMate, table 2: theirs measured, ours predicted for synthetic chains", second)
+    show("OffMate, table 2: theirs measured, ours predicted for synthetic chains", second, ".2f")
     speeds = _speeds(load("offmate-rtx3060"))
     first = list(paper_models.rows(speeds, _quick(speeds), arguments.limit))
-    _print("OffMate, table 1: theirs measured; ours predicted for synthetic chains, batch and sequence assumed", first)
+    show(
+        "OffMate, table 1: theirs measured; ours predicted for synthetic chains, batch and sequence assumed",
+        first,
+        ".2f",
+    )
     if arguments.json:
         arguments.json.write_text(json.dumps({"table 1": first, "table 2": second}, indent=1) + "\n")
-
-
-def _print(title: str, results: list[dict[str, Any]]) -> None:
-    table = Table(*results[0], title=title)
-    for result in results:
-        table.add_row(*(f"{v:.2f}" if isinstance(v, float) else str(v) for v in result.values()))
-    Console(width=165).print(table)
 
 
 def _quick(speeds: Speeds) -> Speeds:

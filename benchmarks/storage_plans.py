@@ -20,14 +20,13 @@ from typing import Any
 
 from offmate.solver.plan import plan
 from offmate.solver.problem import Problem, update_steps
-from rich.console import Console
-from rich.table import Table
 
 from offmate.lowering.state_files import StateFiles
 from offmate.machines.hardware import load
 
 from .desktop import GB, gated, problem_of
 from .overhead import machine
+from .tables import show
 
 _BUDGET_BYTES = 22 * GB
 _BUFFERS_BYTES = 150 << 20
@@ -42,10 +41,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = list(_rows())
-    table = Table(*rows[0], title="A step with states on a drive, predicted")
-    for row in rows:
-        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console(width=170).print(table)
+    show("A step with states on a drive, predicted", rows, ".3g", width=170)
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
 

@@ -36,13 +36,12 @@ from offmate.solver.instances.casting import FULL_BYTES, LOW_BYTES, OURS, Casts,
 from offmate.solver.instances.synthetic import Shape, Speeds, llama
 from offmate.solver.plan import plan
 from offmate.solver.problem import Problem, Rates, Side, update_steps
-from rich.console import Console
-from rich.table import Table
 
 from offmate.machines.hardware import Hardware, load
 
 from .desktop import MASTERS, gated
 from .overhead import machine
+from .tables import show
 
 MACHINE = "gh200"
 BATCH, SEQUENCE, VOCAB = 8, 512, 50304
@@ -110,18 +109,11 @@ def main() -> None:
     arguments = parser.parse_args()
     roads = [row for name in LAYERS for row in road_rows(name, shape_of(name))]
     switches = list(switch_rows(shape_of("5B")))
-    _print("A step on a GH200 by casting road, in predicted seconds", roads)
-    _print("SuperOffload's table 2, 5B: theirs measured, ours predicted", switches)
+    show("A step on a GH200 by casting road, in predicted seconds", roads, width=190)
+    show("SuperOffload's table 2, 5B: theirs measured, ours predicted", switches, width=190)
     if arguments.json:
         found = {"machine": machine(), "roads": roads, "table 2": switches}
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-
-
-def _print(title: str, rows: list[dict[str, Any]]) -> None:
-    table = Table(*rows[0], title=title)
-    for row in rows:
-        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console(width=190).print(table)
 
 
 def shape_of(name: str) -> Shape:

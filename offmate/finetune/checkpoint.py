@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from ..errors import OffmateError, StorageError
 from ..runtime.torch_names.trees import tree_leaves
-from ..session.linked_states import STATES, find_linked, handing_out_none, session_of, taken_out
+from ..session.linked_states import STATES, check_whole, find_linked, handing_out_none, session_of, taken_out
 from ..split import Split
 from .folders import faults, move_in, read_manifest, remove, write_aside
 from .state_links import Record
@@ -82,6 +82,7 @@ def save_checkpoint(
     """
     _check_finite(model, moment.step)
     session, record = session_of(model), Record(folder)
+    check_whole(session)
     with handing_out_none(session):
         whole = updates.state_dict()
 

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 from ..errors import OffmateError
-from ..session.linked_states import make_room, session_of
+from ..session.linked_states import announce_checkpoints, make_room, session_of
 from .checkpoint import EVALUATED, Moment, checkpoints, save_checkpoint, step_name
 from .names import SETTINGS
 from .packing import IGNORED, Batch, Batches, Packed, eval_batches
 from .report import Reporter, StepRow, format_left, format_steps, host_bytes
 from .samples import Prompts, write_samples
 from .settings import Settings
+from .state_folders import most_sets
 from .updates import UpdateRule, learning_rate
 
 log = logging.getLogger("offmate")
@@ -61,6 +62,7 @@ def train(run: TrainingRun) -> None:
     """
     settings = run.settings
     _tell(run, lambda r: r.start(run.start, run.n_steps))
+    announce_checkpoints(session_of(run.model), most_sets(settings.keep_checkpoints))
     if run.start and _lacks_evaluation(run):
         _evaluate(run, run.start)
     clock = _Clock()

@@ -16,6 +16,16 @@ from ..sizes import format_bytes
 from .state_links import Record
 
 
+def most_sets(keep: int, linkless: bool = True) -> int:
+    """Return how often the states of a run lie on a storage path at the most, if it keeps some checkpoints.
+
+    Parameters
+    ----------
+    linkless: whether the path's file system may have no hard links.
+    """
+    return keep + 2 if linkless else keep + 1
+
+
 @dataclass(frozen=True)
 class Drive:
     """One of the folders, and what checkpoints have to know of it.
@@ -37,7 +47,7 @@ class Drive:
         A checkpoint has the files that are in use, and the next update writes to others. So there is one set more than
         checkpoints. Where files are copied, a new checkpoint has its copy before an old one goes.
         """
-        return keep + 2 if self.linkless else keep + 1
+        return most_sets(keep, linkless=bool(self.linkless))
 
 
 @dataclass(frozen=True)

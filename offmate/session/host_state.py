@@ -278,6 +278,11 @@ class Truth:
         self._may_be_written()
         return True
 
+    def note_writes(self) -> None:
+        """Note that whoever has read the optimizer's states may have written into those that lie in files."""
+        if self.states is not None and (self.states.read or self.states.handed_out):
+            self._may_be_written()
+
     def _may_be_written(self) -> None:
         for name in self.host.in_store:
             self.host.states_written(name)

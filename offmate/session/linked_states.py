@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -140,6 +141,7 @@ def taken_out(session: Any, state: dict[str, Any], below: PurePath) -> tuple[dic
     store = None if session is None else session.truth.host.store
     if store is None:
         return state, LinkedStates()
+    session.truth.note_writes()
     places = [
         (number, key, value)
         for number, own in state["state"].items()
@@ -182,6 +184,32 @@ def handing_out_none(session: Any) -> Iterator[None]:
         states.read, states.handed_out = before
 
 
+def check_whole(session: Any) -> None:
+    """Raise OffmateError if a failure has left tensors of different updates, or has lost some.
+
+    Parameters
+    ----------
+    session: of the compiled model; None for a model that is not compiled.
+    """
+    if session is not None and session.truth.torn:
+        raise OffmateError(
+            f"no checkpoint is written: after an earlier failure, {session.truth.torn_words()}. Load a checkpoint that "
+            "was written before it into the model and the optimizer"
+        )
+
+
+def announce_checkpoints(session: Any, sets: int) -> None:
+    """Let stored states move to another path only if it has room for them in all checkpoints.
+
+    Parameters
+    ----------
+    session: of the compiled model. sets: how often checkpoints and training have the states at the most.
+    """
+    store = session.truth.host.store
+    if store is not None:
+        store.sets = sets
+
+
 def make_room(session: Any) -> None:
     """Reserve the files that are written after a checkpoint. Raises: StorageError if a path has too little space."""
     store = None if session is None else session.truth.host.store
@@ -192,6 +220,25 @@ def make_room(session: Any) -> None:
 def session_of(model: Any) -> Any:
     """Return the session of a compiled model; None for another one."""
     return getattr(model, "_offmate_session", None)
+
+
+def digest_of(path: Path) -> str:
+    """Return the digest of the file that describes states. Raises: OSError if it cannot be read."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def linked_folders(checkpoint: Path, storage: Sequence[str] = ()) -> list[Path]:
+    """Return the folders on storage paths that have states of a checkpoint, but for those that are gone already.
+
+    Raises: OffmateError if a whole storage path is missing. OSError, ValueError if the checkpoint does not say where
+    they are.
+    """
+    if not (checkpoint / STATES).exists():
+        return []
+    linked = load_linked(checkpoint / STATES)
+    # What is below is gone, but the drive is here: a removal before this one got that far.
+    there = [folder for folder in linked.folders if folder.is_dir() or not Path(*folder.parts[:-3]).is_dir()]
+    return [_found(checkpoint, linked, folder, storage) for folder in there]
 
 
 def find_linked(checkpoint: Path, storage: Sequence[str] = ()) -> LinkedStates:

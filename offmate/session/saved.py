@@ -19,14 +19,18 @@ from .linked_states import (
     BELOW,
     STATES,
     LinkedStates,
+    check_whole,
+    digest_of,
     find_linked,
     handing_out_none,
+    linked_folders,
     make_room,
     session_of,
     taken_out,
 )
 
 _MODEL, _OPTIMIZER = "model.pt", "optimizer.pt"
+_STATES_DIGEST = "offmate_states_sha256"  # a key of the optimizer's file
 
 
 def save_checkpoint(folder: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -39,14 +43,16 @@ def save_checkpoint(folder: str | os.PathLike[str], model: torch.nn.Module, opti
     ----------
     folder: of the checkpoint; it must not exist. model, optimizer: compiled by offmate, or plain.
 
-    Raises: ArgumentValueError if the folder exists. OffmateError if the checkpoint cannot be written, or if a storage
-    path has too little space for what training writes next; the checkpoint is complete then.
+    Raises: ArgumentValueError if the folder exists. OffmateError if the checkpoint cannot be written, if an earlier
+    failure has left tensors of different updates, or if a storage path has too little space for what training writes
+    next; the checkpoint is complete then.
     """
     target, session = as_path(folder), session_of(model)
     if os.path.lexists(target):
         raise ArgumentValueError(
             f"{target} exists; name a new folder for the checkpoint, or remove that one with offmate.remove_checkpoint"
         )
+    check_whole(session)
     aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     with handing_out_none(session):
         whole = optimizer.state_dict()
@@ -55,9 +61,10 @@ def save_checkpoint(folder: str | os.PathLike[str], model: torch.nn.Module, opti
         aside.mkdir(parents=True)
         torch.save(model.state_dict(), aside / _MODEL)
         state, linked = taken_out(session, whole, PurePath(BELOW, secrets.token_hex(8), target.name))
-        torch.save(state, aside / _OPTIMIZER)
         if linked.tensors:
             linked.save(aside / STATES)
+            state = {**state, _STATES_DIGEST: digest_of(aside / STATES)}
+        torch.save(state, aside / _OPTIMIZER)
         _sync(aside)
         os.rename(aside, target)
     except BaseException as error:
@@ -66,7 +73,12 @@ def save_checkpoint(folder: str | os.PathLike[str], model: torch.nn.Module, opti
         if isinstance(error, OSError):
             raise OffmateError(f"the checkpoint {target} could not be written: {reason(error)}") from error
         raise
-    SystemFiles().sync_folder(target.parent)
+    try:
+        SystemFiles().sync_folder(target.parent)
+    except OSError as error:
+        raise OffmateError(
+            f"the checkpoint {target} is written, but may not survive a loss of power: {reason(error)}"
+        ) from error
     make_room(session)
 
 
@@ -94,6 +106,7 @@ def load_checkpoint(
         state = torch.load(path / _OPTIMIZER, weights_only=True, mmap=True)
     except (OSError, RuntimeError, ValueError) as error:
         raise OffmateError(f"{path} does not hold a checkpoint of offmate.save_checkpoint: {error}") from error
+    _check_states(path, state.pop(_STATES_DIGEST, None))
     linked.put_into(state)
     model.load_state_dict(weights)
     optimizer.load_state_dict(state)
@@ -107,15 +120,29 @@ def remove_checkpoint(folder: str | os.PathLike[str], storage: Sequence[str | os
     path = as_path(folder)
     if not (path / _OPTIMIZER).is_file():
         raise ArgumentValueError(f"{path} is no checkpoint of offmate.save_checkpoint: it has no {_OPTIMIZER}")
-    linked = _linked(path, storage)
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
+        # Last of all the record of what is left to remove: after a failure, it can be removed again.
+        for one in linked_folders(path, [os.fspath(folder) for folder in storage]):
+            remove_files(SystemFiles(), one, n_above=2)
         os.rename(path, aside)
         shutil.rmtree(aside)
-        for one in linked.folders:
-            remove_files(SystemFiles(), one, n_above=2)
+    except ValueError as error:
+        raise StorageError(f"{path / STATES} does not say where optimizer states are: {error}") from error
     except OSError as error:
-        raise OffmateError(f"the checkpoint {path} cannot be removed: {reason(error)}") from error
+        raise OffmateError(f"the checkpoint {path} cannot be removed: {reason(error)}. Try it again") from error
+
+
+def _check_states(path: Path, expected: str | None) -> None:
+    """Raise StorageError if the file that describes the states on storage paths is missing or another one."""
+    file = path / STATES
+    if expected is None and not file.exists():
+        return
+    if expected is None or not file.exists() or digest_of(file) != expected:
+        raise StorageError(
+            f"{file} {'is not as it was written' if file.exists() else 'is missing'}, so that optimizer states of this "
+            "checkpoint cannot be found. Copy it from where the checkpoint was written, or load another checkpoint"
+        )
 
 
 def _linked(path: Path, storage: Sequence[str | os.PathLike[str]]) -> LinkedStates:

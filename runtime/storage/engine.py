@@ -140,18 +140,19 @@ class Engine:
             self._stored[name] = stored
         return stored
 
-    def move(self, proportions: Sequence[float]) -> int:
+    def move(self, proportions: Sequence[float], sets: int = 0) -> int:
         """Let chunks of all that is stored move to other paths when they are written next.
 
         Parameters
         ----------
         proportions: by path, of the bytes that it is to get. Every path keeps a chunk, so that its rate goes on being
             measured. No path gets more than it has space for.
+        sets: how many times more all that is stored will lie on the paths, since checkpoints keep it.
 
         Returns: the bytes that move.
         """
         with self._storing:
-            return self._layout.move(tuple(self._stored.values()), proportions)
+            return self._layout.move(tuple(self._stored.values()), proportions, sets)
 
     @property
     def bytes_by_path(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from .homes import Home
 from .spread import Spread
 from .stored import Stored
 from .striping import Striping
+
+log = logging.getLogger("offmate")
 
 _KEPT_FREE = 0.02  # of a disk's free bytes, which moves do not take
 _MOST_MAPPED = 0.8  # of what the system lets a process map, since a chunk that moves is mapped by itself
@@ -55,11 +58,15 @@ class Layout:
 
         return Stored(name, chunks, spread, give_back)
 
-    def move(self, tensors: Sequence[Stored], proportions: Sequence[float]) -> int:
+    def move(self, tensors: Sequence[Stored], proportions: Sequence[float], sets: int = 0) -> int:
         """Let chunks of tensors move at their next write, so that the paths get bytes in other proportions.
 
         Every path keeps a chunk, so that its rate goes on being measured. A move for which a path has no space is left
         out, and so are all if the system may not map as many pieces as there are chunks.
+
+        Parameters
+        ----------
+        sets: how many times more the tensors will lie on the paths, since checkpoints keep them.
 
         Returns: the bytes that move.
         """
@@ -71,7 +78,11 @@ class Layout:
             spread = stored.places
             chunks = {chunk for one, chunk in kept if one is stored}
             dealt = striping.deal(spread.sizes, proportions, spread.paths, chunks)
-            lacking = [spread.lacking_bytes(dealt, path) for path in range(len(self._homes))]
+            lacking = [
+                spread.lacking_bytes(dealt, path)
+                + sets * max(0, spread.bytes_on(dealt, path) - spread.bytes_on(None, path))
+                for path in range(len(self._homes))
+            ]
             before = spread.paths
             if not _sent(spread, dealt, all(need <= room for need, room in zip(lacking, room_bytes))):
                 striping.take_back(spread.sizes, dealt, proportions)
@@ -119,6 +130,7 @@ def _sent(spread: Spread, paths: Sequence[int], has_room: bool) -> bool:
         return False
     try:
         spread.send(paths)
-    except StorageError:
-        return False  # who reserves sees what another program has just taken; the chunks stay where they are
+    except StorageError as error:  # who reserves sees what another program has just taken
+        log.info("stored bytes stay where they are: %s", error)
+        return False
     return True

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path, PurePath
 
 from ...errors import StorageError
+from .. import interrupts
 from ..events import Event
 from .files import Files
 from .folders import LINKLESS, Folder
@@ -80,9 +81,16 @@ def remove_files(files: Files, folder: Path, n_above: int = 0) -> None:
 
 def _part(stored: Stored, files: list[StoredFile]) -> None:
     """Let nobody write to these files any more, neither through memory nor through the engine."""
-    if isinstance(stored.shown, Showing):
-        stored.shown.part_from(files)
-    stored.places.keep(files)
+    edited = [chunk for chunk in range(len(stored.chunks)) if stored.was_edited(chunk)]
+    if edited:
+        raise StorageError(
+            f"{stored.name} was written to in memory, and the file that an earlier checkpoint keeps was not told; "
+            "no checkpoint is made, since it would lose that"
+        )
+    with interrupts.held():
+        if isinstance(stored.shown, Showing):
+            stored.shown.part_from(files)
+        stored.places.keep(files)
 
 
 def _sync(files: Sequence[StoredFile]) -> None:

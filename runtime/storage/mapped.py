@@ -48,11 +48,13 @@ class MappedStore:
     ----------
     engine: has the paths. proportions: by path, of the bytes that it gets; None for equal ones.
 
-    State: `proportions`; `_reserved`, by name, tensors that nobody has asked for yet.
+    State: `proportions`; `sets`, how often checkpoints that are announced will keep all tensors; `_links`, the folders
+    of those that were made; `_reserved`, by name, tensors that nobody has asked for yet.
     """
 
     def __init__(self, engine: Engine, proportions: Sequence[float] | None = None) -> None:
         self._engine, self.proportions = engine, proportions
+        self.sets, self._links = 0, list[PurePath]()
         self._reserved: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
         self._stretches = _Stretches(weakref.WeakMethod(engine.release))
 
@@ -107,7 +109,9 @@ class MappedStore:
     def move(self, proportions: Sequence[float]) -> int:
         """Let bytes move to other paths when they are written next, as `Engine.move`; return how many move."""
         self.proportions = proportions
-        return self._engine.move(proportions)
+        folders = self._engine.folders
+        self._links = [below for below in self._links if any((folder / below).exists() for folder in folders)]
+        return self._engine.move(proportions, max(self.sets, len(self._links) + 1 if self._links else 0))
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor's memory is the store's."""
@@ -182,6 +186,7 @@ class MappedStore:
         places = [self._place(tensor) for tensor in tensors]
         stored = [place.stored for place in places if place is not None]
         found = dict(zip(dict.fromkeys(stored), link(tuple(dict.fromkeys(stored)), below, self._engine.seal)))
+        self._links.append(below)
         return [found[one] for one in stored]
 
     def make_room(self) -> None:

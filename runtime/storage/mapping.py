@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import weakref
 from collections.abc import Sequence
@@ -60,9 +61,29 @@ class Showing:
         memory = self.memory()
         if memory is None:
             return
-        for file, runs in _runs(self._stored).items():
-            if file in files:
-                _map(file, runs, self._first, shared=False)
+        runs = {file: own for file, own in _runs(self._stored).items() if file in files}
+        with contextlib.ExitStack() as stack:
+            opened = {}
+            for file in runs:
+                opened[file] = file.open()
+                stack.callback(opened[file].close)
+            try:
+                for file, own in runs.items():
+                    _map_runs(opened[file], own, self._first, shared=False)
+            except BaseException:
+                self._follow_again(opened, runs)
+                raise
+
+    def _follow_again(self, opened: dict[StoredFile, OpenFile], runs: dict[StoredFile, list[_Run]]) -> None:
+        """Let what is written to the memory go to files again that nothing keeps; else let nobody read them."""
+        for chunk, place in enumerate(self._stored.places):
+            if place.file not in runs or self._stored.places.is_kept(chunk):
+                continue
+            first, last = self._stored.chunks.range_of(chunk)
+            try:
+                opened[place.file].map(self._first + first, round_up(last - first), place.offset)
+            except StorageError:
+                self._stored.lose(chunk)
 
 
 def mapped(stored: Stored) -> Addresses:
@@ -93,13 +114,17 @@ def mapped(stored: Stored) -> Addresses:
     return addresses
 
 
-def _map(file: StoredFile, runs: list[_Run], address: int, shared: bool = True) -> None:
+def _map(file: StoredFile, runs: list[_Run], address: int) -> None:
     opened = file.open()
     try:
-        for run in runs:
-            opened.map(address + run.first, run.n_bytes, run.offset, shared)
+        _map_runs(opened, runs, address)
     finally:
         opened.close()  # a mapping needs no handle
+
+
+def _map_runs(opened: OpenFile, runs: list[_Run], address: int, shared: bool = True) -> None:
+    for run in runs:
+        opened.map(address + run.first, run.n_bytes, run.offset, shared)
 
 
 def _runs(stored: Stored) -> dict[StoredFile, list[_Run]]:

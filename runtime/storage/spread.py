@@ -145,14 +145,28 @@ class Spread:
         """Return the bytes that are not reserved yet on a path if the chunks are to lie on these paths."""
         return sum(round_up(self.sizes[chunk]) for chunk in self._lacking(paths, path))
 
+    def bytes_on(self, paths: Sequence[int] | None, path: int) -> int:
+        """Return the bytes on a path if the chunks lie on these paths; None for where they lie or move to now."""
+        where = self.paths if paths is None else paths
+        return sum(round_up(size) for size, own in zip(self.sizes, where) if own == path)
+
     def send(self, paths: Sequence[int]) -> None:
         """Let chunks move to other paths.
 
         Raises: StorageError if a path has too little space; then they lie and move as before.
         """
         with self._lock:
-            for path in range(len(self._homes)):
-                self._reserve(self._lacking(paths, path), path)
+            reserved, files = dict(self._reserved), set(self._origin)
+            try:
+                for path in range(len(self._homes)):
+                    self._reserve(self._lacking(paths, path), path)
+            except BaseException:
+                new = [file for file in self._origin if file not in files]
+                self._reserved = reserved
+                for file in new:
+                    del self._origin[file]
+                _remove(new)
+                raise
             self.paths = tuple(paths)
 
     @property

@@ -23,9 +23,16 @@ from .transfers import Part, Queue, Request
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """A transfer that may not have ended, the bytes of the tensor that it reads or writes, and where it writes to."""
+    """A transfer that may not have ended, and where it writes to.
+
+    Parameters
+    ----------
+    bytes_of: those of the tensor that it reads or writes. touches: these and the rest of chunks that it writes to
+        another place, which nobody else may use meanwhile.
+    """
 
     bytes_of: Range
+    touches: Range
     writes: bool
     event: Event
     written_to: Mapping[int, Place] = field(default_factory=dict)
@@ -75,13 +82,14 @@ class Stored(StoredChunks):
             self._under_way = self._not_done()
             if not writes:
                 self._check_written(wanted, [one.bytes_of for one in self._under_way if one.writes])
-            earlier = [
-                one.event for one in self._under_way if (writes or one.writes) and within([one.bytes_of], *wanted)
-            ]
             routes = self._routes(wanted, writes)
+            touches = self._touched(wanted, routes)
+            earlier = [
+                one.event for one in self._under_way if (writes or one.writes) and within([one.touches], *touches)
+            ]
             event = submit(self._parts(tensor, start, writes, routes), tuple(earlier))
             goes_to = {chunk: route.target for chunk, route in routes.items()} if writes else {}
-            self._under_way.append(_UnderWay(wanted, writes, event, goes_to))
+            self._under_way.append(_UnderWay(wanted, touches, writes, event, goes_to))
         return event
 
     def forget(self, start: int, end: int) -> list[int]:
@@ -109,7 +117,7 @@ class Stored(StoredChunks):
         with self._ordering:
             self._under_way = self._not_done()
             for one in self._under_way:
-                if within([one.bytes_of], *touched):
+                if within([one.touches], *touched):
                     raise self._still_transferred((start, end), one)
             edited = []
             for chunk in chunks:
@@ -171,6 +179,11 @@ class Stored(StoredChunks):
             else:
                 routes[chunk] = Route(found, self.places.writable(found))
         return routes
+
+    def _touched(self, wanted: Range, routes: Mapping[int, Route]) -> Range:
+        """Return the bytes that a transfer wants, and all of the chunks that it writes to another place."""
+        ends = [self.chunks.range_of(chunk) for chunk, route in routes.items() if route.source != route.target]
+        return min([wanted[0], *(first for first, _ in ends)]), max([wanted[1], *(last for _, last in ends)])
 
     def _parts(self, tensor: torch.Tensor, start: int, writes: bool, routes: Mapping[int, Route]) -> list[Part]:
         kind = Write if writes else Read

@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import pydoc_data.topics
+import signal
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,8 @@ from offmate.finetune.loop import evaluate
 from offmate.finetune.packing import Batches, eval_batches, write_tokens
 from offmate.finetune.settings import Settings, make_settings, read_yaml
 from offmate.finetune.updates import learning_rate
+
+from ...fuzz.figures import from_hardware_file
 
 VOCABULARY = 300
 POSITIONS = 64
@@ -184,3 +190,26 @@ def _plain_step(model: Any, optimizer: torch.optim.Optimizer, settings: Settings
     optimizer.step()
     optimizer.zero_grad()
     return total / len(batches)
+
+
+def dies(count: int, argv: list[str], replaced: Mapping[tuple[Any, str], Any]) -> None:
+    """Run the tool up to the count-th step; nothing is cleaned up, as by kill -9.
+
+    Parameters
+    ----------
+    replaced: by module and name, what stands there instead.
+    """
+    own, left = loop._step, count
+    for (module, name), value in replaced.items():
+        setattr(module, name, value)
+
+    def step(*args: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return own(*args)
+
+    loop._step = step
+    with from_hardware_file():
+        sys.exit(cli.main(argv))

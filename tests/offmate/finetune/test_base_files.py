@@ -39,6 +39,7 @@ from .finetune_kit import (
     TEXT,
     VOCABULARY,
     arguments,
+    dies,
     finetune,
     losses,
     make_models,
@@ -188,27 +189,13 @@ def test_samples_are_the_same(base, tmp_path):
     assert texts[0] == texts[1] and texts[0]
 
 
-def dies(count: int, argv: list[str]) -> None:
-    """Run the tool up to the count-th step; nothing is cleaned up, as by kill -9."""
-    own, left = loop._step, count
-    for (module, name), value in SMALL_REQUESTS.items():
-        setattr(module, name, value)
-
-    def step(*args: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return own(*args)
-
-    loop._step = step
-    with from_hardware_file():
-        sys.exit(cli.main(argv))
+def killed(count: int, argv: list[str]) -> None:
+    dies(count, argv, SMALL_REQUESTS)
 
 
 def test_killed_it_resumes_bit_for_bit(base, unbroken, tmp_path):
     log, broken = tmp_path / "said", tmp_path / "broken"
-    assert run(log, dies, 3, usual(base, broken)) == -signal.SIGKILL, log.read_text()
+    assert run(log, killed, 3, usual(base, broken)) == -signal.SIGKILL, log.read_text()
     rest = finetune(usual(base, broken, resume=True))
     assert losses(rest) == losses(unbroken[0])[2:]
     assert same(adapter(broken), adapter(unbroken[1]))

@@ -7,7 +7,6 @@ import gc
 import os
 import re
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ from offmate.runtime.storage.files import SystemFiles
 
 from offmate import cli
 from offmate.errors import OffmateError
-from offmate.finetune import loop
 from offmate.finetune.checkpoint import Moment, restore_updates, save_checkpoint
 from offmate.finetune.settings import differences, make_settings, read_yaml
 from offmate.finetune.state_folders import StateFolders, measured
@@ -33,7 +31,19 @@ from offmate.session.linked_states import load_linked
 
 from ...fuzz.figures import from_hardware_file
 from ...warm import run
-from .finetune_kit import TEXT, arguments, finetune, losses, make_models, plain_run, refused, same, stop_after, weights
+from .finetune_kit import (
+    TEXT,
+    arguments,
+    dies,
+    finetune,
+    losses,
+    make_models,
+    plain_run,
+    refused,
+    same,
+    stop_after,
+    weights,
+)
 
 STEPS = 4
 NAMED = {"model": "m", "data": "d", "output": "o"}
@@ -108,27 +118,13 @@ def test_equals_plain_pytorch_and_leaves_only_checkpoints_on_the_drive(base, dri
     assert str(drive) not in (output / "README.md").read_text(), "it is of the machine, not of the result"
 
 
-def dies(count: int, argv: list[str]) -> None:
-    """Run the tool up to the count-th step; nothing is cleaned up, as by kill -9."""
-    own, left = loop._step, count
-    for (module, name), value in SMALL_REQUESTS.items():
-        setattr(module, name, value)
-
-    def step(*args: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return own(*args)
-
-    loop._step = step
-    with from_hardware_file():
-        sys.exit(cli.main(argv))
+def killed(count: int, argv: list[str]) -> None:
+    dies(count, argv, SMALL_REQUESTS)
 
 
 def test_killed_it_resumes_bit_for_bit_and_what_it_left_is_removed(base, drive, tmp_path):
     broken, log = tmp_path / "broken", tmp_path / "said"
-    assert run(log, dies, 3, usual(base, broken, storage=drive)) == -signal.SIGKILL, log.read_text()
+    assert run(log, killed, 3, usual(base, broken, storage=drive)) == -signal.SIGKILL, log.read_text()
     assert len(list(drive.glob("offmate-*.tensor"))) > 2, log.read_text()
     rest = finetune(usual(base, broken, storage=None, resume=True))
     state, expected, _ = plain_run(broken, tmp_path)

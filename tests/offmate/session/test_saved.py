@@ -101,3 +101,97 @@ def test_a_checkpoint_that_fails_leaves_nothing_and_training_goes_on(path, tmp_p
     train(*pair, range(2, 3))
     train(*plain, range(3))
     assert_same(pair, plain)
+
+
+@pytest.mark.parametrize("way", ["in place", "data"])
+def test_edits_before_a_checkpoint_and_between_two_are_in_it(path, tmp_path, way):
+    pair, plain = compiled(path), made()
+
+    def edit() -> None:
+        for model, optimizer in (pair, plain):
+            for param in model.parameters():
+                state = optimizer.state[param]["exp_avg"]
+                (state if way == "in place" else state.data).mul_(0.5)
+
+    for model, optimizer in (pair, plain):
+        train(model, optimizer, range(2))
+    for name in ("one", "two"):
+        edit()
+        offmate.save_checkpoint(tmp_path / name, *pair)
+        loaded = made()
+        offmate.load_checkpoint(tmp_path / name, *loaded)
+        assert_same(loaded, plain)
+    for model, optimizer in (pair, plain):
+        train(model, optimizer, range(2, STEPS))
+    assert_same(pair, plain)
+
+
+@pytest.mark.parametrize("count", [2, 7])
+def test_after_a_checkpoint_without_memory_for_mappings_edits_still_reach_the_files(path, tmp_path, monkeypatch, count):
+    pair, plain = compiled(path), made()
+    for model, optimizer in (pair, plain):
+        train(model, optimizer, range(2))
+    own, left = SystemFiles.map, [count]
+
+    def map_file(self: SystemFiles, *given: Any) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        own(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SystemFiles, "map", map_file)
+        with pytest.raises(OffmateError, match="Cannot allocate memory"):
+            offmate.save_checkpoint(tmp_path / "two", *pair)
+    for model, optimizer in (pair, plain):
+        for param in model.parameters():
+            optimizer.state[param]["exp_avg"].mul_(0.5)
+        train(model, optimizer, range(2, 4))
+    assert_same(pair, plain)
+
+
+@pytest.mark.parametrize(("damage", "words"), [("missing", "is missing"), ("changed", "is not as it was written")])
+def test_without_the_file_that_says_where_states_are_nothing_is_loaded(saved, damage, words):
+    if damage == "missing":
+        (saved / "states.json").unlink()
+    else:
+        (saved / "states.json").write_text((saved / "states.json").read_text() + " ")
+    with pytest.raises(OffmateError, match=rf"two/states\.json {words}, so that optimizer states .* cannot be found"):
+        offmate.load_checkpoint(saved, *made())
+
+
+def test_a_mixture_of_updates_is_not_saved(path, tmp_path, monkeypatch):
+    pair = compiled(path)
+    train(*pair, range(2))
+    own, left = SystemFiles.pwritev, [7]
+
+    def pwritev(self: SystemFiles, *given: Any) -> int:
+        left[0] -= 1
+        if not left[0]:
+            raise OSError(errno.EIO, "Input/output error")
+        return own(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SystemFiles, "pwritev", pwritev)
+        with pytest.raises(OffmateError, match="Input/output error"):
+            train(*pair, range(2, 4))
+    with pytest.raises(OffmateError, match=r"no checkpoint is written: after an earlier failure, "):
+        offmate.save_checkpoint(tmp_path / "two", *pair)
+    assert kept(path) == []
+
+
+def test_a_removal_that_fails_can_be_repeated(path, saved, monkeypatch):
+    own, left = SystemFiles.unlink, [3]
+
+    def unlink(self: SystemFiles, one: Path) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise OSError(errno.EIO, "Input/output error")
+        own(self, one)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SystemFiles, "unlink", unlink)
+        with pytest.raises(OffmateError, match=r"two cannot be removed: Input/output error\. Try it again"):
+            offmate.remove_checkpoint(saved)
+    offmate.remove_checkpoint(saved)
+    assert kept(path) == [] and not saved.exists()

@@ -55,19 +55,29 @@ def files_bytes(tmp_path, path):
     return sum(file.stat().st_size for file in (tmp_path / str(path)).glob("*.tensor"))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
-@given(st.data())
-def test_whatever_moves_between_writes_values_are_those_of_a_tensor_in_ram(tmp_path, data):
+def drawn(data, store):
+    """Two tensors of the store, of any size and with any cuts, and the same in RAM."""
     n_rows, n_columns = data.draw(st.integers(1, 10), "rows"), data.draw(st.sampled_from([3, 1024, 2048, 2500]), "cols")
     like = torch.empty(n_rows, n_columns)
     cuts = [row * like.stride(0) * 4 for row in data.draw(st.sets(st.integers(0, n_rows)), "cuts")]
+    held = [store.empty(name, like, cuts) for name in ("exp_avg", "exp_avg_sq")]
+    for one in held:
+        one.zero_()
+    store.forget_all()
+    return held, [torch.zeros_like(like) for _ in held]
+
+
+def drawn_rows(data, tensor):
+    first = data.draw(st.integers(0, len(tensor) - 1), "first row")
+    return slice(first, data.draw(st.integers(first + 1, len(tensor)), "last row"))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(st.data())
+def test_whatever_moves_between_writes_values_are_those_of_a_tensor_in_ram(tmp_path, data):
     engine, store = store_on(tmp_path, 3, proportions=data.draw(SHARES, "shares"))
     with engine:
-        held = [store.empty(name, like, cuts) for name in ("exp_avg", "exp_avg_sq")]
-        plain = [torch.zeros_like(like) for _ in held]
-        for one in held:
-            one.zero_()
-        store.forget_all()
+        held, plain = drawn(data, store)
         under_way, gates, reads = [], [], []
 
         def done():
@@ -78,9 +88,7 @@ def test_whatever_moves_between_writes_values_are_those_of_a_tensor_in_ram(tmp_p
 
         for seed in range(data.draw(st.integers(1, 12), "steps")):
             which = data.draw(st.integers(0, 1), "tensor")
-            first = data.draw(st.integers(0, n_rows - 1), "first row")
-            rows = slice(first, data.draw(st.integers(first + 1, n_rows), "last row"))
-            mapped, own = held[which], plain[which]
+            mapped, own, rows = held[which], plain[which], drawn_rows(data, plain[which])
             match data.draw(st.sampled_from(["move", "write", "write", "user writes", "read", "look"]), "step"):
                 case "move":
                     store.move(data.draw(SHARES, "new shares"))
@@ -109,7 +117,7 @@ def test_whatever_moves_between_writes_values_are_those_of_a_tensor_in_ram(tmp_p
         places = [stored_in(store, one).places for one in held]
         for path in range(3):
             assert files_bytes(tmp_path, path) == sum(one.reserved_bytes[path] for one in places)
-        del held, mapped, places, one
+        del held, mapped, places
         assert [files_bytes(tmp_path, path) for path in range(3)] == [0, 0, 0]
 
 
