@@ -226,8 +226,9 @@ class Writer:
 
     def _finish(self) -> None:
         self.file.truncate(self._end)
-        self._digest.update(json.dumps(self._entries).encode())
-        kept = {"digest": self._digest.hexdigest(), "sources": sorted(self.sources)}
+        sources = sorted(self.sources)
+        self._digest.update(json.dumps([self._entries, sources]).encode())
+        kept = {"digest": self._digest.hexdigest(), "sources": sources}
         header = json.dumps({METADATA: {"format": "pt", _KEPT: json.dumps(kept)}, **self._entries}).encode()
         room = self._begin - _LENGTH_BYTES
         if len(header) > room:
@@ -251,7 +252,10 @@ def _explained(file: Path) -> Iterator[None]:
 
 
 def _digest_of(file: Path) -> str:
-    """Return the digest that `Writer` makes: of a file's data, and of what its header says of the tensors."""
+    """Return the digest that `Writer` makes: of a file's data, and of what its header says of the tensors.
+
+    Raises: KeyError, ValueError if the header does not say it.
+    """
     seen, chunk = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))
     with file.open("rb", buffering=0) as source:
         begin, header = read_header(file, source)
@@ -259,8 +263,8 @@ def _digest_of(file: Path) -> str:
         while got := source.readinto(chunk):
             seen.update(chunk[:got])
         os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    header.pop(METADATA, None)
-    seen.update(json.dumps(header).encode())
+    sources = json.loads(header.pop(METADATA)[_KEPT])["sources"]
+    seen.update(json.dumps([header, sources]).encode())
     return seen.hexdigest()
 
 

@@ -310,7 +310,13 @@ def another_header(file: Path) -> None:
     file.write_bytes(file.read_bytes().replace(b'"BF16"', b'"F16" ', 1))
 
 
-@pytest.mark.parametrize("how", [damaged, cut, another_header])
+def another_source(file: Path) -> None:
+    before, found, after = file.read_bytes().partition(b"norm.weight")  # first among what the file says of itself
+    assert found and len(before) < 4096
+    file.write_bytes(before + b"norm.height" + after)
+
+
+@pytest.mark.parametrize("how", [damaged, cut, another_header, another_source])
 def test_a_damaged_file_is_said_and_written_again(base, drive, caplog, how):
     expected = load_model(base / "llama", torch.bfloat16).state_dict()
     load_model(base / "llama", torch.bfloat16, None, InFiles(drive))
