@@ -135,7 +135,7 @@ def show_drives(screen: Console, drives: Sequence[Measured]) -> None:
     for one in drives:
         if one.sustained is not None:
             screen.print(f"{one.drive.folder}: {one.words}.", markup=False)
-            screen.print(f"In Python: {_as_argument(one.drive)}", markup=False)
+            screen.print(f"In Python: {_as_argument(one.drive)}", markup=False, soft_wrap=True)  # to be copied
     if any(one.sustained is None for one in drives):
         screen.print(
             f"Measured with {_probe()}, which a drive's cache may hold; --sustained measures past it.", markup=False
