@@ -31,6 +31,10 @@ from .tables import show
 _BUDGET_BYTES = 22 * GB
 _BUFFERS_BYTES = 150 << 20
 _CAPACITY_BYTES = 2000 * GB
+_FIGURES = (
+    "stored GB", "RAM used GiB", "bound s", "program s", "simulated s", "of the program", "TB written per 1,000",
+    "solved in s",
+)  # fmt: skip
 MODELS = (("7B", 32, 4096, 24), ("13B", 40, 5120, 48))  # name, layers, width, GiB of RAM
 DRIVES = (("7 and 5 at once", 7.0, 5.0, 12.0), ("7 and 5 in turns", 7.0, 5.0, 5.8), ("sustained", 7.0, 1.4, 2.33))
 
@@ -40,7 +44,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    rows = list(_rows())
+    rows = []
+    for row in _rows():
+        print(json.dumps(row), flush=True)  # a row takes a while
+        rows.append(row)
     show("A step with states on a drive, predicted", rows, ".3g", width=170)
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
@@ -64,20 +71,21 @@ def _planned(problem: Problem, read: float, write: float, both: float) -> dict[s
     started = time.perf_counter()
     found = plan(replace(problem, rates=replace(problem.rates, tiers=(tier,))))
     planned_s = time.perf_counter() - started
-    assert found.schedule is not None and found.simulation is not None
+    if found.schedule is None or found.simulation is None:
+        return dict.fromkeys(_FIGURES, f"no plan: {found.solution.status.value}") | {"planned in s": planned_s}
     ((_, host_bytes), (_, stored)) = found.schedule.tiers
     program_s, simulated_s = found.solution.objective_s, found.simulation.step_s
-    return {
-        "stored GB": stored / GB,
-        "RAM used GiB": host_bytes / 2**30,
-        "bound s": max(stored / read, stored / write, 2 * stored / both),
-        "program s": program_s,
-        "simulated s": simulated_s,
-        "of the program": simulated_s / program_s,
-        "TB written per 1,000": stored / 1e9,
-        "solved in s": found.solution.solve_s,
-        "planned in s": planned_s,
-    }
+    figures = (
+        stored / GB,
+        host_bytes / 2**30,
+        max(stored / read, stored / write, 2 * stored / both),
+        program_s,
+        simulated_s,
+        simulated_s / program_s,
+        stored / 1e9,
+        found.solution.solve_s,
+    )
+    return {**dict(zip(_FIGURES, figures)), "planned in s": planned_s}
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ class Route(NamedTuple):
     target: Place
 
 
-class ChunkRequest:
+class ChunkRequest(abc.ABC):
     """A request for one chunk.
 
     Parameters
@@ -44,9 +45,9 @@ class ChunkRequest:
         whole = self.wanted == (self.first, self.last) and self.disk_bytes == self.last - self.first
         return address if whole and address % ALIGNMENT_BYTES == 0 else None
 
+    @abc.abstractmethod
     def __call__(self, worker: Worker, files: OpenFiles) -> None:
         """Do it."""
-        raise NotImplementedError
 
     def check_edits(self) -> None:
         """Raise StorageError if the chunk was changed in memory, and its file was not told."""
