@@ -339,11 +339,11 @@ def _headline(n_steps: int, device: str, budget_bytes: int, reference_bytes: int
 
 
 def _plan_line(plan: Any) -> str:
-    source = "read from the cache" if plan.from_cache else "made"
+    source, aged = ("read from the cache", " (timed when it was made)") if plan.from_cache else ("made", "")
     return (
         f"Plan {source} in {plan.plan_s:.1f} s. Predicted: {format_bytes(plan.predicted_peak_bytes)} of GPU memory at "
-        f"most, {format_bytes(plan.host_bytes)} of RAM, {plan.predicted_step_s:.2f} s per step. The least "
-        f"budget that works is {format_least_bytes(plan.least_budget_bytes)}."
+        f"most, {format_bytes(plan.host_bytes)} of RAM, {plan.predicted_step_s:.2f} s per step{aged}. The "
+        f"least budget that works is {format_least_bytes(plan.least_budget_bytes)}."
     )
 
 
