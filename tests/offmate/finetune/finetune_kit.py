@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
 import pydoc_data.topics
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from offmate.runtime.storage.engine import Engine
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -33,6 +35,8 @@ from offmate.finetune.loop import evaluate
 from offmate.finetune.packing import Batches, eval_batches, write_tokens
 from offmate.finetune.settings import Settings, make_settings, read_yaml
 from offmate.finetune.updates import learning_rate
+from offmate.planning import storage
+from offmate.session import state_storage
 
 from ...fuzz.figures import from_hardware_file
 
@@ -190,6 +194,26 @@ def _plain_step(model: Any, optimizer: torch.optim.Optimizer, settings: Settings
     optimizer.step()
     optimizer.zero_grad()
     return total / len(batches)
+
+
+SMALL_REQUESTS = {
+    (storage, "Engine"): functools.partial(Engine, n_threads=2, request_bytes=1 << 14),
+    (state_storage, "Engine"): functools.partial(Engine, n_threads=2, request_bytes=1 << 14),
+    (storage, "BUFFERS_BYTES"): 0,
+    (storage, "N_THREADS"): 2,
+    (storage, "REQUEST_BYTES"): 1 << 14,
+}
+"""Buffers that fit beside a small model."""
+
+
+@contextlib.contextmanager
+def replaced(monkeypatch: pytest.MonkeyPatch, cache_dir: str, values: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
+    """Let these stand in their modules during the body, with plans that do not depend on the machine."""
+    monkeypatch.setenv("OFFMATE_CACHE_DIR", cache_dir)
+    for (module, name), value in values.items():
+        monkeypatch.setattr(module, name, value)
+    with from_hardware_file():
+        yield
 
 
 def dies(count: int, argv: list[str], replaced: Mapping[tuple[Any, str], Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from offmate.runtime.storage.engine import Engine
 from offmate.runtime.storage.measure import PathRates
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -30,12 +28,13 @@ from offmate.finetune.weights import load_model
 from offmate.machines.mapped_files import mapped_bytes
 from offmate.planning import files as planning_files
 from offmate.planning import storage
-from offmate.session import checkpoint_files, state_storage
+from offmate.session import checkpoint_files
 
 from ...fuzz.figures import from_hardware_file
 from ...warm import run
 from .finetune_kit import (
     POSITIONS,
+    SMALL_REQUESTS,
     TEXT,
     VOCABULARY,
     arguments,
@@ -45,6 +44,7 @@ from .finetune_kit import (
     make_models,
     make_tokenizer,
     refused,
+    replaced,
     same,
     stop_after,
 )
@@ -53,14 +53,9 @@ STEPS = 4
 SHORT = {"gpu_budget": "1MiB", "cpu_budget": "900KiB"}
 """RAM for about half of the base in float32."""
 PLENTY = {"gpu_budget": "1MiB", "cpu_budget": "1GiB"}
-_ENGINE = functools.partial(Engine, n_threads=2, request_bytes=1 << 14)
-SMALL_REQUESTS = {
-    (checkpoint_files, "Engine"): _ENGINE,
-    (state_storage, "Engine"): _ENGINE,
-    (storage, "Engine"): _ENGINE,
-    (storage, "BUFFERS_BYTES"): 0,
-    (storage, "N_THREADS"): 2,
-    (storage, "REQUEST_BYTES"): 1 << 14,
+REPLACED = {
+    **SMALL_REQUESTS,
+    (checkpoint_files, "Engine"): SMALL_REQUESTS[storage, "Engine"],
     (storage, "rates"): lambda path, n_bytes: PathRates(1e9, 1e9, 1e9),
     (planning_files, "N_THREADS"): 2,
     (planning_files, "REQUEST_BYTES"): 1 << 14,
@@ -96,10 +91,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _small_requests(monkeypatch: pytest.MonkeyPatch, cache_dir: str) -> Iterator[None]:
-    monkeypatch.setenv("OFFMATE_CACHE_DIR", cache_dir)
-    for (module, name), value in SMALL_REQUESTS.items():
-        monkeypatch.setattr(module, name, value)
-    with from_hardware_file():
+    with replaced(monkeypatch, cache_dir, REPLACED):
         yield
 
 
@@ -190,7 +182,7 @@ def test_samples_are_the_same(base, tmp_path):
 
 
 def killed(count: int, argv: list[str]) -> None:
-    dies(count, argv, SMALL_REQUESTS)
+    dies(count, argv, REPLACED)
 
 
 def test_killed_it_resumes_bit_for_bit(base, unbroken, tmp_path):
@@ -337,7 +329,7 @@ def test_another_content_of_the_checkpoint_is_another_file(own, drive):
 
 def dies_writing(argv: list[str]) -> None:
     """Run the tool up to the moment in which the file would be complete."""
-    for (module, name), value in SMALL_REQUESTS.items():
+    for (module, name), value in REPLACED.items():
         setattr(module, name, value)
     base_cache.Writer.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     with from_hardware_file():

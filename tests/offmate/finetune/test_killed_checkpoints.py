@@ -34,7 +34,7 @@ from offmate.session.linked_states import make_room, session_of
 from ...fuzz.figures import from_hardware_file
 from ...warm import run
 from .finetune_kit import LENGTH, VOCABULARY, make_models
-from .test_storage import NAMED, SMALL_REQUESTS
+from .test_storage import NAMED, REPLACED
 
 N_STEPS = 4
 KEEP = 1
@@ -123,7 +123,7 @@ def check_folder(folder: Path) -> None:
 
 
 def small() -> Any:
-    for (module, name), value in SMALL_REQUESTS.items():
+    for (module, name), value in REPLACED.items():
         setattr(module, name, value)
     return from_hardware_file()
 

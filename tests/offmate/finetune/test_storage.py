@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import re
@@ -26,12 +25,11 @@ from offmate.finetune.state_folders import StateFolders, measured
 from offmate.finetune.updates import UpdateRule
 from offmate.finetune.weights import load_model
 from offmate.planning import storage
-from offmate.session import state_storage
 from offmate.session.linked_states import load_linked
 
-from ...fuzz.figures import from_hardware_file
 from ...warm import run
 from .finetune_kit import (
+    SMALL_REQUESTS,
     TEXT,
     arguments,
     dies,
@@ -40,6 +38,7 @@ from .finetune_kit import (
     make_models,
     plain_run,
     refused,
+    replaced,
     same,
     stop_after,
     weights,
@@ -49,14 +48,7 @@ STEPS = 4
 NAMED = {"model": "m", "data": "d", "output": "o"}
 SHORT = {"gpu_budget": "400KiB", "cpu_budget": "300KiB"}
 """Too little for the states, and enough for all the rest."""
-SMALL_REQUESTS = {
-    (storage, "Engine"): functools.partial(Engine, n_threads=2, request_bytes=1 << 14),
-    (state_storage, "Engine"): functools.partial(Engine, n_threads=2, request_bytes=1 << 14),
-    (storage, "BUFFERS_BYTES"): 0,
-    (storage, "N_THREADS"): 2,
-    (storage, "REQUEST_BYTES"): 1 << 14,
-    (storage, "PROBE_BYTES"): 1 << 16,
-}
+REPLACED = {**SMALL_REQUESTS, (storage, "PROBE_BYTES"): 1 << 16}
 """Buffers that fit beside a small model, and as few bytes to measure a drive with."""
 
 
@@ -71,10 +63,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _small_requests(monkeypatch: pytest.MonkeyPatch, cache_dir: str) -> Iterator[None]:
-    monkeypatch.setenv("OFFMATE_CACHE_DIR", cache_dir)
-    for (module, name), value in SMALL_REQUESTS.items():
-        monkeypatch.setattr(module, name, value)
-    with from_hardware_file():
+    with replaced(monkeypatch, cache_dir, REPLACED):
         yield
 
 
@@ -119,7 +108,7 @@ def test_equals_plain_pytorch_and_leaves_only_checkpoints_on_the_drive(base, dri
 
 
 def killed(count: int, argv: list[str]) -> None:
-    dies(count, argv, SMALL_REQUESTS)
+    dies(count, argv, REPLACED)
 
 
 def test_killed_it_resumes_bit_for_bit_and_what_it_left_is_removed(base, drive, tmp_path):
