@@ -57,6 +57,8 @@ MODELS: dict[str, tuple[int, int, float, float | None]] = {
 ABLATED = ("40B", "70B", "100B")
 _FLUSHED = replace(MASTERS, state_bytes=MASTERS.state_bytes + 4)
 _LIMIT_S = 300.0  # for a solve of 130 blocks on a slow machine
+_FIGURES = ("stored GB", "RAM used GB", "bound s", "program s", "simulated s", "of the program")
+_NO_PLAN = "no plan"
 _WORKING_BYTES = 40 * GB  # of device memory beside parameters, in the ablation
 
 
@@ -66,8 +68,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=list(MODELS))
     arguments = parser.parse_args()
-    nodes = [row for name in arguments.models for row in node_rows(name)]
-    switches = [row for name in arguments.models if name in ABLATED for row in ablation_rows(name)]
+    nodes = [_said(row) for name in arguments.models for row in node_rows(name)]
+    switches = [_said(row) for name in arguments.models if name in ABLATED for row in ablation_rows(name)]
     show("An iteration on MLP-Offload's node: theirs measured, ours predicted", nodes, ".4g")
     show("Its ablation: theirs published, ours predicted", switches, ".4g")
     if arguments.json:
@@ -94,7 +96,7 @@ def problem_of(name: str, device_bytes: int, host_bytes: int, precision: Precisi
 
 def stored_on(problem: Problem, *paths: tuple[float, float]) -> Problem:
     """Return the problem with storage paths, given as rates of reads and writes that take turns."""
-    figures = [PathFigures(read, write, 2 / (1 / read + 1 / write), CAPACITY_BYTES) for read, write in paths]
+    figures = [PathFigures("", read, write, 2 / (1 / read + 1 / write), CAPACITY_BYTES) for read, write in paths]
     return replace(problem, rates=replace(problem.rates, tiers=(together(figures, BUFFERS_BYTES).tier,)))
 
 
@@ -121,26 +123,29 @@ def ablation_rows(name: str) -> Iterator[dict[str, Any]]:
         ("+ exclusive access", cached, MASTERS, (NVME,), "up to 1.6"),
         ("+ second path", cached, MASTERS, (NVME, PFS), "2.5"),
     )
-    first_s = 0.0
+    first_s = None
     for words, host_bytes, precision, paths, published in cases:
         problem = stored_on(problem_of(name, device_bytes, host_bytes, precision), *paths)
         row = {"model": name, "switches": words} | _predicted(problem, plan(problem, time_limit_s=_LIMIT_S))
-        first_s = first_s or row["simulated s"]
-        yield row | {"gain so far": first_s / row["simulated s"], "published": published}
+        planned = row["simulated s"] != _NO_PLAN
+        first_s = first_s or (row["simulated s"] if planned else None)
+        yield row | {"gain so far": first_s / row["simulated s"] if planned else _NO_PLAN, "published": published}
+
+
+def _said(row: dict[str, Any]) -> dict[str, Any]:
+    print(row, flush=True)
+    return row
 
 
 def _predicted(problem: Problem, found: Planned) -> dict[str, Any]:
-    assert found.schedule is not None and found.simulation is not None, found.solution.status
+    if found.schedule is None or found.simulation is None:
+        return dict.fromkeys(_FIGURES, _NO_PLAN)
     ((_, host_bytes), (_, stored)) = found.schedule.tiers
     (tier,) = problem.rates.tiers
-    return {
-        "stored GB": stored / GB,
-        "RAM used GB": host_bytes / GB,
-        "bound s": 2 * stored / tier.path.both_bytes_per_s,
-        "program s": found.solution.objective_s,
-        "simulated s": found.simulation.step_s,
-        "of the program": found.simulation.step_s / found.solution.objective_s,
-    }
+    program_s, simulated_s = found.solution.objective_s, found.simulation.step_s
+    bound_s = 2 * stored / tier.path.both_bytes_per_s
+    figures = (stored / GB, host_bytes / GB, bound_s, program_s, simulated_s, simulated_s / program_s)
+    return dict(zip(_FIGURES, figures, strict=True))
 
 
 if __name__ == "__main__":
