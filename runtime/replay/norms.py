@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from ...solver.compute_names import BACKWARD, parse
 from ...solver.effects import effect
 from ...solver.items import ItemKind
 from ...solver.schedule import Kind, Schedule
@@ -112,9 +113,10 @@ def _completed(schedule: Schedule) -> dict[int, tuple[str, ...]]:
     """Return, by block, the parameters whose gradients its backward completes."""
     last: dict[str, int] = {}
     for action in schedule.backward:
-        if action.kind is Kind.COMPUTE and action.name[0] == "B":
+        compute = parse(action.name) if action.kind is Kind.COMPUTE else None
+        if compute is not None and compute.what == BACKWARD and compute.block is not None:
             made = [item for item in effect(action, schedule).writes if item.kind is ItemKind.GRADIENT]
-            last |= {item.name: int(action.name[1:]) for item in made}
+            last |= {item.name: compute.block for item in made}
     found: dict[int, tuple[str, ...]] = {}
     for name, block in last.items():
         found[block] = (*found.get(block, ()), name)
