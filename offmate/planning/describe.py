@@ -70,7 +70,7 @@ def _batch(subject: Subject) -> str:
         shapes.append(f"{shape} ({named})" if named else shape)
     more = ["…"] if len(shapes) > _SHOWN_SHAPES else []
     batch = " and ".join([*shapes[:_SHOWN_SHAPES], *more])
-    times = subject.request.micro_batches
+    times = subject.request.micro_batches * subject.request.together
     return batch if times == 1 else f"{times} micro-batches of {batch}"
 
 

@@ -24,6 +24,7 @@ from ..programs.programs import NodeCost
 from ..progress import Progress
 from ..runtime.torch_names.tensors import storage_key
 from ..sizes import format_bytes
+from ..solver.fat_steps import for_all
 from ..solver.problem import Problem
 from ..split import side_of
 from .files import states_need_files
@@ -141,7 +142,7 @@ def lower(
         micro_batches=request.micro_batches,
         gate_s=_VERDICT * min((c.device_norm_s for c in updates.values()), default=0.0) if looks else 0.0,
     )
-    return lowered, fixed
+    return replace(lowered, problem=for_all(lowered.problem, request.together)), fixed
 
 
 def _looks_s(request: Request, cost: UpdateCost) -> tuple[float, float]:

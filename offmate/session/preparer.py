@@ -9,9 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import fx
 
 from ..capture.byproducts import put
 from ..capture.checks import check_module_hooks
+from ..capture.effects import is_random
 from ..capture.plain import Plainness
 from ..config import Config
 from ..errors import BudgetExceeded, CaptureError, InfeasibleBudget, OffmateError
@@ -43,6 +45,10 @@ from .user_code import UserCode
 from .variants import Call, Counts, Variant, Variants
 
 log = logging.getLogger("offmate")
+
+
+class DrawsTogether(OffmateError):
+    """A forward that draws random numbers cannot run for several micro-batches block by block."""
 
 
 class Preparer:
@@ -160,6 +166,10 @@ class Preparer:
             call = call.as_given()
             return self._variant(model, call, make_room), call.tensors
 
+    def known(self, call: Call) -> Variant | None:
+        """Return the variant that is kept for a call; None if it would have to be planned."""
+        return self._variants.find(call.kind, [tensor for tensor in call.tensors if tensor is not None])
+
     def account_for_user_code(self) -> None:
         """Discard the training plan if the user's code was seen to hold more than the plan reserves."""
         if self.user_code.account(self.training):
@@ -272,11 +282,15 @@ class Preparer:
             )
             log.info("planning for batches with %s%s", shapes, changes)
         request = replace(
-            self.request, user_bytes=self.user_code.held_bytes.get(kind), user_factor=self.user_code.factor
+            self.request if call.together == 1 else self.request.by_block,
+            user_bytes=self.user_code.held_bytes.get(kind),
+            user_factor=self.user_code.factor,
         )
         given = self._given if self.training is None else None
         near = self._variants.near(kind)
         trace = trace_once(model, call.args, call.kwargs, request, say)
+        if call.together > 1:
+            _check_draws(trace().captured.graph)
 
         def make(margin_bytes: int, config: Config) -> Prepared:
             return make_plan(
@@ -342,6 +356,16 @@ class Preparer:
         if self._max_grad_norm is None:
             return None
         return Clip(self._max_grad_norm, tuple(name for name, _ in model.named_parameters()))
+
+
+def _check_draws(graph: fx.Graph) -> None:
+    drawing = next((node for node in graph.nodes if is_random(node)), None)
+    if drawing is not None:
+        raise DrawsTogether(
+            f"the forward draws random numbers ({drawing.target}, as dropout does), in another order than plain "
+            "PyTorch if its blocks run for all micro-batches in turn. Set dropout to 0, or compile with "
+            'config=offmate.Config(accumulation_order="by batch")'
+        )
 
 
 def _check_weights(model: torch.nn.Module) -> None:
