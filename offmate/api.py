@@ -174,6 +174,8 @@ def plan(
     request = replace(
         request, micro_batches=accumulation_steps, clips=max_grad_norm is not None, scales=scaler is not None
     )
+    if config.accumulation_order == "by block":
+        request = request.by_block
     names = _planned_names(model, optimizer, config)
     _check_unscaling(scaler, names, request.device)
     machine = _machine(hardware, model)

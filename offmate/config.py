@@ -67,7 +67,7 @@ class Config:
     accumulation_order: how the micro-batches of an update run (`accumulation_steps=`). "by batch": one after the other.
         "by block": each block runs for all of them in turn, so that its parameters are copied to the GPU once per
         update; the loop has to announce its batches (`model.offmate.batches`). "auto": the order that is predicted to
-        be faster, if the batches are announced. Both orders have the same numbers.
+        be faster, if the batches are announced; `offmate.plan` takes it for "by batch". Both have the same numbers.
     shape_buckets: ascending sizes. A batch reuses the decisions of the plan for a larger one, without a search, if in
         every dimension both sizes lie between the same two of these. An empty tuple always allows this. Batches are
         never padded, since that would change numbers.

@@ -71,7 +71,8 @@ def _batch(subject: Subject) -> str:
     more = ["…"] if len(shapes) > _SHOWN_SHAPES else []
     batch = " and ".join([*shapes[:_SHOWN_SHAPES], *more])
     times = subject.request.micro_batches * subject.request.together
-    return batch if times == 1 else f"{times} micro-batches of {batch}"
+    order = ", block by block" if subject.request.together > 1 else ""
+    return batch if times == 1 else f"{times} micro-batches of {batch}{order}"
 
 
 def _name(path: tuple[Any, ...]) -> str:

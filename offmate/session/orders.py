@@ -8,10 +8,12 @@ from dataclasses import replace
 import torch
 
 from ..errors import InfeasibleBudget, ProtocolError
+from ..planning.orders import DrawsTogether
 from ..planning.request import Request
+from ..plans.plan import Plan
 from ..reports.units import format_seconds
 from .announced import Announced
-from .preparer import DrawsTogether, Preparer
+from .preparer import Preparer
 from .residence import Residence
 from .together import Together
 from .variants import Call, Variant
@@ -27,11 +29,13 @@ class Orders:
 
     Parameters
     ----------
-    request: the requirements of plans in the usual order.
+    request: the requirements of plans in the usual order. given: a plan to use, whose order is then taken.
     """
 
-    def __init__(self, request: Request, preparer: Preparer, residence: Residence) -> None:
+    def __init__(self, request: Request, preparer: Preparer, residence: Residence, given: Plan | None) -> None:
         self._request, self._order = request, request.config.accumulation_order
+        if given is not None:
+            self._order = "by block" if given.schedule.per_step > 1 else "by batch"
         self._preparer, self._residence, self._turns = preparer, residence, residence.turns
         self.announced = Announced(request.micro_batches)
         self.together: Together | None = None

@@ -9,11 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
 
 from ..capture.byproducts import put
 from ..capture.checks import check_module_hooks
-from ..capture.effects import is_random
 from ..capture.plain import Plainness
 from ..config import Config
 from ..errors import BudgetExceeded, CaptureError, InfeasibleBudget, OffmateError
@@ -45,10 +43,6 @@ from .user_code import UserCode
 from .variants import Call, Counts, Variant, Variants
 
 log = logging.getLogger("offmate")
-
-
-class DrawsTogether(OffmateError):
-    """A forward that draws random numbers cannot run for several micro-batches block by block."""
 
 
 class Preparer:
@@ -289,8 +283,6 @@ class Preparer:
         given = self._given if self.training is None else None
         near = self._variants.near(kind)
         trace = trace_once(model, call.args, call.kwargs, request, say)
-        if call.together > 1:
-            _check_draws(trace().captured.graph)
 
         def make(margin_bytes: int, config: Config) -> Prepared:
             return make_plan(
@@ -356,16 +348,6 @@ class Preparer:
         if self._max_grad_norm is None:
             return None
         return Clip(self._max_grad_norm, tuple(name for name, _ in model.named_parameters()))
-
-
-def _check_draws(graph: fx.Graph) -> None:
-    drawing = next((node for node in graph.nodes if is_random(node)), None)
-    if drawing is not None:
-        raise DrawsTogether(
-            f"the forward draws random numbers ({drawing.target}, as dropout does), in another order than plain "
-            "PyTorch if its blocks run for all micro-batches in turn. Set dropout to 0, or compile with "
-            'config=offmate.Config(accumulation_order="by batch")'
-        )
 
 
 def _check_weights(model: torch.nn.Module) -> None:

@@ -92,7 +92,7 @@ class Session:
         self.pace = Pace(compiled=request.config.backend != "eager")
         self.turns = Turns(request.micro_batches, request.gate)
         self.residence = Residence(self.device, self.updater, self.turns, self.truth, self.preparer, self.pace)
-        self.orders = Orders(request, self.preparer, self.residence)
+        self.orders = Orders(request, self.preparer, self.residence, given)
         self.process, self.lock = self.residence.process, self.residence.lock
         scaling: Scaling | None = None
         if scaler is not None and optimizer is not None:
