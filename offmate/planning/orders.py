@@ -5,27 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from torch import fx
-
 from ..capture.effects import is_random
+from ..capture.model import Traced
 from ..config import Config
 from ..errors import InfeasibleBudget, OffmateError
 from ..plans.plan import Plan
+from ..runtime.operators.draws import draw
 
 
 class DrawsTogether(OffmateError):
     """A forward that draws random numbers cannot run block by block for several micro-batches."""
 
 
-def check_draws(graph: fx.Graph) -> None:
-    """Raise DrawsTogether if a forward draws random numbers."""
-    drawing = next((node for node in graph.nodes if is_random(node)), None)
-    if drawing is not None:
-        raise DrawsTogether(
-            f"the forward draws random numbers ({drawing.target}, as dropout does). If its blocks run for all "
-            "micro-batches in turn, it draws them in another order than plain PyTorch. Set dropout to 0, or use "
-            'Config(accumulation_order="by batch")'
-        )
+def check_draws(traced: Traced) -> None:
+    """Raise DrawsTogether if a forward draws random numbers that cannot be drawn before it, in plain PyTorch's order."""
+    inside = (node for block in traced.blocks for node in block.joint.forward)
+    for node in (*traced.chain.prelude, *inside):
+        if is_random(node) and (node.target is not draw or node.all_input_nodes):
+            raise DrawsTogether(
+                f"the forward draws random numbers by {node.target}. If its blocks run for all micro-batches in turn, "
+                "it draws them in another order than plain PyTorch. Set dropout to 0, or use "
+                'Config(accumulation_order="by batch")'
+            )
+
+
+def drawn_bytes(traced: Traced) -> int:
+    """Return the bytes of the largest tensor of random numbers that a forward draws."""
+    drawn = (node for block in traced.blocks for node in block.joint.forward if node.target is draw)
+    return max((node.meta["val"].untyped_storage().nbytes() for node in drawn), default=0)
 
 
 def in_faster_order(planned: Callable[[Config], Plan], config: Config, accumulation_steps: int) -> tuple[Plan, Config]:

@@ -29,6 +29,7 @@ from ..solver.problem import Problem
 from ..split import side_of
 from .files import states_need_files
 from .fingerprint import fingerprint_of
+from .orders import drawn_bytes
 from .request import Request
 from .restore import restore_class
 
@@ -142,7 +143,15 @@ def lower(
         micro_batches=request.micro_batches,
         gate_s=_VERDICT * min((c.device_norm_s for c in updates.values()), default=0.0) if looks else 0.0,
     )
-    return replace(lowered, problem=for_all(lowered.problem, request.together)), fixed
+    return replace(lowered, problem=_together(lowered.problem, traced, request.together)), fixed
+
+
+def _together(problem: Problem, traced: Traced, micro_batches: int) -> Problem:
+    """Return the problem whose steps run that many micro-batches, for which random numbers are drawn beforehand."""
+    if micro_batches == 1:
+        return problem
+    start_bytes = max(problem.start_peak_bytes, drawn_bytes(traced))
+    return for_all(replace(problem, start_peak_bytes=start_bytes), micro_batches)
 
 
 def _looks_s(request: Request, cost: UpdateCost) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from ...solver.compute_names import BACKWARD, FORWARD, START, USER, ComputeName,
 from ..torch_names.tensors import version_of
 from .binding import BlockBinding, Port
 from .contents import Buffer, OfBatch, Saved
+from .draws import Draws
 from .gate import Gate
 from .norms import Norms
 from .program import run
@@ -38,6 +39,7 @@ class Computes:
         self._on_host = world.device.torch_device.type == "cpu"
         self._seen_buffers: dict[str, tuple[int, int]] = {}
         self._last = world.schedule.per_step - 1
+        self._draws = Draws(world.binding, world.device.ledger, world.schedule.per_step)
         self.batches: list[Batch] = []
         self.incoming: Sequence[dict[str, torch.Tensor]] = ()
 
@@ -68,6 +70,7 @@ class Computes:
 
     def take_outputs(self) -> list[dict[str, torch.Tensor]]:
         """Hand over the model's outputs by slot, including those that depend on no parameter."""
+        self._draws.after_all()
         found = []
         for slot in range(self._last + 1):
             batch = self._contents.of(slot)
@@ -90,6 +93,8 @@ class Computes:
             arena.room((self._schedule.computes[USER].rise_bytes,))
 
     def _start(self, slot: int) -> None:
+        if slot == 0:
+            self._draws.foresee()
         start, ledger, batch = self._binding.start, self._device.ledger, self._contents.of(slot)
         batch_bytes: dict[str, int] = {}
         for name, tensor in zip(start.batch, self.batches[slot]):
@@ -115,6 +120,7 @@ class Computes:
     def _forward_block(self, index: int, slot: int) -> None:
         block, contents, batch = self._binding.blocks[index], self._contents, self._contents.of(slot)
         registers = self._registers(block, block.forward.n_registers, batch)
+        self._draws.before(index, slot)
         live = run(block.forward, registers, self._device.ledger, {}, self._device.arena)
         for port in block.writes:
             contents.model_buffers[port.name].copy_(registers[port.register])
