@@ -244,7 +244,7 @@ def _forecast(
     named = settings.cpu_budget != AUTO
     short = not named and needs.host_bytes(at.kind, settings) > host
 
-    config = Config(outputs=OUTPUTS, solver_gap=_FORECAST_GAP)
+    config = Config(outputs=OUTPUTS, solver_gap=_FORECAST_GAP, measure_grad_norm=settings.measures_norm)
 
     def planned(host_bytes: int) -> Plan:
         return in_faster_order(lambda own: planned_by(own, host_bytes), config, settings.accumulation)[0]

@@ -48,6 +48,7 @@ def fingerprint_of(
         parts += (request.budget_bytes, host, request.user_bytes, _planning(request.config))
         parts += (request.micro_batches, request.clips, *(("scales",) if request.scales else ()))
         parts += ("together", request.together) if request.together > 1 else ()
+        parts += ("measures",) if request.measures else ()
         if request.files is not None:  # a rate that was measured here is a figure like those of links
             rate = request.files.read_bytes_per_s if machine is not None else None
             parts += (sorted(request.files.names), rate, request.files.buffers_bytes)

@@ -28,6 +28,7 @@ class Request:
     automatic_host: the host budget is what is available now; a stored plan only has to fit into it.
     micro_batches: how many passes make one planned update. together: how many micro-batches a pass runs in turn, block
         by block. clips: whether gradients are clipped.
+    measures: whether the norm of all gradients is measured, without anything waiting for it.
     scales: whether losses are scaled, so that an update may be skipped.
     margin_bytes: the part of the budget that is left to the device's allocator.
     files: frozen parameters that may come from files where the host budget is short of room; None if there are none.
@@ -45,6 +46,7 @@ class Request:
     micro_batches: int = 1
     together: int = 1
     clips: bool = False
+    measures: bool = False
     scales: bool = False
     margin_bytes: int = 0
     files: FrozenFiles | None = None

@@ -156,7 +156,7 @@ def _together(problem: Problem, traced: Traced, micro_batches: int) -> Problem:
 
 def _looks_s(request: Request, cost: UpdateCost) -> tuple[float, float]:
     """Return the seconds that unscaling a complete gradient and taking its norm take, on host and device."""
-    cpu_s, device_s = (cost.cpu_norm_s, cost.device_norm_s) if request.clips else (0.0, 0.0)
+    cpu_s, device_s = (cost.cpu_norm_s, cost.device_norm_s) if request.clips or request.measures else (0.0, 0.0)
     if request.scales:
         cpu_s, device_s = cpu_s + cost.cpu_unscale_s, device_s + cost.device_unscale_s
     return cpu_s, device_s

@@ -32,17 +32,19 @@ class _Source(NamedTuple):
 class Announced:
     """The batches of the loop, as many at a time as make one update.
 
-    State: `_batches`, those of the present group; `called`, how many of them the model has been called with.
+    State: `_batches`, those of the present group; `called`, how many of them the model has been called with; `drew`,
+    whether the loader has drawn random numbers from torch's generator for later batches of the group.
 
     Parameters
     ----------
-    per_update: micro-batches of an update.
+    per_update: micro-batches of an update; 1 if none has to be known before its turn.
     """
 
     def __init__(self, per_update: int) -> None:
         self._per_update = per_update
         self._batches: list[Any] = []
         self.called = 0
+        self.drew = False
 
     def each(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield a loader's batches, all of an update being known before the first of them is yielded."""
@@ -53,10 +55,22 @@ class Announced:
         return self._each(iter(loader))
 
     def _each(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        while group := list(islice(batches, self._per_update)):
-            self._batches, self.called = list(group), 0
+        while group := list(islice(batches, 1)):
+            before = torch.get_rng_state() if self._per_update > 1 else None
+            group += islice(batches, self._per_update - 1)
+            self.announce(group)
+            self.drew = before is not None and not torch.equal(before, torch.get_rng_state())
             yield from group
             self._batches = []
+
+    def announce(self, batches: Iterable[Any]) -> None:
+        """Take the batches of the next update, which the loop has in hand."""
+        self._batches, self.called, self.drew = list(batches), 0, False
+
+    @property
+    def any(self) -> bool:
+        """Return whether the loop is among batches that it has announced."""
+        return bool(self._batches)
 
     @property
     def begins(self) -> bool:

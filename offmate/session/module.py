@@ -126,6 +126,10 @@ class Handle:
         """
         return self._session.orders.announced.each(loader)  # type: ignore[no-any-return]
 
+    def announce(self, batches: Iterable[Any]) -> None:
+        """Let the plan know the batches of the next update, for a loop that has them in hand; see `batches`."""
+        self._session.orders.announced.announce(batches)
+
     @property
     def peak_bytes(self) -> int:
         """The most bytes that have been on the device since the last `reset_peak`."""

@@ -37,7 +37,7 @@ class Orders:
         if given is not None:
             self._order = "by block" if given.schedule.per_step > 1 else "by batch"
         self._preparer, self._residence, self._turns = preparer, residence, residence.turns
-        self.announced = Announced(request.micro_batches)
+        self.announced = Announced(1 if self._order == "by batch" else request.micro_batches)
         self.together: Together | None = None
         self._said: set[str] = set()
 
@@ -60,7 +60,7 @@ class Orders:
         if self._request.micro_batches == 1 or self._order == "by batch":
             return None
         if not self.announced.begins:
-            if self._order == "by block":
+            if self._order == "by block" and not self.announced.any:
                 raise ProtocolError(
                     f'Config(accumulation_order="by block") has to know all {self._request.micro_batches} batches of '
                     "an update before its first forward. Write the loop as: for batch in model.offmate.batches(loader):"
@@ -74,6 +74,13 @@ class Orders:
             if self._order == "by block":
                 raise
             return self._declined(str(error))
+        if variant.executor.draws and self.announced.drew:
+            raise ProtocolError(
+                "the loader draws random numbers from torch's generator, and so does the forward (dropout does). "
+                "model.offmate.batches() takes all batches of an update before the first forward, so both would get "
+                "other numbers than without it. Give the loader a generator of its own, or compile with "
+                'config=offmate.Config(accumulation_order="by batch"), which takes batches one by one'
+            )
         calls = self._foreseen(model, call)
         if any(self._preparer.known(one) is not variant for one in calls):
             return self._declined("the model decides differently about their values")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -345,9 +346,9 @@ class Preparer:
         return Variant(prepared, executor, call.kind, place)
 
     def _clip(self, model: torch.nn.Module) -> Clip | None:
-        if self._max_grad_norm is None:
+        if self._max_grad_norm is None and not self.request.measures:
             return None
-        return Clip(self._max_grad_norm, tuple(name for name, _ in model.named_parameters()))
+        return Clip(self._max_grad_norm or math.inf, tuple(name for name, _ in model.named_parameters()))
 
 
 def _check_weights(model: torch.nn.Module) -> None:

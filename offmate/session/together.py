@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..errors import ProtocolError
 from .announced import Arguments, Expected
 from .variants import Call, Variant
 
@@ -31,17 +32,27 @@ class Together:
         self._expected = [Expected(_arguments(call), number) for number, call in enumerate(calls, 1)]
         self._outputs: list[dict[str, torch.Tensor]] = []
         self._gradients: list[dict[str, torch.Tensor]] = []
+        self._drawn: torch.Tensor | None = None  # the generator's state after all forwards, if they draw
 
     def called(self, call: Call) -> Tensors:
         """Note the next call, and return its tensors; raises ProtocolError if it was not foreseen like this."""
         self._expected[self.slot + 1].check(_arguments(call))
+        if self._drawn is not None and not torch.equal(self._drawn, torch.get_rng_state()):
+            raise ProtocolError(
+                f"random numbers were drawn between the calls for micro-batches {self.slot + 1} and {self.slot + 2}, "
+                "whose forwards have drawn theirs already, so both would get other numbers than in plain PyTorch. Draw "
+                "them before the first call or after the last one, or compile with "
+                'config=offmate.Config(accumulation_order="by batch")'
+            )
         self.slot += 1
         return self._tensors[self.slot]
 
     def outputs(self) -> dict[str, torch.Tensor]:
         """Return the outputs of the call under way; the first one runs all forwards."""
         if self.slot == 0:
-            self._outputs = self.variant.executor.forwards([tuple(tensors) for tensors in self._tensors])
+            executor = self.variant.executor
+            self._outputs = executor.forwards([tuple(tensors) for tensors in self._tensors])
+            self._drawn = torch.get_rng_state() if executor.draws else None
         outputs, self._outputs[self.slot] = self._outputs[self.slot], {}
         return outputs
 

@@ -57,6 +57,11 @@ class Computes:
         else:
             self._gate.open()
 
+    @property
+    def draws(self) -> bool:
+        """Return whether forwards that run for several micro-batches in turn draw random numbers."""
+        return self._draws.any
+
     def renew_buffers(self) -> None:
         """Copy to the device the model's buffers that it lacks, or that the user has changed on the host."""
         contents = self._contents

@@ -47,6 +47,11 @@ class Draws:
                     self._ledger.made(0, size)
         self._end = torch.get_rng_state()
 
+    @property
+    def any(self) -> bool:
+        """Return whether any forward draws."""
+        return bool(self._drawing)
+
     def before(self, block: int, slot: int) -> None:
         """Place the generator before a block's forward."""
         state = self._states.pop((slot, block), None)

@@ -85,6 +85,11 @@ class Executor:
                 self._take(Action(0, Kind.PREFETCH, item))
         self.loaded = True
 
+    @property
+    def draws(self) -> bool:
+        """Return whether forwards that run for several micro-batches in turn draw random numbers."""
+        return self._computes.draws
+
     def settle_states(self) -> bool:
         """Move the host's optimizer states to RAM or to files, as the schedule has them; return whether any moved."""
         return self._by_kind.states.settle(self.schedule.states_in_files)
@@ -152,6 +157,8 @@ class Executor:
     def turn_around(self) -> None:
         """Run the actions between the last backward and the next forward; a gate opens in it."""
         self._walk(self.schedule.turn_around)
+        if not self.schedule.gate:
+            self.gate.measure()
 
     def unscale(self) -> None:
         """Unscale the complete gradients that have not been unscaled yet; updates may then begin at any time."""

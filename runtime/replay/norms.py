@@ -104,6 +104,10 @@ class Norms:
         self.take({name: gradient for name, gradient in gradients.items() if name not in self._found})
         return [self._found[name] for name in gradients]
 
+    def taken(self, names: Iterable[str]) -> list[torch.Tensor]:
+        """Return the norms that were taken as gradients became complete, in the order of these parameters."""
+        return [self._found[name] for name in names if name in self._found]
+
     def clear(self) -> None:
         """Forget all norms, since gradients may change from now on, or the iteration is over."""
         self._found, self._taking, self._complete = {}, False, set()
