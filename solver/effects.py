@@ -75,7 +75,8 @@ def effect(action: Action, schedule: Schedule) -> Effect:
     return found
 
 
-_SUMS = (ItemKind.GRADIENT, ItemKind.PARTIAL, ItemKind.VALUE_GRADIENT)  # a backward adds to those that it reads and does not release
+# A backward adds to those that it reads and does not release.
+_SUMS = (ItemKind.GRADIENT, ItemKind.PARTIAL, ItemKind.VALUE_GRADIENT)
 
 
 def _compute(action: Action, schedule: Schedule) -> Effect:

@@ -20,7 +20,7 @@ from .rows import Block
 
 @dataclass(frozen=True)
 class _More:
-    """What a step holds beyond the peak of one compute: bytes per further micro-batch, and bytes once if there are any."""
+    """What a step holds beyond the peak of one compute: bytes per further micro-batch, and once if there are any."""
 
     per_slot_bytes: int
     once_bytes: int = 0

@@ -93,7 +93,7 @@ WHOLE_GRADIENTS = (ItemKind.GRADIENT, ItemKind.TOTAL)  # an update reads one of 
 class Item(str):
     """Something that occupies bytes on the device. It is a string, its own printed form, so that dictionaries are fast.
 
-    It prints as `PREFIX:NAME`. Rows of an optimizer state print as `s:NAME[A:B]`, and what belongs to a micro-batch of a
+    It prints as `PREFIX:NAME`. Rows of an optimizer state print as `s:NAME[A:B]`. What belongs to a micro-batch of a
     step other than the first prints as `PREFIX:NAME@SLOT`. A name that itself ends like rows or like a slot is followed
     by `[:]` or `@0`.
 

@@ -18,7 +18,7 @@ class DrawsTogether(OffmateError):
 
 
 def check_draws(traced: Traced) -> None:
-    """Raise DrawsTogether if a forward draws random numbers that cannot be drawn before it, in plain PyTorch's order."""
+    """Raise DrawsTogether if a forward draws random numbers that cannot be drawn before it, in the plain order."""
     inside = (node for block in traced.blocks for node in block.joint.forward)
     for node in (*traced.chain.prelude, *inside):
         if is_random(node) and (node.target is not draw or node.all_input_nodes):
@@ -42,7 +42,7 @@ def in_faster_order(planned: Callable[[Config], Plan], config: Config, accumulat
     ----------
     planned: plans by a configuration. accumulation_steps: micro-batches per update.
 
-    Returns: the plan, and the configuration that names its order. Raises: as `planned`, if neither order can be planned.
+    Returns: the plan, and the configuration that names its order. Raises: as `planned`, if neither can be planned.
     """
     if accumulation_steps == 1 or config.accumulation_order != "auto":
         return planned(config), config

@@ -23,6 +23,7 @@ from ..runtime.clocks import clock_of
 from ..runtime.torch_names.modules import conversion
 from ..runtime.trace import Recorder
 from ..split import Split
+from .announced import Announced
 from .generation import generated
 from .parameters import give_classes
 from .state_storage import PathInUse
@@ -124,7 +125,8 @@ class Handle:
 
         Raises: ArgumentTypeError if `loader` cannot be gone through.
         """
-        return self._session.orders.announced.each(loader)  # type: ignore[no-any-return]
+        announced: Announced = self._session.orders.announced
+        return announced.each(loader)
 
     def announce(self, batches: Iterable[Any]) -> None:
         """Let the plan know the batches of the next update, for a loop that has them in hand; see `batches`."""

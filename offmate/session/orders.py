@@ -67,13 +67,15 @@ class Orders:
                 )
             return None
         if len({one.kind for one in self._foreseen(model, call)}) > 1:
-            return self._declined("their batches have different shapes")
+            self._declined("their batches have different shapes")
+            return None
         try:
             variant = self._planned(model, call)
         except (InfeasibleBudget, DrawsTogether) as error:
             if self._order == "by block":
                 raise
-            return self._declined(str(error))
+            self._declined(str(error))
+            return None
         if variant.executor.draws and self.announced.drew:
             raise ProtocolError(
                 "the loader draws random numbers from torch's generator, and so does the forward (dropout does). "
@@ -83,7 +85,8 @@ class Orders:
             )
         calls = self._foreseen(model, call)
         if any(self._preparer.known(one) is not variant for one in calls):
-            return self._declined("the model decides differently about their values")
+            self._declined("the model decides differently about their values")
+            return None
         if self._order == "auto" and not self._is_faster(model, variant, call):
             return None
         self.together = Together(variant, calls)

@@ -11,6 +11,7 @@ from ..errors import ProtocolError
 from ..runtime.replay.binding import HostState
 from ..runtime.torch_names.autograd import after_backward
 from ..runtime.torch_names.tensors import version_of
+from .turns import Turns
 
 _GRAD: Any = torch.Tensor.grad
 _BY_ITSELF = "call backward() on that term of the loss by itself, after the model's"

@@ -135,9 +135,7 @@ def add_values(problem: Problem, builder: Builder, account: Account) -> tuple[Le
     return tuple(result)
 
 
-def _count_leaving(
-    problem: Problem, value: Value, start: int, leaving: Leaving, path: Path, account: Account
-) -> None:
+def _count_leaving(problem: Problem, value: Value, start: int, leaving: Leaving, path: Path, account: Account) -> None:
     slots, serial = problem.per_step, 1 / problem.per_step if leaving.out == value.made else 0.0
     out, back = start + leaving.out, start + leaving.back
     account.hold_over(range(out + 1, back), -value.bytes, leaving.column)

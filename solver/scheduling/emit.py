@@ -54,9 +54,7 @@ class _Emitter:
         self.entries: list[_Emitted] = []
         self.homes: dict[Item, str] = {}
 
-    def add(
-        self, step: int, place: _Order, kind: Kind, name: str, urgency: int = 0, slot: int | None = None
-    ) -> None:
+    def add(self, step: int, place: _Order, kind: Kind, name: str, urgency: int = 0, slot: int | None = None) -> None:
         """Add an action of one micro-batch of a step, or of all, beside the first compute or after the last one."""
         if slot is None:
             slot = self.slots[-1] if place in _AT_THE_END else 0
