@@ -113,7 +113,11 @@ def compile(
     if config.backend == "inductor":
         check_inductor(request.device)
     request = replace(
-        request, micro_batches=accumulation_steps, clips=max_grad_norm is not None, scales=scaler is not None
+        request,
+        micro_batches=accumulation_steps,
+        clips=max_grad_norm is not None,
+        measures=_measures(config, max_grad_norm, optimizer),
+        scales=scaler is not None,
     )
     names = _planned_names(model, optimizer, config)
     _check_unscaling(scaler, names, request.device)
@@ -172,8 +176,14 @@ def plan(
     planned_device = device if hardware is None else device or "emulated"
     request = _request(gpu_budget, cpu_budget, planned_device, config, None)
     request = replace(
-        request, micro_batches=accumulation_steps, clips=max_grad_norm is not None, scales=scaler is not None
+        request,
+        micro_batches=accumulation_steps,
+        clips=max_grad_norm is not None,
+        measures=_measures(config, max_grad_norm, optimizer),
+        scales=scaler is not None,
     )
+    if config.accumulation_order == "by block":
+        request = request.by_block
     names = _planned_names(model, optimizer, config)
     _check_unscaling(scaler, names, request.device)
     machine = _machine(hardware, model)
@@ -349,6 +359,16 @@ def _check_gate(max_grad_norm: float | None, accumulation_steps: int, planned: b
             f"accumulation_steps={accumulation_steps} needs optimizer=. Leave it out to accumulate yourself: without "
             "an optimizer, gradients of several backward() calls add up in .grad as usual"
         )
+
+
+def _measures(config: Config, max_grad_norm: float | None, optimizer: torch.optim.Optimizer | None) -> bool:
+    """Return whether the norm of all gradients is only measured. Raises: OffmateError without an optimizer."""
+    if config.measure_grad_norm and optimizer is None:
+        raise OffmateError(
+            "Config(measure_grad_norm=True) needs optimizer=. Without an optimizer, gradients are in .grad after "
+            "backward(): call torch.nn.utils.get_total_norm"
+        )
+    return config.measure_grad_norm and max_grad_norm is None
 
 
 def _enabled(scaler: torch.amp.GradScaler | None, planned: bool) -> torch.amp.GradScaler | None:

@@ -19,6 +19,7 @@ _LEAST_OPTIONS = 3
 _LEAST_TURN_AROUND_STEPS = 2
 _SOLVERS = ("highs", "cbc", None)
 _BACKENDS = ("eager", "inductor")
+_ORDERS = ("auto", "by batch", "by block")
 _UPDATES = ("auto", "host", "device")
 
 
@@ -63,6 +64,12 @@ class Config:
     solver: "highs" or "cbc"; None takes HiGHS if it is installed, otherwise CBC.
     turn_around_steps: steps without compute between the last backward and the next forward, for updates. None takes as
         many as they need: three, or more if updates wait for clipping or accumulation and the GPU makes many of them.
+    accumulation_order: how the micro-batches of an update run (`accumulation_steps=`). "by batch": one after the other.
+        "by block": each block runs for all of them in turn, so that its parameters are copied to the GPU once per
+        update; the loop has to announce its batches (`model.offmate.batches`). "auto": the order that is predicted to
+        be faster, if the batches are announced; `offmate.plan` takes it for "by batch". Both have the same numbers.
+    measure_grad_norm: measure the norm of all gradients (`model.offmate.grad_norm`) without clipping. Nothing waits for
+        it, unlike `max_grad_norm=float("inf")`, which makes updates wait for the step.
     shape_buckets: ascending sizes. A batch reuses the decisions of the plan for a larger one, without a search, if in
         every dimension both sizes lie between the same two of these. An empty tuple always allows this. Batches are
         never padded, since that would change numbers.
@@ -89,6 +96,8 @@ class Config:
     measure_again: bool = field(default_factory=_asked_to_measure, repr=False)  # not shown: no plan depends on it
     solver: Literal["highs", "cbc"] | None = None
     turn_around_steps: int | None = None
+    accumulation_order: Literal["auto", "by batch", "by block"] = "auto"
+    measure_grad_norm: bool = False
     shape_buckets: tuple[int, ...] = ()
     max_plans: int = 16
     backend: Literal["eager", "inductor"] = "eager"
@@ -117,10 +126,13 @@ class Config:
         _check_buckets(self.shape_buckets)
         _require(self.solver in _SOLVERS, "solver", self.solver, "'highs', 'cbc' or None")
         _require(self.backend in _BACKENDS, "backend", self.backend, "'eager' or 'inductor'")
+        orders = "'auto', 'by batch' or 'by block'"
+        _require(self.accumulation_order in _ORDERS, "accumulation_order", self.accumulation_order, orders)
         known = isinstance(self.updates, Split) or self.updates in _UPDATES
         _require(known, "updates", self.updates, "'auto', 'host', 'device' or a Split, such as plan.split")
-        if not isinstance(self.measure_again, bool):
-            raise ArgumentTypeError(f"measure_again is {self.measure_again!r}; it must be True or False")
+        for name in ("measure_again", "measure_grad_norm"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentTypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         _check_names("outputs", self.outputs, "all")
         _check_names("gradients_into", self.gradients_into, "auto")
         _check_layouts(self.gradient_layouts)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from . import items
+from .compute_names import GATE
 from .items import Item, ItemKind
 from .resources import Resource
 from .schedule import Action, Kind, Pass, Schedule
@@ -74,14 +75,15 @@ def effect(action: Action, schedule: Schedule) -> Effect:
     return found
 
 
-_SUMS = (ItemKind.GRADIENT, ItemKind.VALUE_GRADIENT)  # a backward adds to those that it reads and does not release
+# A backward adds to those that it reads and does not release.
+_SUMS = (ItemKind.GRADIENT, ItemKind.PARTIAL, ItemKind.VALUE_GRADIENT)
 
 
 def _compute(action: Action, schedule: Schedule) -> Effect:
     spec, sizes = schedule.computes[action.name], schedule.item_bytes
     adds = [item for item in spec.needs if item.kind in _SUMS and item not in spec.drops]
     on_host: tuple[Item, ...] = ()
-    if action.name == "gate":  # an executor that clips reads and scales every gradient there
+    if action.name == GATE:  # an executor that clips reads and scales every gradient there
         gradients = [item for item in sizes if item.kind in items.WHOLE_GRADIENTS]
         on_host = (*gradients, *map(items.total, schedule.add_cpu_s))
     return Effect(

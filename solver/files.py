@@ -35,6 +35,8 @@ def to_dict(record: Problem | Solution) -> dict[str, Any]:
         fields["rates"] = record.rates.to_dict()
         if not record.host_in_time:
             del fields["host_in_time"]
+        if record.per_step == 1:
+            del fields["per_step"]
         for option in (option for block in fields["blocks"] for option in block["options"]):
             if option["launched"] is None:
                 del option["launched"]

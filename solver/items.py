@@ -11,6 +11,7 @@ from typing import ClassVar
 from .problem import Rows
 
 _WITH_ROWS = re.compile(r"(.+)\[(?:(\d+):(\d+)|:)\]", re.DOTALL)
+_IN_SLOT = re.compile(r"(.+)@(\d+)", re.DOTALL)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +39,8 @@ class ItemKind:
     roams: bool = False
 
     PARAMETER: ClassVar[ItemKind]  # compute copy of a parameter
-    GRADIENT: ClassVar[ItemKind]  # of a parameter, for one micro-batch
+    GRADIENT: ClassVar[ItemKind]  # of a parameter, for one pass
+    PARTIAL: ClassVar[ItemKind]  # of a parameter, for one micro-batch of a pass, while blocks still add to it
     TOTAL: ClassVar[ItemKind]  # sum of the gradients of several micro-batches, if the device updates
     STATE: ClassVar[ItemKind]
     VALUE: ClassVar[ItemKind]  # between blocks
@@ -74,6 +76,7 @@ _MOVES = {"leaves": True, "returns": True}
 
 ItemKind.PARAMETER = ItemKind("p", "parameter {}", "parameters", **_MOVES)
 ItemKind.GRADIENT = ItemKind("g", "gradient of {}", "gradients", **_MOVES)
+ItemKind.PARTIAL = ItemKind("part", "partial gradient of {}", "gradients", by_batch=True)
 ItemKind.TOTAL = ItemKind("t", "total gradient of {}", "gradients", **_MOVES)
 ItemKind.STATE = ItemKind("s", "optimizer state of {}", "optimizer states", **_MOVES, roams=True)
 ItemKind.VALUE = ItemKind("v", "value {}", "activations", by_batch=True, **_MOVES, roams=True)
@@ -90,32 +93,41 @@ WHOLE_GRADIENTS = (ItemKind.GRADIENT, ItemKind.TOTAL)  # an update reads one of 
 class Item(str):
     """Something that occupies bytes on the device. It is a string, its own printed form, so that dictionaries are fast.
 
-    It prints as `PREFIX:NAME`. Rows of an optimizer state print as `s:NAME[A:B]`. A whole state whose name itself ends
-    like rows prints as `s:NAME[:]`.
+    It prints as `PREFIX:NAME`. Rows of an optimizer state print as `s:NAME[A:B]`. What belongs to a micro-batch of a
+    step other than the first prints as `PREFIX:NAME@SLOT`. A name that itself ends like rows or like a slot is followed
+    by `[:]` or `@0`.
 
     Parameters
     ----------
     kind: its kind. name: of the tensor or value; for values that a block saves, the block's number.
     rows: the rows of an optimizer state that it holds, if the state is several items; None for all of it.
+    slot: of items that depend on the batch, the micro-batch that it belongs to among those for which a step runs.
     """
 
-    __slots__ = ("kind", "name", "rows")
+    __slots__ = ("kind", "name", "rows", "slot")
     kind: ItemKind
     name: str
     rows: Rows | None
+    slot: int
 
-    def __new__(cls, kind: ItemKind, name: str, rows: Rows | None = None) -> Item:
+    def __new__(cls, kind: ItemKind, name: str, rows: Rows | None = None, slot: int = 0) -> Item:
         text = f"{kind.prefix}:{name}"
         if rows is not None:
             text += f"[{rows[0]}:{rows[1]}]"
         elif kind is ItemKind.STATE and _WITH_ROWS.fullmatch(name):
             text += "[:]"
+        elif kind.by_batch and (slot or _IN_SLOT.fullmatch(name)):
+            text += f"@{slot}"
         item = super().__new__(cls, text)
-        item.kind, item.name, item.rows = kind, name, rows
+        item.kind, item.name, item.rows, item.slot = kind, name, rows, slot
         return item
 
-    def __reduce__(self) -> tuple[type[Item], tuple[ItemKind, str, Rows | None]]:
-        return Item, (self.kind, self.name, self.rows)
+    def __reduce__(self) -> tuple[type[Item], tuple[ItemKind, str, Rows | None, int]]:
+        return Item, (self.kind, self.name, self.rows, self.slot)
+
+    def at(self, slot: int) -> Item:
+        """Return the same item of another micro-batch of the step; itself if it does not depend on the batch."""
+        return Item(self.kind, self.name, self.rows, slot) if self.kind.by_batch and slot != self.slot else self
 
     @property
     def block(self) -> int:
@@ -135,6 +147,9 @@ def _parsed(text: str) -> Item:
     if kind is None or not colon or not name:
         known = ", ".join(_BY_PREFIX)
         raise ValueError(f"not an item: {text!r}; expected PREFIX:NAME with one of the prefixes {known}")
+    found = _IN_SLOT.fullmatch(name) if kind.by_batch else None
+    if found is not None:
+        return Item(kind, found[1], slot=int(found[2]))
     found = _WITH_ROWS.fullmatch(name) if kind is ItemKind.STATE else None
     if found is None:
         return Item(kind, name)
@@ -149,6 +164,11 @@ def parameter(tensor: str) -> Item:
 def gradient(tensor: str) -> Item:
     """Return the item of a parameter's gradient for one micro-batch."""
     return Item(ItemKind.GRADIENT, tensor)
+
+
+def partial(tensor: str) -> Item:
+    """Return the item of a parameter's gradient for one micro-batch of a pass, while blocks still add to it."""
+    return Item(ItemKind.PARTIAL, tensor)
 
 
 def total(tensor: str) -> Item:
@@ -203,4 +223,4 @@ def names_of(those: Iterable[Item], kind: ItemKind) -> set[str]:
 
 def after_pass(item: Item) -> Item:
     """Return what an item becomes when its pass ends: an output becomes an old output."""
-    return old_output(item.name) if item.kind is ItemKind.OUTPUT else item
+    return old_output(item.name).at(item.slot) if item.kind is ItemKind.OUTPUT else item

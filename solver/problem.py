@@ -8,6 +8,9 @@ one. Middle passes are all alike, so the steps hold three passes at most: the fi
 previous iteration may extend; a middle one that stands for all others; and the last, whose gradients complete the sums.
 Steps of groups, values, shared values and outputs are given for the first pass, and recur in each later pass, 2L steps
 later.
+
+A pass may also run several micro-batches together: each step then runs its block for all of them in turn, and the
+sizes and seconds of a problem are those of all of them (see fat_steps.py).
 """
 
 from __future__ import annotations
@@ -57,7 +60,9 @@ class Problem:
     host_in_time: whether what the host holds for a part of the iteration (gradients, activations) counts in these steps
         alone, so that it can share memory, or for the whole iteration.
     gate_s: seconds from the last gradient to the first update, for the verdict on all gradients.
-    micro_batches: N, forwards and backwards per update. More than one needs a gate.
+    micro_batches: N, passes per update. More than one needs a gate.
+    per_step: k, the micro-batches for which every step runs its block in turn. More than one makes a pass of all
+        micro-batches, so that N is 1.
     """
 
     blocks: tuple[Block, ...]
@@ -77,6 +82,7 @@ class Problem:
     host_in_time: bool = False
     gate_s: float = 0.0
     micro_batches: int = 1
+    per_step: int = 1
 
     def __post_init__(self) -> None:
         check(self)
@@ -271,6 +277,10 @@ def check(problem: Problem) -> None:
     count = problem.micro_batches
     _require(count >= 1, f"micro_batches is {count}; at least 1 is needed")
     _require(count == 1 or problem.gate, f"micro_batches is {count}; more than one needs planned updates and a gate")
+    slots = problem.per_step
+    _require(slots >= 1, f"per_step is {slots}; at least 1 is needed")
+    both = f"per_step is {slots} and micro_batches {count}; where steps run several micro-batches, one pass runs all"
+    _require(slots == 1 or count == 1, both)
     for block in problem.blocks:
         _require(bool(block.options), f"block {block.name} has no options")
         for option in block.options:

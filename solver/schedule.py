@@ -173,7 +173,9 @@ class Schedule:
         and each `update-cpu` that does not start in the next iteration's first forward part. Between the last backward
         and the first update lies the compute "gate", in which an executor that clips takes the norm. Every gradient (or
         total) is then on the device, on the host, or on its way there, and "gate" waits for those on their way.
-    micro_batches: M, forwards and backwards per update; more than one needs a gate. Every pass then ends a gradient
+    per_step: the micro-batches for which every step runs its block in turn, in slots 0, 1, ...; the first one's
+        gradients become the sums of all.
+    micro_batches: M, passes per update; more than one needs a gate. Every pass then ends a gradient
         that the device will use with `begin-total`, or with `accumulate` in later passes, and one that the host will
         use with `offload`, `free` and `accumulate-cpu`. Gradients arrive on the host in two buffers used in turn: a
         copy waits for the addition of the gradient before the previous one.
@@ -198,6 +200,7 @@ class Schedule:
     add_cpu_s: dict[str, float] = field(default_factory=dict)
     add_device_s: dict[str, float] = field(default_factory=dict)
     homes: dict[Item, str] = field(default_factory=dict)
+    per_step: int = 1
 
     def path_of(self, item: Item) -> Path:
         """Return the path on which an item leaves and returns."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..machines.hardware import Hardware
     from ..plans.plan import Plan
 
+_ORDERS = ("auto", "by-batch", "by-block")
 _DOES_NOT_FIT = 1
 _EXAMPLES = """examples:
   offmate plan llama3-8b --lora 16 --card rtx3060 --ram 32GiB
@@ -107,6 +108,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="micro-batches of --batch sequences per step (default: %(default)s)",
     )
+    parser.add_argument(
+        "--order",
+        choices=_ORDERS,
+        default=_ORDERS[0],
+        help="how the micro-batches of a step run: one after the other (by-batch), each block for all of them in turn "
+        "(by-block), or what is faster (default: %(default)s)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -194,24 +202,34 @@ def _make(arguments: argparse.Namespace, training: Training, machine: Hardware, 
     with working("loading PyTorch"):
         import offmate
 
+        from ..planning.orders import in_faster_order
         from .shapes import autocast
     with working("building the model"):
         model, batch = training.built()
     with autocast(training.autocast):
-        plan = offmate.plan(
-            model,
-            budget_bytes,
-            example_inputs=batch,
-            optimizer=training.optimizer_of(model),
-            cpu_budget=arguments.cpu_budget,
-            hardware=arguments.hardware,
-            storage=arguments.storage,
-            **training.arguments(),
-        )
+        optimizer = training.optimizer_of(model)
+
+        def planned(config: offmate.Config) -> Plan:
+            return offmate.plan(
+                model,
+                budget_bytes,
+                example_inputs=batch,
+                optimizer=optimizer,
+                cpu_budget=arguments.cpu_budget,
+                hardware=arguments.hardware,
+                storage=arguments.storage,
+                config=config,
+                **training.arguments(),
+            )
+
+        config = offmate.Config(accumulation_order=arguments.order.replace("-", " "))
+        plan, _ = in_faster_order(planned, config, training.accumulation)
     beyond = machine.device_memory_bytes < budget_bytes
     warning = f", which has only {format_bytes(machine.device_memory_bytes)}" if beyond else ""
     slow = machine.rate_words(training.matrix_dtype)
     about = training.about(plan.about)
+    if plan.schedule.per_step > 1:
+        about = replace(about, batch=f"{about.batch}, block by block")
     said = f"{replace(about, made='').words()}{warning}\n"
     return replace(plan, about=about), f"{said}{slow}\n" if slow else said
 

@@ -17,6 +17,7 @@ from ..config import Config
 from ..errors import InfeasibleBudget, OffmateError, PlanFileError
 from ..machines.devices import EMULATED, check_budget, default_budget_bytes
 from ..machines.host_memory import default_host_budget_bytes
+from ..planning.orders import in_faster_order
 from ..plans.plan import Plan, load_plan
 from ..progress import working
 from ..sizes import format_bytes, format_least_bytes, parse_budget
@@ -243,7 +244,12 @@ def _forecast(
     named = settings.cpu_budget != AUTO
     short = not named and needs.host_bytes(at.kind, settings) > host
 
+    config = Config(outputs=OUTPUTS, solver_gap=_FORECAST_GAP, measure_grad_norm=settings.measures_norm)
+
     def planned(host_bytes: int) -> Plan:
+        return in_faster_order(lambda own: planned_by(own, host_bytes), config, settings.accumulation)[0]
+
+    def planned_by(own: Config, host_bytes: int) -> Plan:
         return plan_model(
             bare.model,
             budget,
@@ -253,7 +259,7 @@ def _forecast(
             cpu_budget=host_bytes,
             hardware=machine,
             storage=(at.base.files(at.kind), *at.folders.paths),
-            config=Config(outputs=OUTPUTS, solver_gap=_FORECAST_GAP),
+            config=own,
         )
 
     lack = _lack_of_ram(at, work, needs, host) if named else None

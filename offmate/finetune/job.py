@@ -19,6 +19,7 @@ from ..api import plan as plan_model
 from ..config import Config
 from ..errors import InfeasibleBudget, OffmateError
 from ..machines.devices import EMULATED, device_kind
+from ..planning.orders import in_faster_order
 from ..plans.plan import Plan
 from ..progress import working
 from ..split import Split
@@ -179,9 +180,11 @@ def _load(at: Position) -> tuple[Position, Loaded]:
 def _plan(at: Position, loaded: Loaded) -> tuple[Plan, Config]:
     """Return the plan and its configuration; a resumed run updates every parameter where it did before."""
     split = at.moment.split if at.moment is not None else Split()
-    config = Config(updates=split, outputs=OUTPUTS) if split != Split() else Config(outputs=OUTPUTS)
+    open_config = Config(outputs=OUTPUTS, measure_grad_norm=at.settings.measures_norm)
+    config = replace(open_config, updates=split) if split != Split() else open_config
+    steps = at.settings.accumulation
     try:
-        plan = _planned(at, loaded, config)
+        plan, config = in_faster_order(lambda own: _planned(at, loaded, own), config, steps)
     except InfeasibleBudget:
         if at.kind != EMULATED or split == Split():
             raise
@@ -189,8 +192,7 @@ def _plan(at: Position, loaded: Loaded) -> tuple[Plan, Config]:
             "the earlier split of updates does not fit the new budget, so a new one is used; on this device, this "
             "changes no bits"
         )
-        config = Config(outputs=OUTPUTS)
-        plan = _planned(at, loaded, config)
+        plan, config = in_faster_order(lambda own: _planned(at, loaded, own), open_config, steps)
     # The plan that the earlier run followed, if it is for the same problem.
     saved = saved_plan(at.checkpoint)
     return saved if saved is not None and saved.fingerprint == plan.fingerprint else plan, config

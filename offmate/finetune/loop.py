@@ -113,7 +113,7 @@ def _step(run: TrainingRun, step: int, micro_batches: list[Batch], clock: _Clock
     rate = learning_rate(settings, step, run.n_steps)
     run.updates.set_learning_rate(rate)
     losses = []
-    for batch in micro_batches:
+    for batch in run.model.offmate.batches(micro_batches):
         loss = run.model(**batch).loss
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):

@@ -167,9 +167,12 @@ class Settings:
     @property
     def gate(self) -> dict[str, Any]:
         """The arguments of `offmate.plan` and `offmate.compile` for clipping and accumulation."""
-        measured = math.inf if self.accumulation > 1 else None
-        norm = self.max_grad_norm if self.max_grad_norm is not None else measured
-        return {"max_grad_norm": norm, "accumulation_steps": self.accumulation}
+        return {"max_grad_norm": self.max_grad_norm, "accumulation_steps": self.accumulation}
+
+    @property
+    def measures_norm(self) -> bool:
+        """Whether the norm of all gradients is known after a step."""
+        return self.max_grad_norm is not None or self.accumulation > 1
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain data for YAML and JSON."""

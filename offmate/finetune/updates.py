@@ -43,7 +43,7 @@ class UpdateRule:
     def __init__(self, model: Any, settings: Settings) -> None:
         self.model = model
         self.params: dict[torch.Tensor, str] = {p: n for n, p in model.named_parameters() if p.requires_grad}
-        self.measures_norm = bool(settings.gate.get("max_grad_norm"))
+        self.measures_norm = settings.measures_norm
         self.optimizer = _optimizer(list(self.params), settings)
 
     def set_learning_rate(self, value: float) -> None:

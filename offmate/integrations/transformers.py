@@ -161,6 +161,14 @@ class OffmateTrainerMixin(PlannedSteps):
         own = type(self).compute_loss is Trainer.compute_loss and self.compute_loss_func is None
         return own and self.label_smoother is None and isinstance(inner, PreTrainedModel)
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Take the batches of the next update, and let the plan know them before the first forward."""
+        found = super().get_batch_samples(*args, **kwargs)
+        handle = _handle(self.model)
+        if handle is not None:
+            handle.announce(found[0])
+        return found
+
     def loaded_from(self, checkpoint: str) -> None:
         """Load the plans that were saved with a checkpoint."""
         handle = _handle(self.model)

@@ -53,8 +53,11 @@ class Trainable:
     def add_s(self, micro_batches: int) -> tuple[float, float]:
         """Return the seconds of an addition on the host, and on the device, a share of the total's norm included.
 
-        It is taken with the last addition. The host's first is counted though it only receives the total.
+        It is taken with the last addition. The host's first is counted though it only receives the total. With one
+        pass per update, norms are taken where gradients are complete, and none belongs to an addition.
         """
+        if micro_batches == 1:
+            return self.cpu_add_s, self.device_add_s
         shares = micro_batches, max(1, micro_batches - 1)
         norms = (norm_s / share for norm_s, share in zip((self.cpu_norm_s, self.device_norm_s), shares))
         cpu_s, device_s = (add + norm for add, norm in zip((self.cpu_add_s, self.device_add_s), norms))

@@ -70,8 +70,9 @@ def _batch(subject: Subject) -> str:
         shapes.append(f"{shape} ({named})" if named else shape)
     more = ["…"] if len(shapes) > _SHOWN_SHAPES else []
     batch = " and ".join([*shapes[:_SHOWN_SHAPES], *more])
-    times = subject.request.micro_batches
-    return batch if times == 1 else f"{times} micro-batches of {batch}"
+    times = subject.request.micro_batches * subject.request.together
+    order = ", block by block" if subject.request.together > 1 else ""
+    return batch if times == 1 else f"{times} micro-batches of {batch}{order}"
 
 
 def _name(path: tuple[Any, ...]) -> str:

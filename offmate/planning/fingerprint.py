@@ -47,6 +47,8 @@ def fingerprint_of(
         host = None if request.automatic_host else request.host_budget_bytes
         parts += (request.budget_bytes, host, request.user_bytes, _planning(request.config))
         parts += (request.micro_batches, request.clips, *(("scales",) if request.scales else ()))
+        parts += ("together", request.together) if request.together > 1 else ()
+        parts += ("measures",) if request.measures else ()
         if request.files is not None:  # a rate that was measured here is a figure like those of links
             rate = request.files.read_bytes_per_s if machine is not None else None
             parts += (sorted(request.files.names), rate, request.files.buffers_bytes)
@@ -74,8 +76,12 @@ def differences(plan: Plan, request: Request, planned: bool) -> list[str]:
         found.append(f"plan for another machine (hardware=), now for {request.device}")
     if plan.problem is not None and (plan.problem.update == "planned") != planned:
         found.append("plan without optimizer=, now with" if planned else "plan with optimizer=, now without")
-    if there.micro_batches != request.micro_batches:
-        found.append(f"accumulation_steps={there.micro_batches} in the plan, {request.micro_batches} now")
+    steps, now = there.micro_batches * there.per_step, request.micro_batches * request.together
+    if steps != now:
+        found.append(f"accumulation_steps={steps} in the plan, {now} now")
+    elif there.per_step != request.together:
+        orders = ("by block", "by batch") if there.per_step > 1 else ("by batch", "by block")
+        found.append("accumulation {} in the plan, {} now".format(*orders))
     looks = there.gate and (there.micro_batches == 1 or (plan.problem is not None and plan.problem.gate_s > 0))
     if looks != (request.clips or request.scales):
         found.append(f"plan {_with(looks)} max_grad_norm= or grad_scaler=, now {_with(not looks)}")

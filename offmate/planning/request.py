@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -26,7 +26,9 @@ class Request:
         what usual losses hold.
     automatic: the device's budget is what is free now, and a smaller one serves if less remains.
     automatic_host: the host budget is what is available now; a stored plan only has to fit into it.
-    micro_batches: how many forwards and backwards make one planned update. clips: whether gradients are clipped.
+    micro_batches: how many passes make one planned update. together: how many micro-batches a pass runs in turn, block
+        by block. clips: whether gradients are clipped.
+    measures: whether the norm of all gradients is measured, without anything waiting for it.
     scales: whether losses are scaled, so that an update may be skipped.
     margin_bytes: the part of the budget that is left to the device's allocator.
     files: frozen parameters that may come from files where the host budget is short of room; None if there are none.
@@ -42,7 +44,9 @@ class Request:
     automatic: bool = False
     automatic_host: bool = False
     micro_batches: int = 1
+    together: int = 1
     clips: bool = False
+    measures: bool = False
     scales: bool = False
     margin_bytes: int = 0
     files: FrozenFiles | None = None
@@ -52,6 +56,11 @@ class Request:
     def gate(self) -> bool:
         """Return whether updates wait until all gradients are complete."""
         return self.clips or self.scales or self.micro_batches > 1
+
+    @property
+    def by_block(self) -> Request:
+        """The request of plans whose steps run each block for all micro-batches of an update in turn."""
+        return replace(self, micro_batches=1, together=self.micro_batches)
 
     def has_room_for(self, size_bytes: int) -> bool:
         """Return whether the host's budget is that large."""

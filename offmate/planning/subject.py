@@ -24,10 +24,12 @@ from ..programs.programs import NodeCost
 from ..progress import Progress
 from ..runtime.torch_names.tensors import storage_key
 from ..sizes import format_bytes
+from ..solver.fat_steps import for_all
 from ..solver.problem import Problem
 from ..split import side_of
 from .files import states_need_files
 from .fingerprint import fingerprint_of
+from .orders import drawn_bytes
 from .request import Request
 from .restore import restore_class
 
@@ -141,12 +143,20 @@ def lower(
         micro_batches=request.micro_batches,
         gate_s=_VERDICT * min((c.device_norm_s for c in updates.values()), default=0.0) if looks else 0.0,
     )
-    return lowered, fixed
+    return replace(lowered, problem=_together(lowered.problem, traced, request.together)), fixed
+
+
+def _together(problem: Problem, traced: Traced, micro_batches: int) -> Problem:
+    """Return the problem whose steps run that many micro-batches, for which random numbers are drawn beforehand."""
+    if micro_batches == 1:
+        return problem
+    start_bytes = max(problem.start_peak_bytes, drawn_bytes(traced))
+    return for_all(replace(problem, start_peak_bytes=start_bytes), micro_batches)
 
 
 def _looks_s(request: Request, cost: UpdateCost) -> tuple[float, float]:
     """Return the seconds that unscaling a complete gradient and taking its norm take, on host and device."""
-    cpu_s, device_s = (cost.cpu_norm_s, cost.device_norm_s) if request.clips else (0.0, 0.0)
+    cpu_s, device_s = (cost.cpu_norm_s, cost.device_norm_s) if request.clips or request.measures else (0.0, 0.0)
     if request.scales:
         cpu_s, device_s = cpu_s + cost.cpu_unscale_s, device_s + cost.device_unscale_s
     return cpu_s, device_s

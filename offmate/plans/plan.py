@@ -221,7 +221,7 @@ class Plan:
         if any(self.stored_bytes):
             lines += [self.stored_words, *self.path_words]
         if self.batch_size is not None:
-            samples = self.batch_size * self.schedule.micro_batches
+            samples = self.batch_size * self.schedule.micro_batches * self.schedule.per_step
             rate = samples / self.predicted_step_s if self.predicted_step_s else 0.0
             lines.append(f"batch size {self.batch_size}: {rate:.3g} samples/s predicted")
         if self.user_bytes >= _WORTH_SAYING_BYTES:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from ..solver import items
+from ..solver.compute_names import BACKWARD, FORWARD, ComputeName, parse
 from ..solver.items import Item, ItemKind
 from ..solver.schedule import Action, Direction, Kind, Part, Schedule
 
@@ -27,6 +30,7 @@ ACTION_WORDS = {
     Kind.ACCUMULATE: "add to the total",
     Kind.ACCUMULATE_CPU: "add to the total on the CPU",
 }
+COMPUTE_WORDS = {FORWARD: "forward", BACKWARD: "backward"}
 _COMPUTE_WORDS = {
     "start": "start: the batch comes in",
     "user": "your code between forward and backward",
@@ -58,15 +62,17 @@ def describe_item(item: str) -> str:
     if not isinstance(item, Item):
         return item
     rows = f"[{item.rows[0]}:{item.rows[1]}]" if item.rows else ""
-    return item.kind.words.format(f"{item.name}{rows}")
+    of = f" of micro-batch {item.slot + 1}" if item.slot else ""
+    return item.kind.words.format(f"{item.name}{rows}") + of
 
 
 def describe_action(action: Action) -> str:
     """Describe an action, such as "free value embedding" or "forward of block 3"."""
     if action.kind is not Kind.COMPUTE:
         return f"{ACTION_WORDS[action.kind]} {describe_item(action.name)}"
-    direction = {"F": "forward", "B": "backward"}.get(action.name[0])
-    return f"{direction} of block {action.name[1:]}" if direction else _COMPUTE_WORDS.get(action.name, action.name)
+    what, block, slot = parse(action.name)
+    of = f" for micro-batch {slot + 1}" if slot else ""
+    return f"{COMPUTE_WORDS[what]} of block {block}{of}" if block is not None else f"{_COMPUTE_WORDS[what]}{of}"
 
 
 def block_of_items(schedule: Schedule) -> dict[str, int]:
@@ -76,9 +82,10 @@ def block_of_items(schedule: Schedule) -> dict[str, int]:
     belongs to the block that makes it.
     """
     blocks: dict[str, int] = {}
-    for i in range(len(schedule.options)):
-        spec = schedule.computes[f"F{i}"]
-        blocks |= {f"F{i}": i, f"B{i}": i}
+    for i, slot in product(range(len(schedule.options)), range(schedule.per_step)):
+        forward, backward = (str(ComputeName(what, i, slot)) for what in (FORWARD, BACKWARD))
+        spec = schedule.computes[forward]
+        blocks |= {forward: i, backward: i}
         for item in spec.needs:
             if item.kind is ItemKind.PARAMETER:
                 sums = (items.gradient(item.name), items.total(item.name))
@@ -87,5 +94,5 @@ def block_of_items(schedule: Schedule) -> dict[str, int]:
         for item in spec.makes:
             blocks[item] = i
             if item.kind in (ItemKind.VALUE, ItemKind.OUTPUT):
-                blocks[items.value_gradient(item.name)] = i
+                blocks[items.value_gradient(item.name).at(slot)] = i
     return blocks

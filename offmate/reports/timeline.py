@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from ..solver.compute_names import parse
 from ..solver.resources import Resource
 from ..solver.schedule import Action, Kind, Schedule
 from ..solver.simulate import BusySpan, Simulation
-from .items import KINDS, block_of_items, item_of, parts_of
+from .items import COMPUTE_WORDS, KINDS, block_of_items, item_of, parts_of
 from .levels import Levels
 
 _ROWS = {
@@ -182,7 +183,7 @@ def word_of(action: Action) -> str:
     """Return the word for an action's bar."""
     if action.kind is not Kind.COMPUTE:
         return BAR_WORDS[action.kind]
-    return _COMPUTE_WORDS.get(action.name) or {"F": "forward", "B": "backward"}[action.name[0]]
+    return (_COMPUTE_WORDS | COMPUTE_WORDS)[parse(action.name).what]
 
 
 def _phases(schedule: Schedule, simulation: Simulation) -> tuple[tuple[str, float, float], ...]:

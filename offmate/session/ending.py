@@ -31,7 +31,7 @@ def take_outside(residence: Residence, outside: Outside) -> list[dict[str, torch
     try:
         return outside.take()
     except ProtocolError:
-        if residence.request.gate:
+        if residence.turns.gate:
             residence.give_up()
         else:
             residence.bring_home()

@@ -8,9 +8,9 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -23,6 +23,7 @@ from ..runtime.clocks import clock_of
 from ..runtime.torch_names.modules import conversion
 from ..runtime.trace import Recorder
 from ..split import Split
+from .announced import Announced
 from .generation import generated
 from .parameters import give_classes
 from .state_storage import PathInUse
@@ -30,6 +31,8 @@ from .state_storage import PathInUse
 log = logging.getLogger("offmate")
 
 _SPLIT = "split.json"
+
+Batch = TypeVar("Batch")
 
 
 class Handle:
@@ -111,6 +114,23 @@ class Handle:
                 continue
             self._session.preparer.use_earlier(plan)
         self._session.preparer.keep_split(split)
+
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """Go through a loader's batches, and let the plan know those of an update before its first forward.
+
+        With `accumulation_steps=`, the micro-batches of an update can then run block by block: each block's parameters
+        are copied to the GPU once per update. The body of the loop stays as it is: `for batch in
+        model.offmate.batches(loader):`. Each call's arguments must be parts of its batch, or the same in all calls. A
+        group with fewer batches than an update takes runs in the usual order.
+
+        Raises: ArgumentTypeError if `loader` cannot be gone through.
+        """
+        announced: Announced = self._session.orders.announced
+        return announced.each(loader)
+
+    def announce(self, batches: Iterable[Any]) -> None:
+        """Let the plan know the batches of the next update, for a loop that has them in hand; see `batches`."""
+        self._session.orders.announced.announce(batches)
 
     @property
     def peak_bytes(self) -> int:

@@ -11,6 +11,7 @@ from ..errors import ProtocolError
 from ..runtime.replay.binding import HostState
 from ..runtime.torch_names.autograd import after_backward
 from ..runtime.torch_names.tensors import version_of
+from .turns import Turns
 
 _GRAD: Any = torch.Tensor.grad
 _BY_ITSELF = "call backward() on that term of the loss by itself, after the model's"
@@ -28,11 +29,11 @@ class Outside:
 
     Parameters
     ----------
-    names: names of the parameters. gate: whether updates wait for optimizer.step().
+    names: names of the parameters. turns: know whether updates wait for optimizer.step().
     """
 
-    def __init__(self, names: dict[torch.Tensor, str], gate: bool) -> None:
-        self._names, self._gate = names, gate
+    def __init__(self, names: dict[torch.Tensor, str], turns: Turns) -> None:
+        self._names, self._turns = names, turns
         self._before: dict[str, torch.Tensor] = {}
         self._mixed: set[str] = set()
 
@@ -58,16 +59,16 @@ class Outside:
         """
         there = self._there()
         late = micro_batches > 0 or (there and self._before)
-        if (there or self._before) and (late or not self._gate):
+        if (there or self._before) and (late or not self._turns.gate):
             name = next(iter({**there, **self._before}))
             why = (
                 "before or between the micro-batches of one update, and the sums would have another order"
-                if self._gate
+                if self._turns.gate
                 else "and updates begin during backward(), without it"
             )
             way = (
                 "Call backward() on that term of the loss once, after the last micro-batch's backward()"
-                if self._gate
+                if self._turns.gate
                 else "To have it added, compile with max_grad_norm=float('inf'), which makes updates wait for the step"
             )
             raise ProtocolError(
@@ -107,7 +108,7 @@ class Outside:
         self._before, self._mixed = {}, set()
         self._empty()
         late = [name for name, grad in after.items() if version_of(grad) or grad.requires_grad or grad.is_sparse]
-        if not self._gate:
+        if not self._turns.gate:
             what = "but the updates of this step were made without it; the step is done"
             way = f"Compile with max_grad_norm=float('inf'), which makes updates wait for the step, and {_BY_ITSELF}"
         elif mixed:
@@ -118,7 +119,7 @@ class Outside:
             way = "Add these terms up and call backward() on the sum, once, after the model's"
         else:
             return [before, after]
-        name = next(iter(late if not mixed and self._gate else after))
+        name = next(iter(late if not mixed and self._turns.gate else after))
         raise ProtocolError(
             f"{name} has a gradient that does not come from the model's planned backward ({len(after)} parameters in "
             f"all), {what}, and the gradients are dropped. {way}. {_REMEDY}"

@@ -108,7 +108,7 @@ class PlannedParameter(_Copied, torch.nn.Parameter):
                 if session.request.clips
                 else "to clip by global norm, pass max_grad_norm= to offmate.compile"
             )
-            begun = "" if session.request.gate else " and begun to update with it"
+            begun = "" if session.turns.gate else " and begun to update with it"
             raise ProtocolError(
                 f"the planned optimizer has taken this gradient in backward(){begun}: {clipping}. If a "
                 "torch.amp.GradScaler asks for it, pass that scaler as grad_scaler= to offmate.compile. To read or "

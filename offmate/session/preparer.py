@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -160,6 +161,10 @@ class Preparer:
             call = call.as_given()
             return self._variant(model, call, make_room), call.tensors
 
+    def known(self, call: Call) -> Variant | None:
+        """Return the variant that is kept for a call; None if it would have to be planned."""
+        return self._variants.find(call.kind, [tensor for tensor in call.tensors if tensor is not None])
+
     def account_for_user_code(self) -> None:
         """Discard the training plan if the user's code was seen to hold more than the plan reserves."""
         if self.user_code.account(self.training):
@@ -272,7 +277,9 @@ class Preparer:
             )
             log.info("planning for batches with %s%s", shapes, changes)
         request = replace(
-            self.request, user_bytes=self.user_code.held_bytes.get(kind), user_factor=self.user_code.factor
+            self.request if call.together == 1 else self.request.by_block,
+            user_bytes=self.user_code.held_bytes.get(kind),
+            user_factor=self.user_code.factor,
         )
         given = self._given if self.training is None else None
         near = self._variants.near(kind)
@@ -339,9 +346,9 @@ class Preparer:
         return Variant(prepared, executor, call.kind, place)
 
     def _clip(self, model: torch.nn.Module) -> Clip | None:
-        if self._max_grad_norm is None:
+        if self._max_grad_norm is None and not self.request.measures:
             return None
-        return Clip(self._max_grad_norm, tuple(name for name, _ in model.named_parameters()))
+        return Clip(self._max_grad_norm or math.inf, tuple(name for name, _ in model.named_parameters()))
 
 
 def _check_weights(model: torch.nn.Module) -> None:

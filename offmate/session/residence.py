@@ -88,7 +88,7 @@ class Residence:
             return_freed()
         self._replays += not self.turns.micro_batches
         self.truth.copies.doubt(edited)
-        if not self.request.gate:  # behind one nothing is updated before step(), where plain PyTorch looks at copies
+        if not self.turns.gate:  # behind one nothing is updated before step(), where plain PyTorch looks at copies
             self.truth.copies.match(variant.updates)
         self.truth.accept()
 

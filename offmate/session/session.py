@@ -33,6 +33,7 @@ from .contexts import alone, ordinary, outside_inference
 from .edits import check_unchanged
 from .gradients import fed, take_in
 from .host_state import Truth
+from .orders import Orders
 from .pace import Pace
 from .parameters import give_classes
 from .preparer import Preparer
@@ -91,6 +92,7 @@ class Session:
         self.pace = Pace(compiled=request.config.backend != "eager")
         self.turns = Turns(request.micro_batches, request.gate)
         self.residence = Residence(self.device, self.updater, self.turns, self.truth, self.preparer, self.pace)
+        self.orders = Orders(request, self.preparer, self.residence, given)
         self.process, self.lock = self.residence.process, self.residence.lock
         scaling: Scaling | None = None
         if scaler is not None and optimizer is not None:
@@ -140,6 +142,10 @@ class Session:
         if call.trains:
             self.truth.check_whole()
         self.turns.check_call(call)
+        under_way = self.orders.under_way
+        if under_way is not None and self.turns.turn is not Turn.STEP:
+            self.turns.check_next(call)
+            return self._handed_over(under_way.variant, self._train(under_way.variant, under_way.called(call)))
         if call.trains and self.updates is not None:
             self.updates.assigned.check_none()
         check_hooks(self.watch.parameters, self.updater is not None)
@@ -156,7 +162,7 @@ class Session:
         if self.truth.take_states():
             self.residence.bring_home()
         self.truth.adopt_tensors()
-        variant, tensors = self.preparer.variant_for(self.model, call, make_room=self.residence.bring_home)
+        variant, tensors = self._variant_for(call)
         self.residence.renew_states()
         self.residence.activate(self.model, variant, edited)
         if call.trains:
@@ -165,6 +171,15 @@ class Session:
             with self.residence.whole():
                 outputs = variant.executor.forward(tensors)
         return self._handed_over(variant, outputs)
+
+    def _variant_for(self, call: Call) -> tuple[Variant, list[torch.Tensor | None]]:
+        """Return the variant for a call, and the call's leaves as its executor takes them."""
+        if call.trains and not self.turns.in_update:
+            variant = self.orders.begin(self.model, call)
+            if variant is not None:
+                assert self.orders.together is not None
+                return variant, self.orders.together.called(call)
+        return self.preparer.variant_for(self.model, call, make_room=self.residence.bring_home)
 
     def _aside(self, call: Call) -> tuple[Variant, dict[str, torch.Tensor]]:
         """Run a forward without gradients before the backward; its writes into buffers do not count as user's edits."""
@@ -220,6 +235,7 @@ class Session:
         with self.residence.whole():
             flat = Replay.apply(self, variant, iteration, tensors, tuple(known), anchor, *known.values())
             self.turns.forward_done(iteration)
+            self.orders.announced.called += 1
         self.preparer.user_code.begins(variant)
         outputs = dict(zip(variant.output_nodes, flat))
         read = [outputs[n] for n in outputs if n in variant.read_by_backward]
@@ -233,7 +249,11 @@ class Session:
     def forward(self, variant: Variant, tensors: list[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
         """Run the forwards on behalf of autograd."""
         self.truth.current = self.updater is None
-        outputs = variant.executor.forward(tensors, self.turns.micro_batches)
+        together = self.orders.together if self.turns.together else None
+        if together is not None:
+            outputs = together.outputs()
+        else:
+            outputs = variant.executor.forward(tensors, self.turns.micro_batches)
         # New tensors, since autograd ties its tensors to the graph, and the executor keeps its outputs.
         return tuple(on_storage(outputs[name], outputs[name]) for name in variant.output_nodes)
 
@@ -272,14 +292,26 @@ class Session:
                 variant.executor.turn_around()
                 handed = variant.executor.take_host_grads()
             else:
-                self.truth.current = False
-                if not self.request.gate:
-                    self.updater.snapshot()
-                variant.executor.backward(gradients, self.turns.micro_batches)
+                self._backwards(variant, gradients)
             self.turns.backward_done(planned=self.updater is not None)
         if self.updater is None:
             self.pace.step_done(variant.prepared.plan)
         return handed
+
+    def _backwards(self, variant: Variant, gradients: dict[str, torch.Tensor]) -> None:
+        """Run the backwards of one micro-batch, or of all if they run together and this is the last."""
+        together = self.orders.together if self.turns.together else None
+        if together is not None and not together.is_last:
+            together.keep(gradients)
+            return
+        self.truth.current = False
+        if not self.turns.gate:
+            assert self.updater is not None
+            self.updater.snapshot()
+        if together is not None:
+            together.run(gradients)
+        else:
+            variant.executor.backward(gradients, self.turns.micro_batches)
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
@@ -322,5 +354,5 @@ class Session:
         if self.turns.turn is Turn.BACKWARD:
             self.residence.drop_forward()
         self.residence.bring_home()
-        if not self.request.gate:
+        if not self.turns.gate or (self.turns.together and self.turns.waits):
             self.turns.given_up()

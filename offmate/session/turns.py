@@ -22,7 +22,8 @@ class Turn(Enum):
 class Turns:
     """The training loop as a small state machine: it says whether something may come next, and notes that it has.
 
-    State: `turn`; the `iteration` that is under way and the `micro_batches` of its update so far; `_dropped`, forwards
+    State: `turn`; `gate`, whether updates wait for optimizer.step(), and `together`, whether the micro-batches of this
+    update run block by block, after its last backward(); the `iteration` that is under way and the `micro_batches` of its update so far; `_dropped`, forwards
     that were given up but through which backward() could still be called; `uncleared`, whether zero_grad() is due;
     `_cleared_early`, whether zero_grad() came before step(); `_read_early`, whether the user has read values between
     backward() and step(); `_graded`, parameters that have had a gradient since the last zero_grad(), and `_zeroed`,
@@ -34,7 +35,7 @@ class Turns:
     """
 
     def __init__(self, per_update: int, gate: bool) -> None:
-        self._per_update, self._gate = per_update, gate
+        self._per_update, self.gate, self.together = per_update, gate, False
         self.turn = Turn.FORWARD
         self.iteration: Iteration | None = None
         self.micro_batches = 0
@@ -49,11 +50,25 @@ class Turns:
         """Return whether a forward or a backward waits for the next step, or gradients for zero_grad()."""
         return self.turn is not Turn.FORWARD or self.uncleared
 
+    @property
+    def in_update(self) -> bool:
+        """Return whether an update has begun with a forward, and waits for backward(), further ones, or its step."""
+        return self.turn is not Turn.FORWARD or self.micro_batches > 0
+
+    @property
+    def waits(self) -> bool:
+        """Return whether no update has begun that the gradients so far belong to."""
+        return self.gate or self.micro_batches < self._per_update
+
+    def begin_update(self, gate: bool, *, together: bool) -> None:
+        """Note how the update runs that begins with the next forward."""
+        self.gate, self.together = gate, together
+
     # -- what may come next -------------------------------------------------------------------------------------------
 
     def check_call(self, call: Call) -> None:
         """Raise if the loop may not call the model now, or not with these inputs."""
-        if self.turn is Turn.STEP and (call.trains or not self._gate):
+        if self.turn is Turn.STEP and (call.trains or not self.gate):
             raise ProtocolError(
                 "a forward after backward() without optimizer.step(), but one update of this plan takes "
                 f"{self._per_update} backward() calls. Call optimizer.step() first, or zero_grad() to drop the "
@@ -112,6 +127,7 @@ class Turns:
         ----------
         outside: whether there are gradients that the plan has not made.
         """
+        self.check_all_came()
         if self._cleared_early and not self.micro_batches and not outside:
             raise ProtocolError(
                 "optimizer.step() after zero_grad() cleared the gradients, so there is nothing to update. Skip this "
@@ -120,9 +136,34 @@ class Turns:
         if not self.micro_batches:
             raise ProtocolError(f"optimizer.step() without a backward(); the next call must be {self.turn.value}")
 
+    def check_all_came(self) -> None:
+        """Raise if backward() was not called for all micro-batches that run together."""
+        if self.together and self.in_update and self.micro_batches < self._per_update:
+            raise ProtocolError(
+                f"optimizer.step() after backward() of {self.micro_batches} of the {self._per_update} micro-batches "
+                "that model.offmate.batches() announced. Their backwards run together after the last of them, so there "
+                "are no gradients yet. Call backward() for each before the step, or zero_grad() to drop this update. "
+                'To leave some out, compile with config=offmate.Config(accumulation_order="by batch")'
+            )
+
+    def check_next(self, call: Call) -> None:
+        """Raise if the loop may not call the model now, in the middle of micro-batches that run together."""
+        if not call.trains:
+            raise ProtocolError(
+                "a forward without gradients between the micro-batches of one update, whose activations are on the "
+                "device together. Call it after optimizer.step(), or compile with "
+                'config=offmate.Config(accumulation_order="by batch")'
+            )
+        if self.turn is Turn.BACKWARD:
+            raise ProtocolError(
+                f"a forward before backward() of micro-batch {self.micro_batches + 1} of those that "
+                "model.offmate.batches() announced, and that run together. Call backward() on each loss before the "
+                'next forward, or compile with config=offmate.Config(accumulation_order="by batch")'
+            )
+
     def check_clearing(self) -> None:
         """Raise if the loop may not call zero_grad() now."""
-        if self.micro_batches and self._gate:
+        if self.micro_batches and self.waits:
             if self.turn is Turn.BACKWARD:
                 raise ProtocolError(
                     "gradients were cleared between a forward and its backward(), while gradients of earlier "
@@ -184,6 +225,6 @@ class Turns:
 
     def reads_early(self) -> bool:
         """Return whether a read now shows values of an update before its step(); true once per iteration."""
-        early = self.turn is Turn.STEP and not self._gate and not self._read_early
+        early = self.turn is Turn.STEP and not self.gate and not self._read_early
         self._read_early = self._read_early or early
         return early

@@ -44,8 +44,8 @@ class Updates:
     ) -> None:
         self.storage = storage
         self.residence, self.updater, self.scaling = residence, updater, scaling
-        self.turns, self.truth, self.gate = residence.turns, residence.truth, residence.request.gate
-        self.assigned, self.outside = Assigned(), Outside(names, self.gate)
+        self.turns, self.truth = residence.turns, residence.truth
+        self.assigned, self.outside = Assigned(), Outside(names, self.turns)
         self.process, self.lock = residence.process, residence.lock
 
     def backward_begins(self, variant: Variant, wanted: frozenset[str] | None) -> None:
@@ -76,7 +76,7 @@ class Updates:
         if self.scaling is not None:
             self.scaling.check_step()
             self.updater.grad_scales = self.scaling.left_to_the_kernel(self.residence.device.torch_device)
-        if self.gate:
+        if self.turns.gate:
             self.updater.snapshot()
         else:
             self.updater.check_unchanged()
@@ -85,7 +85,7 @@ class Updates:
         outside = ending.take_outside(self.residence, self.outside)
         if outside and self.truth.host.unscaling is not None:
             self.truth.host.unscaling.norm = None  # gradients of unscaled terms, after unscale_(), count too
-        if self.gate and (edited or outside or not ending.plan_ends_it(self.residence)):
+        if self.turns.gate and (edited or outside or not ending.plan_ends_it(self.residence)):
             ending.finish_on_host(self.residence, outside)
             return
         if edited:
@@ -112,6 +112,7 @@ class Updates:
         self.residence.stream.check()
         if not self.turns.micro_batches:
             return None
+        self.turns.check_all_came()
         if self.turns.turn is Turn.BACKWARD:
             self.residence.drop_forward()
         assert self.scaling is not None
@@ -135,7 +136,7 @@ class Updates:
         self.assigned.clear()
         self.turns.check_clearing()
         self.outside.clear()
-        early = self.turns.micro_batches if self.gate else 0
+        early = self.turns.micro_batches if self.turns.waits else 0
         if early:
             log.info("zero_grad() before optimizer.step(): the gradients of %d backward() are dropped", early)
             self.residence.give_up()

@@ -33,6 +33,7 @@ class CallKind(NamedTuple):
     Parameters
     ----------
     arguments, leaves: the structure of the arguments, and a description of each. trains: whether a backward may follow.
+    together: how many such calls run in turn, block by block.
     state: number of the state that the model's Python is in (`Watch`). around: torch's settings (`surroundings`).
     strides: strides per tensor; () for contiguous ones.
     """
@@ -44,6 +45,7 @@ class CallKind(NamedTuple):
     around: tuple[Any, ...]
     reserved_bytes: int = 0
     strides: tuple[tuple[int, ...], ...] = ()
+    together: int = 1
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -66,6 +68,7 @@ class Call:
     args, kwargs: as the user gave them, or with a tensor for the number of items. given: both, as the user gave them.
     trains, state, around: as in `CallKind`.
     reserved_bytes: the part of the budget that other tensors on the device take while it runs.
+    together: how many such calls run in turn, block by block.
     """
 
     args: tuple[Any, ...]
@@ -75,6 +78,7 @@ class Call:
     state: int
     around: tuple[Any, ...]
     reserved_bytes: int = 0
+    together: int = 1
 
     @functools.cached_property
     def leaves(self) -> list[Any]:
@@ -101,7 +105,9 @@ class Call:
                 "of them (torch.from_numpy makes a tensor of an array)"
             )
         strides = tuple(_strides(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
-        return CallKind(str(spec), described, self.trains, self.state, self.around, self.reserved_bytes, strides)
+        return CallKind(
+            str(spec), described, self.trains, self.state, self.around, self.reserved_bytes, strides, self.together
+        )
 
     def as_given(self) -> Call:
         """Return the same call with its numbers as the user gave them."""

@@ -43,20 +43,21 @@ class Values(_Away):
     def bring(self, item: Item) -> None:
         buffer = self._bring(item)
         whole = next(iter(buffer.tensors.values()))
+        values = self._contents.of(item.slot).values
         for name, view in self._contents.views.pop(item).items():
-            self._contents.values[name] = Buffer({"": on_storage(whole, view)}, buffer.arrived)
+            values[name] = Buffer({"": on_storage(whole, view)}, buffer.arrived)
 
     def send(self, item: Item) -> None:
-        values = self._contents.values
-        views = {name: values[name].read() for name in self._names[item] if name in values}
+        values = self._contents.of(item.slot).values
+        views = {name: values[name].read() for name in self._names[item.at(0)] if name in values}
         self._contents.views[item] = {name: meta_of(view) for name, view in views.items()}
         self._send(item, {"": storage_view(next(iter(views.values())))})
 
     def release(self, item: Item) -> None:
         if item in self._contents.written:
             self._contents.written[item].wait()
-        for name in self._names.get(item, ()):
-            self._contents.values.pop(name, None)
+        for name in self._names.get(item.at(0), ()):
+            self._contents.of(item.slot).values.pop(name, None)
 
 
 class Offloaded(_Away):
@@ -64,14 +65,14 @@ class Offloaded(_Away):
 
     def bring(self, item: Item) -> None:
         buffer = self._bring(item)
-        saved = self._contents.saved[item.block]
+        saved = self._contents.of(item.slot).saved[item.block]
         for key, view in self._contents.views.pop(item).items():
             storage, register = key.split("/")
             saved.registers[int(register)] = on_storage(buffer.tensors[storage], view)
-        self._contents.values[item] = Buffer({}, buffer.arrived)
+        self._contents.of(item.slot).values[item] = Buffer({}, buffer.arrived)
 
     def send(self, item: Item) -> None:
-        saved = self._contents.saved[item.block]
+        saved = self._contents.of(item.slot).saved[item.block]
         wholes: dict[str, torch.Tensor] = {}
         views = self._contents.views[item] = {}
         for storage, registers in self._world.binding.blocks[item.block].offloaded.items():
@@ -81,7 +82,7 @@ class Offloaded(_Away):
 
     def release(self, item: Item) -> None:
         self._contents.written[item].wait()
-        saved = self._contents.saved[item.block]
+        saved = self._contents.of(item.slot).saved[item.block]
         for registers in self._world.binding.blocks[item.block].offloaded.values():
             for register in registers:
                 del saved.registers[register]

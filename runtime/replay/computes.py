@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from ...solver import items
+from ...solver.compute_names import BACKWARD, FORWARD, START, USER, ComputeName, parse
 from ..torch_names.tensors import version_of
 from .binding import BlockBinding, Port
-from .contents import Buffer, Saved
+from .contents import Buffer, OfBatch, Saved
+from .draws import Draws
 from .gate import Gate
 from .norms import Norms
 from .program import run
 from .world import World
 
+Batch = tuple[torch.Tensor | None, ...]
+"""The tensors of a batch, in the order of `StartBinding.batch`."""
+
 
 class Computes:
     """Runs computes, with one short method per kind.
 
-    State: `batch` and `incoming`, the user's batch and gradients, until they are used; `_seen_buffers`, memory and
-    version of the host's buffers of which the device has copies.
+    State: `batches` and `incoming`, by slot the user's batch and gradients, until they are used; `_seen_buffers`,
+    memory and version of the host's buffers of which the device has copies.
 
     Parameters
     ----------
@@ -33,21 +38,29 @@ class Computes:
         self._device, self._contents, self._gate, self._norms = world.device, world.contents, gate, norms
         self._on_host = world.device.torch_device.type == "cpu"
         self._seen_buffers: dict[str, tuple[int, int]] = {}
-        self.batch: tuple[torch.Tensor | None, ...] = ()
-        self.incoming: dict[str, torch.Tensor] = {}
+        self._last = world.schedule.per_step - 1
+        self._draws = Draws(world.binding, world.device.ledger, world.schedule.per_step)
+        self.batches: list[Batch] = []
+        self.incoming: Sequence[dict[str, torch.Tensor]] = ()
 
     def run(self, name: str) -> None:
-        """Run the compute of this name: "start", "F3", "user", "B3", "gate"."""
-        if name == "start":
-            self._start()
-        elif name == "user":
-            self._user()
-        elif name == "gate":
-            self._gate.open()
-        elif name[0] == "F":
-            self._forward_block(int(name[1:]))
+        """Run the compute of this name: "start", "F3", "user", "B3", "gate", or one of another slot, such as "F3@2"."""
+        what, block, slot = compute = parse(name)
+        if what == START:
+            self._start(slot)
+        elif what == USER:
+            self._user(compute)
+        elif what == FORWARD and block is not None:
+            self._forward_block(block, slot)
+        elif what == BACKWARD and block is not None:
+            self._backward_block(compute, block, slot)
         else:
-            self._backward_block(int(name[1:]))
+            self._gate.open()
+
+    @property
+    def draws(self) -> bool:
+        """Return whether forwards that run for several micro-batches in turn draw random numbers."""
+        return self._draws.any
 
     def renew_buffers(self) -> None:
         """Copy to the device the model's buffers that it lacks, or that the user has changed on the host."""
@@ -60,15 +73,19 @@ class Computes:
                 contents.newer_buffers.discard(name)
             self._seen_buffers[name] = seen
 
-    def take_outputs(self) -> dict[str, torch.Tensor]:
-        """Hand over the model's outputs, including those that depend on no parameter."""
-        outputs, self._contents.outputs = self._contents.outputs, {}
-        for name in self._binding.outputs:
-            if name not in outputs:
-                shared = self._contents.shared
-                outputs[name] = shared[name] if name in shared else self._binding.constants[name]
-        self._give_way(outputs.values())
-        return outputs
+    def take_outputs(self) -> list[dict[str, torch.Tensor]]:
+        """Hand over the model's outputs by slot, including those that depend on no parameter."""
+        self._draws.after_all()
+        found = []
+        for slot in range(self._last + 1):
+            batch = self._contents.of(slot)
+            outputs, batch.outputs = batch.outputs, {}
+            for name in self._binding.outputs:
+                if name not in outputs:
+                    outputs[name] = batch.shared[name] if name in batch.shared else self._binding.constants[name]
+            found.append(outputs)
+        self._give_way(output for outputs in found for output in outputs.values())
+        return found
 
     def _give_way(self, outputs: Iterable[torch.Tensor]) -> None:
         """Fix the addresses of outputs, which the user reads from now on, and make room for the user's allocations."""
@@ -77,35 +94,38 @@ class Computes:
             return
         for output in outputs:
             arena.fix(output)
-        if "user" in self._schedule.computes:
-            arena.room((self._schedule.computes["user"].rise_bytes,))
+        if USER in self._schedule.computes:
+            arena.room((self._schedule.computes[USER].rise_bytes,))
 
-    def _start(self) -> None:
-        start, ledger, contents = self._binding.start, self._device.ledger, self._contents
+    def _start(self, slot: int) -> None:
+        if slot == 0:
+            self._draws.foresee()
+        start, ledger, batch = self._binding.start, self._device.ledger, self._contents.of(slot)
         batch_bytes: dict[str, int] = {}
-        for name, tensor in zip(start.batch, self.batch):
+        for name, tensor in zip(start.batch, self.batches[slot]):
             if name is not None and tensor is not None:
                 # No other reference may keep it alive longer than the schedule does.
-                contents.shared[name] = self._device.bring(tensor)
-                batch_bytes[name] = contents.shared[name].untyped_storage().nbytes()
+                batch.shared[name] = self._device.bring(tensor)
+                batch_bytes[name] = batch.shared[name].untyped_storage().nbytes()
                 ledger.add("x", batch_bytes[name])
-        self.batch = ()
+        self.batches[slot] = ()
         registers: list[Any] = [None] * start.program.n_registers
         given: dict[int, int] = {}
         for port in start.inputs:
-            registers[port.register] = self._read(port)
+            registers[port.register] = self._read(port, batch)
             if port.storage in start.program.given:
                 given[port.storage] = batch_bytes[port.name]
         for name in batch_bytes:
             if name not in self._binding.shared_item:
-                contents.shared.pop(name)
+                batch.shared.pop(name)
         run(start.program, registers, ledger, given, self._device.arena)
         for port in start.results:
-            contents.shared[port.name] = registers[port.register]
+            batch.shared[port.name] = registers[port.register]
 
-    def _forward_block(self, index: int) -> None:
-        block, contents = self._binding.blocks[index], self._contents
-        registers = self._registers(block, block.forward.n_registers)
+    def _forward_block(self, index: int, slot: int) -> None:
+        block, contents, batch = self._binding.blocks[index], self._contents, self._contents.of(slot)
+        registers = self._registers(block, block.forward.n_registers, batch)
+        self._draws.before(index, slot)
         live = run(block.forward, registers, self._device.ledger, {}, self._device.arena)
         for port in block.writes:
             contents.model_buffers[port.name].copy_(registers[port.register])
@@ -113,25 +133,25 @@ class Computes:
                 contents.newer_buffers.add(port.name)
             self._device.ledger.freed(live.pop(port.storage))
         for port in block.results:
-            contents.values[port.name] = Buffer({"": registers[port.register]})
+            batch.values[port.name] = Buffer({"": registers[port.register]})
             if port.name in self._binding.outputs:
-                contents.outputs[port.name] = registers[port.register]
+                batch.outputs[port.name] = registers[port.register]
                 if not self._on_host and port.name in self._binding.value_item:
-                    contents.returned[self._binding.value_item[port.name]] = registers[port.register]
-        saved = contents.saved[index] = Saved()
+                    contents.returned[self._binding.value_item[port.name].at(slot)] = registers[port.register]
+        saved = batch.saved[index] = Saved()
         for storage, views in {**block.kept, **block.offloaded}.items():
             saved.registers |= {r: registers[r] for r in views}
             saved.storage_bytes[storage] = live[storage]
 
-    def _backward_block(self, index: int) -> None:
-        block, contents = self._binding.blocks[index], self._contents
-        saved = contents.saved.pop(index)
-        copies = contents.values.pop(items.offloaded(index), None)
+    def _backward_block(self, compute: ComputeName, index: int, slot: int) -> None:
+        block, batch = self._binding.blocks[index], self._contents.of(slot)
+        saved = batch.saved.pop(index)
+        copies = batch.values.pop(items.offloaded(index).at(slot), None)
         if copies is not None:
             copies.settle()
-        registers = self._registers(block, block.backward.n_registers)
+        registers = self._registers(block, block.backward.n_registers, batch)
         for port in block.results:
-            buffer = contents.values.get(port.name)
+            buffer = batch.values.get(port.name)
             if buffer is not None:
                 registers[port.register] = buffer.read()
         for register in saved.registers:
@@ -140,24 +160,35 @@ class Computes:
         # Tensors that only the registers hold are freed at their last reader.
         del saved, copies
         for port in block.tangents:
-            given[port.storage] = contents.grads[port.name].untyped_storage().nbytes()
-            registers[port.register] = contents.grads.pop(port.name)
-        run(block.backward, registers, self._device.ledger, given, self._device.arena)
+            given[port.storage] = batch.grads[port.name].untyped_storage().nbytes()
+            registers[port.register] = batch.grads.pop(port.name)
+        live = run(block.backward, registers, self._device.ledger, given, self._device.arena)
+        needs = self._schedule.computes[str(compute)].needs if slot else ()
         for port in block.grads:
-            contents.grads[port.name] = registers[port.register]
-            if port.name.startswith("param:"):
-                contents.pending.add(port.name[6:])
-                # The gradient of the micro-batch before has left.
-                contents.grad_leaving.pop(port.name[6:], None)
-        self._norms.of_block(index)
+            made = registers[port.register]
+            if not port.name.startswith("param:"):
+                batch.grads[port.name] = made
+                continue
+            name = port.name[6:]
+            if slot and items.gradient(name) in needs:  # complete, to be added to those of the micro-batches before
+                self._contents.grads[port.name].add_(made)
+                registers[port.register] = made = None
+                self._device.ledger.freed(live.pop(port.storage))
+            else:
+                batch.grads[port.name] = made
+            self._contents.pending.add(name)
+            # The gradient of the micro-batch before has left.
+            self._contents.grad_leaving.pop(name, None)
+        if slot == self._last:
+            self._norms.of_block(index)
 
-    def _registers(self, block: BlockBinding, n_registers: int) -> list[Any]:
+    def _registers(self, block: BlockBinding, n_registers: int, batch: OfBatch) -> list[Any]:
         registers: list[Any] = [None] * n_registers
         for port in block.inputs:
-            registers[port.register] = self._read(port)
+            registers[port.register] = self._read(port, batch)
         return registers
 
-    def _read(self, port: Port) -> torch.Tensor | None:
+    def _read(self, port: Port, batch: OfBatch) -> torch.Tensor | None:
         contents = self._contents
         if port.kind == "param":
             return contents.params[port.name].read() if port.name in contents.params else None
@@ -165,18 +196,19 @@ class Computes:
             return contents.model_buffers[port.name]
         if port.kind == "shared":
             constant = self._binding.constants.get(port.name)
-            return contents.shared.get(port.name) if constant is None else constant
-        buffer = contents.values.get(port.name)
+            return batch.shared.get(port.name) if constant is None else constant
+        buffer = batch.values.get(port.name)
         return None if buffer is None else buffer.read()
 
-    def _user(self) -> None:
+    def _user(self, compute: ComputeName) -> None:
         """Take the gradients from the user's code, which has run between the forwards and the backwards."""
-        spec, arena = self._schedule.computes["user"], self._device.arena
+        spec, arena = self._schedule.computes[str(compute)], self._device.arena
+        incoming = self.incoming[compute.slot]
         self._device.ledger.made(0, spec.rise_bytes)
         if arena is not None:
             arena.forget_gaps()
-            for gradient in self.incoming.values():
+            for gradient in incoming.values():
                 arena.fix(gradient)
         for item in spec.makes:
             self._device.ledger.add(item.kind.prefix, self._schedule.item_bytes[item])
-            self._contents.grads[f"value:{item.name}"] = self.incoming.pop(item.name)
+            self._contents.of(compute.slot).grads[f"value:{item.name}"] = incoming.pop(item.name)

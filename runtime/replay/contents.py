@@ -62,14 +62,31 @@ class Saved:
 
 
 @dataclass
+class OfBatch:
+    """What the device holds for one of the micro-batches for which steps run.
+
+    Parameters
+    ----------
+    values: buffers by name. shared, outputs: tensors by value name. saved: by block.
+    grads: gradients by "param:NAME" or "value:NAME". Those of parameters are partial ones, to which blocks still add;
+        the first micro-batch's become the sums over all.
+    """
+
+    values: dict[str, Buffer] = field(default_factory=dict)
+    shared: dict[str, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    grads: dict[str, torch.Tensor] = field(default_factory=dict)
+    saved: dict[int, Saved] = field(default_factory=dict)
+
+
+@dataclass
 class Contents:
     """The items on the device and the copies under way; see the module's docstring for the invariants.
 
     Parameters
     ----------
-    params, values: buffers by tensor name. states: buffers by item. model_buffers: the model's own buffers by name.
-    shared, outputs: tensors by value name.
-    grads: gradients by "param:NAME" or "value:NAME". saved: by block.
+    params: buffers by tensor name. states: buffers by item. model_buffers: the model's own buffers by name.
+    batches: by slot, what belongs to a micro-batch of a step.
     newer: items of parameters and states with values that the host may lack. newer_buffers: names of such buffers of
         the model.
     on_tiers: by item of a state that left to a tier other than the host, its tensors there; until it is updated again.
@@ -93,11 +110,7 @@ class Contents:
     params: dict[str, Buffer] = field(default_factory=dict)
     states: dict[Item, Buffer] = field(default_factory=dict)
     model_buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    values: dict[str, Buffer] = field(default_factory=dict)
-    shared: dict[str, torch.Tensor] = field(default_factory=dict)
-    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
-    grads: dict[str, torch.Tensor] = field(default_factory=dict)
-    saved: dict[int, Saved] = field(default_factory=dict)
+    batches: dict[int, OfBatch] = field(default_factory=dict)
     newer: set[Item] = field(default_factory=set)
     newer_buffers: set[str] = field(default_factory=set)
     on_tiers: dict[Item, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -112,6 +125,15 @@ class Contents:
     returned_grads: dict[str, Buffer] = field(default_factory=dict)
     views: dict[Item, dict[str, torch.Tensor]] = field(default_factory=dict)
     returned: dict[Item, torch.Tensor] = field(default_factory=dict)
+
+    def of(self, slot: int) -> OfBatch:
+        """Return what belongs to a micro-batch of a step."""
+        return self.batches.setdefault(slot, OfBatch())
+
+    @property
+    def grads(self) -> dict[str, torch.Tensor]:
+        """The gradients by "param:NAME", sums over the micro-batches of a step, and the first one's of values."""
+        return self.of(0).grads
 
     def clear(self) -> None:
         """Forget everything that was on the device or under way."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -12,7 +12,7 @@ from ...solver.items import ItemKind
 from ...solver.schedule import Action, Kind, Schedule
 from .. import interrupts
 from ..torch_names.autograd import without_autocast
-from .computes import Computes
+from .computes import Batch, Computes
 from .gate import Clip, Gate
 from .gradients import Gradients
 from .handlers import Handlers
@@ -85,6 +85,11 @@ class Executor:
                 self._take(Action(0, Kind.PREFETCH, item))
         self.loaded = True
 
+    @property
+    def draws(self) -> bool:
+        """Return whether forwards that run for several micro-batches in turn draw random numbers."""
+        return self._computes.draws
+
     def settle_states(self) -> bool:
         """Move the host's optimizer states to RAM or to files, as the schedule has them; return whether any moved."""
         return self._by_kind.states.settle(self.schedule.states_in_files)
@@ -94,7 +99,7 @@ class Executor:
         self._by_kind.states.reserve(forms)
 
     def forward(self, batch: Iterable[torch.Tensor | None], micro_batch: int = 0) -> dict[str, torch.Tensor]:
-        """Run the forwards.
+        """Run the forwards of a schedule whose steps run one micro-batch.
 
         Parameters
         ----------
@@ -102,19 +107,40 @@ class Executor:
 
         Returns: the model's output tensors by name.
         """
+        (outputs,) = self.forwards((tuple(batch),), micro_batch)
+        return outputs
+
+    def forwards(self, batches: Iterable[Batch], micro_batch: int = 0) -> list[dict[str, torch.Tensor]]:
+        """Run the forwards of all micro-batches of a step.
+
+        Parameters
+        ----------
+        batches: one per slot. micro_batch: the index in the iteration of the first one, from 0.
+
+        Returns: by slot, the model's output tensors by name.
+        """
         if not self.loaded:
             self.load(micro_batch)
         self._computes.renew_buffers()
-        self._computes.batch = tuple(batch)
+        self._computes.batches = list(batches)
         self._walk(self.schedule.pass_of(micro_batch).forward)
         return self._computes.take_outputs()
 
     def backward(self, gradients: dict[str, torch.Tensor], micro_batch: int = 0) -> None:
-        """Run the backwards.
+        """Run the backwards of a schedule whose steps run one micro-batch.
 
         Parameters
         ----------
         gradients: by name, the gradients of the outputs that the plan differentiates. micro_batch: as in `forward`.
+        """
+        self.backwards((gradients,), micro_batch)
+
+    def backwards(self, gradients: Sequence[dict[str, torch.Tensor]], micro_batch: int = 0) -> None:
+        """Run the backwards of all micro-batches of a step.
+
+        Parameters
+        ----------
+        gradients: by slot and name, those of the outputs that the plan differentiates. micro_batch: as in `forwards`.
         """
         self.complete = False
         self.gate.close()
@@ -123,13 +149,16 @@ class Executor:
         self._walk(self.schedule.pass_of(micro_batch).backward)
         self.complete, self._updating = True, False
         contents = self._contents
-        for name in self.binding.outputs:
-            contents.values.pop(name, None)
+        for batch in contents.batches.values():
+            for name in self.binding.outputs:
+                batch.values.pop(name, None)
         contents.returned = {items.after_pass(item): tensor for item, tensor in contents.returned.items()}
 
     def turn_around(self) -> None:
         """Run the actions between the last backward and the next forward; a gate opens in it."""
         self._walk(self.schedule.turn_around)
+        if not self.schedule.gate:
+            self.gate.measure()
 
     def unscale(self) -> None:
         """Unscale the complete gradients that have not been unscaled yet; updates may then begin at any time."""
@@ -214,14 +243,16 @@ class Executor:
         given: the outputs; their memory stays, as does the memory shared with the host.
         """
         self.sync()
-        for buffers in (self._contents.params, self._contents.states, self._contents.values, self._contents.totals):
+        contents = self._contents
+        values = (batch.values for batch in contents.batches.values())
+        for buffers in (contents.params, contents.states, *values, contents.totals):
             for buffer in buffers.values():
                 buffer.synchronize()
         self.device.drain()
         host = self.host
         states = [v for state in host.states.values() for v in state.values() if isinstance(v, torch.Tensor)]
         shared = [*host.params.values(), *host.buffers.values(), *host.grads.values(), *states]
-        storages = park(self._contents, [*given, *shared, *self.binding.constants.values()])
+        storages = park(contents, [*given, *shared, *self.binding.constants.values()])
         return Parked(storages, self.device.ledger.put_aside())
 
     def unpark(self, parked: Parked) -> None:

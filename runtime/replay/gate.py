@@ -98,6 +98,12 @@ class Gate:
         self._scales = {place: scale.to(place) for place in {scale.device, torch.device("cpu")}}
         self._unclipped = frozenset(name for name, gradient in gradients.items() if gradient.on_host)
 
+    def measure(self) -> None:
+        """Take the norm of all gradients, for which no update has waited, from those taken as they became complete."""
+        if self._clip is not None:
+            self._host.norm = total_norm(self._norms.taken(self._clip.names))
+            self._norms.clear()
+
     def unscale(self) -> None:
         """Unscale the complete gradients that have not been unscaled yet, wherever they lie, and take their norm."""
         unscaling = self._host.unscaling

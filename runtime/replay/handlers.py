@@ -177,7 +177,7 @@ class ValueGradients(Resting):
         self._contents = contents
 
     def release(self, item: Item) -> None:
-        self._contents.grads.pop(f"value:{item.name}")
+        self._contents.of(item.slot).grads.pop(f"value:{item.name}")
 
 
 class SharedValues(Resting):
@@ -187,8 +187,8 @@ class SharedValues(Resting):
         self._contents, self._item_of = world.contents, world.binding.shared_item
 
     def release(self, item: Item) -> None:
-        for name in [name for name, own in self._item_of.items() if own == item]:
-            self._contents.shared.pop(name, None)
+        for name in [name for name, own in self._item_of.items() if own == item.at(0)]:
+            self._contents.of(item.slot).shared.pop(name, None)
 
 
 class OldOutputs(Resting):
@@ -214,6 +214,7 @@ class Handlers:
         self.of: dict[ItemKind, Handler] = {
             ItemKind.PARAMETER: Parameters(world, unmoved),
             ItemKind.GRADIENT: OfGradients(gradients),
+            ItemKind.PARTIAL: Resting(),
             ItemKind.TOTAL: Totals(world.contents, gradients),
             ItemKind.STATE: self.states,
             ItemKind.VALUE: self._values,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from ...solver.compute_names import BACKWARD, parse
 from ...solver.effects import effect
 from ...solver.items import ItemKind
 from ...solver.schedule import Kind, Schedule
@@ -103,6 +104,10 @@ class Norms:
         self.take({name: gradient for name, gradient in gradients.items() if name not in self._found})
         return [self._found[name] for name in gradients]
 
+    def taken(self, names: Iterable[str]) -> list[torch.Tensor]:
+        """Return the norms that were taken as gradients became complete, in the order of these parameters."""
+        return [self._found[name] for name in names if name in self._found]
+
     def clear(self) -> None:
         """Forget all norms, since gradients may change from now on, or the iteration is over."""
         self._found, self._taking, self._complete = {}, False, set()
@@ -112,9 +117,10 @@ def _completed(schedule: Schedule) -> dict[int, tuple[str, ...]]:
     """Return, by block, the parameters whose gradients its backward completes."""
     last: dict[str, int] = {}
     for action in schedule.backward:
-        if action.kind is Kind.COMPUTE and action.name[0] == "B":
+        compute = parse(action.name) if action.kind is Kind.COMPUTE else None
+        if compute is not None and compute.what == BACKWARD and compute.block is not None:
             made = [item for item in effect(action, schedule).writes if item.kind is ItemKind.GRADIENT]
-            last |= {item.name: int(action.name[1:]) for item in made}
+            last |= {item.name: compute.block for item in made}
     found: dict[int, tuple[str, ...]] = {}
     for name, block in last.items():
         found[block] = (*found.get(block, ()), name)

@@ -52,10 +52,12 @@ def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _tensors(contents: Contents) -> Iterator[torch.Tensor]:
-    for buffers in (contents.params, contents.states, contents.values, contents.totals):
+    batches = contents.batches.values()
+    for buffers in (contents.params, contents.states, *(batch.values for batch in batches), contents.totals):
         for buffer in buffers.values():
             yield from buffer.tensors.values()
-    for tensors in (contents.model_buffers, contents.shared, contents.outputs, contents.grads, contents.returned):
+    by_batch = (tensors for batch in batches for tensors in (batch.shared, batch.outputs, batch.grads))
+    for tensors in (contents.model_buffers, *by_batch, contents.returned):
         yield from tensors.values()
-    for saved in contents.saved.values():
+    for saved in (saved for batch in batches for saved in batch.saved.values()):
         yield from saved.registers.values()

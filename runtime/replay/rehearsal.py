@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 
 from ...solver import items
+from ...solver.compute_names import BACKWARD, FORWARD, START, USER, parse
 from ...solver.effects import effect
 from ...solver.items import Item, ItemKind
-from ...solver.schedule import Action, Direction, Kind, Schedule
+from ...solver.schedule import Action, ComputeSpec, Direction, Kind, Schedule
 from ..memory.changes import Change, Rehearsal
 from ..memory.updated import Updated
 from .binding import Binding, Port
@@ -114,19 +115,20 @@ class _Walker:
             self._pass(updated.workspace_bytes)
 
     def _compute(self, name: str) -> None:
-        if name == "start":
-            self._start()
-        elif name == "user":
+        what, block, slot = parse(name)
+        if what == START:
+            self._start(slot)
+        elif what == USER:
             spec = self.schedule.computes[name]
             self._pass(spec.rise_bytes)
             for item in spec.makes:
                 self.bring(item)
-        elif name[0] == "F":
-            self._forward(int(name[1:]))
-        elif name[0] == "B":
-            self._backward(int(name[1:]))
+        elif what == FORWARD and block is not None:
+            self._forward(block, slot)
+        elif what == BACKWARD and block is not None:
+            self._backward(block, slot, self.schedule.computes[name])
 
-    def _start(self) -> None:
+    def _start(self, slot: int) -> None:
         start, sizes = self.binding.start, self.schedule.item_bytes
         storage = {port.name: port.storage for port in start.inputs}
         given = {}
@@ -136,36 +138,40 @@ class _Walker:
             if own is not None:
                 given[storage[name]] = self.make(own)
             elif item is not None:
-                self.items.setdefault(item, []).append(self.make(sizes[item]))
+                self.items.setdefault(item.at(slot), []).append(self.make(sizes[item]))
         live = self._run(start.program, given)
         for port in start.results:
             if port.storage in live:
-                self.items.setdefault(self.binding.shared_item[port.name], []).append(live.pop(port.storage))
+                item = self.binding.shared_item[port.name].at(slot)
+                self.items.setdefault(item, []).append(live.pop(port.storage))
 
-    def _forward(self, index: int) -> None:
+    def _forward(self, index: int, slot: int) -> None:
         block = self.binding.blocks[index]
         outputs = {port.storage for port in block.results if port.name in self.binding.outputs}
         live = self._run(block.forward, {}, outputs)
         self._end([live.pop(port.storage) for port in block.writes if port.storage in live])
         for port in block.results:
             if port.storage in live and port.name in self.binding.value_item:
-                self.items.setdefault(self.binding.value_item[port.name], []).append(live.pop(port.storage))
+                item = self.binding.value_item[port.name].at(slot)
+                self.items.setdefault(item, []).append(live.pop(port.storage))
         for item, storages in ((items.kept(index), block.kept), (items.offloaded(index), block.offloaded)):
-            self.items[item] = [live.pop(storage) for storage in storages]
+            self.items[item.at(slot)] = [live.pop(storage) for storage in storages]
         self._end(live.values())
 
-    def _backward(self, index: int) -> None:
+    def _backward(self, index: int, slot: int, spec: ComputeSpec) -> None:
         block = self.binding.blocks[index]
         given: dict[int, int] = {}
         for item, storages in ((items.kept(index), block.kept), (items.offloaded(index), block.offloaded)):
-            given |= dict(zip(storages, self.items.pop(item, ())))
+            given |= dict(zip(storages, self.items.pop(item.at(slot), ())))
         for port in block.tangents:
-            for number in self.items.pop(_gradient(port), ()):
+            for number in self.items.pop(_gradient(port, slot), ()):
                 given[port.storage] = number
         live = self._run(block.backward, given)
         for port in block.grads:
-            if port.storage in live:
-                self.items[_gradient(port)] = [live.pop(port.storage)]
+            item = _gradient(port, slot)
+            added = item.kind is ItemKind.PARTIAL and items.gradient(item.name) in spec.needs
+            if port.storage in live and not added:
+                self.items[item] = [live.pop(port.storage)]
         self._end(live.values())
 
     def _run(self, program: BlockProgram, given: dict[int, int], fixed: Collection[int] = ()) -> dict[int, int]:
@@ -199,6 +205,8 @@ class _Walker:
         self.changes += [Change(number, 0) for number in numbers]
 
 
-def _gradient(port: Port) -> Item:
+def _gradient(port: Port, slot: int) -> Item:
     kind, name = port.name.split(":", 1)
-    return items.gradient(name) if kind == "param" else items.value_gradient(name)
+    if kind != "param":
+        return items.value_gradient(name).at(slot)
+    return items.partial(name).at(slot) if slot else items.gradient(name)

@@ -100,14 +100,14 @@ class Account:
         accumulate(self.seconds[resource][step], seconds, terms)
 
     def move(
-        self, link: Resource, step: int, amount_bytes: float, terms: Terms, *, copies: int = 1, serial: bool = False
+        self, link: Resource, step: int, amount_bytes: float, terms: Terms, *, copies: int = 1, serial: float = 0.0
     ) -> None:
         """Send amount * terms over a link in `step`, and over the host's if copies pass it.
 
         Parameters
         ----------
         copies: number of copies that the whole amount takes; a fraction of it takes that fraction of their seconds.
-        serial: whether the copy must precede (in) or follow (out) the step's compute, which reads or makes the bytes.
+        serial: the part of it that must precede (in) or follow (out) the step's computes, which read or make the bytes.
         """
         beyond = self.rates.beyond(link)
         for one in (link,) if beyond is None else (link, beyond):
@@ -115,7 +115,7 @@ class Account:
             accumulate(self.moved[one][step], load_bytes, terms)
             accumulate(self.traffic, amount_bytes, terms)
             if serial:
-                accumulate(self.serial[one][step], load_bytes, terms)
+                accumulate(self.serial[one][step], serial * load_bytes, terms)
 
 
 def _change(rise: list[Terms], steps: Sequence[int], amount_bytes: float, sums: Mapping[int, Terms]) -> None:

@@ -102,9 +102,11 @@ def _offload(
             gone, there = out.later(forward - first), back.later(backward - last)
             if tier == host and account.host_in_time:
                 account.pass_through(most_bytes, gone, there)
-            leave(most_bytes, forward, gone, account, tier.path.out)
+            slots = problem.per_step
+            leave(most_bytes, forward, gone, account, tier.path.out, copies=slots, last=1 / slots)
             for step, moved in there.each():
-                account.move(tier.path.into, step, most_bytes, moved, serial=step == backward)
+                serial = 1 / slots if step == backward else 0.0
+                account.move(tier.path.into, step, most_bytes, moved, copies=slots, serial=serial)
             account.hold_over(gone.span[1:], most_bytes, part)
             account.hold_sums(gone.span[1:], -most_bytes, gone.prior)
             account.hold_sums(there.span[:-1], most_bytes, there.sums)
@@ -128,18 +130,19 @@ def add_values(problem: Problem, builder: Builder, account: Account) -> tuple[Le
         for start in problem.each(0):
             account.hold_over(range(start + value.made + 1, start + value.uses[-1] + 1), value.bytes, {ONE: 1.0})
             for path, leaving in ways:
-                _count_leaving(value, start, leaving, path, account)
+                _count_leaving(problem, value, start, leaving, path, account)
         result += [leaving for _, leaving in ways]
     return tuple(result)
 
 
-def _count_leaving(value: Value, start: int, leaving: Leaving, path: Path, account: Account) -> None:
+def _count_leaving(problem: Problem, value: Value, start: int, leaving: Leaving, path: Path, account: Account) -> None:
+    slots, serial = problem.per_step, 1 / problem.per_step if leaving.out == value.made else 0.0
     out, back = start + leaving.out, start + leaving.back
     account.hold_over(range(out + 1, back), -value.bytes, leaving.column)
     if path.tier == HOST and account.host_in_time:
         account.stay(range(out, back + 1), value.bytes, leaving.column)
-    account.move(path.out, out, value.bytes, leaving.column, serial=leaving.out == value.made)
-    account.move(path.into, back, value.bytes, leaving.column)
+    account.move(path.out, out, value.bytes, leaving.column, copies=slots, serial=serial)
+    account.move(path.into, back, value.bytes, leaving.column, copies=slots)
 
 
 def away_window(problem: Problem, value: Value) -> tuple[int, int] | None:

@@ -35,5 +35,5 @@ def held_bytes(problem: Problem) -> list[int]:
                 add(start + value.grad_steps[0] + 1, start + problem.backward_step(value.made) - 1, value.grad_bytes)
         for group in problem.groups:
             if len(group.grad_steps) > 1:
-                add(start + group.grad_steps[0] + 1, start + group.grad_steps[-1], group.grad_bytes)
+                add(start + group.grad_steps[0] + 1, start + group.grad_steps[-1], problem.per_step * group.grad_bytes)
     return held

@@ -100,7 +100,7 @@ def _gap(stay: Stay, total: int, away: bool = True) -> Gap:
 def _seconds(
     problem: Problem, options: tuple[int, ...], groups: dict[str, GroupFlow], values: Iterable[str]
 ) -> list[float]:
-    rates = problem.rates
+    rates, slots = problem.rates, problem.per_step
     seconds = [rates.manage_s] * problem.n_steps
     seconds[problem.first_turn_around] += problem.gate_s
     for begins in problem.each(0):
@@ -108,16 +108,16 @@ def _seconds(
     for block, o, runs in zip(problem.blocks, options, problem.runs):
         option = block.options[o]
         for forward, backward in runs:
-            seconds[forward] += option.forward_s + rates.copy_s(option.offloaded_bytes, Resource.OUT)
-            seconds[backward] += option.backward_s + rates.copy_s(option.offloaded_bytes, Resource.IN)
+            seconds[forward] += option.forward_s + rates.copy_s(option.offloaded_bytes, Resource.OUT, slots)
+            seconds[backward] += option.backward_s + rates.copy_s(option.offloaded_bytes, Resource.IN, slots)
     for group in problem.groups:
         _add_group(problem, group, groups[group.name], seconds)
     gone = set(values)
     for value in problem.values:
         if value.name in gone:
             for made, used in zip(problem.each(value.made), problem.each(value.uses[-1])):
-                seconds[made] += rates.copy_s(value.bytes, Resource.OUT)
-                seconds[used] += rates.copy_s(value.bytes, Resource.IN)
+                seconds[made] += rates.copy_s(value.bytes, Resource.OUT, slots)
+                seconds[used] += rates.copy_s(value.bytes, Resource.IN, slots)
     return seconds
 
 

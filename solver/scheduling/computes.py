@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from .. import items
+from ..compute_names import BACKWARD, FORWARD, GATE, START, USER, ComputeName
 from ..decisions import Decisions, state_parts
-from ..items import Item
+from ..fat_steps import for_one
+from ..items import Item, ItemKind
 from ..problem import Option, Problem, Value
 from ..schedule import ComputeSpec
 
@@ -30,11 +34,15 @@ def item_sizes(problem: Problem, decisions: Decisions) -> dict[Item, int]:
     if both:
         raise ValueError(f"values and outputs must not share names: {', '.join(sorted(both))}")
     sizes: dict[Item, int] = {}
+    slots = problem.per_step
     for group in problem.groups:
         for tensor in group.tensors:
             sizes[items.parameter(tensor.name)] = tensor.param_bytes
             if group.trainable:
                 sizes[items.gradient(tensor.name)] = tensor.grad_bytes
+            if len(group.grad_steps) > 1:  # the first micro-batch's becomes the sum
+                partial = items.partial(tensor.name)
+                sizes |= {partial.at(slot): tensor.grad_bytes for slot in range(1, slots)}
     trained = {t.name: t for group in problem.groups for t in group.tensors if group.trainable}
     for plan in decisions.tensors:
         if not plan.cpu:
@@ -42,6 +50,14 @@ def item_sizes(problem: Problem, decisions: Decisions) -> dict[Item, int]:
                 sizes |= {part.item: part.bytes for part in state_parts(trained[plan.name], plan)}
             if problem.adds_up:
                 sizes[items.total(plan.name)] = sizes.get(items.gradient(plan.name), 0)
+    by_batch = _sizes_by_batch(problem, decisions)
+    sizes |= {item.at(slot): size // slots for slot in range(slots) for item, size in by_batch.items()}
+    return {item: size for item, size in sizes.items() if size > 0}
+
+
+def _sizes_by_batch(problem: Problem, decisions: Decisions) -> dict[Item, int]:
+    """Return the bytes of what depends on the batch, of all micro-batches of a step together."""
+    sizes: dict[Item, int] = {}
     for value in problem.values:
         sizes[items.value(value.name)] = value.bytes
         sizes[items.value_gradient(value.name)] = value.grad_bytes if value.grad_steps else 0
@@ -53,7 +69,7 @@ def item_sizes(problem: Problem, decisions: Decisions) -> dict[Item, int]:
     for output in problem.outputs:
         sizes[items.output(output.name)] = sizes[items.old_output(output.name)] = output.bytes
         sizes[items.value_gradient(output.name)] = output.grad_bytes
-    return {item: size for item, size in sizes.items() if size > 0}
+    return sizes
 
 
 def compute_specs(problem: Problem, decisions: Decisions, sizes: dict[Item, int]) -> dict[str, ComputeSpec]:
@@ -63,31 +79,41 @@ def compute_specs(problem: Problem, decisions: Decisions, sizes: dict[Item, int]
     ----------
     sizes: bytes per item; items without bytes are not mentioned.
     """
+    one, specs = for_one(problem), {}
+    for slot in range(problem.per_step):
+        specs |= _specs_of(one, decisions, sizes, slot, problem.per_step)
+    if problem.gate:
+        specs[GATE] = ComputeSpec(problem.gate_s)
+    return specs
 
-    def sized(names: list[Item]) -> tuple[Item, ...]:
-        return tuple(name for name in names if name in sizes)
 
+def _specs_of(
+    problem: Problem, decisions: Decisions, sizes: dict[Item, int], slot: int, slots: int
+) -> dict[str, ComputeSpec]:
+    """Return the specifications of one micro-batch's computes; the problem is that of one micro-batch."""
+
+    def sized(names: Iterable[Item]) -> tuple[Item, ...]:
+        return tuple(name for name in (item.at(slot) for item in names) if name in sizes)
+
+    shared = [items.shared(s.name) for s in problem.shared]
     specs = {
-        "start": ComputeSpec(
-            problem.start_s,
-            makes=sized([items.shared(s.name) for s in problem.shared]),
-            rise_bytes=problem.start_peak_bytes,
+        str(ComputeName(START, slot=slot)): ComputeSpec(
+            problem.start_s, makes=sized(shared), rise_bytes=problem.start_peak_bytes
         )
     }
     for i, (block, chosen) in enumerate(zip(problem.blocks, decisions.options)):
         option = block.options[chosen]
-        specs[f"F{i}"] = ComputeSpec(
+        specs[str(ComputeName(FORWARD, i, slot))] = ComputeSpec(
             option.forward_s,
             sized(_reads(problem, i)),
             sized(_forward_makes(problem, i)),
             rise_bytes=option.forward_peak_bytes,
         )
-        specs[f"B{i}"] = _backward_spec(problem, i, option, sizes)
+        specs[str(ComputeName(BACKWARD, i, slot))] = _backward_spec(problem, i, option, sizes, slot, slots)
     grads = sized([items.value_gradient(output.name) for output in problem.outputs])
     handed_in = sum(sizes[item] for item in grads)
-    specs["user"] = ComputeSpec(0.0, makes=grads, rise_bytes=max(problem.user_bytes, handed_in))
-    if problem.gate:
-        specs["gate"] = ComputeSpec(problem.gate_s)
+    rise = max(problem.user_bytes, handed_in)
+    specs[str(ComputeName(USER, slot=slot))] = ComputeSpec(0.0, makes=grads, rise_bytes=rise)
     return specs
 
 
@@ -104,8 +130,14 @@ def _forward_makes(problem: Problem, block: int) -> list[Item]:
     return names + [items.output(output.name) for output in problem.outputs if output.made == block]
 
 
-def _backward_spec(problem: Problem, block: int, option: Option, sizes: dict[Item, int]) -> ComputeSpec:
-    """Return a backward's specification; its peak includes what it releases, so the rise is the rest."""
+def _backward_spec(
+    problem: Problem, block: int, option: Option, sizes: dict[Item, int], slot: int, slots: int
+) -> ComputeSpec:
+    """Return a backward's specification; its peak includes what it releases, so the rise is the rest.
+
+    The gradients of the first micro-batch of a step become the sums, to which those of the others are added once they
+    are complete.
+    """
     _, step = problem.runs[block][0]
     drops = [items.kept(block), items.offloaded(block)]
     drops += [items.value_gradient(value.name) for value in problem.values if value.made == block]
@@ -113,15 +145,22 @@ def _backward_spec(problem: Problem, block: int, option: Option, sizes: dict[Ite
     makes = [items.value_gradient(value.name) for value in problem.values if value.grad_steps[:1] == (step,)]
     adds = [items.value_gradient(value.name) for value in problem.values if step in value.grad_steps[1:]]
     for group in problem.groups:
-        grads = [items.gradient(tensor.name) for tensor in group.tensors]
-        makes += grads if group.grad_steps[:1] == (step,) else []
-        adds += grads if step in group.grad_steps[1:] else []
-    dropped = tuple(name for name in drops if name in sizes)
-    norms_s = sum(group.norm_s for group in problem.groups if group.grad_steps[-1:] == (step,))
-    return ComputeSpec(
-        option.backward_s + norms_s,
-        tuple(name for name in _reads(problem, step) + adds if name in sizes) + dropped,
-        tuple(name for name in makes if name in sizes),
-        dropped,
-        option.backward_peak_bytes - sum(sizes[name] for name in dropped),
-    )
+        for tensor in group.tensors if step in group.grad_steps else ():
+            gradient, partial = items.gradient(tensor.name), items.partial(tensor.name)
+            own, complete = partial if slot else gradient, step == group.grad_steps[-1]
+            if step != group.grad_steps[0]:
+                adds.append(own)
+            elif not slot or not complete:
+                makes.append(own)
+            if slot and complete:
+                adds.append(gradient)
+                drops += [partial] if len(group.grad_steps) > 1 else []
+    made, added, dropped = (tuple(i for i in (one.at(slot) for one in those) if i in sizes)
+                            for those in (makes, adds, drops))  # fmt: skip
+    ending = [group for group in problem.groups if group.grad_steps[-1:] == (step,)]
+    sums_s = sum(group.device_add_s for group in ending) if slot else 0.0
+    norms_s = sum(group.norm_s for group in ending) if slot == slots - 1 else 0.0
+    reads = tuple(name for name in (item.at(slot) for item in _reads(problem, step)) if name in sizes)
+    needs = tuple(dict.fromkeys((*reads, *added, *dropped)))
+    rise = option.backward_peak_bytes - sum(sizes[name] for name in dropped if name.kind is not ItemKind.PARTIAL)
+    return ComputeSpec(option.backward_s + sums_s + norms_s, needs, made, dropped, rise)

@@ -7,6 +7,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from .. import items
+from ..compute_names import BACKWARD, FORWARD, GATE, START, USER, ComputeName
 from ..decisions import Decisions, TensorPlan, state_parts
 from ..effects import with_actions
 from ..items import Item
@@ -29,11 +30,15 @@ class _Order(IntEnum):
     FREE = 7
 
 
+_AT_THE_END = (_Order.UPDATE_DEVICE, _Order.OFFLOAD_MADE, _Order.FREE)
+
+
 class _Emitted(NamedTuple):
-    """One action with its sort key: step, slot, urgency (0 first), and the order of emission."""
+    """One action with its sort key: step, micro-batch of it, place, urgency (0 first), and the order of emission."""
 
     step: int
-    slot: _Order
+    slot: int
+    place: _Order
     urgency: int
     order: int
     action: Action
@@ -45,32 +50,46 @@ class _Emitter:
     def __init__(self, problem: Problem, sizes: dict[Item, int]) -> None:
         self.problem = problem
         self.sizes = sizes
+        self.slots = range(problem.per_step)
         self.entries: list[_Emitted] = []
         self.homes: dict[Item, str] = {}
 
-    def add(self, step: int, slot: _Order, kind: Kind, name: str, urgency: int = 0) -> None:
-        self.entries.append(_Emitted(step, slot, urgency, len(self.entries), Action(step, kind, name)))
+    def add(self, step: int, place: _Order, kind: Kind, name: str, urgency: int = 0, slot: int | None = None) -> None:
+        """Add an action of one micro-batch of a step, or of all, beside the first compute or after the last one."""
+        if slot is None:
+            slot = self.slots[-1] if place in _AT_THE_END else 0
+        self.entries.append(_Emitted(step, slot, place, urgency, len(self.entries), Action(step, kind, name)))
+
+    def compute(self, step: int, place: _Order, name: ComputeName, slot: int, urgency: int = 0) -> None:
+        self.add(step, place, Kind.COMPUTE, str(name), urgency, slot)
+
+    def each(self, item: Item) -> list[tuple[Item, int | None]]:
+        """Return an item's items by micro-batch of a step; the item itself if it does not depend on the batch."""
+        if not item.kind.by_batch:
+            return [(item, None)] if item in self.sizes else []
+        return [(item.at(slot), slot) for slot in self.slots if item.at(slot) in self.sizes]
 
     def offload(self, step: int, item: Item, made: int, tier: str = HOST) -> None:
         """Send `item`, made in step `made`, to a tier in `step`, and release it at the step's end."""
-        if item in self.sizes:
-            self.homes |= {item: tier} if tier != HOST else {}
-            self.copy_out(step, item, made)
-            self.add(step, _Order.FREE, Kind.FREE, item)
+        self.homes |= {one: tier for one, _ in self.each(item)} if tier != HOST else {}
+        self.copy_out(step, item, made)
+        self.free(step, item)
 
     def copy_out(self, step: int, item: Item, made: int) -> None:
-        if item in self.sizes:
-            self.add(step, _leaves(step, made), Kind.OFFLOAD, item)
+        for one, slot in self.each(item):
+            self.add(step, _leaves(step, made), Kind.OFFLOAD, one, slot=slot)
 
     def prefetch(self, step: int, item: Item, needed: int) -> None:
         """Bring `item` to the device in `step`; items that are needed sooner come first."""
-        if item in self.sizes:
-            urgency = (needed - step) % self.problem.n_steps
-            self.add(step, _Order.PREFETCH, Kind.PREFETCH, item, urgency)
+        urgency = (needed - step) % self.problem.n_steps
+        for one, slot in self.each(item):
+            # What its own step reads comes while that step computes for the micro-batch before.
+            early = slot - 1 if slot and needed == step else slot
+            self.add(step, _Order.PREFETCH, Kind.PREFETCH, one, urgency, early)
 
     def free(self, step: int, item: Item) -> None:
-        if item in self.sizes:
-            self.add(step, _Order.FREE, Kind.FREE, item)
+        for one, slot in self.each(item):
+            self.add(step, _Order.FREE, Kind.FREE, one, slot=slot)
 
 
 def _leaves(step: int, made: int) -> _Order:
@@ -108,6 +127,7 @@ def build_schedule(problem: Problem, decisions: Decisions) -> Schedule:
         host_bytes=host_bytes(problem, decisions),
         gate=problem.gate,
         micro_batches=problem.micro_batches,
+        per_step=problem.per_step,
         add_cpu_s=_shares(problem, plans, "cpu_add_s", cpu=True) if several else {},
         add_device_s=_shares(problem, plans, "device_add_s", cpu=False) if several else {},
         homes=emitter.homes,
@@ -119,20 +139,23 @@ def build_schedule(problem: Problem, decisions: Decisions) -> Schedule:
 def _emit_computes(emitter: _Emitter) -> None:
     problem = emitter.problem
     n = problem.n_blocks
-    for i, runs in enumerate(problem.runs):
-        for forward, backward in runs:
-            emitter.add(forward, _Order.COMPUTE, Kind.COMPUTE, f"F{i}")
-            emitter.add(backward, _Order.COMPUTE, Kind.COMPUTE, f"B{i}")
+    for slot in emitter.slots:
+        for i, runs in enumerate(problem.runs):
+            for forward, backward in runs:
+                emitter.compute(forward, _Order.COMPUTE, ComputeName(FORWARD, i, slot), slot)
+                emitter.compute(backward, _Order.COMPUTE, ComputeName(BACKWARD, i, slot), slot)
+        for start in problem.passes:
+            # All batches come in first, when the device holds nothing of what they become.
+            emitter.compute(start, _Order.COMPUTE, ComputeName(START, slot=slot), 0, urgency=-1)
+            emitter.compute(start + n, _Order.FIRST, ComputeName(USER, slot=slot), 0)
     for start in problem.passes:
-        emitter.add(start, _Order.COMPUTE, Kind.COMPUTE, "start", urgency=-1)
-        emitter.add(start + n, _Order.FIRST, Kind.COMPUTE, "user")
         for shared in problem.shared:
             last = shared.last_step if start == problem.passes[-1] else min(shared.last_step, problem.pass_steps - 1)
             emitter.free(start + last, items.shared(shared.name))
         for output in problem.outputs:
             emitter.free(start + n - 1, items.old_output(output.name))
     if problem.gate:
-        emitter.add(problem.first_turn_around, _Order.FIRST, Kind.COMPUTE, "gate")
+        emitter.compute(problem.first_turn_around, _Order.FIRST, ComputeName(GATE), 0)
 
 
 def _emit_activations(emitter: _Emitter, decisions: Decisions) -> None:

@@ -1,0 +1,61 @@
+"""The order of an update's micro-batches: one after the other, or block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..capture.effects import is_random
+from ..capture.model import Traced
+from ..config import Config
+from ..errors import InfeasibleBudget, OffmateError
+from ..plans.plan import Plan
+from ..runtime.operators.draws import draw
+
+
+class DrawsTogether(OffmateError):
+    """A forward that draws random numbers cannot run block by block for several micro-batches."""
+
+
+def check_draws(traced: Traced) -> None:
+    """Raise DrawsTogether if a forward draws random numbers that cannot be drawn before it, in the plain order."""
+    inside = (node for block in traced.blocks for node in block.joint.forward)
+    for node in (*traced.chain.prelude, *inside):
+        if is_random(node) and (node.target is not draw or node.all_input_nodes):
+            raise DrawsTogether(
+                f"the forward draws random numbers by {node.target}. If its blocks run for all micro-batches in turn, "
+                "it draws them in another order than plain PyTorch. Set dropout to 0, or use "
+                'Config(accumulation_order="by batch")'
+            )
+
+
+def drawn_bytes(traced: Traced) -> int:
+    """Return the bytes of the largest tensor of random numbers that a forward draws."""
+    drawn = (node for block in traced.blocks for node in block.joint.forward if node.target is draw)
+    return max((node.meta["val"].untyped_storage().nbytes() for node in drawn), default=0)
+
+
+def in_faster_order(planned: Callable[[Config], Plan], config: Config, accumulation_steps: int) -> tuple[Plan, Config]:
+    """Plan in both orders of micro-batches if the configuration leaves it open, and take the faster plan.
+
+    Parameters
+    ----------
+    planned: plans by a configuration. accumulation_steps: micro-batches per update.
+
+    Returns: the plan, and the configuration that names its order. Raises: as `planned`, if neither can be planned.
+    """
+    if accumulation_steps == 1 or config.accumulation_order != "auto":
+        return planned(config), config
+    usual, blocks = (replace(config, accumulation_order=order) for order in ("by batch", "by block"))
+    found: list[tuple[Plan, Config]] = []
+    lack: InfeasibleBudget | None = None
+    try:
+        found.append((planned(usual), usual))
+    except InfeasibleBudget as error:
+        lack = error
+    try:
+        found.append((planned(blocks), blocks))
+    except (InfeasibleBudget, DrawsTogether):
+        if lack is not None:
+            raise lack from None
+    return min(found, key=lambda one: one[0].predicted_step_s)

@@ -1,0 +1,171 @@
+"""Batches that the loop announces, and the calls that it will make with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from ..errors import ArgumentTypeError, ProtocolError
+from ..runtime.torch_names import trees as pytree
+from ..runtime.torch_names.tensors import version_of
+
+Batch = TypeVar("Batch")
+Path = tuple[Any, ...]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _Source(NamedTuple):
+    """Where an argument's leaf comes from: a place in the batch, or always the same value.
+
+    Parameters
+    ----------
+    path: its place in the batch; None if it is the same in every call. value: that value.
+    """
+
+    path: Path | None
+    value: Any = None
+
+
+class Announced:
+    """The batches of the loop, as many at a time as make one update.
+
+    State: `_batches`, those of the present group; `called`, how many of them the model has been called with; `drew`,
+    whether the loader has drawn random numbers from torch's generator for later batches of the group.
+
+    Parameters
+    ----------
+    per_update: micro-batches of an update; 1 if none has to be known before its turn.
+    """
+
+    def __init__(self, per_update: int) -> None:
+        self._per_update = per_update
+        self._batches: list[Any] = []
+        self.called = 0
+        self.drew = False
+
+    def each(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield a loader's batches, all of an update being known before the first of them is yielded."""
+        if not isinstance(loader, Iterable):
+            raise ArgumentTypeError(
+                f"batches() takes what the loop goes through, such as a DataLoader, not {type(loader).__name__}"
+            )
+        return self._each(iter(loader))
+
+    def _each(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        while group := list(islice(batches, 1)):
+            before = torch.get_rng_state() if self._per_update > 1 else None
+            group += islice(batches, self._per_update - 1)
+            self.announce(group)
+            self.drew = before is not None and not torch.equal(before, torch.get_rng_state())
+            yield from group
+            self._batches = []
+
+    def announce(self, batches: Iterable[Any]) -> None:
+        """Take the batches of the next update, which the loop has in hand."""
+        self._batches, self.called, self.drew = list(batches), 0, False
+
+    @property
+    def any(self) -> bool:
+        """Return whether the loop is among batches that it has announced."""
+        return bool(self._batches)
+
+    @property
+    def begins(self) -> bool:
+        """Return whether the next call is the first of a whole group."""
+        return self.called == 0 and len(self._batches) == self._per_update
+
+    def foreseen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments]:
+        """Return the arguments of all calls of the present group, those of the first of them being given.
+
+        An argument that is a part of the first batch is the same part of each later one. Any other argument is expected
+        again as it is.
+        """
+        leaves, spec = pytree.tree_flatten_with_path((args, kwargs))
+        parts = dict(parts_of(self._batches[0]))
+        sources = [_source(path, leaf, parts) for path, leaf in leaves]
+        found = [(args, kwargs)]
+        for batch in self._batches[1:]:
+            own = dict(parts_of(batch))
+            values = [own.get(s.path, s.value) if s.path is not None else s.value for s in sources]
+            found.append(pytree.tree_unflatten(values, spec))
+        return found
+
+
+class Expected:
+    """The arguments with which a call was foreseen, to be compared with those of the call.
+
+    Parameters
+    ----------
+    arguments: what the forward has run with. number: of the micro-batch, from 1.
+    """
+
+    def __init__(self, arguments: Arguments, number: int) -> None:
+        self._leaves, self._spec = pytree.tree_flatten(arguments)
+        self._versions = [version_of(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in self._leaves]
+        self._number = number
+
+    def check(self, arguments: Arguments) -> None:
+        """Raise if a call has other arguments."""
+        leaves, spec = pytree.tree_flatten_with_path(arguments)
+        same = str(spec) == str(self._spec)
+        for (path, leaf), expected, version in zip(leaves, self._leaves, self._versions) if same else ():
+            if not _alike(leaf, expected, version):
+                raise self._differs(f"its argument {_words(path)}")
+        if not same:
+            raise self._differs("the arguments that it names")
+
+    def _differs(self, what: str) -> ProtocolError:
+        return ProtocolError(
+            f"the call for micro-batch {self._number} differs from what its batch announced: {what}. With "
+            "model.offmate.batches(), the forwards of all micro-batches run at the first call. So each call's "
+            "arguments must be parts of its batch, or the same in every call. No update was made. Compute inputs in "
+            'the data loader or its collate_fn, or compile with config=offmate.Config(accumulation_order="by batch")'
+        )
+
+
+def parts_of(batch: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield the leaves of a batch with their places: mappings, sequences and objects of any class may be nested."""
+    if isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from parts_of(value, (*path, key))
+    elif isinstance(batch, (list, tuple)):
+        for key, value in enumerate(batch):
+            yield from parts_of(value, (*path, key))
+    else:
+        yield path, batch
+
+
+def _source(path: Any, leaf: Any, parts: dict[Path, Any]) -> _Source:
+    """Find the part of the batch that an argument's leaf is: the same object, else one of equal value and name."""
+    for place, part in parts.items():
+        if part is leaf and isinstance(leaf, torch.Tensor):
+            return _Source(place)
+    name = next((key.key for key in reversed(path) if hasattr(key, "key")), None)
+    equal = [place for place, part in parts.items() if _equal(part, leaf)]
+    named = [place for place in equal if place[-1:] == (name,)]
+    if named or (equal and isinstance(leaf, torch.Tensor)):
+        return _Source((named or equal)[0])
+    return _Source(None, leaf)
+
+
+def _alike(leaf: Any, expected: Any, version: int) -> bool:
+    if leaf is expected and isinstance(leaf, torch.Tensor):
+        return version_of(leaf) == version
+    return _equal(leaf, expected)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two leaves have the same values; a tensor may have been copied to another device."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return type(one) is type(other) and not isinstance(one, torch.Tensor) and bool(one == other)
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.equal(one.detach().cpu(), other.detach().cpu())
+
+
+def _words(path: Any) -> str:
+    keys = [str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:]]
+    return ".".join(keys) or "of the call"

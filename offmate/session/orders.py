@@ -1,0 +1,121 @@
+"""The order of an update's micro-batches: one after the other, or block by block where the loop announces them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from ..errors import InfeasibleBudget, ProtocolError
+from ..planning.orders import DrawsTogether
+from ..planning.request import Request
+from ..plans.plan import Plan
+from ..reports.units import format_seconds
+from .announced import Announced
+from .preparer import Preparer
+from .residence import Residence
+from .together import Together
+from .variants import Call, Variant
+
+log = logging.getLogger("offmate")
+
+
+class Orders:
+    """Decides, as an update begins, in which order its micro-batches run.
+
+    State: `announced`, the batches that the loop has announced; `together`, the last update whose micro-batches ran
+    block by block; `_said`, reasons that were logged. Changed by one thread at a time.
+
+    Parameters
+    ----------
+    request: the requirements of plans in the usual order. given: a plan to use, whose order is then taken.
+    """
+
+    def __init__(self, request: Request, preparer: Preparer, residence: Residence, given: Plan | None) -> None:
+        self._request, self._order = request, request.config.accumulation_order
+        if given is not None:
+            self._order = "by block" if given.schedule.per_step > 1 else "by batch"
+        self._preparer, self._residence, self._turns = preparer, residence, residence.turns
+        self.announced = Announced(1 if self._order == "by batch" else request.micro_batches)
+        self.together: Together | None = None
+        self._said: set[str] = set()
+
+    @property
+    def under_way(self) -> Together | None:
+        """The update under way, if its micro-batches run block by block."""
+        return self.together if self._turns.together and self._turns.in_update else None
+
+    def begin(self, model: torch.nn.Module, call: Call) -> Variant | None:
+        """Decide for the update that begins with this call; return the variant if it runs block by block.
+
+        Raises: ProtocolError if the loop must announce its batches and did not.
+        """
+        variant = self._block_by_block(model, call)
+        request = self._request if variant is None else self._request.by_block
+        self._turns.begin_update(request.gate, together=variant is not None)
+        return variant
+
+    def _block_by_block(self, model: torch.nn.Module, call: Call) -> Variant | None:
+        if self._request.micro_batches == 1 or self._order == "by batch":
+            return None
+        if not self.announced.begins:
+            if self._order == "by block" and not self.announced.any:
+                raise ProtocolError(
+                    f'Config(accumulation_order="by block") has to know all {self._request.micro_batches} batches of '
+                    "an update before its first forward. Write the loop as: for batch in model.offmate.batches(loader):"
+                )
+            return None
+        if len({one.kind for one in self._foreseen(model, call)}) > 1:
+            self._declined("their batches have different shapes")
+            return None
+        try:
+            variant = self._planned(model, call)
+        except (InfeasibleBudget, DrawsTogether) as error:
+            if self._order == "by block":
+                raise
+            self._declined(str(error))
+            return None
+        if variant.executor.draws and self.announced.drew:
+            raise ProtocolError(
+                "the loader draws random numbers from torch's generator, and so does the forward (dropout does). "
+                "model.offmate.batches() takes all batches of an update before the first forward, so both would get "
+                "other numbers than without it. Give the loader a generator of its own, or compile with "
+                'config=offmate.Config(accumulation_order="by batch"), which takes batches one by one'
+            )
+        calls = self._foreseen(model, call)
+        if any(self._preparer.known(one) is not variant for one in calls):
+            self._declined("the model decides differently about their values")
+            return None
+        if self._order == "auto" and not self._is_faster(model, variant, call):
+            return None
+        self.together = Together(variant, calls)
+        return variant
+
+    def _planned(self, model: torch.nn.Module, call: Call) -> Variant:
+        own = replace(call, together=self._request.micro_batches)
+        return self._preparer.variant_for(model, own, make_room=self._residence.bring_home)[0]
+
+    def _is_faster(self, model: torch.nn.Module, variant: Variant, call: Call) -> bool:
+        """Return whether a plan that runs block by block is predicted to be faster than one in the usual order."""
+        try:
+            usual, _ = self._preparer.variant_for(model, call, make_room=self._residence.bring_home)
+        except InfeasibleBudget:
+            return True
+        own_s, usual_s = (one.prepared.plan.predicted_step_s for one in (variant, usual))
+        if own_s >= usual_s:
+            self._declined(f"the plans predict {format_seconds(own_s)} block by block, and {format_seconds(usual_s)}")
+            return False
+        self._planned(model, call)  # the plan in use is the one that was asked for last
+        return True
+
+    def _foreseen(self, model: torch.nn.Module, call: Call) -> list[Call]:
+        """Return all calls of the update that begins with this one."""
+        count, arguments = self._request.micro_batches, self.announced.foreseen(*call.given)
+        calls = (self._preparer.call_of(model, *one, gradients=True) for one in arguments)
+        return [replace(one, together=count) for one in calls]
+
+    def _declined(self, why: str) -> None:
+        if why not in self._said:
+            self._said.add(why)
+            log.info("the micro-batches of an update run one after the other, and not block by block: %s", why)

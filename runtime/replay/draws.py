@@ -1,0 +1,65 @@
+"""Random numbers of blocks that run for several micro-batches in turn, drawn in plain PyTorch's order.
+
+Plain PyTorch draws what all blocks of the first micro-batch need, then what those of the second need. So before the
+first forward all draws are made once in that order, without the work between them, to learn the generator's state
+before each block of each micro-batch. Every forward then starts from its own state.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..ledger import Ledger
+from ..operators.draws import draw
+from .binding import Binding
+from .program import Instruction
+
+
+class Draws:
+    """Places the generator before each forward of a fat step.
+
+    State: `_states`, by micro-batch of the step and block, the generator's state before its forward; `_end`, the state
+    after all of them.
+
+    Parameters
+    ----------
+    slots: micro-batches of a step.
+    """
+
+    def __init__(self, binding: Binding, ledger: Ledger, slots: int) -> None:
+        blocks = enumerate(binding.blocks) if slots > 1 else ()
+        found = ((i, tuple(one for one in b.forward.instructions if one.target is draw)) for i, b in blocks)
+        self._drawing: dict[int, tuple[Instruction, ...]] = {i: those for i, those in found if those}
+        self._ledger, self._slots = ledger, slots
+        self._states: dict[tuple[int, int], torch.Tensor] = {}
+        self._end: torch.Tensor | None = None
+
+    def foresee(self) -> None:
+        """Draw once, before the first forward, what all forwards will draw."""
+        if not self._drawing:
+            return
+        self._states = {}
+        for slot in range(self._slots):
+            for block, drawing in self._drawing.items():
+                self._states[slot, block] = torch.get_rng_state()
+                for one in drawing:
+                    size = one.target(*one.args, **one.kwargs).untyped_storage().nbytes()
+                    self._ledger.made(0, size)
+        self._end = torch.get_rng_state()
+
+    @property
+    def any(self) -> bool:
+        """Return whether any forward draws."""
+        return bool(self._drawing)
+
+    def before(self, block: int, slot: int) -> None:
+        """Place the generator before a block's forward."""
+        state = self._states.pop((slot, block), None)
+        if state is not None:
+            torch.set_rng_state(state)
+
+    def after_all(self) -> None:
+        """Place the generator where plain PyTorch leaves it after all forwards."""
+        if self._end is not None:
+            torch.set_rng_state(self._end)
+            self._end = None
