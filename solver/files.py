@@ -35,12 +35,15 @@ def to_dict(record: Problem | Solution) -> dict[str, Any]:
         fields["rates"] = record.rates.to_dict()
         if not record.host_in_time:
             del fields["host_in_time"]
+        if not record.speculates:
+            del fields["speculates"]
         for option in (option for block in fields["blocks"] for option in block["options"]):
             if option["launched"] is None:
                 del option["launched"]
         for group in fields["groups"]:
-            if not group["in_files"]:
-                del group["in_files"]
+            for absent in ("in_files", "cpu_log_s"):
+                if not group[absent]:
+                    del group[absent]
     return {"format": name, "version": version} | _plain(fields)
 
 

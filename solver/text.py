@@ -28,6 +28,7 @@ def to_dict(schedule: Schedule) -> dict[str, Any]:
     data |= {"options": list(schedule.options), "resident": list(schedule.resident), "rates": schedule.rates.to_dict()}
     data |= {"gate": True} if schedule.gate else {}
     data |= {"homes": dict(schedule.homes)} if schedule.homes else {}
+    data |= {"log_cpu_s": dict(schedule.log_cpu_s)} if schedule.log_cpu_s else {}
     data["computes"] = {
         name: {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(spec).items()}
         for name, spec in schedule.computes.items()

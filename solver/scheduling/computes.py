@@ -42,6 +42,8 @@ def item_sizes(problem: Problem, decisions: Decisions) -> dict[Item, int]:
                 sizes |= {part.item: part.bytes for part in state_parts(trained[plan.name], plan)}
             if problem.adds_up:
                 sizes[items.total(plan.name)] = sizes.get(items.gradient(plan.name), 0)
+        elif problem.speculates:
+            sizes[items.log(plan.name)] = trained[plan.name].log_bytes
     for value in problem.values:
         sizes[items.value(value.name)] = value.bytes
         sizes[items.value_gradient(value.name)] = value.grad_bytes if value.grad_steps else 0
