@@ -107,6 +107,12 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="micro-batches of --batch sequences per step (default: %(default)s)",
     )
+    parser.add_argument(
+        "--speculate",
+        action="store_true",
+        help="let the CPU update before it is known whether gradients are clipped or a step is skipped, and undo what "
+        "turns out to be wrong; the predicted step is one that clips nothing",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -131,6 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.max_grad_norm,
         arguments.grad_scaler,
         arguments.accumulation,
+        arguments.speculate,
     )
     if arguments.sweep:
         return _sweep(arguments, training, machine)
@@ -152,6 +159,12 @@ def _check(arguments: argparse.Namespace) -> None:
             "--autocast, for weights in lower precision leave --autocast out"
         )
 
+    waits = arguments.max_grad_norm is not None or arguments.grad_scaler or arguments.accumulation > 1
+    if arguments.speculate and not waits:
+        raise ArgumentValueError(
+            "--speculate is for updates that wait, but these wait for nothing; add --max-grad-norm, --grad-scaler or "
+            "--accumulation, or leave it out"
+        )
     given = {
         "--max-grad-norm": arguments.max_grad_norm is not None,
         "--grad-scaler": arguments.grad_scaler,
@@ -207,6 +220,7 @@ def _make(arguments: argparse.Namespace, training: Training, machine: Hardware, 
             hardware=arguments.hardware,
             storage=arguments.storage,
             **training.arguments(),
+            config=offmate.Config(speculate=training.speculate),
         )
     beyond = machine.device_memory_bytes < budget_bytes
     warning = f", which has only {format_bytes(machine.device_memory_bytes)}" if beyond else ""

@@ -253,7 +253,7 @@ def _forecast(
             cpu_budget=host_bytes,
             hardware=machine,
             storage=(at.base.files(at.kind), *at.folders.paths),
-            config=Config(outputs=OUTPUTS, solver_gap=_FORECAST_GAP),
+            config=Config(outputs=OUTPUTS, solver_gap=_FORECAST_GAP, speculate=settings.speculate),
         )
 
     lack = _lack_of_ram(at, work, needs, host) if named else None

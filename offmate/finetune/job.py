@@ -179,7 +179,8 @@ def _load(at: Position) -> tuple[Position, Loaded]:
 def _plan(at: Position, loaded: Loaded) -> tuple[Plan, Config]:
     """Return the plan and its configuration; a resumed run updates every parameter where it did before."""
     split = at.moment.split if at.moment is not None else Split()
-    config = Config(updates=split, outputs=OUTPUTS) if split != Split() else Config(outputs=OUTPUTS)
+    free = Config(outputs=OUTPUTS, speculate=at.settings.speculate)
+    config = replace(free, updates=split) if split != Split() else free
     try:
         plan = _planned(at, loaded, config)
     except InfeasibleBudget:
@@ -189,7 +190,7 @@ def _plan(at: Position, loaded: Loaded) -> tuple[Plan, Config]:
             "the earlier split of updates does not fit the new budget, so a new one is used; on this device, this "
             "changes no bits"
         )
-        config = Config(outputs=OUTPUTS)
+        config = free
         plan = _planned(at, loaded, config)
     # The plan that the earlier run followed, if it is for the same problem.
     saved = saved_plan(at.checkpoint)

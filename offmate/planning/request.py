@@ -53,6 +53,11 @@ class Request:
         """Return whether updates wait until all gradients are complete."""
         return self.clips or self.scales or self.micro_batches > 1
 
+    @property
+    def speculates(self) -> bool:
+        """Return whether the host may update before all gradients are complete, with a log that undoes it."""
+        return self.gate and self.config.speculate
+
     def has_room_for(self, size_bytes: int) -> bool:
         """Return whether the host's budget is that large."""
         return size_bytes <= self.host_budget_bytes

@@ -275,7 +275,8 @@ class Session:
                 self.truth.current = False
                 if not self.request.gate:
                     self.updater.snapshot()
-                variant.executor.backward(gradients, self.turns.micro_batches)
+                speculates = self.updates is not None and self.updates.speculates(variant)
+                variant.executor.backward(gradients, self.turns.micro_batches, speculates)
             self.turns.backward_done(planned=self.updater is not None)
         if self.updater is None:
             self.pace.step_done(variant.prepared.plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -13,6 +14,7 @@ from ..events import Event
 from ..torch_names.operators import norms_of
 from .world import World
 
+_BEYOND_ROUNDING = 1 + 1e-3  # a sum of some squares this much above the limit is above it in any order and precision
 # One thread takes the norm of a whole contiguous tensor of these; of others, such as float16, threads add up parts.
 _OF_ONE_THREAD = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -25,7 +27,9 @@ class Norms:
 
     State: `_found`, the norms of this iteration, each where its gradient was; `_taking`, whether the backward under way
     is the last; `_complete`, the parameters whose gradients it has completed so far; `_threads`, the number of threads
-    that the training thread uses. A worker adds to `_found` what the event of its addition announces.
+    that the training thread uses; `_squares`, the sum of the norms' squares as far as `exceed` has seen them, and
+    `_unseen`, the others: the event after which the host has them, their copy there, and what is copied. A worker adds
+    to `_found` what the event of its addition announces.
 
     Parameters
     ----------
@@ -33,6 +37,10 @@ class Norms:
     """
 
     def __init__(self, world: World, names: Iterable[str] = ()) -> None:
+        self._device, self._watched = world.device, bool(world.schedule.log_cpu_s)
+        self._lock = threading.Lock()  # of `_unseen` and `_squares`
+        self._unseen: list[tuple[Event | None, torch.Tensor, torch.Tensor]] = []
+        self._squares = 0.0
         self._wanted, self._contents, self._host = frozenset(names), world.contents, world.host
         self._several = world.schedule.adds_up
         self._completed = _completed(world.schedule) if self._wanted or self._host.unscaling is not None else {}
@@ -43,8 +51,8 @@ class Norms:
 
     def begin(self, *, last: bool) -> None:
         """Prepare for a backward: that of the last micro-batch or an earlier one."""
-        self._found, self._taking, self._threads = {}, last, torch.get_num_threads()
-        self._complete = set()
+        self.clear()
+        self._taking, self._threads = last, torch.get_num_threads()
 
     def of_block(self, index: int) -> None:
         """Take the gradients that a block's backward has completed, if they are whole already."""
@@ -89,7 +97,28 @@ class Norms:
         """Take the norms of complete gradients, by parameter."""
         for kind in {(gradient.device, gradient.dtype) for gradient in gradients.values()}:
             own = {name: one for name, one in gradients.items() if (one.device, one.dtype) == kind}
-            self._found |= zip(own, torch.stack(norms_of(list(own.values()))).unbind())
+            norms = torch.stack(norms_of(list(own.values())))
+            self._found |= zip(own, norms.unbind())
+            self._watch(norms)
+
+    def _watch(self, norms: torch.Tensor) -> None:
+        if not self._watched:
+            return
+        home, event = norms, None
+        if norms.device.type != "cpu":
+            home = self._device.empty_host_like(norms)
+            event = self._device.copy_out(home, norms, ())
+        with self._lock:
+            self._unseen.append((event, home, norms))
+
+    def exceed(self, max_norm: float) -> bool:
+        """Return whether the norms known to the host make the global norm larger than this, beyond rounding."""
+        with self._lock:
+            for event, norms, _ in self._unseen:
+                if event is None or event.done():
+                    self._squares += float(norms.double().square().sum())
+            self._unseen = [one for one in self._unseen if one[0] is not None and not one[0].done()]
+            return not self._squares <= (max_norm * _BEYOND_ROUNDING) ** 2  # NaN exceeds everything
 
     def of(self, gradients: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the norms of all gradients; those that were not taken before are taken now.
@@ -106,6 +135,11 @@ class Norms:
     def clear(self) -> None:
         """Forget all norms, since gradients may change from now on, or the iteration is over."""
         self._found, self._taking, self._complete = {}, False, set()
+        with self._lock:
+            unseen, self._unseen, self._squares = self._unseen, [], 0.0
+        for event, *_ in unseen:
+            if event is not None:
+                event.wait()  # the copy reads what is let go now
 
 
 def _completed(schedule: Schedule) -> dict[int, tuple[str, ...]]:
