@@ -27,9 +27,9 @@ class Norms:
 
     State: `_found`, the norms of this iteration, each where its gradient was; `_taking`, whether the backward under way
     is the last; `_complete`, the parameters whose gradients it has completed so far; `_threads`, the number of threads
-    that the training thread uses; `_squares`, the sum of the norms' squares as far as `exceed` has seen them, and
-    `_unseen`, the others: the event after which the host has them, their copy there, and what is copied. A worker adds
-    to `_found` what the event of its addition announces.
+    that the training thread uses; `_copied`, norms on the device that are copied to the host, with the events of these
+    copies; `_squares`, the sum of the squares of the norms that `exceed` has seen, and `_unseen`, the others on the
+    host. A worker adds to `_found` what the event of its addition announces.
 
     Parameters
     ----------
@@ -39,7 +39,8 @@ class Norms:
     def __init__(self, world: World, names: Iterable[str] = ()) -> None:
         self._device, self._watched = world.device, bool(world.schedule.log_cpu_s)
         self._lock = threading.Lock()  # of `_unseen` and `_squares`
-        self._unseen: list[tuple[Event | None, torch.Tensor, torch.Tensor]] = []
+        self._copied: list[tuple[Event, torch.Tensor]] = []
+        self._unseen: list[tuple[Event | None, torch.Tensor]] = []
         self._squares = 0.0
         self._wanted, self._contents, self._host = frozenset(names), world.contents, world.host
         self._several = world.schedule.adds_up
@@ -108,16 +109,17 @@ class Norms:
         if norms.device.type != "cpu":
             home = self._device.empty_host_like(norms)
             event = self._device.copy_out(home, norms, ())
+            self._copied.append((event, norms))
         with self._lock:
-            self._unseen.append((event, home, norms))
+            self._unseen.append((event, home))
 
     def exceed(self, max_norm: float) -> bool:
         """Return whether the norms known to the host make the global norm larger than this, beyond rounding."""
         with self._lock:
-            for event, norms, _ in self._unseen:
-                if event is None or event.done():
-                    self._squares += float(norms.double().square().sum())
-            self._unseen = [one for one in self._unseen if one[0] is not None and not one[0].done()]
+            arrived = [event is None or event.done() for event, _ in self._unseen]
+            for there, (_, norms) in zip(arrived, self._unseen):
+                self._squares += float(norms.double().square().sum()) if there else 0.0
+            self._unseen = [one for there, one in zip(arrived, self._unseen) if not there]
             return not self._squares <= (max_norm * _BEYOND_ROUNDING) ** 2  # NaN exceeds everything
 
     def of(self, gradients: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -137,9 +139,12 @@ class Norms:
         self._found, self._taking, self._complete = {}, False, set()
         with self._lock:
             unseen, self._unseen, self._squares = self._unseen, [], 0.0
-        for event, *_ in unseen:
+        for event, _ in self._copied:
+            event.wait()  # what the copy reads on the device is let go now,
+        for event, _ in unseen:
             if event is not None:
-                event.wait()  # the copy reads what is let go now
+                event.synchronize()  # and what it writes on the host
+        self._copied.clear()
 
 
 def _completed(schedule: Schedule) -> dict[int, tuple[str, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
@@ -39,12 +39,11 @@ class _Log:
 
     Parameters
     ----------
-    memory: by key, host memory for the values. state: what the state consisted of; None if there was none.
+    memory: by key, memory for the values of all tensors. state: what the state consisted of; None if there was none.
     """
 
     memory: dict[str, torch.Tensor]
     state: dict[str, object] | None = None
-    scalars: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def write(self, host: HostState, name: str) -> None:
         """Note the values that a parameter and its state have now."""
@@ -52,17 +51,15 @@ class _Log:
         self.state = None if own is None else dict(own)
         self.memory[_PARAM].copy_(host.params[name])
         for key, value in (own or {}).items():
-            if key in self.memory and isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor):
                 self.memory[key].copy_(value)
-            elif isinstance(value, torch.Tensor):
-                self.scalars[key] = value.clone()
 
     def put_back(self, host: HostState, name: str) -> None:
         """Give a parameter and its state the values that were noted."""
         host.params[name].copy_(self.memory[_PARAM])
         for key, value in (self.state or {}).items():
             if isinstance(value, torch.Tensor):
-                value.copy_(self.memory[key] if key in self.memory else self.scalars[key])
+                value.copy_(self.memory[key])
         if self.state is None:
             host.states.pop(name, None)
             return
@@ -223,20 +220,22 @@ class Speculation:
         """Return memory for the old values of a parameter and the tensors of its state: its place, or its own."""
         state: dict[str, Any] = self._host.states.get(name, {})
         parts: dict[str, torch.Tensor] = {_PARAM: self._host.params[name]}
-        parts |= {key: value for key, value in state.items() if is_bulk(value)}
+        parts |= {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
         # The widest elements first, so that each part begins at a multiple of its own.
-        parts = dict(sorted(parts.items(), key=lambda part: -part[1].element_size()))
-        log = items.log(name)
-        if self._shared.has_place(log) and sum(part.nbytes for part in parts.values()) <= self._sizes[log]:
-            return self._shared.take(log, parts)
+        bulk = {key: part for key, part in parts.items() if key == _PARAM or is_bulk(part)}
+        bulk = dict(sorted(bulk.items(), key=lambda part: -part[1].element_size()))
+        log, placed = items.log(name), dict[str, torch.Tensor]()
+        if self._shared.has_place(log) and sum(part.nbytes for part in bulk.values()) <= self._sizes[log]:
+            placed = self._shared.take(log, bulk)
+        rest = {key: part for key, part in parts.items() if key not in placed}
         own = self._memory.get(name, {})
-        if {key: _form(part) for key, part in own.items()} != {key: _form(part) for key, part in parts.items()}:
-            own = self._memory[name] = {key: torch.empty_like(part, device="cpu") for key, part in parts.items()}
-        return own
+        if {key: _form(part) for key, part in own.items()} != {key: _form(part) for key, part in rest.items()}:
+            own = self._memory[name] = {key: torch.empty_like(part) for key, part in rest.items()}
+        return placed | own
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.shape
+    return tensor.dtype, tensor.shape, tensor.device
 
 
 def _planned(schedule: Schedule) -> tuple[str, ...]:
