@@ -34,7 +34,7 @@ from .plans.plan import Plan, check_plan
 from .progress import Progress, planning_progress
 from .runtime.current import entered
 from .runtime.storage.folders import StoragePath
-from .runtime.torch_names.scalers import can_unscale, unscales_in_its_own_way
+from .runtime.torch_names.scalers import can_unscale, unscales_in_its_own_way, unscales_itself
 from .session.checkpoint_files import files_here
 from .session.module import take_over as take_over_model
 from .session.optimizer import take_over as take_over_optimizer
@@ -108,6 +108,7 @@ def compile(
         check_plan(plan)
     _check_gate(max_grad_norm, accumulation_steps, optimizer is not None)
     scaler = _enabled(grad_scaler, optimizer is not None)
+    _check_speculation(config, scaler, optimizer, max_grad_norm)
     check_model(model)
     request = _request(gpu_budget, cpu_budget, device, config, plan)
     if config.backend == "inductor":
@@ -168,6 +169,7 @@ def plan(
     config = _checked(config)
     _check_gate(max_grad_norm, accumulation_steps, optimizer is not None)
     scaler = _enabled(grad_scaler, optimizer is not None)
+    _check_speculation(config, scaler, optimizer, max_grad_norm)
     check_batch_size(batch_size)
     check_model(model)
     # The plan is the same for every backend, and nothing runs.
@@ -369,6 +371,21 @@ def _measures(config: Config, max_grad_norm: float | None, optimizer: torch.opti
             "backward(): call torch.nn.utils.get_total_norm"
         )
     return config.measure_grad_norm and max_grad_norm is None
+
+
+def _check_speculation(
+    config: Config,
+    scaler: torch.amp.GradScaler | None,
+    optimizer: torch.optim.Optimizer | None,
+    max_grad_norm: float | None,
+) -> None:
+    """Raise OffmateError if updates cannot be undone, since their kernels unscale the gradients that they read."""
+    if config.speculate and scaler is not None and max_grad_norm is None and unscales_itself(optimizer):
+        raise OffmateError(
+            f"Config(speculate=True) cannot undo updates of a fused {type(optimizer).__name__} with grad_scaler=: its "
+            "kernel unscales gradients in place. Pass max_grad_norm=float('inf'), which has gradients unscaled "
+            "before, or leave speculate= or fused=True out"
+        )
 
 
 def _enabled(scaler: torch.amp.GradScaler | None, planned: bool) -> torch.amp.GradScaler | None:

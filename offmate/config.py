@@ -82,6 +82,10 @@ class Config:
         "device" (the GPU): that side makes all of them; a `Split`, such as `plan.split`: each parameter is updated on
         the same side as in an earlier plan. On the emulated device, this changes no bits. On a GPU, it does, since CPU
         and GPU kernels round differently: numbers are the same bit for bit if the split is the same.
+    speculate: whether the CPU may make updates before it is known that gradients need no clipping and that no scaler
+        skips the step. It keeps the old values in RAM, and undoes what turns out to be wrong, so that no bits change.
+        A step that clips nothing is faster then, and one that clips is slower. Without clipping, accumulation or a
+        scaler, updates wait for nothing, and this has no effect.
 
     Raises: ArgumentTypeError, ArgumentValueError naming the field, its value and the values that are allowed.
     """
@@ -102,6 +106,7 @@ class Config:
     max_plans: int = 16
     backend: Literal["eager", "inductor"] = "eager"
     updates: Updates | Split = "auto"
+    speculate: bool = False
     # When this was made: one run measures a model once, although it may plan for it more often.
     _made_s: float = field(default_factory=time.monotonic, init=False, repr=False, compare=False)
 
@@ -130,7 +135,7 @@ class Config:
         _require(self.accumulation_order in _ORDERS, "accumulation_order", self.accumulation_order, orders)
         known = isinstance(self.updates, Split) or self.updates in _UPDATES
         _require(known, "updates", self.updates, "'auto', 'host', 'device' or a Split, such as plan.split")
-        for name in ("measure_again", "measure_grad_norm"):
+        for name in ("measure_again", "measure_grad_norm", "speculate"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentTypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         _check_names("outputs", self.outputs, "all")

@@ -86,6 +86,7 @@ def _compute(action: Action, schedule: Schedule) -> Effect:
     if action.name == GATE:  # an executor that clips reads and scales every gradient there
         gradients = [item for item in sizes if item.kind in items.WHOLE_GRADIENTS]
         on_host = (*gradients, *map(items.total, schedule.add_cpu_s))
+    new = tuple(map(items.parameter, schedule.log_cpu_s)) if on_host else ()  # those made before are valid from here on
     return Effect(
         Resource.COMPUTE,
         spec.seconds,
@@ -94,7 +95,7 @@ def _compute(action: Action, schedule: Schedule) -> Effect:
         brings=spec.makes,
         releases=spec.drops,
         host_reads=on_host,
-        host_writes=on_host,
+        host_writes=(*on_host, *new),
         rise_bytes=spec.rise_bytes,
         growth_bytes=sum(sizes[item] for item in spec.makes) - sum(sizes[item] for item in spec.drops),
     )
@@ -148,6 +149,17 @@ def _update_cpu(action: Action, schedule: Schedule) -> Effect:
     )
 
 
+def _speculate_cpu(action: Action, schedule: Schedule) -> Effect:
+    parameter, log = items.parameter(action.name), items.log(action.name)
+    gradient = _whole_gradient(action.name, schedule)
+    return Effect(
+        schedule.rates.worker(Kind.UPDATE_CPU.value),
+        schedule.update_cpu_s[action.name] + schedule.log_cpu_s[action.name],
+        host_reads=(gradient, parameter, log),
+        host_writes=(parameter, log),
+    )
+
+
 def _update_device(action: Action, schedule: Schedule) -> Effect:
     tensor = action.name
     written = (items.parameter(tensor), *schedule.states.get(tensor, ()))
@@ -196,6 +208,7 @@ EFFECTS: dict[Kind, Callable[[Action, Schedule], Effect]] = {
     Kind.OFFLOAD: _offload,
     Kind.FREE: _free,
     Kind.UPDATE_CPU: _update_cpu,
+    Kind.SPECULATE_CPU: _speculate_cpu,
     Kind.UPDATE_DEVICE: _update_device,
     Kind.BEGIN_TOTAL: _begin_total,
     Kind.ACCUMULATE: _accumulate,
@@ -216,7 +229,7 @@ def with_actions(schedule: Schedule, parts: Iterable[Iterable[Action]]) -> Sched
     ----------
     parts: the actions of every forward, backward, and of the turn-around, as in `Schedule.parts`.
     """
-    *walked, turn_around = map(tuple, parts)
+    *walked, turn_around = _certain_behind_the_gate(parts) if schedule.log_cpu_s else map(tuple, parts)
     *lead, last = (Pass(*pair) for pair in zip(walked[::2], walked[1::2]))
     changed = replace(schedule, lead=tuple(lead), forward=last.forward, backward=last.backward, turn_around=turn_around)
     # An action's effect does not depend on the other actions.
@@ -224,6 +237,19 @@ def with_actions(schedule: Schedule, parts: Iterable[Iterable[Action]]) -> Sched
     found = replace(changed, resident=_resident(changed))
     found.known_effects.update(changed.known_effects)
     return found
+
+
+def _certain_behind_the_gate(parts: Iterable[Iterable[Action]]) -> list[tuple[Action, ...]]:
+    """Return the parts with updates that were to come before the gate, and come behind it now, as plain ones."""
+    *walked, turn_around = map(tuple, parts)
+    opens = next((i for i, action in enumerate(turn_around) if action.name == "gate"), len(turn_around))
+    behind = tuple(_certain(action) for action in turn_around[opens:])
+    first = tuple(map(_certain, walked[0]))  # of the next iteration
+    return [first, *walked[1:], turn_around[:opens] + behind]
+
+
+def _certain(action: Action) -> Action:
+    return replace(action, kind=Kind.UPDATE_CPU) if action.kind is Kind.SPECULATE_CPU else action
 
 
 def _resident(schedule: Schedule) -> tuple[Item, ...]:

@@ -37,12 +37,15 @@ def to_dict(record: Problem | Solution) -> dict[str, Any]:
             del fields["host_in_time"]
         if record.per_step == 1:
             del fields["per_step"]
+        if not record.speculates:
+            del fields["speculates"]
         for option in (option for block in fields["blocks"] for option in block["options"]):
             if option["launched"] is None:
                 del option["launched"]
         for group in fields["groups"]:
-            if not group["in_files"]:
-                del group["in_files"]
+            for absent in ("in_files", "cpu_log_s"):
+                if not group[absent]:
+                    del group[absent]
     return {"format": name, "version": version} | _plain(fields)
 
 

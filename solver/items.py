@@ -49,6 +49,7 @@ class ItemKind:
     OFFLOADED: ClassVar[ItemKind]
     SHARED: ClassVar[ItemKind]
     OUTPUT: ClassVar[ItemKind]  # made by this pass
+    LOG: ClassVar[ItemKind]  # on the host only: the old values of a parameter that was updated before the gate
     OLD_OUTPUT: ClassVar[ItemKind]  # what an output becomes when its pass ends
 
     def __post_init__(self) -> None:
@@ -85,6 +86,7 @@ ItemKind.KEPT = ItemKind("k", "values that block {} keeps", "activations", by_ba
 ItemKind.OFFLOADED = ItemKind("a", "values that block {} offloads", "activations", by_batch=True, **_MOVES, roams=True)
 ItemKind.SHARED = ItemKind("x", "shared value {}", "shared", by_batch=True)
 ItemKind.OUTPUT = ItemKind("o", "output {}", "outputs", by_batch=True)
+ItemKind.LOG = ItemKind("u", "undo log of {}", "optimizer states")
 ItemKind.OLD_OUTPUT = ItemKind("old", "last output {}", "outputs", by_batch=True)
 
 WHOLE_GRADIENTS = (ItemKind.GRADIENT, ItemKind.TOTAL)  # an update reads one of them
@@ -179,6 +181,11 @@ def total(tensor: str) -> Item:
 def state(tensor: str, rows: Rows | None = None) -> Item:
     """Return the item of some rows of a parameter's optimizer state; all of it with None."""
     return Item(ItemKind.STATE, tensor, rows)
+
+
+def log(tensor: str) -> Item:
+    """Return the item of the old values that undo a parameter's update; it is on the host only."""
+    return Item(ItemKind.LOG, tensor)
 
 
 def value(name: str) -> Item:

@@ -31,6 +31,7 @@ from .rows import Shared as Shared
 from .rows import Side as Side
 from .rows import TensorSize as TensorSize
 from .rows import Value as Value
+from .rows import log_share as log_share
 from .steps import Step, passes_of, steps_of
 
 MOST_TURN_AROUND_STEPS = 10_000
@@ -63,6 +64,8 @@ class Problem:
     micro_batches: N, passes per update. More than one needs a gate.
     per_step: k, the micro-batches for which every step runs its block in turn. More than one makes a pass of all
         micro-batches, so that N is 1.
+    speculates: whether updates on the host may start before the gate, as soon as their gradients are there, and keep a
+        log of the old values that undoes them; their gradients stay on the host until the gate opens. Needs a gate.
     """
 
     blocks: tuple[Block, ...]
@@ -83,6 +86,7 @@ class Problem:
     gate_s: float = 0.0
     micro_batches: int = 1
     per_step: int = 1
+    speculates: bool = False
 
     def __post_init__(self) -> None:
         check(self)
@@ -224,7 +228,23 @@ class Problem:
 
     def first_update(self, group: Group) -> int:
         """Return the first step in which the host may update a part of a trainable group."""
-        return self.first_turn_around if self.gate else (self.last_gradient(group) + 1) % self.n_steps
+        waits = self.gate and not self.speculates
+        return self.first_turn_around if waits else (self.last_gradient(group) + 1) % self.n_steps
+
+    def first_certain_update(self, group: Group) -> int:
+        """Return the first step in which the host may update a part of a trainable group without a log."""
+        return self.first_turn_around if self.gate else self.first_update(group)
+
+    def first_return(self, group: Group) -> int:
+        """Return the first step in which new parameters from the host may come to the device."""
+        soonest = self.last_gradient(group) + 2
+        return (
+            max(soonest, self.first_turn_around) if self.speculates else (self.first_update(group) + 1) % self.n_steps
+        )
+
+    def is_logged(self, group: Group, step: int) -> bool:
+        """Return whether an update of a group on the host in `step` comes before the gate, and so keeps a log."""
+        return self.speculates and self.last_gradient(group) < step < self.first_turn_around
 
     def device_update(self, group: Group) -> int:
         """Return the step in which the device updates its part of a trainable group.
@@ -273,6 +293,7 @@ def check(problem: Problem) -> None:
         _require(problem.update == "planned", "a gate needs planned updates, but here the user's own code updates")
         steps = problem.turn_around_steps
         _require(steps >= 3, f"turn_around_steps is {steps}; a gate needs at least 3")
+    _require(problem.gate or not problem.speculates, "speculates, but there is no gate that updates could come before")
     _require(problem.gate or problem.gate_s == 0, f"gate_s is {problem.gate_s}, but there is no gate")
     count = problem.micro_batches
     _require(count >= 1, f"micro_batches is {count}; at least 1 is needed")

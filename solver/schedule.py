@@ -24,6 +24,7 @@ class Kind(Enum):
     OFFLOAD = "offload"  # starts the item's copy from the device to its tier
     FREE = "free"  # releases the item, after its offload if one is under way
     UPDATE_CPU = "update-cpu"  # starts the update of tensor NAME on the host
+    SPECULATE_CPU = "speculate-cpu"  # the same, before the gate and with a log of the old values that undoes it
     UPDATE_DEVICE = "update-device"  # updates tensor NAME on the device
     BEGIN_TOTAL = "begin-total"  # on the device: the first micro-batch's gradient of tensor NAME becomes its total
     ACCUMULATE = "accumulate"  # on the device: adds the gradient of tensor NAME to its total, and releases it
@@ -165,6 +166,8 @@ class Schedule:
     update_cpu_s, update_device_s: seconds per tensor for the tensors updated there.
     homes: by item, the tier that it leaves to, if that is not the host. A parameter with such a home is frozen: it
         comes from there, and never leaves to it.
+    log_cpu_s: seconds per tensor that an update on the host takes longer if it keeps a log of the old values; empty if
+        no update may start before the gate.
     add_cpu_s, add_device_s: seconds per tensor to add a gradient to its total, for the tensors updated there; empty for
         one micro-batch.
     host_bytes: bytes in host memory if everything there has memory of its own; see `host_layout`.
@@ -173,6 +176,8 @@ class Schedule:
         and each `update-cpu` that does not start in the next iteration's first forward part. Between the last backward
         and the first update lies the compute "gate", in which an executor that clips takes the norm. Every gradient (or
         total) is then on the device, on the host, or on its way there, and "gate" waits for those on their way.
+        Updates by `speculate-cpu` are the exception: they start in the last backward part or before the "gate", which
+        keeps them or undoes them. New parameters leave the host behind the gate only.
     per_step: the micro-batches for which every step runs its block in turn, in slots 0, 1, ...; the first one's
         gradients become the sums of all.
     micro_batches: M, passes per update; more than one needs a gate. Every pass then ends a gradient
@@ -201,6 +206,7 @@ class Schedule:
     add_device_s: dict[str, float] = field(default_factory=dict)
     homes: dict[Item, str] = field(default_factory=dict)
     per_step: int = 1
+    log_cpu_s: dict[str, float] = field(default_factory=dict)
 
     def path_of(self, item: Item) -> Path:
         """Return the path on which an item leaves and returns."""
@@ -315,22 +321,18 @@ def _stays_on_host(schedule: Schedule) -> tuple[dict[Item, list[tuple[int, int]]
     Returns: by item, the first time of each stay and the number of times that it lasts, where a time is a run of
     actions of the same step; and the number of times in an iteration, after which they come again.
     """
-    gradients = (ItemKind.GRADIENT,) if not schedule.adds_up else ()  # a total is there from the first pass on
+    # A total is there from the first pass on.
+    kinds = (ItemKind.LOG,) if schedule.adds_up else (ItemKind.LOG, ItemKind.GRADIENT)
+    tried: list[str] = []
     runs = [list(actions) for _, actions in groupby(schedule.actions, key=lambda action: action.step)]
     events: dict[Item, list[tuple[int, bool]]] = {}
     for time, run in enumerate(runs):
         for action in run:
-            if action.kind in (Kind.UPDATE_CPU, Kind.UPDATE_DEVICE):
-                item, comes = Item(ItemKind.GRADIENT, action.name), False
-            elif action.kind in (Kind.OFFLOAD, Kind.PREFETCH):
-                item, comes = action.item, action.kind is Kind.OFFLOAD
-            else:
-                continue
-            # After a failure, the host makes an update from the copy of a gradient that has returned to the device.
-            if action.kind is Kind.PREFETCH and item.kind is ItemKind.GRADIENT:
-                continue
-            if (item.kind.by_batch or item.kind in gradients) and item not in schedule.homes:
-                events.setdefault(item, []).append((time, comes))
+            if action.kind is Kind.SPECULATE_CPU:
+                tried.append(action.name)
+            for item, comes in _at_host(action, tried):
+                if (item.kind.by_batch or item.kind in kinds) and item not in schedule.homes:
+                    events.setdefault(item, []).append((time, comes))
     stays: dict[Item, list[tuple[int, int]]] = {}
     for item, found in events.items():
         for k, (time, comes) in enumerate(found):
@@ -339,3 +341,29 @@ def _stays_on_host(schedule: Schedule) -> tuple[dict[Item, list[tuple[int, int]]
             if comes and ends:
                 stays.setdefault(item, []).append((time, ends[0] + 1))
     return stays, len(runs)
+
+
+def takes_on_host(action: Action) -> Item | None:
+    """Return the item for which an action begins to need memory of the host; None if for none."""
+    if action.kind is Kind.SPECULATE_CPU:
+        return Item(ItemKind.LOG, action.name)
+    return action.item if action.kind is Kind.OFFLOAD else None
+
+
+def _at_host(action: Action, tried: list[str]) -> list[tuple[Item, bool]]:
+    """Return the items that an action puts on the host (True), or whose copies there it needs last (False).
+
+    Parameters
+    ----------
+    tried: the tensors whose updates have started before the gate.
+    """
+    if action.kind in (Kind.UPDATE_CPU, Kind.UPDATE_DEVICE):
+        return [(Item(ItemKind.GRADIENT, action.name), False)]
+    taken = takes_on_host(action)
+    if taken is not None:
+        return [(taken, True)]
+    if action.kind is Kind.COMPUTE and action.name == "gate":
+        return [(Item(kind, name), False) for name in tried for kind in (ItemKind.LOG, ItemKind.GRADIENT)]
+    # After a failure, the host makes an update from the copy of a gradient that has returned to the device.
+    returns = action.kind is Kind.PREFETCH and action.item.kind is not ItemKind.GRADIENT
+    return [(action.item, False)] if returns else []

@@ -11,7 +11,7 @@ from .items import Item, ItemKind
 from .machine import Job, Machine, Stall
 from .problem import Problem
 from .resources import Resource
-from .schedule import Action, Kind, Schedule
+from .schedule import Action, Kind, Schedule, takes_on_host
 
 _ITERATIONS = 3  # by the third, the work that one iteration leaves to the next has settled
 
@@ -209,8 +209,9 @@ class DryRun:
         waits = _undone(self.arriving, does.reads) + self.sources(does)
         if action.kind is Kind.OFFLOAD and action.item.kind is ItemKind.GRADIENT:
             waits += self.buffers.fill(action.item.name)
-        if action.kind is Kind.OFFLOAD:
-            waits += _undone(self.used_up, self.schedule.host_layout.neighbours.get(action.item, ()))
+        place = takes_on_host(action)
+        if place is not None:
+            waits += _undone(self.used_up, self.schedule.host_layout.neighbours.get(place, ()))
         assert does.resource is not None
         job = self.machine.submit(does.resource, does.seconds, does.moved_bytes, waits)
         self.jobs.append((action, job))

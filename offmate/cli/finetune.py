@@ -103,6 +103,12 @@ def settings_options() -> tuple[argparse.ArgumentParser, dict[str, str]]:
             "--sample", nargs="+", metavar="PROMPT", help="let the model continue these prompts after each evaluation"
         ),
         parser.add_argument(
+            "--speculate",
+            action=argparse.BooleanOptionalAction,
+            help="let the CPU update before it is known whether gradients are clipped, and undo what turns out to be "
+            "wrong: steps that clip nothing are faster then, and the others slower",
+        ),
+        parser.add_argument(
             "--merge",
             action=argparse.BooleanOptionalAction,
             help="with --lora, also write the merged model, in DIR/merged",

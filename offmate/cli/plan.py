@@ -115,6 +115,12 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         help="how the micro-batches of a step run: one after the other (by-batch), each block for all of them in turn "
         "(by-block), or what is faster (default: %(default)s)",
     )
+    parser.add_argument(
+        "--speculate",
+        action="store_true",
+        help="let the CPU update before it is known whether gradients are clipped or a step is skipped, and undo what "
+        "turns out to be wrong; the predicted step is one that clips nothing",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -139,6 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.max_grad_norm,
         arguments.grad_scaler,
         arguments.accumulation,
+        arguments.speculate,
     )
     if arguments.sweep:
         return _sweep(arguments, training, machine)
@@ -160,6 +167,12 @@ def _check(arguments: argparse.Namespace) -> None:
             "--autocast, for weights in lower precision leave --autocast out"
         )
 
+    waits = arguments.max_grad_norm is not None or arguments.grad_scaler or arguments.accumulation > 1
+    if arguments.speculate and not waits:
+        raise ArgumentValueError(
+            "--speculate is for updates that wait, but these wait for nothing; add --max-grad-norm, --grad-scaler or "
+            "--accumulation, or leave it out"
+        )
     given = {
         "--max-grad-norm": arguments.max_grad_norm is not None,
         "--grad-scaler": arguments.grad_scaler,
@@ -222,7 +235,8 @@ def _make(arguments: argparse.Namespace, training: Training, machine: Hardware, 
                 **training.arguments(),
             )
 
-        config = offmate.Config(accumulation_order=arguments.order.replace("-", " "))
+        order = arguments.order.replace("-", " ")
+        config = offmate.Config(accumulation_order=order, speculate=training.speculate)
         plan, _ = in_faster_order(planned, config, training.accumulation)
     beyond = machine.device_memory_bytes < budget_bytes
     warning = f", which has only {format_bytes(machine.device_memory_bytes)}" if beyond else ""

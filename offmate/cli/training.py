@@ -26,7 +26,7 @@ class Training:
     ----------
     model, dtype, optimizer, autocast: as in `offmate.cli.shapes`. batch, seq_len: sequences per micro-batch, and the
         tokens of each. lora: an adapter on a frozen model; None trains the model itself.
-    max_grad_norm, grad_scaler, accumulation: as in `offmate.plan`.
+    max_grad_norm, grad_scaler, accumulation: as in `offmate.plan`. speculate: as in `offmate.Config`.
     """
 
     model: str
@@ -39,6 +39,7 @@ class Training:
     max_grad_norm: float | None = None
     grad_scaler: bool = False
     accumulation: int = 1
+    speculate: bool = False
 
     @property
     def tokens(self) -> int:
@@ -105,6 +106,7 @@ class Training:
         words += ["your own optimizer" if self.optimizer == "none" else self.optimizer]
         words += ["losses scaled"] if self.grad_scaler else []
         words += [f"gradients clipped to {self.max_grad_norm:g}"] if self.max_grad_norm is not None else []
+        words += ["CPU updates before that is known"] if self.speculate else []
         return ", ".join(words)
 
     @property

@@ -180,8 +180,8 @@ def _load(at: Position) -> tuple[Position, Loaded]:
 def _plan(at: Position, loaded: Loaded) -> tuple[Plan, Config]:
     """Return the plan and its configuration; a resumed run updates every parameter where it did before."""
     split = at.moment.split if at.moment is not None else Split()
-    open_config = Config(outputs=OUTPUTS, measure_grad_norm=at.settings.measures_norm)
-    config = replace(open_config, updates=split) if split != Split() else open_config
+    free = Config(outputs=OUTPUTS, speculate=at.settings.speculate, measure_grad_norm=at.settings.measures_norm)
+    config = replace(free, updates=split) if split != Split() else free
     steps = at.settings.accumulation
     try:
         plan, config = in_faster_order(lambda own: _planned(at, loaded, own), config, steps)
@@ -192,7 +192,7 @@ def _plan(at: Position, loaded: Loaded) -> tuple[Plan, Config]:
             "the earlier split of updates does not fit the new budget, so a new one is used; on this device, this "
             "changes no bits"
         )
-        plan, config = in_faster_order(lambda own: _planned(at, loaded, own), open_config, steps)
+        plan, config = in_faster_order(lambda own: _planned(at, loaded, own), free, steps)
     # The plan that the earlier run followed, if it is for the same problem.
     saved = saved_plan(at.checkpoint)
     return saved if saved is not None and saved.fingerprint == plan.fingerprint else plan, config

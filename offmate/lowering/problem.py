@@ -38,6 +38,7 @@ class Trainable:
     cpu_update_s, device_update_s: seconds to update it. cpu_add_s, device_add_s: to add a micro-batch's gradient.
     side: which side may update it. cpu_norm_s, device_norm_s: seconds to unscale its gradient and to take its norm, as
         far as scaling and clipping ask for it.
+    cpu_log_s: seconds that an update on the host takes longer if it keeps a log of the old values.
     """
 
     state_bytes: int
@@ -49,6 +50,7 @@ class Trainable:
     side: Side = "any"
     cpu_norm_s: float = 0.0
     device_norm_s: float = 0.0
+    cpu_log_s: float = 0.0
 
     def add_s(self, micro_batches: int) -> tuple[float, float]:
         """Return the seconds of an addition on the host, and on the device, a share of the total's norm included.
@@ -261,6 +263,7 @@ class Lowering:
                 side=side,
                 norm_s=sum(t.device_norm_s for _, t in tensors) if micro_batches == 1 else 0.0,
                 in_files=in_files,
+                cpu_log_s=sum(t.cpu_log_s for _, t in tensors),
             )
             for (uses, grads, _, side, in_files), tensors in members.items()
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ class UpdateCost:
     ----------
     cpu_add_s, device_add_s: seconds to add a gradient to the sum of earlier ones.
     cpu_norm_s, device_norm_s: seconds to take its norm. cpu_unscale_s, device_unscale_s: to unscale and check it.
+    cpu_log_s: seconds to copy the parameter and its state on the CPU.
     """
 
     state_bytes: int
@@ -50,6 +51,7 @@ class UpdateCost:
     device_norm_s: float
     cpu_unscale_s: float
     device_unscale_s: float
+    cpu_log_s: float
 
 
 class Updater:
@@ -138,18 +140,25 @@ class Updater:
 
     def check_unchanged(self) -> None:
         """Raise ProtocolError if hyperparameters have changed since the snapshot."""
+        for key, then, now in self._changes():
+            raise ProtocolError(
+                f"{key} changed from {then} to {now} between backward() and optimizer.step(); updates began with the "
+                "old value, during the backward. Change it after optimizer.step(), as schedulers do"
+            )
+
+    def has_changed(self) -> bool:
+        """Return whether hyperparameters, or the number of threads, have changed since the snapshot."""
+        return torch.get_num_threads() != self.threads or any(True for _ in self._changes())
+
+    def _changes(self) -> Iterator[tuple[str, Any, Any]]:
+        """Yield the hyperparameters that have changed since the snapshot, with their values then and now."""
         for group in self.optimizer.param_groups:
             now = _hyper(group)
             for param in group["params"][:1]:
                 then = self.groups[self.names[param]]
-                changed = [k for k in now if k != "fused" and not _alike(now[k], then.get(k))]
-                if changed:
-                    key = changed[0]
-                    raise ProtocolError(
-                        f"{key} changed from {then.get(key)} to {now[key]} between backward() and optimizer.step(); "
-                        "updates began with the old value, during the backward. Change it after optimizer.step(), as "
-                        "schedulers do"
-                    )
+                for key in now:
+                    if key != "fused" and not _alike(now[key], then.get(key)):
+                        yield key, then.get(key), now[key]
 
     def __call__(
         self,
@@ -233,6 +242,7 @@ class Updater:
             device_norm_s=on_device.norm_s,
             cpu_unscale_s=share * on_cpu.unscale_s,
             device_unscale_s=on_device.unscale_s,
+            cpu_log_s=share * on_cpu.log_s,
         )
 
     def _times(self, like: torch.Tensor, hyper: dict[str, Any], device: torch.device) -> _Times:
@@ -247,6 +257,7 @@ class Updater:
             _seconds(lambda: param.add_(grad), repeats, device),
             _seconds(lambda: torch.linalg.vector_norm(grad), repeats, device),
             _seconds(lambda: check_and_unscale([grad], found, half), repeats, device) if unscales else 0.0,
+            _log_s(param, state, repeats, device),
         )
 
 
@@ -256,6 +267,21 @@ class _Times(NamedTuple):
     add_s: float
     norm_s: float
     unscale_s: float
+    log_s: float
+
+
+def _log_s(param: torch.Tensor, state: dict[str, Any], repeats: int, device: torch.device) -> float:
+    """Return the seconds to copy a parameter and its state; only those of the CPU are asked for."""
+    if device != _CPU:
+        return 0.0
+    values = [param, *(value for value in state.values() if is_bulk(value))]
+    log = [torch.zeros_like(value) for value in values]
+
+    def keep() -> None:
+        for old, value in zip(log, values):
+            old.copy_(value)
+
+    return _seconds(keep, repeats, device)
 
 
 def _seconds(work: Callable[[], object], repeats: int, device: torch.device) -> float:

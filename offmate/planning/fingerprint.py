@@ -85,6 +85,8 @@ def differences(plan: Plan, request: Request, planned: bool) -> list[str]:
     looks = there.gate and (there.micro_batches == 1 or (plan.problem is not None and plan.problem.gate_s > 0))
     if looks != (request.clips or request.scales):
         found.append(f"plan {_with(looks)} max_grad_norm= or grad_scaler=, now {_with(not looks)}")
+    if plan.problem is not None and plan.problem.speculates != request.speculates:
+        found.append(f"plan {_with(plan.problem.speculates)} Config(speculate=True), now {_with(request.speculates)}")
     if plan.budget_bytes != request.budget_bytes:
         found.append(f"budget {format_bytes(plan.budget_bytes)} in the plan, {format_bytes(request.budget_bytes)} now")
     if any(plan.stored_bytes) and request.storage is None:

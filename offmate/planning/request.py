@@ -62,6 +62,11 @@ class Request:
         """The request of plans whose steps run each block for all micro-batches of an update in turn."""
         return replace(self, micro_batches=1, together=self.micro_batches)
 
+    @property
+    def speculates(self) -> bool:
+        """Return whether the host may update before all gradients are complete, with a log that undoes it."""
+        return self.gate and self.config.speculate
+
     def has_room_for(self, size_bytes: int) -> bool:
         """Return whether the host's budget is that large."""
         return size_bytes <= self.host_budget_bytes

@@ -123,7 +123,7 @@ def lower(
         n: Trainable(
             c.state_bytes, updater is not None and updater.by_rows(n, params[n].dtype),
             c.cpu_update_s, c.device_update_s, c.cpu_add_s, c.device_add_s, side_of(request.config.updates, n),
-            *_looks_s(request, c),
+            *_looks_s(request, c), cpu_log_s=c.cpu_log_s if request.speculates else 0.0,
         )
         for n, c in updates.items()
     }  # fmt: skip
@@ -141,6 +141,7 @@ def lower(
         turn_around_steps=request.config.turn_around_steps,
         gate=request.gate,
         micro_batches=request.micro_batches,
+        speculates=request.speculates,
         gate_s=_VERDICT * min((c.device_norm_s for c in updates.values()), default=0.0) if looks else 0.0,
     )
     return replace(lowered, problem=_together(lowered.problem, traced, request.together)), fixed

@@ -20,6 +20,7 @@ from ..programs.programs import NodeCost
 from ..progress import Progress
 from ..runtime.torch_names import trees as pytree
 from ..runtime.torch_names.autograd import without_autocast
+from ..solver.rows import log_share
 from .analytic import node_costs
 from .operators import profile_classes, profile_prelude
 
@@ -97,7 +98,8 @@ def work_out(
             # Adding reads two tensors and writes one where AdamW reads four and writes three; a norm reads one, and
             # unscaling writes it again.
             adds, norms, unscalings = ([part * s for s in plain_s] for part in (3 / 7, 1 / 7, 2 / 7))
-            updates[name] = UpdateCost(bulk, scalars, *seconds, *adds, *norms, *unscalings)
+            log_s = seconds[0] * log_share(param.nbytes, param.nbytes, bulk)
+            updates[name] = UpdateCost(bulk, scalars, *seconds, *adds, *norms, *unscalings, cpu_log_s=log_s)
     return Figures(rates, costs, updates)
 
 

@@ -19,7 +19,7 @@ from ..programs.programs import NodeCost
 
 log = logging.getLogger("offmate")
 
-FORMAT = 7
+FORMAT = 8
 
 _kept: dict[str, Measured] = {}
 _measured_s: dict[str, float] = {}  # when this process measured, by `time.monotonic`

@@ -25,6 +25,7 @@ ACTION_WORDS = {
     Kind.OFFLOAD: "send out",
     Kind.FREE: "free",
     Kind.UPDATE_CPU: "update on the CPU",
+    Kind.SPECULATE_CPU: "update on the CPU before the gate",
     Kind.UPDATE_DEVICE: "update on the device",
     Kind.BEGIN_TOTAL: "begin the total of",
     Kind.ACCUMULATE: "add to the total",

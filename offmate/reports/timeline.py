@@ -23,6 +23,7 @@ BAR_WORDS = {
     Kind.PREFETCH: "copy in",
     Kind.OFFLOAD: "copy out",
     Kind.UPDATE_CPU: "update on the CPU",
+    Kind.SPECULATE_CPU: "update on the CPU before the gate",
     Kind.UPDATE_DEVICE: "update on the device",
     Kind.BEGIN_TOTAL: "begin the total",
     Kind.ACCUMULATE: "add to the total",

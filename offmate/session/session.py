@@ -308,10 +308,11 @@ class Session:
         if not self.turns.gate:
             assert self.updater is not None
             self.updater.snapshot()
+        speculates = self.updates is not None and self.updates.speculates(variant)
         if together is not None:
-            together.run(gradients)
+            together.run(gradients, speculates)
         else:
-            variant.executor.backward(gradients, self.turns.micro_batches)
+            variant.executor.backward(gradients, self.turns.micro_batches, speculates)
 
     @property
     def grad_norm(self) -> torch.Tensor | None:

@@ -64,10 +64,15 @@ class Together:
         """Keep the gradients of the outputs of the call under way."""
         self._gradients.append(gradients)
 
-    def run(self, gradients: dict[str, torch.Tensor]) -> None:
-        """Run all backwards; the gradients are those of the last call's outputs."""
+    def run(self, gradients: dict[str, torch.Tensor], speculates: bool) -> None:
+        """Run all backwards; the gradients are those of the last call's outputs.
+
+        Parameters
+        ----------
+        speculates: whether updates that the schedule places before the gate may begin there.
+        """
         given, self._gradients = [*self._gradients, gradients], []
-        self.variant.executor.backwards(given)
+        self.variant.executor.backwards(given, speculates=speculates)
 
 
 def _arguments(call: Call) -> Arguments:

@@ -23,11 +23,11 @@ class Turns:
     """The training loop as a small state machine: it says whether something may come next, and notes that it has.
 
     State: `turn`; `gate`, whether updates wait for optimizer.step(), and `together`, whether the micro-batches of this
-    update run block by block, after its last backward(); the `iteration` that is under way and the `micro_batches` of its update so far; `_dropped`, forwards
-    that were given up but through which backward() could still be called; `uncleared`, whether zero_grad() is due;
-    `_cleared_early`, whether zero_grad() came before step(); `_read_early`, whether the user has read values between
-    backward() and step(); `_graded`, parameters that have had a gradient since the last zero_grad(), and `_zeroed`,
-    those whose gradient it left at zero. Changed by one thread at a time.
+    update run block by block; the `iteration` that is under way and the `micro_batches` of its update so far;
+    `_dropped`, forwards that were given up but through which backward() could still be called; `uncleared`, whether
+    zero_grad() is due; `_cleared_early`, whether zero_grad() came before step(); `_read_early`, whether the user has
+    read values between backward() and step(); `_graded`, parameters that have had a gradient since the last
+    zero_grad(), and `_zeroed`, those whose gradient it left at zero. Changed by one thread at a time.
 
     Parameters
     ----------

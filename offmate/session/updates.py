@@ -63,6 +63,28 @@ class Updates:
             assert self.truth.host.unscaling is not None
             self.truth.host.unscaling.begin(self.scaling.backward_begins(self.turns.micro_batches))
 
+    def speculates(self, variant: Variant) -> bool:
+        """Return whether updates may begin before the gate in the backward that begins, with what holds now.
+
+        They may not if a float32 copy may have to follow an edit first, or if a kernel is to unscale its gradients.
+        """
+        planned = self.turns.gate and variant.prepared.plan.schedule.log_cpu_s
+        if not planned or self.truth.copies.are_unmatched(variant.updates):
+            return False
+        if self.scaling is not None:
+            if not self.scaling.unscaled:
+                return False
+            self.updater.grad_scales = {}
+        self.updater.snapshot()
+        return True
+
+    def _retract_if_changed(self) -> None:
+        """Undo updates that were made before the gate with other hyperparameters than the step's."""
+        active = self.residence.active
+        if active is not None and active.executor.has_speculated and self.updater.has_changed():
+            with self.residence.whole():
+                active.executor.retract()
+
     @alone
     @outside_inference
     def step(self) -> None:
@@ -77,6 +99,7 @@ class Updates:
             self.scaling.check_step()
             self.updater.grad_scales = self.scaling.left_to_the_kernel(self.residence.device.torch_device)
         if self.turns.gate:
+            self._retract_if_changed()
             self.updater.snapshot()
         else:
             self.updater.check_unchanged()

@@ -8,7 +8,8 @@ Between iterations the host's values are current. While an iteration runs these 
 - `Contents.written` holds the last event that writes an item off the device: its copy there, or its update on the
   host. A copy back to the device, and a read on the host, must come after it.
 - A parameter is in `Contents.pending` from the backward that makes its gradient until its update is started, on either
-  side. With several micro-batches, those whose total is on the host are in `HostState.totals` instead, or as well.
+  side; if it is started before the gate, until the gate keeps it. With several micro-batches, those whose total is on
+  the host are in `HostState.totals` instead, or as well.
 - A copy that is yet to be launched, since it waits for the CPU, holds the addresses of its source and target. Neither
   may move or be freed before it is launched; after that the order of streams protects them. So the arena moves no
   tensor with such a copy, and every release or overwrite first waits for the copy (`Buffer.settle`, or its event's

@@ -18,12 +18,13 @@ from .gradients import Gradients
 from .handlers import Handlers
 from .norms import Norms
 from .parking import Parked, park, unpark
+from .speculation import Speculation
 from .states import States
 from .transfers import Transfers
 from .updates import Updates
 from .world import World
 
-_MOVING = (Kind.PREFETCH, Kind.OFFLOAD, Kind.UPDATE_CPU)
+_MOVING = (Kind.PREFETCH, Kind.OFFLOAD, Kind.UPDATE_CPU, Kind.SPECULATE_CPU)
 _OF_THE_LAST = (ItemKind.OLD_OUTPUT, ItemKind.GRADIENT, ItemKind.SHARED)  # present at the start, never brought
 
 
@@ -58,11 +59,20 @@ class Executor:
         self._transfers = Transfers(world, self._by_kind.of)
         self._updates = Updates(world, states, self._gradients, self.gate, unmoved)
         self._computes = Computes(world, self.gate, self._norms)
+        max_norm = clip.max_norm if clip is not None else None
+        self._speculation = Speculation(world, self._gradients, self.gate, self._norms, self._updates, max_norm)
         self._updating = False
         # Handlers with a reference to the executor would keep it, and its programs, alive until garbage is collected.
         computes, transfers, gradients, updates = self._computes, self._transfers, self._gradients, self._updates
+        speculation = self._speculation
+
+        def compute(action: Action) -> None:
+            computes.run(action.name)
+            if action.name == "gate":
+                speculation.settle()
+
         self._handlers: dict[Kind, Callable[[Action], None]] = {
-            Kind.COMPUTE: lambda action: computes.run(action.name),
+            Kind.COMPUTE: compute,
             Kind.PREFETCH: lambda action: transfers.prefetch(action.item),
             Kind.OFFLOAD: lambda action: transfers.offload(action.item),
             Kind.FREE: lambda action: transfers.free(action.item),
@@ -70,6 +80,7 @@ class Executor:
             Kind.ACCUMULATE: lambda action: gradients.accumulate(action.name),
             Kind.ACCUMULATE_CPU: lambda action: gradients.accumulate_on_host(action.name),
             Kind.UPDATE_CPU: lambda action: updates.on_host(action.name),
+            Kind.SPECULATE_CPU: lambda action: speculation.start(action.name),
             Kind.UPDATE_DEVICE: lambda action: updates.on_device(action.name),
         }
 
@@ -126,25 +137,31 @@ class Executor:
         self._walk(self.schedule.pass_of(micro_batch).forward)
         return self._computes.take_outputs()
 
-    def backward(self, gradients: dict[str, torch.Tensor], micro_batch: int = 0) -> None:
+    def backward(self, gradients: dict[str, torch.Tensor], micro_batch: int = 0, speculates: bool = False) -> None:
         """Run the backwards of a schedule whose steps run one micro-batch.
 
         Parameters
         ----------
         gradients: by name, the gradients of the outputs that the plan differentiates. micro_batch: as in `forward`.
+        speculates: whether updates that the schedule places before the gate may begin there.
         """
-        self.backwards((gradients,), micro_batch)
+        self.backwards((gradients,), micro_batch, speculates)
 
-    def backwards(self, gradients: Sequence[dict[str, torch.Tensor]], micro_batch: int = 0) -> None:
+    def backwards(
+        self, gradients: Sequence[dict[str, torch.Tensor]], micro_batch: int = 0, speculates: bool = False
+    ) -> None:
         """Run the backwards of all micro-batches of a step.
 
         Parameters
         ----------
         gradients: by slot and name, those of the outputs that the plan differentiates. micro_batch: as in `forwards`.
+        speculates: as in `backward`.
         """
         self.complete = False
         self.gate.close()
-        self._norms.begin(last=micro_batch == self.schedule.micro_batches - 1)
+        last = micro_batch == self.schedule.micro_batches - 1
+        self._norms.begin(last=last)
+        self._speculation.begin(speculates and last)
         self._computes.incoming = gradients
         self._walk(self.schedule.pass_of(micro_batch).backward)
         self.complete, self._updating = True, False
@@ -159,6 +176,15 @@ class Executor:
         self._walk(self.schedule.turn_around)
         if not self.schedule.gate:
             self.gate.measure()
+
+    @property
+    def has_speculated(self) -> bool:
+        """Whether updates have been started before the gate, which has not opened yet."""
+        return self._speculation.any
+
+    def retract(self) -> None:
+        """Undo the updates that were started before the gate; they are made behind it."""
+        self._speculation.retract()
 
     def unscale(self) -> None:
         """Unscale the complete gradients that have not been unscaled yet; updates may then begin at any time."""
@@ -201,6 +227,7 @@ class Executor:
 
     def sync(self) -> None:
         """Wait for everything under way, make the updates that are due, and copy newer values to the host."""
+        self.retract()
         self._updates.start_pending()
         contents = self._contents
         for event in [*contents.written.values(), *contents.grad_leaving.values(), *contents.grad_adding.values()]:
@@ -266,6 +293,7 @@ class Executor:
         Returns: the tensors whose newest values could not be saved, because the device was lost or a disk failed.
         """
         lost: frozenset[str] = frozenset()
+        self.retract()
         try:
             self.device.drain()
             self._updates.salvage_begun()
@@ -284,6 +312,7 @@ class Executor:
         self.device.ledger.clear()
         self._contents.clear()
         self._norms.clear()
+        self._speculation.clear()
         if self.device.arena is not None:
             self.device.arena.let_go()
         self.loaded = False

@@ -76,6 +76,11 @@ class Gate:
         """Return whether updates may begin."""
         return self._host.gate_is_open
 
+    @property
+    def leaves_gradients(self) -> bool:
+        """Return whether the gate, when it opened, has left all gradients as they are."""
+        return not self._scales
+
     def close(self) -> None:
         """Close the gate, if there is one, when a backward begins."""
         self._host.gate_is_open = not self._exists

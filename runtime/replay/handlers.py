@@ -223,6 +223,7 @@ class Handlers:
             ItemKind.OFFLOADED: self._offloaded,
             ItemKind.SHARED: SharedValues(world),
             ItemKind.OUTPUT: Resting(),
+            ItemKind.LOG: Resting(),
             ItemKind.OLD_OUTPUT: OldOutputs(world.contents),
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -14,6 +15,7 @@ from ..events import Event
 from ..torch_names.operators import norms_of
 from .world import World
 
+_BEYOND_ROUNDING = 1 + 1e-3  # a sum of some squares this much above the limit is above it in any order and precision
 # One thread takes the norm of a whole contiguous tensor of these; of others, such as float16, threads add up parts.
 _OF_ONE_THREAD = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -26,7 +28,9 @@ class Norms:
 
     State: `_found`, the norms of this iteration, each where its gradient was; `_taking`, whether the backward under way
     is the last; `_complete`, the parameters whose gradients it has completed so far; `_threads`, the number of threads
-    that the training thread uses. A worker adds to `_found` what the event of its addition announces.
+    that the training thread uses; `_copied`, norms on the device that are copied to the host, with the events of these
+    copies; `_squares`, the sum of the squares of the norms that `exceed` has seen, and `_unseen`, the others on the
+    host. A worker adds to `_found` what the event of its addition announces.
 
     Parameters
     ----------
@@ -34,6 +38,11 @@ class Norms:
     """
 
     def __init__(self, world: World, names: Iterable[str] = ()) -> None:
+        self._device, self._watched = world.device, bool(world.schedule.log_cpu_s)
+        self._lock = threading.Lock()  # of `_unseen` and `_squares`
+        self._copied: list[tuple[Event, torch.Tensor]] = []
+        self._unseen: list[tuple[Event | None, torch.Tensor]] = []
+        self._squares = 0.0
         self._wanted, self._contents, self._host = frozenset(names), world.contents, world.host
         self._several = world.schedule.adds_up
         self._completed = _completed(world.schedule) if self._wanted or self._host.unscaling is not None else {}
@@ -44,8 +53,8 @@ class Norms:
 
     def begin(self, *, last: bool) -> None:
         """Prepare for a backward: that of the last micro-batch or an earlier one."""
-        self._found, self._taking, self._threads = {}, last, torch.get_num_threads()
-        self._complete = set()
+        self.clear()
+        self._taking, self._threads = last, torch.get_num_threads()
 
     def of_block(self, index: int) -> None:
         """Take the gradients that a block's backward has completed, if they are whole already."""
@@ -90,7 +99,29 @@ class Norms:
         """Take the norms of complete gradients, by parameter."""
         for kind in {(gradient.device, gradient.dtype) for gradient in gradients.values()}:
             own = {name: one for name, one in gradients.items() if (one.device, one.dtype) == kind}
-            self._found |= zip(own, torch.stack(norms_of(list(own.values()))).unbind())
+            norms = torch.stack(norms_of(list(own.values())))
+            self._found |= zip(own, norms.unbind())
+            self._watch(norms)
+
+    def _watch(self, norms: torch.Tensor) -> None:
+        if not self._watched:
+            return
+        home, event = norms, None
+        if norms.device.type != "cpu":
+            home = self._device.empty_host_like(norms)
+            event = self._device.copy_out(home, norms, ())
+            self._copied.append((event, norms))
+        with self._lock:
+            self._unseen.append((event, home))
+
+    def exceed(self, max_norm: float) -> bool:
+        """Return whether the norms known to the host make the global norm larger than this, beyond rounding."""
+        with self._lock:
+            arrived = [event is None or event.done() for event, _ in self._unseen]
+            for there, (_, norms) in zip(arrived, self._unseen):
+                self._squares += float(norms.double().square().sum()) if there else 0.0
+            self._unseen = [one for there, one in zip(arrived, self._unseen) if not there]
+            return not self._squares <= (max_norm * _BEYOND_ROUNDING) ** 2  # NaN exceeds everything
 
     def of(self, gradients: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the norms of all gradients; those that were not taken before are taken now.
@@ -111,6 +142,14 @@ class Norms:
     def clear(self) -> None:
         """Forget all norms, since gradients may change from now on, or the iteration is over."""
         self._found, self._taking, self._complete = {}, False, set()
+        with self._lock:
+            unseen, self._unseen, self._squares = self._unseen, [], 0.0
+        for event, _ in self._copied:
+            event.wait()  # what the copy reads on the device is let go now,
+        for event, _ in unseen:
+            if event is not None:
+                event.synchronize()  # and what it writes on the host
+        self._copied.clear()
 
 
 def _completed(schedule: Schedule) -> dict[int, tuple[str, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 import torch
 
@@ -10,7 +11,7 @@ from ...errors import StorageError
 from ...solver import items
 from ...solver.items import Item, ItemKind
 from ...solver.schedule import Kind
-from ..events import ActionFailed, UnderWay
+from ..events import ActionFailed, Event, UnderWay
 from ..ledger import LimitExceeded
 from .binding import Update
 from .contents import Buffer, is_bulk
@@ -35,13 +36,16 @@ class Updates:
         self._planned, self._shared = world.schedule.item_bytes, world.shared_host
         self._worker = world.schedule.rates.worker(Kind.UPDATE_CPU.value)
 
-    def on_host(self, name: str) -> None:
-        """Start the update of a parameter on a worker, unless it has been started already."""
+    def on_host(self, name: str, first: Callable[[], None] | None = None, after: tuple[Event, ...] = ()) -> None:
+        """Start the update of a parameter on a worker, unless it has been started already.
+
+        Parameters
+        ----------
+        first: what the worker does before it. after: events before that, beside the gradient's arrival.
+        """
         contents, host = self._contents, self._host
         if not self._gradients.exists(name):
             return
-        contents.pending.discard(name)
-        host.totals.discard(name)
         update, grad = self._known(), host.grads[name]
         scale = self._gate.scale_of(name, grad.device)
         done = contents.updated_rows.pop(name, 0)
@@ -49,19 +53,38 @@ class Updates:
         known = frozenset(contents.states[self._states.items(name)[-1]].tensors if done else ())
 
         def work() -> None:
+            if first is not None:
+                first()
+            if not done:
+                self.make(name, grad, scale)
+                return
             param, state = host.params[name], host.states.setdefault(name, {})
-            if done:
-                if scale is not None:
-                    grad.mul_(scale)
-                _update_rest(update, name, param, grad, state, done, known)
-            else:
-                update(name, param, grad, state, scale)
-            host.states_written(name)
-            host.updates[name] = host.updates.get(name, 0) + 1
+            if scale is not None:
+                grad.mul_(scale)
+            _update_rest(update, name, param, grad, state, done, known)
+            self._made(name)
 
-        arrived = (contents.grad_leaving.pop(name, None), contents.grad_adding.pop(name, None))
-        after = tuple(event for event in arrived if event is not None)
-        under_way = self._device.update_on_host(work, after, self._worker)
+        arrived = (contents.grad_leaving.get(name), contents.grad_adding.get(name))
+        after = (*(event for event in arrived if event is not None), *after)
+        self.adopt(name, self._device.update_on_host(work, after, self._worker))
+
+    def make(self, name: str, grad: torch.Tensor, scale: torch.Tensor | None = None) -> None:
+        """Update a whole parameter on the host, now and in this thread; `scale` multiplies its gradient first."""
+        host = self._host
+        self._known()(name, host.params[name], grad, host.states.setdefault(name, {}), scale)
+        self._made(name)
+
+    def _made(self, name: str) -> None:
+        self._host.states_written(name)
+        self._host.updates[name] = self._host.updates.get(name, 0) + 1
+
+    def adopt(self, name: str, under_way: Event) -> None:
+        """Note that the update of a parameter on the host is under way behind the gate, and uses its gradient up."""
+        contents = self._contents
+        contents.pending.discard(name)
+        self._host.totals.discard(name)
+        contents.grad_leaving.pop(name, None)
+        contents.grad_adding.pop(name, None)
         updated = UnderWay(f"the update of {name} on the CPU", (under_way,))
         contents.written[items.parameter(name)] = updated
         self._shared.freed(items.gradient(name), updated)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..options.pieces import Grid, in_pieces
-from ..problem import Block, Group, Option, Output, Problem, Rates, Shared, TensorSize, Value
+from ..problem import Block, Group, Option, Output, Problem, Rates, Shared, TensorSize, Value, log_share
 
 LOSS_BYTES = 4
 # Number of temporaries, each as large as the largest saved value, that a backward needs at its start and at its end.
@@ -138,6 +138,15 @@ def llama(
         user_bytes=LOSS_BYTES,
         start_peak_bytes=batch_bytes,
     )
+
+
+def speculating(problem: Problem) -> Problem:
+    """Return a problem with a gate in which the host may update before it; logs take seconds by their bytes."""
+    groups = (
+        replace(g, cpu_log_s=g.cpu_update_s * log_share(g.param_bytes, g.grad_bytes, g.state_bytes))
+        for g in problem.groups
+    )
+    return replace(problem, groups=tuple(groups), speculates=True)
 
 
 def _parts(shape: Shape, speeds: Speeds, precision: Precision, whole_layers: bool) -> list[_Part]:

@@ -154,8 +154,9 @@ def _ready_updates(schedule: Schedule, actions: list[_Placed]) -> dict[int, int]
             sent[name] = i
         elif entry.action.kind is Kind.ACCUMULATE_CPU:
             sent[items.gradient(name)] = i
-        elif entry.action.kind is Kind.UPDATE_CPU:
-            ready[i] = max(opens, sent.get(items.gradient(name), i - 1) + 1)
+        elif entry.action.kind in (Kind.UPDATE_CPU, Kind.SPECULATE_CPU):
+            soonest = 0 if entry.action.kind is Kind.SPECULATE_CPU else opens
+            ready[i] = max(soonest, sent.get(items.gradient(name), i - 1) + 1)
     return ready
 
 

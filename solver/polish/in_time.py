@@ -21,7 +21,14 @@ from .unrolled import Entry, Task, Unrolled
 # Pairs: how far a lane is filled, in spans; the iteration that is taken.
 _VARIANTS = ((1.0, 2), (0.5, 2), (5.0, 2), (1.0, 3), (0.25, 2), (2.0, 3), (0.0, 2), (5.0, 3))
 _WORK = 16000  # effort limit: actions in all variants together
-_FORCED = (Kind.OFFLOAD, Kind.UPDATE_CPU, Kind.ACCUMULATE_CPU, Kind.FREE, Kind.PREFETCH)  # in this order
+_FORCED = (
+    Kind.OFFLOAD,
+    Kind.SPECULATE_CPU,
+    Kind.UPDATE_CPU,
+    Kind.ACCUMULATE_CPU,
+    Kind.FREE,
+    Kind.PREFETCH,
+)  # in this order
 
 Keys = set[tuple[int, int]]
 
@@ -192,7 +199,8 @@ class _Walk:
         """
         reach, rates = self._reach * seconds, self._schedule.rates
         lanes = [(Kind.OFFLOAD, path.out) for path in rates.paths.values()]
-        for kind, lane in (*lanes, (Kind.UPDATE_CPU, rates.worker(Kind.UPDATE_CPU.value))):
+        worker = rates.worker(Kind.UPDATE_CPU.value)
+        for kind, lane in (*lanes, (Kind.SPECULATE_CPU, worker), (Kind.UPDATE_CPU, worker)):
             for task in self._candidates(kind, lane, reach):
                 self._take(task)
         for path in rates.paths.values():

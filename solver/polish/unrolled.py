@@ -14,6 +14,7 @@ from ..resources import Resource
 from ..schedule import ABOUT_ITEMS, Action, Kind, Schedule
 
 NEVER = 1 << 60
+_ON_HOST = (Kind.UPDATE_CPU, Kind.SPECULATE_CPU)
 
 
 @dataclass(frozen=True)
@@ -114,12 +115,12 @@ class Unrolled:
         self.highs = self._levels()
 
     def _place_updates(self) -> None:
-        updates = [task for task in self.tasks if task.action.kind is Kind.UPDATE_CPU]
+        updates = [task for task in self.tasks if task.action.kind in _ON_HOST]
         for task in updates:
             task.place = NEVER
         for task in self.tasks:
             for one in task.after if task.action.kind is Kind.PREFETCH else ():
-                if one.action.kind is Kind.UPDATE_CPU:
+                if one.action.kind in _ON_HOST:
                     one.place = min(one.place, task.place)
 
     def _add_task(self, action: Action, key: tuple[int, int]) -> None:
@@ -133,9 +134,12 @@ class Unrolled:
             floor, before = self._used.get(action.item, -1) + 1, [(Kind.FREE, name)]
             if action.item.kind in items.WHOLE_GRADIENTS:
                 floor = max(floor, self._opened)
-            before += [(Kind.UPDATE_CPU, action.item.name)] if action.item.kind is ItemKind.PARAMETER else []
+            if action.item.kind is ItemKind.PARAMETER:
+                before += [(update, action.item.name) for update in _ON_HOST]
+                floor = max(floor, self._opened) if (Kind.SPECULATE_CPU, action.item.name) in self._latest else floor
         else:
-            floor, before = self._opened, [(Kind.OFFLOAD, items.gradient(name))]
+            floor = 0 if kind is Kind.SPECULATE_CPU else self._opened
+            before = [(Kind.OFFLOAD, items.gradient(name))]
         after = [self._latest[one] for one in before if one in self._latest]
         floor = max([floor, *(one.floor for one in after)])
         size = self.schedule.item_bytes[action.item] if kind in ABOUT_ITEMS else 0

@@ -66,8 +66,17 @@ class Account:
         """
         until = back.span if back.span == out.span else range(out.span[0], back.span[-1] + 1)
         self.remain(tuple(until), amount_bytes, out)
+        self.leave_host(back.span, amount_bytes, back)
+
+    def leave_host(self, steps: Sequence[int], amount_bytes: float, gone: Flow) -> None:
+        """Count amount * a flow as no longer on the host, in `steps`, from the step after the one in which it goes.
+
+        Parameters
+        ----------
+        steps: the last ones of the flow's span. What has gone before them is away in all of them.
+        """
         if self.passing is not None:
-            _change(self.passing, back.span, -amount_bytes, back.prior)
+            _change(self.passing, steps, -amount_bytes, gone.prior)
 
     def remain(self, steps: Sequence[int], amount_bytes: float, out: Flow) -> None:
         """Count amount * a flow on the host from the step in which it comes there to the last of `steps`.
@@ -88,8 +97,12 @@ class Account:
 
     def stay(self, steps: Sequence[int], amount_bytes: float, terms: Terms) -> None:
         """Count amount * terms on the host in `steps` alone, neighbours in cyclic order."""
+        self.stay_sums(steps, amount_bytes, dict.fromkeys(steps, terms))
+
+    def stay_sums(self, steps: Sequence[int], amount_bytes: float, sums: Mapping[int, Terms]) -> None:
+        """Count amount * an expression by step on the host in `steps` alone, neighbours in cyclic order."""
         assert self.passing is not None
-        _change(self.passing, steps, amount_bytes, dict.fromkeys(steps, terms))
+        _change(self.passing, steps, amount_bytes, sums)
 
     def keep(self, amount_bytes: float, terms: Terms, tier: str = HOST) -> None:
         """Count amount * terms on a tier."""

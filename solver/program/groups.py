@@ -107,19 +107,26 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     before_use = around(first_update, span.first - 1, problem.n_steps)
     x = builder.column(f"x[{name}]") if group.side == "any" else WHOLE if group.side == "host" else NONE
     grad_out = flow(builder, f"GradOut[{name}]", idle, leaving_steps(problem, idle, 2), x)
-    update = flow(builder, f"Opt[{name}]", idle, updating_steps(problem, before_use[:-1]), x)
-    cpu_back = flow(builder, f"ParInC[{name}]", idle, coming_steps(problem, before_use, 1), x)
+    update = flow(builder, f"Opt[{name}]", idle, updating_steps(problem, group, before_use[:-1]), x)
+    returns = before_use[before_use.index(problem.first_return(group)) :]
+    cpu_back = flow(builder, f"ParInC[{name}]", idle, coming_steps(problem, returns), x)
     follows(builder, f"Opt after GradOut[{name}]", update, grad_out)
     follows(builder, f"ParInC after Opt[{name}]", cpu_back, update)
     updater = problem.rates.worker("update-cpu")
     for step, part in update.each():
-        account.spend(updater, step, group.cpu_update_s, part)
+        logging_s = group.cpu_log_s if problem.is_logged(group, step) else 0.0
+        account.spend(updater, step, group.cpu_update_s + logging_s, part)
     _count_cpu_part(problem, group, span, x, grad_out, cpu_back, account)
     lead_out = _sums(problem, group, span, x, grad_out, builder, account)
     if problem.adds_up:  # the total is there from the first pass on
         account.keep(group.grad_bytes, x)
+    elif problem.speculates:  # a gradient is needed again if its update is undone
+        account.remain(idle, group.grad_bytes, grad_out)
+        account.leave_host(idle[idle.index(problem.first_turn_around) + 1 :], group.grad_bytes, update)
     else:
         account.pass_through(group.grad_bytes, grad_out, update)
+    if problem.speculates:
+        _log(problem, group, idle, update, account)
 
     after_update = around(updated, span.first - 1, problem.n_steps)
     dropped, kept = builder.column(f"D[{name}]"), builder.column(f"K[{name}]")
@@ -183,6 +190,16 @@ def _sums(
         for step, part in gone.each():
             account.spend(adder, (step + 1) % problem.n_steps, group.cpu_add_s, part)
     return lead_out
+
+
+def _log(problem: Problem, group: Group, idle: tuple[int, ...], update: Flow, account: Account) -> None:
+    """Count the log of what is updated before the gate, until it has opened."""
+    opens = problem.first_turn_around
+    logged = {step: update.sums[step] for step in idle[: idle.index(opens)]} | {opens: update.before(opens)}
+    if account.host_in_time:
+        account.stay_sums(tuple(logged), group.log_bytes, logged)
+    else:
+        account.keep(group.log_bytes, update.before(opens))
 
 
 def _wait(

@@ -12,7 +12,7 @@ Flow): `Flow.upto(t)` has moved by the end of step t, `Flow.before(t)` by its be
 | GradOut | grad_out | CPU part's gradient of the last pass leaves | idle gap | sum = x |
 | | lead_out | the same in all other passes | after g | sum = x, left before the next pass makes it again |
 | GradOutD, GradInD | wait | device part's gradient waits on the host | g .. u - 1 | sums <= 1 - x, back from 2L on |
-| Opt | cpu_update | CPU part is updated | after g; with a gate from 2L on | upto(t) <= GradOut.before(t), sum = x |
+| Opt | cpu_update | CPU part is updated | after g; behind a gate from 2L on | upto(t) <= GradOut.before(t), sum = x |
 | ParInC | cpu_back | CPU part's new parameters come in | after g | upto(t) <= Opt.before(t), sum = x |
 | ParOut | out_drop, out_keep | device part's new parameters leave | idle gap | sum = v = D + K <= 1 - x |
 | Drop | out_drop | those of them that are released once they have left | idle gap | sum = D |
@@ -34,6 +34,8 @@ With several micro-batches the steps hold up to three passes (see problem.py). D
 the gradients of all passes but the last) are made once and count in each pass; so are those about the gaps between
 passes. f is the first pass's, g the last's. The device part's total of gradients stays from the first pass's last
 gradient until u. For N micro-batches the seconds of the middle pass's steps count N - 2 times.
+
+Where updates are speculated (Problem.speculates), Opt begins after g although there is a gate, and ParInC from 2L on.
 
 Splitting ParOut into two parts costs nothing: the released part may be assumed to have left first. Bytes and seconds
 are scaled only in this file: a budget is 1000 units, and so are the seconds that no plan can avoid.

@@ -81,8 +81,13 @@ def coming_steps(problem: Problem, span: tuple[int, ...], skip_first: int = 0) -
     return tuple(span[-1 - k] for k in reversed(sparse_offsets(len(span) - skip_first, problem.n_steps)))
 
 
-def updating_steps(problem: Problem, span: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the steps of a gap in which the host may update, dense at both ends."""
+def updating_steps(problem: Problem, group: Group, span: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the steps of a gap in which the host may update a group, dense at its ends and around a gate."""
+    logged = sum(problem.is_logged(group, step) for step in span)
+    return tuple(step for part in (span[:logged], span[logged:]) if part for step in _dense_at_ends(problem, part))
+
+
+def _dense_at_ends(problem: Problem, span: tuple[int, ...]) -> tuple[int, ...]:
     half = sparse_offsets((len(span) + 1) // 2, problem.n_steps)
     places = {*half, *(len(span) - 1 - k for k in half)}
     return tuple(span[k] for k in sorted(places))

@@ -72,7 +72,7 @@ def _streamed(problem: Problem, group: Group) -> GroupFlow:
         return GroupFlow(cpu_part=1.0, grad_out={span.end: 1.0}, cpu_back={last: 1.0}, gaps=gaps)
     if on_device:
         return replace(_on_device(problem, group, span), gaps=gaps)
-    update = {problem.first_update(group): 1.0}
+    update = {problem.first_certain_update(group): 1.0}
     led = {span.points[-1]: 1.0} if problem.adds_up else {}
     out, back = {span.end: 1.0}, {last: 1.0}
     return GroupFlow(cpu_part=1.0, grad_out=out, lead_out=led, cpu_update=update, cpu_back=back, gaps=gaps)

@@ -200,8 +200,8 @@ class _Returns:
         external = problem.update == "external"
         self._sizes = {tensor.name: tensor.param_bytes for tensor in group.tensors}
         self._host_part = host_part
-        first = problem.first_turn_around if external else problem.first_update(group)
-        self._earliest = (first + 1 - last) % problem.n_steps
+        first = problem.first_turn_around + 1 if external else problem.first_return(group)
+        self._earliest = (first - last) % problem.n_steps
         self._lag = 0 if external else 1
         self._pace = Curve(problem, last, flow.cpu_back if external else flow.cpu_update)
         self._scale = sum(self._sizes[name] for name in host_part) / max(flow.cpu_part, NOISE)

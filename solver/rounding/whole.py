@@ -122,7 +122,7 @@ def _host_waits(problem: Problem, group: Group, host: Mapping[Alike, Terms]) -> 
         seconds = group.cpu_update_s * grad / max(group.grad_bytes, 1) + problem.rates.copy_s(
             param, problem.rates.host.into
         )
-        if not problem.gate:
+        if not problem.gate or problem.speculates:
             seconds += problem.rates.copy_s(grad, host_path.out)
         yield _Wait(f"host[{group.name}]", steps, seconds, count)
 

@@ -131,6 +131,7 @@ def build_schedule(problem: Problem, decisions: Decisions) -> Schedule:
         add_cpu_s=_shares(problem, plans, "cpu_add_s", cpu=True) if several else {},
         add_device_s=_shares(problem, plans, "device_add_s", cpu=False) if several else {},
         homes=emitter.homes,
+        log_cpu_s=_shares(problem, plans, "cpu_log_s", cpu=True) if problem.speculates else {},
         **problem.machine,
     )
     return with_actions(schedule, parts)
@@ -207,7 +208,8 @@ def _emit_host_update(emitter: _Emitter, group: Group, plan: TensorPlan) -> None
     if plan.cpu_update is not None:
         assert plan.back is not None
         urgency = (plan.back - plan.cpu_update) % emitter.problem.n_steps
-        emitter.add(plan.cpu_update, _Order.UPDATE_CPU, Kind.UPDATE_CPU, plan.name, urgency)
+        kind = Kind.SPECULATE_CPU if problem.is_logged(group, plan.cpu_update) else Kind.UPDATE_CPU
+        emitter.add(plan.cpu_update, _Order.UPDATE_CPU, kind, plan.name, urgency)
 
 
 def _emit_gradient(emitter: _Emitter, plan: TensorPlan, step: int, made: int) -> None:
@@ -270,6 +272,8 @@ def host_bytes(problem: Problem, decisions: Decisions) -> int:
     """Return the bytes in host memory that decisions need if everything there has memory of its own."""
     plans = {plan.name: plan for plan in decisions.tensors}
     total = sum(_host_bytes_of(tensor, plans[tensor.name]) for group in problem.groups for tensor in group.tensors)
+    total += sum(_log_bytes_of(problem, group, tensor, plans[tensor.name])
+                 for group in problem.groups for tensor in group.tensors)  # fmt: skip
     for block, o, stay in zip(problem.blocks, decisions.options, decisions.activations):
         total += block.options[o].offloaded_bytes if stay is None or stay.tier == HOST else 0
     used = {plan.source for plan in plans.values() if plan.leaves} | _tiers_of_states(decisions)
@@ -289,6 +293,11 @@ def _host_bytes_of(tensor: TensorSize, plan: TensorPlan) -> int:
     # The host reserves the whole state, since each piece leaves to its place in it.
     states = tensor.state_bytes * any(stay.tier == HOST for stay in plan.states)
     return tensor.param_bytes * plan.hosted + tensor.grad_bytes * (plan.grad_back is not None) + states
+
+
+def _log_bytes_of(problem: Problem, group: Group, tensor: TensorSize, plan: TensorPlan) -> int:
+    logged = plan.cpu_update is not None and problem.is_logged(group, plan.cpu_update)
+    return tensor.log_bytes if logged else 0
 
 
 def counted_to(schedule: Schedule, own: Problem, other: Problem) -> Schedule:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from .. import items
 from ..effects import Effect, effect
 from ..items import Item, ItemKind
-from ..schedule import Action, Kind, Schedule
+from ..schedule import Action, Kind, Schedule, takes_on_host
 
 _BUFFERS = 2  # number of host buffers in which gradients arrive before they are added up
 
@@ -42,6 +42,7 @@ class State:
     `owed`: tensors whose gradient, or total of gradients, is complete and which are not updated yet. `fresh`: tensors
     whose gradient of this micro-batch is complete and not added to its total yet. `added`: by tensor, the number of
     gradients added. `arriving`: tensors whose gradients have been sent to the host and not been added, in order.
+    `tried`: tensors that the host updates before the gate, which opens yet.
     `held`: items that share host memory and whose values there are still needed.
     `known`: whether the iteration before this one has been walked. `walked`: number of micro-batches that are walked
     per iteration, with two of the middle ones, which are alike.
@@ -59,6 +60,7 @@ class State:
     batch: int = 0
     known: bool = False
     held: set[Item] = field(default_factory=set)
+    tried: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         schedule = self.schedule
@@ -127,6 +129,8 @@ class State:
         for item in does.releases:
             require(item in self.there, action, f"releases {item}, which is not on the device")
         self.copies.difference_update(does.brings)
+        if action.name == "gate":
+            self._keep_what_was_tried()
         for tensor in self.complete.get(action.name, ()):
             late = self.known and tensor in self.owed
             require(not late, action, f"makes the gradient of {tensor} again before its update")
@@ -179,11 +183,12 @@ class State:
 
     def _share_host(self, action: Action, does: Effect) -> None:
         """Check that whoever had a place on the host before needs it no more."""
-        if action.kind is Kind.OFFLOAD:
+        item = takes_on_host(action)
+        if item is not None:
             neighbours = self.schedule.host_layout.neighbours
-            for other in neighbours.get(action.item, ()):
+            for other in neighbours.get(item, ()):
                 require(other not in self.held, action, f"its place on the host is still in use by {other}")
-            self.held |= {action.item} & neighbours.keys()
+            self.held |= {item} & neighbours.keys()
         elif action.kind in (Kind.UPDATE_CPU, Kind.UPDATE_DEVICE):
             self.held.discard(items.gradient(action.name))
         elif action.kind is Kind.PREFETCH and action.item.kind is not ItemKind.GRADIENT:
@@ -253,6 +258,23 @@ class State:
         self.owed.discard(tensor)
         self.current.add(tensor)
 
+    def _speculate_cpu(self, action: Action, does: Effect) -> None:
+        tensor, gradient = action.name, items.gradient(action.name)
+        if self.known:
+            require(tensor in self.owed, action, "there is no complete gradient to update from")
+            require(tensor not in self.tried, action, "it was updated before the gate already")
+            require(self.walked > 1 or gradient in self.copies, action, "the gradient was not sent to the host before")
+        self.tried.add(tensor)
+
+    def _keep_what_was_tried(self) -> None:
+        """Open the gate: what was updated before it is updated now; its gradient and log are needed no more."""
+        for tensor in self.tried:
+            self.copies.discard(items.gradient(tensor))
+            self.held -= {items.gradient(tensor), items.log(tensor)}
+        self.owed -= self.tried
+        self.current |= self.tried
+        self.tried = set()
+
     def _update_device(self, action: Action, does: Effect) -> None:
         self._must_be_there(action, does)
         require(action.name in self.owed, action, "there is no complete gradient to update from")
@@ -267,6 +289,7 @@ HANDLERS: dict[Kind, Callable[[State, Action, Effect], None]] = {
     Kind.OFFLOAD: State._offload,
     Kind.FREE: State._free,
     Kind.UPDATE_CPU: State._update_cpu,
+    Kind.SPECULATE_CPU: State._speculate_cpu,
     Kind.UPDATE_DEVICE: State._update_device,
     Kind.BEGIN_TOTAL: State._begin_total,
     Kind.ACCUMULATE: State._accumulate,

@@ -112,7 +112,7 @@ def _seconds(schedule: Schedule) -> Iterator[tuple[str, float]]:
     """Yield the seconds of everything that takes time, with its name."""
     for name, spec in schedule.computes.items():
         yield f"compute {name}", spec.seconds
-    for field in ("update_cpu_s", "update_device_s", "add_cpu_s", "add_device_s"):
+    for field in ("update_cpu_s", "update_device_s", "log_cpu_s", "add_cpu_s", "add_device_s"):
         for name, seconds in getattr(schedule, field).items():
             yield f"{field} of {name}", seconds
 
@@ -130,13 +130,14 @@ def _check_passes(schedule: Schedule) -> None:
     gate = [a for a in schedule.turn_around if a.kind is Kind.COMPUTE]
     _check_counts(gate, Kind.COMPUTE, ["gate"] if schedule.gate else [], 1)
     for kind, names, times in (
-        (Kind.UPDATE_CPU, schedule.update_cpu_s, 1),
         (Kind.UPDATE_DEVICE, schedule.update_device_s, 1),
         (Kind.ACCUMULATE_CPU, schedule.add_cpu_s, expected + 1),
         (Kind.BEGIN_TOTAL, schedule.add_device_s, 1),
         (Kind.ACCUMULATE, schedule.add_device_s, expected),
     ):
         _check_counts([a for a in schedule.actions if a.kind is kind], kind, names, times)
+    on_host = [a for a in schedule.actions if a.kind in (Kind.UPDATE_CPU, Kind.SPECULATE_CPU)]
+    _check_counts(on_host, Kind.UPDATE_CPU, schedule.update_cpu_s, 1)
     sides = (schedule.update_cpu_s, schedule.update_device_s)
     for adds, updates in zip((schedule.add_cpu_s, schedule.add_device_s), sides) if many > 1 else ():
         for name in sorted(adds.keys() ^ updates.keys()):
@@ -165,14 +166,20 @@ def _check_counts(actions: Iterable[Action], kind: Kind, names: Iterable[str], t
 
 def _check_gate(schedule: Schedule) -> None:
     """Check that updates follow the compute "gate", in the turn-around part or in the first forward part."""
+    speculated = [action for action in schedule.actions if action.kind is Kind.SPECULATE_CPU]
+    for action in speculated:
+        require(action.name in schedule.log_cpu_s, action, "keeps a log, but the schedule says nothing of its seconds")
+        require(items.log(action.name) in schedule.item_bytes, action, "keeps a log that is not an item")
     if not schedule.gate:
+        require(not speculated, speculated[0] if speculated else "gate", "comes before a gate, but there is none")
         return
     before = [*schedule.backward, *(a for p in schedule.passes[:-1] for a in p.backward)]
     before += [a for p in schedule.passes[1:] for a in p.forward]
-    for action in schedule.turn_around:
-        if action.kind is Kind.COMPUTE and action.name == "gate":
-            break
-        before.append(action)
+    opens = next((i for i, action in enumerate(schedule.turn_around) if action.name == "gate"), 0)
+    before += schedule.turn_around[:opens]
+    may = set(map(id, (*schedule.backward, *schedule.turn_around[:opens])))
+    for action in speculated:
+        require(id(action) in may, action, "keeps a log, but not between the last micro-batch's backward and the gate")
     for action in before:
         require(action.kind not in _UPDATES, action, "updates before the last backward has ended and the gate is open")
         back = action.kind is Kind.PREFETCH and action.item.kind in items.WHOLE_GRADIENTS

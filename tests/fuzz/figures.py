@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from offmate.solver.rows import log_share
 
 from offmate.capture.spec import Joint
 from offmate.machines.hardware import Hardware, load
@@ -46,7 +47,8 @@ def _update_cost(
     size = 4 * like.numel()
     host_s, device_s = size / machine.cpu_update_bytes_per_s, size / machine.device_update_bytes_per_s
     parts = (1 / 2, 1 / 7, 2 / 7)  # to add a gradient, to take its norm, to unscale it
-    return UpdateCost(bulk, scalars, host_s, device_s, *(part * s for part in parts for s in (host_s, device_s)))
+    looks = (part * s for part in parts for s in (host_s, device_s))
+    return UpdateCost(bulk, scalars, host_s, device_s, *looks, host_s * log_share(size, size, bulk))
 
 
 def _in_rated_seconds(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 import pytest
+from offmate.solver.instances.synthetic import speculating
 from offmate.solver.problem import Group, Option, Problem
 from offmate.solver.program.held import held_bytes
 from offmate.solver.solution import Status
@@ -80,20 +81,23 @@ def count_idle_gap(problem: Problem, group: Group, rng: random.Random, count: Co
     barrier = idle.index(problem.first_turn_around)
     count.compute[end] += group.norm_s
     if external or group.side == "host" or (group.side == "any" and rng.random() < 0.5):
-        first_update = barrier if external or problem.gate else 1
+        first_update = barrier if external or (problem.gate and not problem.speculates) else 1
         update = barrier if external else rng.randint(first_update, last - 1)
         out = rng.randint(0, barrier if external else update - 1)
-        back = rng.randint(update + 1, last)
+        speculated = problem.speculates and update < barrier
+        back = rng.randint(max(update + 1, barrier * problem.speculates), last)
         count.move(problem, "out", idle[out], *grads(group), serial=out == 0)
         count.move(problem, "in", idle[back], *params(group))
-        count.cpu[idle[update]] += group.cpu_update_s
+        count.cpu[idle[update]] += group.cpu_update_s + group.cpu_log_s * speculated
+        if speculated:
+            count.stay([idle[update : barrier + 1]], group.log_bytes)
         for k in range(1, last + 1):
             count.memory[idle[k]] += group.grad_bytes * (k <= out) + group.param_bytes * (k >= back)
         count.keep(group.param_bytes + group.state_bytes)
         if external or problem.micro_batches > 1:
             count.keep(group.grad_bytes)
         else:
-            count.stay([idle[out : update + 1]], group.grad_bytes)
+            count.stay([idle[out : (barrier if speculated else update) + 1]], group.grad_bytes)
         if problem.micro_batches > 1:
             count.cpu[idle[out + 1]] += group.cpu_add_s
             _count_gradients_out(problem, group, first_end, rng, count)
@@ -362,3 +366,11 @@ def test_no_whole_plan_is_better_behind_a_gate(seed: int, m: int) -> None:
     problem = gated(random_problem(rng, n_blocks=2, tensors=1, tied=seed % 2 == 0), rng, m)
     groups = (replace(g, norm_s=1e-3 * (m == 1 and bool(g.grad_steps))) for g in problem.groups)
     check_no_whole_plan_is_better(replace(problem, groups=tuple(groups)), rng)
+
+
+@pytest.mark.parametrize("m", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_whole_plan_is_better_where_the_host_updates_before_the_gate(seed: int, m: int) -> None:
+    rng = random.Random(seed)
+    problem = gated(random_problem(rng, n_blocks=2, tensors=1, tied=seed % 2 == 0), rng, m)
+    check_no_whole_plan_is_better(speculating(problem), rng)
