@@ -116,13 +116,13 @@ def _lean(option: Option, slots: int, forward: _More, backward: _More) -> Option
 def _scaled(option: Option, times: Fraction) -> Option:
     launched = option.launched
     if launched is not None:
-        launched = replace(launched, **{name: times * seconds for name, seconds in vars(launched).items()})
+        launched = replace(launched, **{name: float(times) * seconds for name, seconds in vars(launched).items()})
     return replace(
         option,
         saved_bytes=int(times * option.saved_bytes),
         offloaded_bytes=int(times * option.offloaded_bytes),
-        forward_s=times * option.forward_s,
-        backward_s=times * option.backward_s,
+        forward_s=float(times) * option.forward_s,
+        backward_s=float(times) * option.backward_s,
         launched=launched,
     )
 

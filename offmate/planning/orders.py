@@ -12,21 +12,44 @@ from ..errors import InfeasibleBudget, OffmateError
 from ..plans.plan import Plan
 from ..runtime.operators.draws import draw
 
-
-class DrawsTogether(OffmateError):
-    """A forward that draws random numbers cannot run block by block for several micro-batches."""
+_USUAL = 'Config(accumulation_order="by batch")'
 
 
-def check_draws(traced: Traced) -> None:
-    """Raise DrawsTogether if a forward draws random numbers that cannot be drawn before it, in the plain order."""
+class NotTogether(OffmateError):
+    """A forward that cannot run block by block for several micro-batches: its numbers would be others."""
+
+
+def check_together(traced: Traced) -> None:
+    """Raise NotTogether if a forward has other numbers where its blocks run for all micro-batches in turn.
+
+    Random numbers have to be drawn before it, in the order of plain PyTorch. And a buffer that one block writes must be
+    of no other block: the second micro-batch's first block would read what the first one's last block has yet to write.
+    """
     inside = (node for block in traced.blocks for node in block.joint.forward)
     for node in (*traced.chain.prelude, *inside):
         if is_random(node) and (node.target is not draw or node.all_input_nodes):
-            raise DrawsTogether(
+            raise NotTogether(
                 f"the forward draws random numbers by {node.target}. If its blocks run for all micro-batches in turn, "
-                "it draws them in another order than plain PyTorch. Set dropout to 0, or use "
-                'Config(accumulation_order="by batch")'
+                f"it draws them in another order than plain PyTorch. Set dropout to 0, or use {_USUAL}"
             )
+    buffers = traced.captured.buffers
+    reading: dict[str, set[int]] = {}
+    written = set()
+    for number, block in enumerate(traced.blocks):
+        names = [buffers.get(external.node.name) for external in block.spec.externals]
+        for name in filter(None, names):
+            reading.setdefault(name, set()).add(number)
+        written |= {names[index] for index in block.joint.writes}
+    for node in traced.chain.prelude:
+        for source in node.all_input_nodes:
+            if source.name in buffers:
+                reading.setdefault(buffers[source.name], set()).add(-1)
+    shared = sorted(name for name in written if name is not None and len(reading[name]) > 1)
+    if shared:
+        raise NotTogether(
+            f"the forward writes the buffer {shared[0]}, which several of its blocks use. If they run for all "
+            f"micro-batches in turn, they read and write it in another order than plain PyTorch. Use {_USUAL}"
+        )
 
 
 def drawn_bytes(traced: Traced) -> int:
@@ -55,7 +78,7 @@ def in_faster_order(planned: Callable[[Config], Plan], config: Config, accumulat
         lack = error
     try:
         found.append((planned(blocks), blocks))
-    except (InfeasibleBudget, DrawsTogether):
+    except (InfeasibleBudget, NotTogether):
         if lack is not None:
             raise lack from None
     return min(found, key=lambda one: one[0].predicted_step_s)

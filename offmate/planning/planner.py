@@ -38,7 +38,7 @@ from ..split import Split
 from .describe import described
 from .fingerprint import differences, fingerprint_of
 from .garbage import fewer_collections
-from .orders import check_draws
+from .orders import check_together
 from .phases import searching
 from .refusal import block_rows, refusal
 from .request import Prepared, Request
@@ -85,7 +85,7 @@ def make_plan(
     where = accelerator(request.device) if machine is None else None
     traced = trace() if trace is not None else trace_model(model, args, kwargs, request.config, True, say, real, where)
     if request.together > 1:
-        check_draws(traced)
+        check_together(traced)
     request = replace(request, user_bytes=user_bytes_of(traced, request))
     subject = Subject(model, args, kwargs, traced, request, updater, machine, say)
     known_as = _known_as(subject)

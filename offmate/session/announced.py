@@ -15,6 +15,7 @@ from ..runtime.torch_names.tensors import version_of
 Batch = TypeVar("Batch")
 Path = tuple[Any, ...]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 class _Source(NamedTuple):
@@ -32,8 +33,8 @@ class _Source(NamedTuple):
 class Announced:
     """The batches of the loop, as many at a time as make one update.
 
-    State: `_batches`, those of the present group; `called`, how many of them the model has been called with; `drew`,
-    whether the loader has drawn random numbers from torch's generator for later batches of the group.
+    State: `_batches`, those of the present group, and `_parts`, what they held when they were announced; `called`, how
+    many of them the model has been called with.
 
     Parameters
     ----------
@@ -43,29 +44,46 @@ class Announced:
     def __init__(self, per_update: int) -> None:
         self._per_update = per_update
         self._batches: list[Any] = []
+        self._parts: list[dict[Path, Any]] = []
         self.called = 0
-        self.drew = False
 
     def each(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield a loader's batches, all of an update being known before the first of them is yielded."""
+        """Yield a loader's batches, all of an update being known before the first of them is yielded.
+
+        Raises, when it is gone through: ProtocolError if plain PyTorch would give other batches.
+        """
         if not isinstance(loader, Iterable):
             raise ArgumentTypeError(
                 f"batches() takes what the loop goes through, such as a DataLoader, not {type(loader).__name__}"
             )
-        return self._each(iter(loader))
+        return iter(loader) if self._per_update == 1 else self._each(iter(loader))
 
     def _each(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        while group := list(islice(batches, 1)):
-            before = torch.get_rng_state() if self._per_update > 1 else None
-            group += islice(batches, self._per_update - 1)
+        while first := list(islice(batches, 1)):
+            seen = [_Seen(first[0])]
+            generator = torch.get_rng_state()
+            group = [*first, *islice(batches, self._per_update - 1)]
+            seen += map(_Seen, group[1:])
+            drew = not torch.equal(generator, torch.get_rng_state())
+            _check_memory(seen)
             self.announce(group)
-            self.drew = before is not None and not torch.equal(before, torch.get_rng_state())
-            yield from group
-            self._batches = []
+            for number, batch in enumerate(group, 1):
+                generator = torch.get_rng_state()
+                yield batch
+                if drew and number < len(group) and not torch.equal(generator, torch.get_rng_state()):
+                    raise ProtocolError(
+                        "the loader draws random numbers from torch's generator, and so does the loop (dropout does). "
+                        "model.offmate.batches() takes all batches of an update before the first forward, so that "
+                        "both get other numbers than in plain PyTorch. Give the loader a generator of its own, or "
+                        'compile with config=offmate.Config(accumulation_order="by batch"), which takes batches one by '
+                        "one"
+                    )
+            self.announce(())
 
     def announce(self, batches: Iterable[Any]) -> None:
         """Take the batches of the next update, which the loop has in hand."""
-        self._batches, self.called, self.drew = list(batches), 0, False
+        self._batches, self.called = list(batches), 0
+        self._parts = [dict(parts_of(batch)) for batch in self._batches]
 
     @property
     def any(self) -> bool:
@@ -84,14 +102,41 @@ class Announced:
         again as it is.
         """
         leaves, spec = pytree.tree_flatten_with_path((args, kwargs))
-        parts = dict(parts_of(self._batches[0]))
-        sources = [_source(path, leaf, parts) for path, leaf in leaves]
+        sources = [_source(path, leaf, self._parts[0]) for path, leaf in leaves]
         found = [(args, kwargs)]
-        for batch in self._batches[1:]:
-            own = dict(parts_of(batch))
+        for own in self._parts[1:]:
             values = [own.get(s.path, s.value) if s.path is not None else s.value for s in sources]
             found.append(pytree.tree_unflatten(values, spec))
         return found
+
+
+class _Seen:
+    """The tensors of a batch, and their versions when the loader handed it out."""
+
+    def __init__(self, batch: Any) -> None:
+        self.tensors = [part for _, part in parts_of(batch) if isinstance(part, torch.Tensor) and part.numel()]
+        self._versions = [version_of(tensor) for tensor in self.tensors]
+
+    @property
+    def changed(self) -> bool:
+        """Return whether a tensor was written into since."""
+        return any(version_of(tensor) != then for tensor, then in zip(self.tensors, self._versions))
+
+
+def _check_memory(seen: list[_Seen]) -> None:
+    """Raise if a loader has handed out a batch in the memory of an earlier one of the same update."""
+    known: dict[int, torch.Tensor] = {}
+    again = False
+    for one in seen:
+        for tensor in one.tensors:
+            other = known.setdefault(tensor.data_ptr(), tensor)
+            again = again or (other is not tensor and other.numel() == tensor.numel())
+    if again or any(one.changed for one in seen):
+        raise ProtocolError(
+            "the loader hands out batches of one update in the same memory. Later ones have overwritten earlier "
+            "ones when model.offmate.batches() has taken all. Let it make new tensors, or compile with "
+            'config=offmate.Config(accumulation_order="by batch"), which takes batches one by one'
+        )
 
 
 class Expected:
@@ -112,7 +157,8 @@ class Expected:
         leaves, spec = pytree.tree_flatten_with_path(arguments)
         same = str(spec) == str(self._spec)
         for (path, leaf), expected, version in zip(leaves, self._leaves, self._versions) if same else ():
-            if not _alike(leaf, expected, version):
+            edited = isinstance(expected, torch.Tensor) and version_of(expected) != version
+            if edited or not _equal(leaf, expected):
                 raise self._differs(f"its argument {_words(path)}")
         if not same:
             raise self._differs("the arguments that it names")
@@ -127,7 +173,7 @@ class Expected:
 
 
 def parts_of(batch: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the leaves of a batch with their places: mappings, sequences and objects of any class may be nested."""
+    """Yield the leaves of a batch with their places; mappings, lists and tuples may be nested."""
     if isinstance(batch, Mapping):
         for key, value in batch.items():
             yield from parts_of(value, (*path, key))
@@ -151,16 +197,12 @@ def _source(path: Any, leaf: Any, parts: dict[Path, Any]) -> _Source:
     return _Source(None, leaf)
 
 
-def _alike(leaf: Any, expected: Any, version: int) -> bool:
-    if leaf is expected and isinstance(leaf, torch.Tensor):
-        return version_of(leaf) == version
-    return _equal(leaf, expected)
-
-
 def _equal(one: Any, other: Any) -> bool:
     """Return whether two leaves have the same values; a tensor may have been copied to another device."""
+    if one is other:
+        return True
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return type(one) is type(other) and not isinstance(one, torch.Tensor) and bool(one == other)
+        return type(one) is type(other) and isinstance(one, _PLAIN) and one == other
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     return torch.equal(one.detach().cpu(), other.detach().cpu())

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..errors import InfeasibleBudget, ProtocolError
-from ..planning.orders import DrawsTogether
+from ..planning.orders import NotTogether
 from ..planning.request import Request
 from ..plans.plan import Plan
 from ..reports.units import format_seconds
@@ -62,8 +62,9 @@ class Orders:
         if not self.announced.begins:
             if self._order == "by block" and not self.announced.any:
                 raise ProtocolError(
-                    f'Config(accumulation_order="by block") has to know all {self._request.micro_batches} batches of '
-                    "an update before its first forward. Write the loop as: for batch in model.offmate.batches(loader):"
+                    f'a plan with Config(accumulation_order="by block") has to know all {self._request.micro_batches} '
+                    "batches of an update before its first forward. Write the loop as: for batch in "
+                    "model.offmate.batches(loader):"
                 )
             return None
         if len({one.kind for one in self._foreseen(model, call)}) > 1:
@@ -71,18 +72,11 @@ class Orders:
             return None
         try:
             variant = self._planned(model, call)
-        except (InfeasibleBudget, DrawsTogether) as error:
+        except (InfeasibleBudget, NotTogether) as error:
             if self._order == "by block":
                 raise
             self._declined(str(error))
             return None
-        if variant.executor.draws and self.announced.drew:
-            raise ProtocolError(
-                "the loader draws random numbers from torch's generator, and so does the forward (dropout does). "
-                "model.offmate.batches() takes all batches of an update before the first forward, so both would get "
-                "other numbers than without it. Give the loader a generator of its own, or compile with "
-                'config=offmate.Config(accumulation_order="by batch"), which takes batches one by one'
-            )
         calls = self._foreseen(model, call)
         if any(self._preparer.known(one) is not variant for one in calls):
             self._declined("the model decides differently about their values")

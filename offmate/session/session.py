@@ -40,6 +40,7 @@ from .preparer import Preparer
 from .residence import Residence
 from .scaling import Scaling
 from .state_storage import StateStorage
+from .together import Together
 from .turns import Turn, Turns
 from .updates import Updates
 from .variants import Call, Variant
@@ -142,8 +143,8 @@ class Session:
         if call.trains:
             self.truth.check_whole()
         self.turns.check_call(call)
-        under_way = self.orders.under_way
-        if under_way is not None and self.turns.turn is not Turn.STEP:
+        under_way = self._continued(call)
+        if under_way is not None:
             self.turns.check_next(call)
             return self._handed_over(under_way.variant, self._train(under_way.variant, under_way.called(call)))
         if call.trains and self.updates is not None:
@@ -171,6 +172,24 @@ class Session:
             with self.residence.whole():
                 outputs = variant.executor.forward(tensors)
         return self._handed_over(variant, outputs)
+
+    def _continued(self, call: Call) -> Together | None:
+        """Return the update whose micro-batches run together and that goes on with this call.
+
+        If the loop has left its first backward() out, nothing was added up yet, and the forward is dropped as usual.
+        """
+        under_way = self.orders.under_way
+        if under_way is None or self.turns.turn is Turn.STEP:
+            return None
+        if call.trains and self.turns.turn is Turn.BACKWARD and not self.turns.micro_batches:
+            if under_way.ran_ahead:
+                log.warning(
+                    "a forward is dropped without backward(). It had run together with those of the other "
+                    "micro-batches, so that random numbers and buffers are ahead of plain PyTorch's"
+                )
+            self.residence.drop_forward()
+            return None
+        return under_way
 
     def _variant_for(self, call: Call) -> tuple[Variant, list[torch.Tensor | None]]:
         """Return the variant for a call, and the call's leaves as its executor takes them."""
@@ -284,6 +303,18 @@ class Session:
             self.updates.backward_begins(variant, wanted)
         into = self.request.config.gradients_into
         gradients = take_in(variant.prepared, grads, self.device.torch_device, into)
+        together = self.orders.under_way
+        if together is not None and not together.is_last:
+            together.keep(gradients, iteration)
+            self.turns.backward_done(planned=True)
+            return {}
+        if together is not None and (changed := together.changed_output()) is not None:
+            self.residence.give_up()
+            raise ProtocolError(
+                f"the output {changed!r} was changed in place after its backward(). With model.offmate.batches(), all "
+                "backwards run after the last one, and may read it. This update was dropped. Change outputs after "
+                'optimizer.step(), or compile with config=offmate.Config(accumulation_order="by batch")'
+            )
         iteration.ends()
         handed: dict[str, torch.Tensor] = {}
         with self.residence.whole():
@@ -300,10 +331,7 @@ class Session:
 
     def _backwards(self, variant: Variant, gradients: dict[str, torch.Tensor]) -> None:
         """Run the backwards of one micro-batch, or of all if they run together and this is the last."""
-        together = self.orders.together if self.turns.together else None
-        if together is not None and not together.is_last:
-            together.keep(gradients)
-            return
+        together = self.orders.under_way
         self.truth.current = False
         if not self.turns.gate:
             assert self.updater is not None
@@ -331,6 +359,15 @@ class Session:
     @alone
     def read(self, what: str) -> None:
         """Make `what` current for the user, and warn if plain PyTorch would show other values now."""
+        together = self.orders.under_way
+        written = together.variant.prepared.binding.written_buffers if together is not None else None
+        if written and self.turns.is_together and "ahead" not in self._said:
+            self._said.add("ahead")
+            log.warning(
+                "%s between the micro-batches of an update that run together: buffers such as %s have the values after "
+                "all of them. Plain PyTorch would show earlier ones. Read them after optimizer.step()",
+                what, min(written),
+            )  # fmt: skip
         if self.turns.reads_early():
             log.warning(
                 "%s between backward() and optimizer.step(), but the update is already made. Plain PyTorch would show "
@@ -352,8 +389,9 @@ class Session:
     def end_iteration(self) -> None:
         """Give up a forward under way, since a state is about to be loaded; gradients that wait behind a gate stay."""
         self.process.check()
+        self.turns.check_loading()
         if self.turns.turn is Turn.BACKWARD:
             self.residence.drop_forward()
         self.residence.bring_home()
-        if not self.turns.gate or (self.turns.together and self.turns.waits):
+        if not self.turns.gate:
             self.turns.given_up()

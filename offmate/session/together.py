@@ -8,6 +8,7 @@ import torch
 
 from ..errors import ProtocolError
 from .announced import Arguments, Expected
+from .autograd import Iteration
 from .variants import Call, Variant
 
 Tensors = list[torch.Tensor | None]
@@ -31,11 +32,26 @@ class Together:
         self._expected = [Expected(_arguments(call), number) for number, call in enumerate(calls, 1)]
         self._outputs: list[dict[str, torch.Tensor]] = []
         self._gradients: list[dict[str, torch.Tensor]] = []
+        self._iterations: list[Iteration] = []
         self._drawn: torch.Tensor | None = None  # the generator's state after all forwards, if they draw
 
     def called(self, call: Call) -> Tensors:
         """Note the next call, and return its tensors; raises ProtocolError if it was not foreseen like this."""
+        if call.kind._replace(together=len(self._tensors)) != self.variant.kind:
+            raise ProtocolError(
+                f"the model or torch's settings (modes, attributes, hooks, autocast) have changed before the call for "
+                f"micro-batch {self.slot + 2}, but its forward has run already, as they were at the first call. No "
+                "update was made; zero_grad() drops it. Change them between updates, or compile with "
+                'config=offmate.Config(accumulation_order="by batch")'
+            )
         self._expected[self.slot + 1].check(_arguments(call))
+        edited = [name for iteration in self._iterations[-1:] for name in iteration.edited_buffers()]
+        if edited:
+            raise ProtocolError(
+                f"the buffer {edited[0]} was edited before the call for micro-batch {self.slot + 2}, whose forward has "
+                "run already. No update was made; zero_grad() drops it. Edit buffers between updates, or compile with "
+                'config=offmate.Config(accumulation_order="by batch")'
+            )
         if self._drawn is not None and not torch.equal(self._drawn, torch.get_rng_state()):
             raise ProtocolError(
                 f"random numbers were drawn between the calls for micro-batches {self.slot + 1} and {self.slot + 2}, "
@@ -56,13 +72,24 @@ class Together:
         return outputs
 
     @property
+    def ran_ahead(self) -> bool:
+        """Return whether forwards of later calls have drawn random numbers or written buffers already."""
+        return self._drawn is not None or bool(self.variant.prepared.binding.written_buffers)
+
+    @property
     def is_last(self) -> bool:
         """Return whether the call or backward() under way is that of the last micro-batch."""
         return self.slot == len(self._tensors) - 1
 
-    def keep(self, gradients: dict[str, torch.Tensor]) -> None:
-        """Keep the gradients of the outputs of the call under way."""
-        self._gradients.append(gradients)
+    def keep(self, gradients: dict[str, torch.Tensor], iteration: Iteration) -> None:
+        """Keep the gradients of the outputs of the call under way, of which the caller may use the memory again."""
+        self._gradients.append({name: gradient.clone() for name, gradient in gradients.items()})
+        self._iterations.append(iteration)
+
+    def changed_output(self) -> str | None:
+        """Return an output that the user has changed after its own backward(), and that the real one reads."""
+        changed = (name for iteration in self._iterations for name in iteration.changed_outputs())
+        return next(changed, None)
 
     def run(self, gradients: dict[str, torch.Tensor], speculates: bool) -> None:
         """Run all backwards; the gradients are those of the last call's outputs.
@@ -71,7 +98,7 @@ class Together:
         ----------
         speculates: whether updates that the schedule places before the gate may begin there.
         """
-        given, self._gradients = [*self._gradients, gradients], []
+        given, self._gradients, self._iterations = [*self._gradients, gradients], [], []
         self.variant.executor.backwards(given, speculates=speculates)
 
 

@@ -56,6 +56,11 @@ class Turns:
         return self.turn is not Turn.FORWARD or self.micro_batches > 0
 
     @property
+    def is_together(self) -> bool:
+        """Return whether an update is under way whose micro-batches run together, and not all backwards have come."""
+        return self.together and self.in_update and self.micro_batches < self._per_update
+
+    @property
     def waits(self) -> bool:
         """Return whether no update has begun that the gradients so far belong to."""
         return self.gate or self.micro_batches < self._per_update
@@ -138,12 +143,20 @@ class Turns:
 
     def check_all_came(self) -> None:
         """Raise if backward() was not called for all micro-batches that run together."""
-        if self.together and self.in_update and self.micro_batches < self._per_update:
+        if self.is_together:
             raise ProtocolError(
                 f"optimizer.step() after backward() of {self.micro_batches} of the {self._per_update} micro-batches "
                 "that model.offmate.batches() announced. Their backwards run together after the last of them, so there "
                 "are no gradients yet. Call backward() for each before the step, or zero_grad() to drop this update. "
                 'To leave some out, compile with config=offmate.Config(accumulation_order="by batch")'
+            )
+
+    def check_loading(self) -> None:
+        """Raise if a state is loaded in the middle of micro-batches that run together."""
+        if self.is_together:
+            raise ProtocolError(
+                f"a state is loaded after {self.micro_batches} of {self._per_update} micro-batches that run together. "
+                "Load it after optimizer.step(), or drop this update with zero_grad() before"
             )
 
     def check_next(self, call: Call) -> None:
@@ -158,13 +171,14 @@ class Turns:
             raise ProtocolError(
                 f"a forward before backward() of micro-batch {self.micro_batches + 1} of those that "
                 "model.offmate.batches() announced, and that run together. Call backward() on each loss before the "
-                'next forward, or compile with config=offmate.Config(accumulation_order="by batch")'
+                "next forward, or zero_grad() to drop this update. To leave some out, compile with "
+                'config=offmate.Config(accumulation_order="by batch")'
             )
 
     def check_clearing(self) -> None:
         """Raise if the loop may not call zero_grad() now."""
         if self.micro_batches and self.waits:
-            if self.turn is Turn.BACKWARD:
+            if self.turn is Turn.BACKWARD and not self.together:
                 raise ProtocolError(
                     "gradients were cleared between a forward and its backward(), while gradients of earlier "
                     "micro-batches were accumulating. Call zero_grad() after optimizer.step()"

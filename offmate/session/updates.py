@@ -162,8 +162,20 @@ class Updates:
         early = self.turns.micro_batches if self.turns.waits else 0
         if early:
             log.info("zero_grad() before optimizer.step(): the gradients of %d backward() are dropped", early)
+            self._warn_of_buffers()
             self.residence.give_up()
         self.turns.cleared(early > 0)
+
+    def _warn_of_buffers(self) -> None:
+        """Say that buffers keep what the forwards of all micro-batches have written, if they ran together."""
+        active = self.residence.active
+        written = active.prepared.binding.written_buffers if active is not None else frozenset()
+        if self.turns.is_together and written:
+            log.warning(
+                "the update is dropped, but the buffer %s (%d in all) keeps what the forwards of all its micro-batches "
+                "have written",
+                min(written), len(written),
+            )  # fmt: skip
 
     @alone
     def assign(self, param: torch.nn.Parameter, value: torch.Tensor) -> None:
