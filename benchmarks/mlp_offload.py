@@ -94,7 +94,7 @@ def problem_of(name: str, device_bytes: int, host_bytes: int, precision: Precisi
 
 def stored_on(problem: Problem, *paths: tuple[float, float]) -> Problem:
     """Return the problem with storage paths, given as rates of reads and writes that take turns."""
-    figures = [PathFigures(read, write, 2 / (1 / read + 1 / write), CAPACITY_BYTES) for read, write in paths]
+    figures = [PathFigures("", read, write, 2 / (1 / read + 1 / write), CAPACITY_BYTES) for read, write in paths]
     return replace(problem, rates=replace(problem.rates, tiers=(together(figures, BUFFERS_BYTES).tier,)))
 
 
@@ -136,7 +136,7 @@ def _predicted(problem: Problem, found: Planned) -> dict[str, Any]:
     return {
         "stored GB": stored / GB,
         "RAM used GB": host_bytes / GB,
-        "bound s": 2 * stored / tier.path.both_bytes_per_s,
+        "bound s": 2 * stored / tier.path.alike_bytes_per_s,
         "program s": found.solution.objective_s,
         "simulated s": found.simulation.step_s,
         "of the program": found.simulation.step_s / found.solution.objective_s,
