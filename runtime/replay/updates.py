@@ -256,7 +256,7 @@ class Updates:
         elif item in contents.on_tiers:
             contents.written[item].synchronize()
             for key, home in self._states.homes(item, contents.on_tiers[item]).items():
-                home.copy_(contents.on_tiers[item][key])
+                self._states.fill(home, contents.on_tiers[item][key])
 
     def _is_the_tiers(self, item: Item) -> bool:
         """Return whether a state on the device, or on its way, is still its tier's copy, not updated since."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from ..problem import Problem
 from ..resources import HOST
 from ..solution import Solution
+from .walk import NOISE
 
 
 class Spread:
@@ -20,12 +21,15 @@ class Spread:
 
     Parameters
     ----------
-    room: bytes left on each tier beside the host.
+    room: bytes left on each tier beside the host. in_pieces: whether each piece of a state has a tier of its own, since
+        states have their homes in files. Otherwise a state has one place off the device, and all of its pieces leave to
+        their rows there.
     """
 
-    def __init__(self, room: Mapping[str, float]) -> None:
+    def __init__(self, room: Mapping[str, float], in_pieces: bool = False) -> None:
         self._behind: dict[str, float] = {}
         self._room = dict(room)
+        self.in_pieces = in_pieces
 
     @staticmethod
     def of(problem: Problem, solution: Solution) -> Spread:
@@ -35,7 +39,9 @@ class Spread:
             tier = solution.value_tiers.get(value.name)
             if tier is not None:
                 room[tier] -= value.bytes
-        return Spread(room)
+        files = {tier.name for tier in problem.state_tiers if tier.for_states}
+        used = (tier for flow in solution.groups.values() for tier, part in flow.state_tiers.items() if part > NOISE)
+        return Spread(room, in_pieces=not files.isdisjoint(used))
 
     def take(self, size_bytes: int, parts: Mapping[str, float]) -> str:
         """Choose the tier of the next item.
