@@ -73,7 +73,7 @@ class Contents:
     grads: gradients by "param:NAME" or "value:NAME". saved: by block.
     newer: items of parameters and states with values that the host may lack. newer_buffers: names of such buffers of
         the model.
-    on_tiers: by item of a state that left to another tier than its home's, its tensors there; until it is updated again.
+    on_tiers: by item of a state that left to another tier than its home's, its tensors there; until it is updated.
     states_at_home: by parameter, its state as the host had it before the device updated it; updated scalars stay on the
         device.
     updated_rows: by parameter whose update on the device was interrupted, the number of its first rows that were

@@ -237,7 +237,8 @@ class Updates:
             state = self._host.states[name]
             away = [k for k, v in state.items() if isinstance(v, torch.Tensor) and v.device.type != "cpu"]
             parts = self._states.items(name)
-            partly = len(parts) > 1 and state.keys() - known.keys() and not contents.written.keys() >= {*parts}
+            came_home = contents.written.keys() - contents.on_tiers.keys()
+            partly = len(parts) > 1 and state.keys() - known.keys() and not came_home >= {*parts}
             if partly or any(key not in known for key in away):
                 # The device made its first update, and an incomplete state is useless.
                 state.clear()
