@@ -18,6 +18,7 @@ from ..problem import Group, Problem
 from ..solution import Gap, GroupFlow, Solution
 from .activations import whole_activations
 from .host import host_chain
+from .kept import keep
 from .knapsack import select
 from .sources import Sources, read_least
 from .tiers import Spread
@@ -54,6 +55,7 @@ def round_solution(problem: Problem, solution: Solution, *, host_is_full: bool =
         spare = allowance.spare
         part = sum(t.param_bytes for t in group.tensors if plans[t.name].cpu) / max(group.param_bytes, 1)
         excess_s += (part - flow.cpu_part) * group.cpu_update_s
+    plans = keep(problem, plans.values(), spare) if spread.in_pieces else plans
     tensors = tuple(plans[tensor.name] for group in problem.groups for tensor in group.tensors)
     values = solution.offloaded_values, solution.value_tiers
     return read_least(problem, Decisions(tensors, solution.options, activations, *values))

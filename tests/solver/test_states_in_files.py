@@ -7,12 +7,15 @@ import random
 from dataclasses import replace
 
 import pytest
+from offmate.solver.decisions import StateStay
 from offmate.solver.files import load_problem, save
 from offmate.solver.items import ItemKind
 from offmate.solver.plan import plan
 from offmate.solver.problem import Problem
 from offmate.solver.resources import HOST, Path, Resource, Tier
+from offmate.solver.rounding.groups import round_solution
 from offmate.solver.schedule import Kind, Schedule
+from offmate.solver.scheduling.emit import host_bytes
 from offmate.solver.scheduling.validate import ScheduleError, validate
 from offmate.solver.simulate import simulate
 from offmate.solver.solve import least_budget, least_host_within_device, solve
@@ -102,6 +105,27 @@ def test_no_slower_for_having_it(seed):
     assert beside.objective_s <= free.objective_s * (1 + 1e-2)
     schedule = plan(with_drive(problem, slower=50.0)).schedule
     assert schedule is not None and not schedule.states_in_files
+
+
+def test_ram_has_the_pieces_that_leave_to_it_once_any_leaves_to_files():
+    """Without files it reserves a whole state for any piece."""
+    problem = with_drive(in_rows(random_problem(random.Random(2), n_blocks=3, tensors=2)))
+    answer = solve(replace(problem, device_budget_bytes=10 * problem.device_budget_bytes))
+    free = round_solution(problem, answer)
+    tensor = next(t for g in problem.groups if g.trainable for t in g.tensors if len(t.pieces) > 1)
+    stays = [StateStay(rows, 0, 0) for rows in tensor.pieces]
+    first_bytes = tensor.piece_bytes(stays[0].rows)
+
+    def ram(*leaving: StateStay) -> int:
+        by_device = (replace(plan, cpu=False, states=leaving * (plan.name == tensor.name)) for plan in free.tensors)
+        return host_bytes(problem, replace(free, tensors=tuple(by_device)))
+
+    def in_files(pieces: list[StateStay]) -> list[StateStay]:
+        return [replace(stay, tier=FILES) for stay in pieces]
+
+    assert ram(stays[0]) - ram() == tensor.state_bytes > first_bytes
+    assert ram(stays[0], *in_files(stays[1:])) - ram() == first_bytes + BUFFERS
+    assert ram(*in_files(stays)) - ram() == BUFFERS
 
 
 def test_a_state_stays_on_the_device_until_it_is_written():
