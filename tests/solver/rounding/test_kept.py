@@ -1,6 +1,8 @@
-"""Pieces of states stay on the device where there is room, those first that would be away for the fewest steps."""
+"""Pieces of states stay on the device where there is room, and those that leave to RAM make room for them."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 from offmate.solver.decisions import StateStay, TensorPlan, tensor_bytes
@@ -9,7 +11,8 @@ from offmate.solver.rounding.kept import keep
 
 from .test_rounding import one_group, trainable
 
-SHORT, LONG = StateStay((0, 1), 2, 5), StateStay((0, 1), 2, 1)  # away in 3 and 4, and in all but 2 and 1
+SHORT = StateStay((0, 1), 2, 5, "drive")  # away in steps 3 and 4
+LONG = StateStay((0, 1), 2, 1, "drive")  # away in all but 2 and 1
 
 
 def kept(spare: list[float]) -> tuple[Problem, set[str]]:
@@ -40,3 +43,17 @@ def test_room_is_used_once_and_first_by_what_is_away_for_the_fewest_steps():
     assert kept([200.0] * 7)[1] == {"w0"}, "the others have room in steps 5 to 0 only"
     assert kept([320.0] * 7)[1] == {"w0", "w1"}
     assert kept([280.0] * 7)[1] == {"w0", "w2"}
+
+
+def test_what_leaves_to_ram_is_away_for_as_long_as_it_can_be_and_lets_others_stay():
+    problem = one_group(trainable(100, 60, 40), turn_around_steps=4)
+    assert problem.n_steps == 8
+    in_ram = StateStay((0, 1), 5, 7)  # away in step 6, its update is in step 2
+    in_file = StateStay((0, 1), 3, 6, "drive")  # away in steps 4 and 5
+    plans = [TensorPlan(f"w{i}", "w", device_update=2, states=(stay,)) for i, stay in enumerate((in_ram, in_file))]
+    found = keep(problem, plans, [0.0] * 8)
+    assert found["w0"].states == (replace(in_ram, out=4),), "soon after its update, until shortly before the next one"
+    assert found["w1"].states == (in_file,), "nothing makes room for it in step 4"
+    later = replace(in_file, out=4)
+    found = keep(problem, [plans[0], replace(plans[1], states=(later,))], [0.0] * 8)
+    assert found["w1"].states == (), "step 5 has room now"
