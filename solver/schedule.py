@@ -216,7 +216,7 @@ class Schedule:
         if not any(item.kind is ItemKind.STATE and self.homes.get(item) in files for item in leaving):
             return frozenset()
         to_ram = {item for item in leaving if self.homes.get(item) not in files}
-        return frozenset(name for name in self.update_device_s if not to_ram.issuperset(self.states.get(name, (None,))))
+        return frozenset(self.update_device_s) - {name for name, own in self.states.items() if to_ram.issuperset(own)}
 
     @property
     def tiers(self) -> tuple[tuple[Tier, int], ...]:

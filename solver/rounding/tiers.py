@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from ..problem import Problem
 from ..resources import HOST
 from ..solution import Solution
-from .walk import NOISE
+
+_LEAST = 1e-3  # part of a group's states; less in files than that is what solvers leave over
 
 
 class Spread:
@@ -39,9 +40,10 @@ class Spread:
             tier = solution.value_tiers.get(value.name)
             if tier is not None:
                 room[tier] -= value.bytes
-        files = {tier.name for tier in problem.state_tiers if tier.for_states}
-        used = (tier for flow in solution.groups.values() for tier, part in flow.state_tiers.items() if part > NOISE)
-        return Spread(room, in_pieces=not files.isdisjoint(used))
+        files = [tier.name for tier in problem.state_tiers if tier.for_states]
+        flows = solution.groups.values()
+        stored = (sum(flow.state_out.values()) * flow.state_tiers.get(name, 0.0) for flow in flows for name in files)
+        return Spread(room, in_pieces=any(part > _LEAST for part in stored))
 
     def take(self, size_bytes: int, parts: Mapping[str, float]) -> str:
         """Choose the tier of the next item.
