@@ -143,7 +143,7 @@ def _predicted(problem: Problem, found: Planned) -> dict[str, Any]:
     ((_, host_bytes), (_, stored)) = found.schedule.tiers
     (tier,) = problem.rates.tiers
     program_s, simulated_s = found.solution.objective_s, found.simulation.step_s
-    bound_s = 2 * stored / tier.path.both_bytes_per_s
+    bound_s = 2 * stored / tier.path.alike_bytes_per_s
     figures = (stored / GB, host_bytes / GB, bound_s, program_s, simulated_s, simulated_s / program_s)
     return dict(zip(_FIGURES, figures, strict=True))
 

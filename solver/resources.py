@@ -89,6 +89,22 @@ class Path:
         """The fraction of its own rate that each link has while both are busy; above 1 if neither slows the other."""
         return self.both_bytes_per_s / (self.in_bytes_per_s + self.out_bytes_per_s)
 
+    @property
+    def alike_bytes_per_s(self) -> float:
+        """The total rate while both links move as many bytes each: the slower one ends last, alone."""
+        slower, faster = sorted((self.in_bytes_per_s, self.out_bytes_per_s))
+        return 2 / (1 / slower + (1 / min(1.0, self.together) - 1) / faster)
+
+    def moving_alike(self, bytes_per_s: float) -> Path:
+        """Return the path whose links together have this rate if they move as many bytes each (`alike_bytes_per_s`).
+
+        A disk that reads fast, writes slowly and does both in turns gives each direction half of the time, and so half
+        of its own rate. That is more bytes in all than it moves if it reads as many as it writes.
+        """
+        slower, faster = sorted((self.in_bytes_per_s, self.out_bytes_per_s))
+        together = 1 / (1 + faster * max(0.0, 2 / bytes_per_s - 1 / slower))
+        return replace(self, both_bytes_per_s=together * (slower + faster))
+
     def faster(self, factor: float) -> Path:
         """Return the path with links that carry `factor` times the bytes; a copy's own seconds stay."""
         return replace(self, **{name: factor * rate for name, rate in _rates_of(self).items()})

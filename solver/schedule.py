@@ -214,18 +214,18 @@ class Schedule:
 
     @cached_property
     def states_in_files(self) -> frozenset[str]:
-        """The tensors whose optimizer states have no memory in RAM, but in files.
+        """The tensors whose optimizer states have their homes in files, and not in RAM.
 
         As soon as any state leaves to a tier for states, RAM is short. So all states have their homes there but those
-        that the host updates and those that leave to RAM.
+        that the host updates and those of which everything leaves to RAM. Of the others, RAM has only the pieces that
+        leave to it, while they are away.
         """
         files = {tier.name for tier in self.rates.tiers if tier.for_states}
         leaving = {action.item for action in self.actions if action.kind is Kind.OFFLOAD}
-        states = {item for item in leaving if item.kind is ItemKind.STATE}
-        if not any(self.homes.get(item) in files for item in states):
+        if not any(item.kind is ItemKind.STATE and self.homes.get(item) in files for item in leaving):
             return frozenset()
-        to_ram = {item.name for item in states if self.homes.get(item) not in files}
-        return frozenset(self.update_device_s) - to_ram
+        to_ram = {item for item in leaving if self.homes.get(item) not in files}
+        return frozenset(self.update_device_s) - {name for name, own in self.states.items() if to_ram.issuperset(own)}
 
     @property
     def tiers(self) -> tuple[tuple[Tier, int], ...]:

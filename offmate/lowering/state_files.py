@@ -49,5 +49,5 @@ class StateFiles:
     def tier(self) -> Tier:
         """The tier that they are."""
         rates = self.read_bytes_per_s, self.write_bytes_per_s, self.both_bytes_per_s
-        path = Path(STATE_STORAGE, *rates, through_host=True)
+        path = Path(STATE_STORAGE, *rates, through_host=True).moving_alike(self.both_bytes_per_s)
         return Tier(path, self.capacity_bytes, buffers_bytes=self.buffers_bytes, for_states=True)

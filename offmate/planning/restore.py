@@ -64,7 +64,7 @@ def other_rates(plan: Plan, request: Request) -> str:
     pairs = {
         "read": (then.in_bytes_per_s, now.in_bytes_per_s),
         "written": (then.out_bytes_per_s, now.out_bytes_per_s),
-        "read and written at once": (then.both_bytes_per_s, now.both_bytes_per_s),
+        "read and written at once": (then.alike_bytes_per_s, now.alike_bytes_per_s),
     }
     for word, (before, after) in pairs.items():
         if not 1 / _OTHER < after / before < _OTHER:

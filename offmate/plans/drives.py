@@ -25,7 +25,7 @@ def stored_words(moved: tuple[int, int], path: Path, step_s: float) -> str:
     moved: bytes that are read and written per step. path: the links to the storage paths together.
     """
     read, written = moved
-    rates = path.in_bytes_per_s, path.out_bytes_per_s, path.both_bytes_per_s
+    rates = path.in_bytes_per_s, path.out_bytes_per_s, path.alike_bytes_per_s
     return (
         f"{format_bytes(read)} of optimizer states are read from the storage paths per step, and "
         f"{format_bytes(written)} written: {_busy(moved, rates, step_s)} of the step. {_STEPS:,} steps write "

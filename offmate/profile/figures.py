@@ -99,7 +99,7 @@ def work_out(
             # unscaling writes it again.
             adds, norms, unscalings = ([part * s for s in plain_s] for part in (3 / 7, 1 / 7, 2 / 7))
             log_s = seconds[0] * log_share(param.nbytes, param.nbytes, bulk)
-            updates[name] = UpdateCost(bulk, scalars, *seconds, *adds, *norms, *unscalings, cpu_log_s=log_s)
+            updates[name] = UpdateCost(bulk, scalars, *seconds, *adds, *norms, *unscalings, log_s)
     return Figures(rates, costs, updates)
 
 

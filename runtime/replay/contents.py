@@ -4,7 +4,8 @@ Between iterations the host's values are current. While an iteration runs these 
 
 - An item in `Contents.newer` has current values on the device (or, if it is in `on_tiers`, on that tier). The host's
   may be older, or their copy may not have ended. An update on the device and the start of a copy to a tier add the
-  item. A release after that copy, or a rescue to the host, removes it. A state on another tier stays in it.
+  item. A release after that copy, or a rescue to the host, removes it. A state on another tier than its home's, such
+  as RAM for one at home in files, stays in it.
 - `Contents.written` holds the last event that writes an item off the device: its copy there, or its update on the
   host. A copy back to the device, and a read on the host, must come after it.
 - A parameter is in `Contents.pending` from the backward that makes its gradient until its update is started, on either
@@ -90,7 +91,7 @@ class Contents:
     batches: by slot, what belongs to a micro-batch of a step.
     newer: items of parameters and states with values that the host may lack. newer_buffers: names of such buffers of
         the model.
-    on_tiers: by item of a state that left to a tier other than the host, its tensors there; until it is updated again.
+    on_tiers: by item of a state that left to another tier than its home's, its tensors there; until it is updated.
     states_at_home: by parameter, its state as the host had it before the device updated it; updated scalars stay on the
         device.
     updated_rows: by parameter whose update on the device was interrupted, the number of its first rows that were

@@ -79,6 +79,9 @@ class Parameters:
 class OfStates:
     """Optimizer states, whole or in rows. Their home is on the host, in RAM or in files; some wait on another tier.
 
+    Some rows of a state whose home is in files may leave to RAM. They wait there as on another tier, so that RAM has
+    them and no others.
+
     State: `_homes`, the memory on such tiers. Items that wait there are in `Contents.on_tiers`.
     """
 
@@ -95,12 +98,16 @@ class OfStates:
 
     def send(self, item: Item) -> None:
         buffer = self._contents.states[item]
-        if self._world.tier_of(item) == HOST or item.name in self._world.host.in_store:
+        if self._leaves_to_home(item):
             send(self._world, item, buffer, self._states.homes(item, buffer.tensors))
             return
         homes = {key: self._homes.fitting(item, key, tensor) for key, tensor in buffer.tensors.items()}
         send(self._world, item, buffer, homes)
         self._contents.on_tiers[item] = homes
+
+    def _leaves_to_home(self, item: Item) -> bool:
+        home = self._world.store_path.tier if item.name in self._world.host.in_store else HOST
+        return self._world.tier_of(item) == home
 
     def release(self, item: Item) -> None:
         self._contents.states[item].settle()

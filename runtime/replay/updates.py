@@ -260,7 +260,8 @@ class Updates:
             state = self._host.states[name]
             away = [k for k, v in state.items() if isinstance(v, torch.Tensor) and v.device.type != "cpu"]
             parts = self._states.items(name)
-            partly = len(parts) > 1 and state.keys() - known.keys() and not contents.written.keys() >= {*parts}
+            came_home = contents.written.keys() - contents.on_tiers.keys()
+            partly = len(parts) > 1 and state.keys() - known.keys() and not came_home >= {*parts}
             if partly or any(key not in known for key in away):
                 # The device made its first update, and an incomplete state is useless.
                 state.clear()
@@ -279,7 +280,7 @@ class Updates:
         elif item in contents.on_tiers:
             contents.written[item].synchronize()
             for key, home in self._states.homes(item, contents.on_tiers[item]).items():
-                home.copy_(contents.on_tiers[item][key])
+                self._states.fill(home, contents.on_tiers[item][key])
 
     def _is_the_tiers(self, item: Item) -> bool:
         """Return whether a state on the device, or on its way, is still its tier's copy, not updated since."""

@@ -18,6 +18,7 @@ from ..problem import Group, Problem
 from ..solution import Gap, GroupFlow, Solution
 from .activations import whole_activations
 from .host import host_chain
+from .kept import keep
 from .knapsack import select
 from .sources import Sources, read_least
 from .tiers import Spread
@@ -46,13 +47,15 @@ def round_solution(problem: Problem, solution: Solution, *, host_is_full: bool =
     excess_s, sources = 0.0, Sources()
     for group in sorted(problem.groups, key=_last_step):
         flow = solution.groups.get(group.name, GroupFlow())
-        allowance = Allowance(problem, group, flow, spare)
+        # A byte of a state that leaves to files costs more than one of a parameter, which leaves to RAM.
+        allowance = Allowance(problem, group, flow, spare, for_states=spread.in_pieces)
         rounded = _round_group(problem, group, flow, allowance, excess_s, spread, host_is_full)
         rounded = sources.choose(group, flow, rounded)
         plans |= {plan.name: plan for plan in rounded}
         spare = allowance.spare
         part = sum(t.param_bytes for t in group.tensors if plans[t.name].cpu) / max(group.param_bytes, 1)
         excess_s += (part - flow.cpu_part) * group.cpu_update_s
+    plans = keep(problem, plans.values(), spare) if spread.in_pieces else plans
     tensors = tuple(plans[tensor.name] for group in problem.groups for tensor in group.tensors)
     values = solution.offloaded_values, solution.value_tiers
     return read_least(problem, Decisions(tensors, solution.options, activations, *values))
@@ -267,7 +270,7 @@ def _states(
         ]
         need = [max(need[i] for i in span) if k in span else least for k, least in enumerate(need)]
     may_leave: Collection[str] = sizes
-    if host_is_full:  # the host reserves a tensor's whole state for any piece that leaves
+    if host_is_full and not spread.in_pieces:  # the host reserves a tensor's whole state for any piece that leaves
         whole = {t.name: t.state_bytes for t, p in zip(group.tensors, plans) if t.state_bytes and not p.cpu}
         chosen = select(whole, max(need, default=0))
         may_leave = [key for key, (tensor, _) in zip(sizes, pieces) if tensor.name in chosen]
@@ -278,16 +281,16 @@ def _states(
         lambda k: () if problem.in_middle(_step(problem, last, k - 1)) else may_leave,
         lambda k, _: () if problem.in_middle(_step(problem, last, k)) else sizes,
     )
+    together = {key: key if spread.in_pieces else tensor.name for key, (tensor, _) in zip(sizes, pieces)}
     leaving: Counter[str] = Counter()
-    for key, (tensor, _) in zip(sizes, pieces):
-        leaving[tensor.name] += sizes[key] if key in out else 0
-    # A state has one place off the device, and all of its pieces leave to their rows there.
+    for key, size in sizes.items():
+        leaving[together[key]] += size if key in out else 0
     tiers = {name: spread.take(size, flow.state_tiers) for name, size in leaving.items() if size}
     stays: dict[str, list[StateStay]] = {plan.name: [] for plan in plans}
     for key, (tensor, rows) in zip(sizes, pieces):
         if key in out:
             gone, back = (_step(problem, last, positions[key]) for positions in (out, into))
-            stays[tensor.name].append(StateStay(rows, gone, back, tiers[tensor.name]))
+            stays[tensor.name].append(StateStay(rows, gone, back, tiers[together[key]]))
     return [replace(plan, states=tuple(stays[plan.name])) for plan in plans]
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
-from ..decisions import Decisions
+from .. import items
+from ..decisions import Decisions, StateStay, TensorPlan
 from ..problem import Problem
 from ..resources import HOST, Tier
 from ..schedule import Schedule
-from ..scheduling.emit import build_schedule
+from ..scheduling.emit import build_schedule, host_bytes
 from ..solution import Solution
 from .groups import round_solution
 from .knapsack import select
@@ -19,7 +21,7 @@ _TRIES = 4  # the first states in files need buffers in RAM, and items that shar
 def whole_schedule(problem: Problem, tried: Problem, solution: Solution, *, host_is_full: bool = False) -> Schedule:
     """Round a solution to whole tensors and schedule them.
 
-    If they take more RAM than there is, states of further tensors leave to a tier for states instead. That costs less
+    If they take more RAM than there is, further pieces of states leave to a tier for states instead. That costs less
     than what the program gives up if it is solved again for less RAM.
 
     Parameters
@@ -38,18 +40,31 @@ def whole_schedule(problem: Problem, tried: Problem, solution: Solution, *, host
     return schedule
 
 
-def _in_files(problem: Problem, decisions: Decisions, files: Tier, least_bytes: int) -> Decisions | None:
-    """Send states that leave to RAM to files instead, of as many tensors as take these bytes; None if none can go."""
-    sizes = {tensor.name: tensor.state_bytes for group in problem.groups for tensor in group.tensors}
-    there = {plan.name for plan in decisions.tensors if any(stay.tier == files.name for stay in plan.states)}
-    here = {plan.name: sizes[plan.name] for plan in decisions.tensors if any(stay.tier == HOST for stay in plan.states)}
-    going = select(here, min(least_bytes, sum(here.values())))
-    if not going or sum(sizes[name] for name in there | going) > files.capacity_bytes:
+def _in_files(problem: Problem, decisions: Decisions, files: Tier, over_bytes: int) -> Decisions | None:
+    """Send pieces of states that leave to RAM to files instead, by whose bytes it exceeds its budget.
+
+    Returns: None if none can go.
+    """
+    tensors = {tensor.name: tensor for group in problem.groups for tensor in group.tensors}
+    stays = {items.state(plan.name, stay.rows): stay for plan in decisions.tensors for stay in plan.states}
+    sizes = {item: tensors[item.name].piece_bytes(stay.rows) for item, stay in stays.items()}
+    here = {item: sizes[item] for item, stay in stays.items() if stay.tier == HOST}
+    there = {item for item, stay in stays.items() if stay.tier == files.name}
+    if here and not there:  # with the first one, RAM no longer reserves whole states
+        first = min(here, key=lambda item: (here[item], item))
+        with_first = host_bytes(problem, _moved(decisions, {first}, files))
+        over_bytes -= host_bytes(problem, decisions) - with_first - here[first]
+    going = select(here, min(max(over_bytes, 1), sum(here.values())))
+    if not going or sum(sizes[item] for item in there | going) > files.capacity_bytes:
         return None
-    tensors = tuple(
-        replace(plan, states=tuple(replace(stay, tier=files.name) for stay in plan.states))
-        if plan.name in going
-        else plan
-        for plan in decisions.tensors
-    )
-    return replace(decisions, tensors=tensors)
+    return _moved(decisions, going, files)
+
+
+def _moved(decisions: Decisions, going: Collection[str], files: Tier) -> Decisions:
+    """Return decisions by which some pieces of states leave to files."""
+
+    def moved(plan: TensorPlan, stay: StateStay) -> StateStay:
+        return replace(stay, tier=files.name) if items.state(plan.name, stay.rows) in going else stay
+
+    tensors = (replace(plan, states=tuple(moved(plan, stay) for stay in plan.states)) for plan in decisions.tensors)
+    return replace(decisions, tensors=tuple(tensors))

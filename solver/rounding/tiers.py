@@ -8,6 +8,8 @@ from ..problem import Problem
 from ..resources import HOST
 from ..solution import Solution
 
+_LEAST = 1e-3  # part of a group's states; less in files than that is what solvers leave over
+
 
 class Spread:
     """Greedy error diffusion: each item goes to the tier that is furthest behind its share of all bytes so far.
@@ -20,12 +22,15 @@ class Spread:
 
     Parameters
     ----------
-    room: bytes left on each tier beside the host.
+    room: bytes left on each tier beside the host. in_pieces: whether each piece of a state has a tier of its own, since
+        states have their homes in files. Otherwise a state has one place off the device, and all of its pieces leave to
+        their rows there.
     """
 
-    def __init__(self, room: Mapping[str, float]) -> None:
+    def __init__(self, room: Mapping[str, float], in_pieces: bool = False) -> None:
         self._behind: dict[str, float] = {}
         self._room = dict(room)
+        self.in_pieces = in_pieces
 
     @staticmethod
     def of(problem: Problem, solution: Solution) -> Spread:
@@ -35,7 +40,10 @@ class Spread:
             tier = solution.value_tiers.get(value.name)
             if tier is not None:
                 room[tier] -= value.bytes
-        return Spread(room)
+        files = [tier.name for tier in problem.state_tiers if tier.for_states]
+        flows = solution.groups.values()
+        stored = (sum(flow.state_out.values()) * flow.state_tiers.get(name, 0.0) for flow in flows for name in files)
+        return Spread(room, in_pieces=any(part > _LEAST for part in stored))
 
     def take(self, size_bytes: int, parts: Mapping[str, float]) -> str:
         """Choose the tier of the next item.

@@ -42,10 +42,14 @@ class Allowance:
     Parameters
     ----------
     spare: by step, the bytes that earlier groups' fractions use more than their whole tensors.
+    for_states: whether states alone may use them, and parameters may not.
     """
 
-    def __init__(self, problem: Problem, group: Group, flow: GroupFlow, spare: Sequence[float]) -> None:
+    def __init__(
+        self, problem: Problem, group: Group, flow: GroupFlow, spare: Sequence[float], *, for_states: bool = False
+    ) -> None:
         self.spare = list(spare)
+        self._for_states = for_states
         self._group = group
         self._last = problem.last_gradient(group) if group.trainable else 0
         self._updated = problem.device_update(group) if group.trainable else 0
@@ -118,7 +122,8 @@ class Allowance:
         """Return the bytes of parameters that must be absent in a step."""
         whole = self._group.param_bytes
         own = whole if step in self._idle else 0
-        need = ceil(whole * (1 - NOISE) - self._params[step] - self._usable(step, own))
+        usable = self._usable(step, own)
+        need = ceil(whole * (1 - NOISE) - self._params[step] - (min(0.0, usable) if self._for_states else usable))
         return min(max(0, need), whole)
 
     def states(self, step: int) -> int:

@@ -49,13 +49,15 @@ def in_whole_tensors(problem: Problem, program: Program, long_s: float, *, whole
     problem: one with planned updates. program: that of the problem, with time as its goal.
     long_s: a tensor that takes longer than this to leave, be updated and return gets a row that says that it does so in
         sequence; infinite for none.
-    whole_states: whether the states that leave are whole tensors', too, and not pieces of them.
+    whole_states: whether the states that leave are whole tensors', too, and not pieces of them, unless they may leave
+        to files: RAM then does not reserve whole states.
 
     Returns: the model; its first columns are the program's.
     """
     model = program.model
     builder = Builder(list(model.names), list(model.upper), list(model.integer), list(model.rows))
-    for group in map(_uncut, problem.groups) if whole_states else problem.groups:
+    uncut = whole_states and not any(tier.for_states for tier in problem.state_tiers)
+    for group in map(_uncut, problem.groups) if uncut else problem.groups:
         columns = program.groups[group.name]
         if not group.trainable:
             for away in columns.away:

@@ -271,12 +271,14 @@ def _shares(problem: Problem, plans: dict[str, TensorPlan], seconds: str, *, cpu
 def host_bytes(problem: Problem, decisions: Decisions) -> int:
     """Return the bytes in host memory that decisions need if everything there has memory of its own."""
     plans = {plan.name: plan for plan in decisions.tensors}
-    total = sum(_host_bytes_of(tensor, plans[tensor.name]) for group in problem.groups for tensor in group.tensors)
-    total += sum(_log_bytes_of(problem, group, tensor, plans[tensor.name])
-                 for group in problem.groups for tensor in group.tensors)  # fmt: skip
+    tiers = _tiers_of_states(decisions)
+    in_pieces = any(tier.for_states and tier.name in tiers for tier in problem.rates.tiers)
+    trained = [(group, tensor, plans[tensor.name]) for group in problem.groups for tensor in group.tensors]
+    total = sum(_host_bytes_of(tensor, plan, in_pieces) for _, tensor, plan in trained)
+    total += sum(_log_bytes_of(problem, group, tensor, plan) for group, tensor, plan in trained)
     for block, o, stay in zip(problem.blocks, decisions.options, decisions.activations):
         total += block.options[o].offloaded_bytes if stay is None or stay.tier == HOST else 0
-    used = {plan.source for plan in plans.values() if plan.leaves} | _tiers_of_states(decisions)
+    used = {plan.source for plan in plans.values() if plan.leaves} | tiers
     total += sum(tier.buffers_bytes for tier in problem.rates.tiers if tier.name in used)
     on_host = decisions.offloaded_values - decisions.value_tiers.keys()
     total += sum(v.bytes for v in problem.values if v.name in on_host)
@@ -287,11 +289,18 @@ def _tiers_of_states(decisions: Decisions) -> set[str]:
     return {stay.tier for plan in decisions.tensors for stay in plan.states}
 
 
-def _host_bytes_of(tensor: TensorSize, plan: TensorPlan) -> int:
+def _host_bytes_of(tensor: TensorSize, plan: TensorPlan, in_pieces: bool) -> int:
+    """Return a tensor's bytes on the host.
+
+    Parameters
+    ----------
+    in_pieces: whether states have their homes in files, so that RAM has only the pieces that leave to it. Otherwise it
+        reserves the whole state for any piece, which leaves to its place in it.
+    """
     if plan.cpu:
         return tensor.param_bytes + tensor.grad_bytes + tensor.state_bytes
-    # The host reserves the whole state, since each piece leaves to its place in it.
-    states = tensor.state_bytes * any(stay.tier == HOST for stay in plan.states)
+    to_ram = [tensor.piece_bytes(stay.rows) for stay in plan.states if stay.tier == HOST]
+    states = sum(to_ram) if in_pieces else tensor.state_bytes * bool(to_ram)
     return tensor.param_bytes * plan.hosted + tensor.grad_bytes * (plan.grad_back is not None) + states
 
 

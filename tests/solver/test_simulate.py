@@ -1,12 +1,13 @@
 """Timelines and bytes worked out by hand."""
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 from offmate.solver.machine import Machine
 from offmate.solver.polish.improve import improve
 from offmate.solver.problem import Rates
-from offmate.solver.resources import Resource
+from offmate.solver.resources import Path, Resource, Tier
 from offmate.solver.scheduling.validate import validate
 from offmate.solver.simulate import memory_highs, room_bytes, simulate
 
@@ -86,6 +87,18 @@ def test_both_links_share_their_total_rate():
     machine.wait([into, out])
     # Both at half their rate until the one in is done (2 s); what is left out then runs at its own rate.
     assert (into.end_s, out.end_s) == pytest.approx((2.0, 3.0))
+
+
+@pytest.mark.parametrize("both", [2.0, 2.8, 1.5, 4.0])
+def test_links_of_unequal_rates_move_as_many_bytes_each_at_the_rate_of_both(both):
+    """A disk reads 7 bytes per second, writes 1.4, and does both in turns (2.33), better or worse."""
+    path = Path("drive", 7.0, 1.4, inf).moving_alike(both)
+    machine = Machine(Rates(10.0, 10.0, 20.0, tiers=(Tier(path, 1),)))
+    into, out = machine.submit(path.into, 14.0 / 7.0), machine.submit(path.out, 14.0 / 1.4)
+    machine.wait([into, out])
+    least_s = 14.0 / 1.4  # writes alone
+    assert max(into.end_s, out.end_s) == pytest.approx(max(28.0 / both, least_s))
+    assert path.alike_bytes_per_s == pytest.approx(min(both, 2 * 1.4))
 
 
 def test_shared_cores_are_divided():

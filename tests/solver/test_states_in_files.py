@@ -7,12 +7,15 @@ import random
 from dataclasses import replace
 
 import pytest
+from offmate.solver.decisions import StateStay
 from offmate.solver.files import load_problem, save
 from offmate.solver.items import ItemKind
 from offmate.solver.plan import plan
 from offmate.solver.problem import Problem
 from offmate.solver.resources import HOST, Path, Resource, Tier
+from offmate.solver.rounding.groups import round_solution
 from offmate.solver.schedule import Kind, Schedule
+from offmate.solver.scheduling.emit import host_bytes
 from offmate.solver.scheduling.validate import ScheduleError, validate
 from offmate.solver.simulate import simulate
 from offmate.solver.solve import least_budget, least_host_within_device, solve
@@ -71,7 +74,7 @@ def planned(seed: int) -> tuple[Problem, Schedule]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_plans_obey_the_rules(seed):
-    """RAM and the drive keep to their bytes, what is written is read, and only states go there, whole states alone."""
+    """RAM and the drive keep to their bytes, what is written is read, and only states go there."""
     _, found = planned(seed)
     validate(found)
     assert from_dict(to_dict(found)) == found
@@ -80,9 +83,9 @@ def test_plans_obey_the_rules(seed):
     assert moved(found, Kind.PREFETCH) == moved(found, Kind.OFFLOAD)
     leaving = {a.item for a in found.actions if a.kind is Kind.OFFLOAD and a.item.kind is ItemKind.STATE}
     homes = {item.name: {found.homes.get(i, HOST) for i in leaving if i.name == item.name} for item in leaving}
-    assert all(len(tiers) == 1 for tiers in homes.values())
-    assert {name for name, tiers in homes.items() if tiers == {FILES}} <= found.states_in_files
-    assert not found.states_in_files & {name for name, tiers in homes.items() if tiers == {HOST}}
+    assert {name for name, tiers in homes.items() if FILES in tiers} <= found.states_in_files
+    to_ram = {item for item in leaving if item not in found.homes}
+    assert all((name in found.states_in_files) is not to_ram.issuperset(own) for name, own in found.states.items())
     assert not found.states_in_files & found.update_cpu_s.keys()
 
 
@@ -102,6 +105,27 @@ def test_no_slower_for_having_it(seed):
     assert beside.objective_s <= free.objective_s * (1 + 1e-2)
     schedule = plan(with_drive(problem, slower=50.0)).schedule
     assert schedule is not None and not schedule.states_in_files
+
+
+def test_ram_has_the_pieces_that_leave_to_it_once_any_leaves_to_files():
+    """Without files it reserves a whole state for any piece."""
+    problem = with_drive(in_rows(random_problem(random.Random(2), n_blocks=3, tensors=2)))
+    answer = solve(replace(problem, device_budget_bytes=10 * problem.device_budget_bytes))
+    free = round_solution(problem, answer)
+    tensor = next(t for g in problem.groups if g.trainable for t in g.tensors if len(t.pieces) > 1)
+    stays = [StateStay(rows, 0, 0) for rows in tensor.pieces]
+    first_bytes = tensor.piece_bytes(stays[0].rows)
+
+    def ram(*leaving: StateStay) -> int:
+        by_device = (replace(plan, cpu=False, states=leaving * (plan.name == tensor.name)) for plan in free.tensors)
+        return host_bytes(problem, replace(free, tensors=tuple(by_device)))
+
+    def in_files(pieces: list[StateStay]) -> list[StateStay]:
+        return [replace(stay, tier=FILES) for stay in pieces]
+
+    assert ram(stays[0]) - ram() == tensor.state_bytes > first_bytes
+    assert ram(stays[0], *in_files(stays[1:])) - ram() == first_bytes + BUFFERS
+    assert ram(*in_files(stays)) - ram() == BUFFERS
 
 
 def test_a_state_stays_on_the_device_until_it_is_written():
