@@ -19,6 +19,7 @@ from ..reports.plots import draw_memory, draw_tensors, draw_timeline, write_belo
 from ..reports.timeline import Timeline, build_timeline
 from ..reports.units import format_seconds
 from ..sizes import format_bytes, format_least_bytes
+from ..solver import items
 from ..solver.explain import Explanation, explanation, offered
 from ..solver.items import ItemKind
 from ..solver.problem import Problem
@@ -138,6 +139,12 @@ class Plan:
         return Split(tuple(self.schedule.update_cpu_s), tuple(self.schedule.update_device_s))
 
     @property
+    def logged_bytes(self) -> int:
+        """Bytes of the old values that updates before the gate keep in RAM until it opens."""
+        early = (a for a in self.schedule.actions if a.kind is Kind.SPECULATE_CPU)
+        return sum(self.schedule.item_bytes[items.log(a.name)] for a in early)
+
+    @property
     def moved_bytes(self) -> tuple[int, int]:
         """Bytes per iteration that go to the device and to the host."""
         sizes = self.schedule.item_bytes
@@ -216,6 +223,11 @@ class Plan:
             f"{format_bytes(self.host_bytes)} of RAM are needed",
             f"{updated}; {len(recomputing)} of {len(self.blocks)} blocks recompute",
         ]
+        if self.logged_bytes:
+            lines.append(
+                "a step that clips and skips nothing is predicted: the CPU updates before that is known, and keeps "
+                f"{format_bytes(self.logged_bytes)} of old values in RAM, to undo updates where it is wrong"
+            )
         if self.read_bytes:
             lines.append(f"{self.read_words}; they pass RAM, which does not keep them")
         if any(self.stored_bytes):

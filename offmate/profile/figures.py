@@ -95,11 +95,11 @@ def work_out(
             bulk, scalars = state_bytes(updater, param, updater.groups[name])
             plain_s = machine.update_s(param.numel(), masters=False)
             seconds = machine.update_s(param.numel(), masters=has_master(updater.base, param))
+            log_s = seconds[0] * log_share(param.nbytes, param.nbytes, bulk)
             # Adding reads two tensors and writes one where AdamW reads four and writes three; a norm reads one, and
             # unscaling writes it again.
-            adds, norms, unscalings = ([part * s for s in plain_s] for part in (3 / 7, 1 / 7, 2 / 7))
-            log_s = seconds[0] * log_share(param.nbytes, param.nbytes, bulk)
-            updates[name] = UpdateCost(bulk, scalars, *seconds, *adds, *norms, *unscalings, log_s)
+            looks = [part * s for part in (3 / 7, 1 / 7, 2 / 7) for s in plain_s]
+            updates[name] = UpdateCost(bulk, scalars, *[*seconds, *looks, log_s])
     return Figures(rates, costs, updates)
 
 

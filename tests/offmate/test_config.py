@@ -46,6 +46,7 @@ def test_is_frozen():
         {"max_plans": 1},
         {"backend": "inductor"},
         {"updates": "host"},
+        {"speculate": True},
         {"updates": Split(("a",), ("b",))},
     ],
 )
@@ -82,6 +83,8 @@ def test_accepts(good):
         {"shape_buckets": (0,)},
         {"max_plans": 0},
         {"backend": "triton"},
+        {"speculate": "auto"},
+        {"speculate": 1},
     ],
 )
 def test_refuses_and_names_the_field_and_its_value(bad):

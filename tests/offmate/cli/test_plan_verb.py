@@ -249,6 +249,7 @@ TRAININGS = {
     "--dtype bf16-master --max-grad-norm 1.0 --accumulation 2": {"max_grad_norm": 1.0, "accumulation_steps": 2},
     "--dtype fp32 --autocast": {},
     "--dtype fp32 --grad-scaler": {"grad_scaler": torch.amp.GradScaler("cpu")},
+    "--dtype bf16-master --max-grad-norm 1.0 --speculate": {"max_grad_norm": 1.0},
 }
 
 
@@ -262,7 +263,8 @@ def test_a_plan_is_that_of_the_same_arguments_in_python(monkeypatch, cache, tmp_
     with torch.autocast("cpu", torch.bfloat16, enabled="--autocast" in words):
         own = offmate.plan(
             model, "12MiB", example_inputs=batch_for(model, 4, 512), optimizer=optimizer, hardware="rtx3060",
-            config=offmate.Config(cache_dir=str(tmp_path / "cache")), **TRAININGS[options],
+            config=offmate.Config(cache_dir=str(tmp_path / "cache"), speculate="--speculate" in words),
+            **TRAININGS[options],
         )  # fmt: skip
     assert not own.from_cache
     plan = load_plan(target)
@@ -276,6 +278,7 @@ def test_a_plan_is_that_of_the_same_arguments_in_python(monkeypatch, cache, tmp_
         "--accumulation": f"{passes} micro-batches of 4 × 512 tokens",
         "bf16-master": "bf16 with float32 copies",
         "--autocast": "fp32 under autocast to bf16",
+        "--speculate": "CPU updates before that is known",
     }.items():
         assert (text in said) == (option in words)
 
@@ -307,6 +310,11 @@ def test_what_needs_an_optimizer_is_refused_without_one(monkeypatch, cache, caps
     assert run(monkeypatch, cache, "tiny-llama", "--optimizer", "none", *option.split()) == 2
     said = capsys.readouterr().err
     assert option.split()[0] in said and "--optimizer none" in said and "Traceback" not in said
+
+
+def test_speculation_is_for_updates_that_wait(monkeypatch, cache, capsys):
+    assert run(monkeypatch, cache, "tiny-llama", "--speculate") == 2
+    assert "add --max-grad-norm, --grad-scaler or --accumulation, or leave it out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("norm", ["0", "-1", "nan", "much"])

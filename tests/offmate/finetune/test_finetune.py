@@ -150,12 +150,13 @@ def test_options_undo_what_yaml_sets():
     parse = cli._parser().parse_args
     assert given_settings(parse(["finetune", "--no-merge", "--lora", "none"])) == {"merge": False, "lora": "none"}
     assert given_settings(parse(["finetune", "--merge"])) == {"merge": True}
+    assert given_settings(parse(["finetune", "--no-speculate"])) == {"speculate": False}
     assert given_settings(parse(["finetune"])) == {}
 
 
 def test_only_what_changes_the_numbers_is_a_difference():
     saved = make_settings(NAMED)
-    assert differences(saved, {"gpu_budget": "1GiB", "keep_checkpoints": 9, "seed": 0}) == []
+    assert differences(saved, {"gpu_budget": "1GiB", "keep_checkpoints": 9, "seed": 0, "speculate": True}) == []
     assert differences(saved, {"seed": 3}) == ["seed: 0 in the run, 3 now"]
 
 

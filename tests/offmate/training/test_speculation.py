@@ -6,6 +6,7 @@ import contextlib
 import copy
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 from offmate.runtime.replay.gate import Clip
 from offmate.runtime.replay.speculation import Speculation
 from offmate.runtime.replay.updates import Updates
+from offmate.solver import items
+from offmate.solver.scheduling.validate import validate
 
 import offmate
 from offmate.optim.masters import with_master_weights
@@ -78,7 +81,8 @@ class Trained:
         self.scalers = compiled.pop("scalers", (None, None))
         offmate.compile(
             self.model, compiled.pop("budget", 1 << 30), optimizer=self.optimizers[1], max_grad_norm=clip,
-            grad_scaler=self.scalers[1], accumulation_steps=micro, device="emulated", cpu_budget=1 << 30,
+            grad_scaler=self.scalers[1], accumulation_steps=micro, device="emulated",
+            cpu_budget=1 << 30, plan=compiled.pop("plan", None),
             config=offmate.Config(cache_dir=None, **CONFIG, **compiled),
         )  # fmt: skip
 
@@ -323,6 +327,24 @@ def test_an_update_that_fails_is_undone_and_fails_behind_the_gate(monkeypatch: p
     optimizer.step()
     with pytest.raises(Exception, match="update of"):
         model.state_dict()
+
+
+def test_logs_share_ram_with_what_is_there_at_other_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With activations that leave, in as little RAM as a schedule's items can share."""
+    monkeypatch.setattr("offmate.runtime.replay.norms.Norms.exceed", lambda self, limit: False)
+    given = {"max_grad_norm": 1.2, "device": "emulated", "cpu_budget": 1 << 30}
+    config, model = offmate.Config(cache_dir=None, **CONFIG), tiny()
+    given |= {"example_inputs": batch(0), "optimizer": adamw(model), "config": config}
+    least = offmate.plan(model, 1 << 30, **given).least_budget_bytes
+    plan = offmate.plan(model, least, **given)
+    tight = [replace(plan.schedule, host_budget_bytes=plan.host_bytes * part // 100) for part in range(50, 100)]
+    schedule = next(s for s in tight if s.host_layout.used_bytes <= s.host_budget_bytes)
+    validate(schedule)
+    assert any(items.log(name) in schedule.host_layout.places for name in early(schedule))
+    trained = Trained(1, 1.2, low=False, budget=least, plan=replace(plan, schedule=schedule))
+    for number in range(8):
+        trained.step(number)
+    trained.assert_same()
 
 
 @pytest.mark.timeout(120)
