@@ -63,8 +63,8 @@ ROOMS = (
     "offmate.runtime.memory",
     "offmate.runtime.storage",
     "offmate.runtime.devices",
-    "offmate.runtime.replay",
     "offmate.runtime.operators",
+    "offmate.runtime.replay",
     # offmate: from a model and a batch to a plan, and a session that trains by it
     "offmate.files",
     "offmate.split",
