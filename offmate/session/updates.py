@@ -70,6 +70,7 @@ class Updates:
         self.process.check()
         self.residence.stream.check()
         self.turns.check_step(self.outside.any)
+        self.storage.make_room()
         if self.turns.turn is Turn.BACKWARD:
             self.residence.drop_forward()
         check_groups(self.updater)

@@ -17,7 +17,18 @@ import offmate
 from offmate.errors import ArgumentTypeError, ArgumentValueError, OffmateError
 from offmate.session.saved_files import digest_of
 
-from .test_state_storage import STEPS, WIDTH, Deep, assert_same, compiled, made, one_cache, path, small_requests, train
+from .test_state_storage import (
+    STEPS,
+    WIDTH,
+    Deep,
+    assert_same,
+    compiled,
+    made,
+    one_cache,
+    path,
+    small_requests,
+    train,
+)
 
 __all__ = ["one_cache", "path", "small_requests"]  # fixtures
 
@@ -327,3 +338,29 @@ def test_a_removal_that_fails_can_be_repeated(path, saved, monkeypatch):
             offmate.remove_checkpoint(saved)
     offmate.remove_checkpoint(saved)
     assert kept(path) == [] and not saved.exists()
+
+
+def test_a_step_without_room_for_what_it_writes_loses_nothing(path, tmp_path, monkeypatch):
+    """A checkpoint keeps all files, so that the next update writes to others."""
+    pair, plain = compiled(path), made()
+    train(*pair, range(2))
+    train(*plain, range(2))
+
+    def fallocate(self: SystemFiles, *given: Any) -> bool:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SystemFiles, "fallocate", fallocate)
+        with pytest.raises(OffmateError, match=r"free space there"):
+            offmate.save_checkpoint(tmp_path / "two", *pair)
+        for _ in range(2):
+            with pytest.raises(OffmateError, match=r"no update was made, and all values are as they were: .*free in"):
+                train(*pair, range(2, 3))
+        assert_same(pair, plain)
+    for model, optimizer in (pair, plain):
+        train(model, optimizer, range(2, 5))
+    assert_same(pair, plain)
+    loaded, two = made(), made()
+    offmate.load_checkpoint(tmp_path / "two", *loaded)
+    train(*two, range(2))
+    assert_same(loaded, two)
