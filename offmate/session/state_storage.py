@@ -30,7 +30,8 @@ class PathInUse(NamedTuple):
 
     Parameters
     ----------
-    folder: where the files are. stored_bytes: of states that lie there, or move there when they are written next.
+    folder: where the files are. stored_bytes: reserved for states that lie there, or move there when they are written
+        next, whether or not anything has been written yet.
     read_bytes_per_s, write_bytes_per_s, both_bytes_per_s: of reads alone, writes alone, and both together. They are
         means over the last iterations in which newer ones count more, or what was known before training.
     """
@@ -92,15 +93,16 @@ class StateStorage:
 
     def check_room(self, schedule: Schedule) -> None:
         """Look whether the states of a schedule have room in the files. Raises: StorageError if not."""
-        if self._files is None:
+        if self._files is None or self._engine is None:
             return
         sizes = schedule.item_bytes
         names = schedule.states_in_files
         needed = sum(sizes[item] for name in names for item in schedule.states.get(name, ()))
         if needed > self._files.capacity_bytes:
             raise StorageError(
-                f"optimizer states need {format_bytes(needed)} on the storage paths, and there is room for "
-                f"{format_bytes(self._files.capacity_bytes)}; free space there, or name another disk as well"
+                f"optimizer states need {format_bytes(needed)} in {' and '.join(map(str, self._engine.folders))}, and "
+                f"there is room for {format_bytes(self._files.capacity_bytes)}; free space there, or name another disk "
+                "as well"
             )
 
     def make_room(self) -> None:

@@ -70,7 +70,6 @@ class Updates:
         self.process.check()
         self.residence.stream.check()
         self.turns.check_step(self.outside.any)
-        self.storage.make_room()
         if self.turns.turn is Turn.BACKWARD:
             self.residence.drop_forward()
         check_groups(self.updater)
@@ -78,6 +77,7 @@ class Updates:
             self.scaling.check_step()
             self.updater.grad_scales = self.scaling.left_to_the_kernel(self.residence.device.torch_device)
         if self.gate:
+            self.storage.make_room()  # a checkpoint may have been made since the forward
             self.updater.snapshot()
         else:
             self.updater.check_unchanged()

@@ -231,6 +231,6 @@ def test_drives_that_cannot_be_planned_with(listed, capsys, verb, words, said):
 def test_folders_and_rates_are_told_apart():
     assert parsed("/mnt/s", "./fast") == [offmate.StoragePath("/mnt/s"), offmate.StoragePath("./fast")]
     assert parsed("2GB/s", "2GB/s,1GB/s") == [2e9, offmate.StoragePath("the drive", 2e9, 1e9)]
-    for word in ("fast", "1TB/s,", "2GB/s,fast", "1GB/s,1GB/s,1GB/s,1GB/s"):
+    for word in ("fast", "1TB/s,", "nan,5GB/s", "-7GB/s", "2GB/s,fast", "1GB/s,1GB/s,1GB/s,1GB/s"):
         with pytest.raises(SystemExit):
             parsed(word)

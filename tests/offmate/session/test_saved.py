@@ -22,6 +22,7 @@ from .test_state_storage import (
     WIDTH,
     Deep,
     assert_same,
+    batch,
     compiled,
     made,
     one_cache,
@@ -94,6 +95,9 @@ def test_a_folder_or_file_that_is_not_as_it_was_is_named(path, saved, tmp_path):
     file = next(iter((there / folder.relative_to(path.folder)).iterdir()))
     file.write_bytes(b"\0" * file.stat().st_size)
     with pytest.raises(OffmateError, match=rf"{file} is not as the checkpoint was written"):
+        offmate.load_checkpoint(saved, *made(), storage=[there])
+    os.truncate(file, 100)
+    with pytest.raises(OffmateError, match=rf"{file} is too short: it has 100 bytes"):
         offmate.load_checkpoint(saved, *made(), storage=[there])
 
 
@@ -340,17 +344,40 @@ def test_a_removal_that_fails_can_be_repeated(path, saved, monkeypatch):
     assert kept(path) == [] and not saved.exists()
 
 
+def full(self: SystemFiles, *given: Any) -> bool:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_behind_a_gate_an_update_without_room_loses_nothing(path, tmp_path, monkeypatch):
+    gate = {"max_grad_norm": float("inf"), "gpu_budget": 2_000_000}
+    pair, plain = compiled(path, **gate), made()
+    for model, optimizer in (pair, plain):
+        train(model, optimizer, range(2))
+    assert any(pair[0].offmate.plan.stored_bytes)
+    torch.manual_seed(2)
+    pair[0](batch(2))["loss"].backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(SystemFiles, "fallocate", full)
+        with pytest.raises(OffmateError, match="free space there"):
+            offmate.save_checkpoint(tmp_path / "two", *pair)
+        with pytest.raises(OffmateError, match="no update was made, and all values are as they were: "):
+            pair[1].step()
+    pair[1].step()
+    pair[1].zero_grad()
+    train(*plain, range(2, 3))
+    for model, optimizer in (pair, plain):
+        train(model, optimizer, range(3, 5))
+    assert_same(pair, plain)
+
+
 def test_a_step_without_room_for_what_it_writes_loses_nothing(path, tmp_path, monkeypatch):
     """A checkpoint keeps all files, so that the next update writes to others."""
     pair, plain = compiled(path), made()
     train(*pair, range(2))
     train(*plain, range(2))
 
-    def fallocate(self: SystemFiles, *given: Any) -> bool:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(SystemFiles, "fallocate", fallocate)
+        patch.setattr(SystemFiles, "fallocate", full)
         with pytest.raises(OffmateError, match=r"free space there"):
             offmate.save_checkpoint(tmp_path / "two", *pair)
         for _ in range(2):
