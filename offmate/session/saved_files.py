@@ -153,6 +153,9 @@ def removal_began(folder: Path) -> bool:
 
 
 def _class_of(optimizer: torch.optim.Optimizer) -> str:
+    inner = getattr(optimizer, "optimizer", None)  # Accelerate wraps them
+    if isinstance(inner, torch.optim.Optimizer):
+        return _class_of(inner)
     return name_of(plain_class(optimizer))
 
 
@@ -178,11 +181,12 @@ def _own_weights(model: torch.nn.Module) -> Mapping[str, Any]:
 
 
 def _different_weights(weights: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
-    for name in own.keys() - weights.keys():
-        return f"the model has {name}, which the checkpoint lacks"
-    for name in weights.keys() - own.keys():
-        return f"the checkpoint has {name}, which the model lacks"
+    for name in own:
+        if name not in weights:
+            return f"the model has {name}, which the checkpoint lacks"
     for name, value in weights.items():
+        if name not in own:
+            return f"the checkpoint has {name}, which the model lacks"
         mine = own[name]
         if isinstance(value, torch.Tensor) and isinstance(mine, torch.Tensor) and value.shape != mine.shape:
             return f"{name} has shape {tuple(value.shape)} in the checkpoint and {tuple(mine.shape)} in the model"
