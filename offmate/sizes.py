@@ -84,7 +84,7 @@ def parse_rate(value: float | str, name: str = "") -> float:
             size, per, rest = value.partition("/")
             if not per or rest.strip() != "s":
                 raise ArgumentValueError(f"{value!r} is not a rate; write {_RATE_EXAMPLES}")
-            return float(parse_bytes(size))
+            return float(_size_of_rate(size, value))
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ArgumentTypeError(f"{value!r} is not a rate: it is a {type(value).__name__}; write {_RATE_EXAMPLES}")
         if not 0 < value < math.inf:
@@ -92,6 +92,14 @@ def parse_rate(value: float | str, name: str = "") -> float:
         return float(value)
     except (ArgumentTypeError, ArgumentValueError) as error:
         raise type(error)(f"{name}: {error}" if name else str(error)) from None
+
+
+def _size_of_rate(size: str, rate: str) -> int:
+    try:
+        return parse_bytes(size)
+    except ArgumentValueError:
+        why = " in bytes, but one in bits, because of its lower-case b" if size.strip().endswith("b") else ""
+        raise ArgumentValueError(f"{rate!r} is not a rate{why}; write {_RATE_EXAMPLES}") from None
 
 
 def format_bytes(size_bytes: int) -> str:

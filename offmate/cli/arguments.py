@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _MOST_POINTS = 64
 _MOST_COUNT = 10**9
+_RATES = r"([^/]*,)*[^/,]*\d *[kKMGTP]?i?[bB]/s *(,.*)?"  # one at least, and nothing before it that is a path
 _DIGITS = 40  # Python refuses to read thousands of digits
 
 # What an error calls the arguments of Python, and what the command line has instead of them.
@@ -104,7 +105,7 @@ def rate(text: str) -> float:
 
 def drive(text: str) -> float | StoragePath:
     """Parse a drive: a folder, the rate of reads alone, or those of reads and writes, and perhaps of both together."""
-    if "/" not in text or re.match(r"\s*[-+.\d][^/]*/s\s*(,|$)", text):
+    if "/" not in text or re.fullmatch(_RATES, text) or re.match(r"\s*[-+.\d][^/]*/s\s*(,|$)", text):
         return _rates(text)
     from ..runtime.storage.folders import StoragePath  # needs torch
 

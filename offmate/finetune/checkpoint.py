@@ -19,10 +19,10 @@ from safetensors import safe_open
 
 from ..errors import OffmateError, StorageError
 from ..runtime.torch_names.trees import tree_leaves
-from ..session.linked_states import STATES, check_whole, find_linked, handing_out_none, session_of, taken_out
+from ..session.linked_states import STATES, check_whole, handing_out_none, session_of, taken_out
 from ..split import Split
 from .folders import faults, move_in, read_manifest, remove, write_aside
-from .state_links import Record
+from .state_links import Record, linked_states
 from .updates import UpdateRule
 
 log = logging.getLogger("offmate")
@@ -153,7 +153,7 @@ def restore_updates(path: Path, updates: UpdateRule, storage: Sequence[str] = ()
     """Restore the optimizer states of a checkpoint; `storage` is as in `newest_checkpoint`."""
     with _readable(path / _UPDATES):
         state = torch.load(path / _UPDATES, weights_only=True, mmap=True)
-        find_linked(path, storage).put_into(state)
+        linked_states(path, storage).put_into(state)
         updates.load_state_dict(state)
 
 
@@ -218,7 +218,7 @@ def _fault(path: Path, storage: Sequence[str]) -> str | None:
         return fault
     try:
         load_moment(path)
-        linked = find_linked(path, storage)
+        linked = linked_states(path, storage)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return f"{type(error).__name__}: {error}"
     try:

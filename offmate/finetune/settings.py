@@ -272,8 +272,14 @@ def _prompts(value: Any) -> tuple[Any, ...]:
 
 
 def _folders(value: Any) -> tuple[Any, ...]:
-    turned_off = isinstance(value, str) and value.strip().lower() == NONE
-    return () if turned_off or value == [NONE] else _several("storage", value, _A_FOLDER)
+    found = _several("storage", value, _A_FOLDER)
+    named = [one for one in found if not (isinstance(one, str) and one.strip().lower() == NONE)]
+    if named and len(named) < len(found):
+        raise ArgumentValueError(
+            f"storage is {short(value)}: {NONE} names no folder, so no other one can stand beside it; write {NONE} "
+            f"alone, or ./{NONE} for a folder of that name"
+        )
+    return tuple(named)
 
 
 def _several(name: str, value: Any, hint: str) -> tuple[Any, ...]:

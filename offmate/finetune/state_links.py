@@ -13,13 +13,22 @@ from pathlib import Path, PurePath
 from ..files import write_whole
 from ..runtime.storage.files import SystemFiles
 from ..runtime.storage.links import remove_files
-from ..session.linked_states import BELOW, STATES, load_linked
+from ..session.linked_states import BELOW, STATES, LinkedStates, find_linked, load_linked
 
 log = logging.getLogger("offmate")
 
 _RECORD = ".states.json"
 _NAME = re.compile(r"(step-\d{8,})-[0-9a-f]{8}")
 _RUN = re.compile(r"[0-9a-f]{16}")
+
+
+def linked_states(checkpoint: Path, storage: Sequence[str]) -> LinkedStates:
+    """Return the states of a checkpoint that lie on storage paths; parameters and errors are as in `find_linked`."""
+    advice = (
+        "name the one that contains {below} now with --resume --storage FOLDER. To resume from an older checkpoint "
+        f"instead, remove {checkpoint}"
+    )
+    return find_linked(checkpoint, storage, advice)
 
 
 class Record:

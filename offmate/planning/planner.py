@@ -33,7 +33,6 @@ from ..profile.figures import measure
 from ..progress import Progress
 from ..solver.plan import plan as solve_problem
 from ..solver.scheduling.follow import follow
-from ..solver.solve import least_budget
 from ..split import Split
 from .describe import described
 from .fingerprint import differences, fingerprint_of
@@ -44,11 +43,9 @@ from .refusal import block_rows, refusal
 from .request import Prepared, Request
 from .restore import cached, fitting, kernel_bytes, other_rates, restore_class
 from .solver_errors import solver_errors
-from .subject import Subject, fixed_bytes, lower, relower, state, user_bytes_of, with_steps
+from .subject import Subject, fits, fixed_bytes, lower, relower, stated_to_fit, user_bytes_of, with_steps
 
 log = logging.getLogger("offmate")
-
-_TOLERANCE = 2e-6  # the least budget is rounded up by about as much
 
 
 def make_plan(
@@ -279,12 +276,9 @@ def _search(subject: Subject, fingerprint: str, start: float) -> tuple[Plan, Low
     """Measure, solve the options, and formulate and solve the problem."""
     request, say = subject.request, subject.say
     config = request.config
-    measured, lowered, fixed = state(subject)
+    measured, lowered, fixed, least = stated_to_fit(subject)
     before, problem = measured.costs.get("", {}), lowered.problem
-    say("finding the least budget", 0.0)
-    # That nothing fits shows within seconds; a search for a plan would take minutes to find out.
-    least = least_budget(problem, time_limit_s=config.solver_time_limit_s, backend=config.solver)
-    if least.resource == "host" or least.bytes * (1 - _TOLERANCE) > problem.device_budget_bytes:
+    if not fits(least, problem):
         raise refusal(lowered, request, fixed, subject.machine is not None)
     found = solve_problem(
         problem,

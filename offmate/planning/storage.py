@@ -14,7 +14,7 @@ import torch
 from ..errors import ArgumentTypeError, ArgumentValueError
 from ..lowering.frozen_files import FrozenFiles
 from ..lowering.state_files import StateFiles, StatePath
-from ..machines.devices import accelerator
+from ..machines.devices import EMULATED, accelerator
 from ..machines.drive_rates import PROBE_BYTES
 from ..machines.hardware import Hardware
 from ..runtime.devices.ring import BUFFERS_BYTES
@@ -217,7 +217,8 @@ def with_drives(
     else:
         paths = storage_paths(storage)
     figures = [figures_elsewhere(path, machine) for path in paths]
-    found = together(figures, 2 * BUFFERS_BYTES + len(paths) * N_THREADS * REQUEST_BYTES)
+    on_the_way = 0 if request.device == EMULATED else 2 * BUFFERS_BYTES
+    found = together(figures, on_the_way + len(paths) * N_THREADS * REQUEST_BYTES)
     files = files_elsewhere(model, found.read_bytes_per_s, request.host_budget_bytes)
     return replace(request, files=files, storage=found if planned else None)
 

@@ -26,6 +26,7 @@ from ..runtime.torch_names.tensors import storage_key
 from ..sizes import format_bytes
 from ..solver.fat_steps import for_all
 from ..solver.problem import Problem
+from ..solver.solve import LeastBudget, least_budget
 from ..split import side_of
 from .files import states_need_files
 from .fingerprint import fingerprint_of
@@ -33,6 +34,7 @@ from .orders import drawn_bytes
 from .request import Request
 from .restore import restore_class
 
+_TOLERANCE = 2e-6  # the least budget is rounded up by about as much
 _VERDICT = 4  # small kernels from the last gradient to the verdict; each takes at least as long as one norm
 _USER_COPIES = 3  # copies of an output that the user differentiates: its gradient, and what a loss keeps and makes
 
@@ -97,6 +99,35 @@ def state(subject: Subject) -> tuple[Measured, Lowered, int]:
     classes = {key: restore_class(b, measured.options[key], measured.costs[key]) for key, b in blocks.items()}
     lowered, fixed = lower(subject, classes, measured.costs.get("", {}), measured.updates, measured.rates)
     return measured, lowered, fixed
+
+
+def stated_to_fit(subject: Subject) -> tuple[Measured, Lowered, int, LeastBudget]:
+    """State the subject as a problem, with the least budget that works.
+
+    Copies between storage paths and the device pass buffers in RAM. Where there is no room for these, the problem is
+    the one without storage paths, if that fits or needs less.
+    """
+    config = subject.request.config
+
+    def least_of(lowered: Lowered) -> LeastBudget:
+        # That nothing fits shows within seconds; a search for a plan would take minutes to find out.
+        return least_budget(lowered.problem, time_limit_s=config.solver_time_limit_s, backend=config.solver)
+
+    measured, lowered, fixed = state(subject)
+    subject.say("finding the least budget", 0.0)
+    least = least_of(lowered)
+    if fits(least, lowered.problem) or subject.request.storage is None:
+        return measured, lowered, fixed, least
+    _, plain, _ = state(replace(subject, request=replace(subject.request, storage=None)))
+    other = least_of(plain)
+    if (other.resource == "host", other.bytes) < (least.resource == "host", least.bytes):
+        return measured, plain, fixed, other
+    return measured, lowered, fixed, least
+
+
+def fits(least: LeastBudget, problem: Problem) -> bool:
+    """Return whether the least budget that works is within a problem's."""
+    return least.resource != "host" and least.bytes * (1 - _TOLERANCE) <= problem.device_budget_bytes
 
 
 def lower(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,8 @@ STATES = "states.json"
 """The file of a checkpoint that says where the states are that lie in files."""
 BELOW = "offmate-checkpoints"
 """The folder on a storage path below which checkpoints keep states."""
+IN_PYTHON = "name the one that contains {below} now as storage= of offmate.load_checkpoint"
+"""How a loop of the user's own says that a folder with states has another path now."""
 _FORMAT = "offmate states 1"
 
 
@@ -222,54 +223,69 @@ def session_of(model: Any) -> Any:
     return getattr(model, "_offmate_session", None)
 
 
-def digest_of(path: Path) -> str:
-    """Return the digest of the file that describes states. Raises: OSError if it cannot be read."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def linked_folders(checkpoint: Path, storage: Sequence[str] = (), began: bool = False) -> list[Path]:
+    """Return the folders on storage paths that have states of a checkpoint.
 
+    Parameters
+    ----------
+    storage: folders that may have them, if those that the checkpoint names are elsewhere now. began: whether an earlier
+        removal may have got so far that some are gone; they are left out.
 
-def linked_folders(checkpoint: Path, storage: Sequence[str] = ()) -> list[Path]:
-    """Return the folders on storage paths that have states of a checkpoint, but for those that are gone already.
-
-    Raises: OffmateError if a whole storage path is missing. OSError, ValueError if the checkpoint does not say where
-    they are.
+    Raises: OffmateError if a folder is missing. OSError, ValueError if the checkpoint does not say where they are.
     """
     if not (checkpoint / STATES).exists():
         return []
     linked = load_linked(checkpoint / STATES)
-    # What is below is gone, but the drive is here: a removal before this one got that far.
-    there = [folder for folder in linked.folders if folder.is_dir() or not Path(*folder.parts[:-3]).is_dir()]
-    return [_found(checkpoint, linked, folder, storage) for folder in there]
+    there = [folder for folder in linked.folders if not (began and _is_gone(folder, storage))]
+    advice = "name the one that contains {below} now as storage= of offmate.remove_checkpoint"
+    return [_found(checkpoint, [] if began else linked.files, folder, storage, advice) for folder in there]
 
 
-def find_linked(checkpoint: Path, storage: Sequence[str] = ()) -> LinkedStates:
+def find_linked(checkpoint: Path, storage: Sequence[str] = (), advice: str = IN_PYTHON) -> LinkedStates:
     """Return the states of a checkpoint that lie on storage paths.
 
     Parameters
     ----------
     storage: folders that may have them, if those that the checkpoint names are elsewhere now.
+    advice: how another path of a folder is named; in it, {below} is what that path contains.
 
     Raises: OffmateError if a folder is missing. OSError, ValueError if the checkpoint does not say where they are.
     """
     if not (checkpoint / STATES).exists():
         return LinkedStates()
     linked = load_linked(checkpoint / STATES)
-    return linked.moved({folder: _found(checkpoint, linked, folder, storage) for folder in linked.folders})
+    found = {folder: _found(checkpoint, linked.files, folder, storage, advice) for folder in linked.folders}
+    return linked.moved(found)
 
 
-def _found(checkpoint: Path, linked: LinkedStates, folder: Path, storage: Sequence[str]) -> Path:
+def _is_gone(folder: Path, storage: Sequence[str]) -> bool:
+    """Return whether a folder is missing although the storage path that it was on is there."""
+    places = [_home(folder), *map(Path, storage)]
+    there = any((place / _below(folder)).is_dir() for place in places)
+    return not there and any(place.is_dir() for place in places)
+
+
+def _home(folder: Path) -> Path:
+    """Return the storage path of a folder with states."""
+    return Path(*folder.parts[:-3])
+
+
+def _below(folder: Path) -> PurePath:
+    """Return what a storage path contains of a folder with states."""
+    return PurePath(*folder.parts[-3:])
+
+
+def _found(checkpoint: Path, files: Sequence[Path], folder: Path, storage: Sequence[str], advice: str) -> Path:
     if folder.is_dir():
         return folder
-    names = [file.name for file in linked.files if file.parent == folder]
-    below = PurePath(*folder.parts[-3:])
+    names = [file.name for file in files if file.parent == folder]
+    below = _below(folder)
     for place in storage:
         there = Path(place) / below
-        if all((there / name).is_file() for name in names):
+        if there.is_dir() and all((there / name).is_file() for name in names):
             return there
-    home = Path(*folder.parts[:-3])
     looked = f", and not in {' or '.join(str(Path(place)) for place in storage)} either" if storage else ""
     raise OffmateError(
         f"{checkpoint}: optimizer states of this checkpoint lie in {folder}, which is missing{looked}. Connect the "
-        f"drive of {home}. If that folder has another path now, name the one that contains {below} now: with --resume "
-        "--storage FOLDER, or as storage= of offmate.load_checkpoint. To resume from an older checkpoint instead, "
-        f"remove {checkpoint}"
+        f"drive of {_home(folder)}. If that folder has another path now, {advice.replace('{below}', str(below))}"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import shutil
@@ -13,6 +14,7 @@ import torch
 
 from ..errors import ArgumentValueError, OffmateError, StorageError
 from ..files import as_path, reason
+from ..planning.storage import Folder, storage_paths
 from ..runtime.storage.files import SystemFiles
 from ..runtime.storage.links import remove_files
 from .linked_states import (
@@ -20,7 +22,6 @@ from .linked_states import (
     STATES,
     LinkedStates,
     check_whole,
-    digest_of,
     find_linked,
     handing_out_none,
     linked_folders,
@@ -28,9 +29,24 @@ from .linked_states import (
     session_of,
     taken_out,
 )
+from .saved_files import (
+    MANIFEST,
+    MODEL,
+    OPTIMIZER,
+    check_fits,
+    check_own,
+    check_pair,
+    digest_of,
+    load_saved,
+    missing,
+    removal_began,
+    saved_as,
+)
 
-_MODEL, _OPTIMIZER = "model.pt", "optimizer.pt"
-_STATES_DIGEST = "offmate_states_sha256"  # a key of the optimizer's file
+log = logging.getLogger("offmate")
+
+_STATES_DIGEST = "offmate_states_sha256"  # a key of the optimizer's file in checkpoints without a manifest
+_MANIFEST = "offmate_manifest"  # a key of the optimizer's file in all others
 
 
 def save_checkpoint(folder: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -43,11 +59,13 @@ def save_checkpoint(folder: str | os.PathLike[str], model: torch.nn.Module, opti
     ----------
     folder: of the checkpoint; it must not exist. model, optimizer: compiled by offmate, or plain.
 
-    Raises: ArgumentValueError if the folder exists. OffmateError if the checkpoint cannot be written, if an earlier
-    failure has left tensors of different updates, or if a storage path has too little space for what training writes
-    next; the checkpoint is complete then.
+    Raises: ArgumentValueError if the folder exists, or if the optimizer has parameters that the model does not have.
+    ArgumentTypeError if they are not a model and an optimizer. OffmateError if the checkpoint cannot be written, if an
+    earlier failure has left tensors of different updates, or if a storage path has too little space for what training
+    writes next; the checkpoint is complete then.
     """
     target, session = as_path(folder), session_of(model)
+    check_pair(model, optimizer)
     if os.path.lexists(target):
         raise ArgumentValueError(
             f"{target} exists; name a new folder for the checkpoint, or remove that one with offmate.remove_checkpoint"
@@ -59,12 +77,12 @@ def save_checkpoint(folder: str | os.PathLike[str], model: torch.nn.Module, opti
     linked = LinkedStates()
     try:
         aside.mkdir(parents=True)
-        torch.save(model.state_dict(), aside / _MODEL)
+        torch.save(model.state_dict(), aside / MODEL)
         state, linked = taken_out(session, whole, PurePath(BELOW, secrets.token_hex(8), target.name))
         if linked.tensors:
             linked.save(aside / STATES)
-            state = {**state, _STATES_DIGEST: digest_of(aside / STATES)}
-        torch.save(state, aside / _OPTIMIZER)
+        torch.save({**state, _MANIFEST: MANIFEST}, aside / OPTIMIZER)
+        saved_as(aside, model, optimizer).save(aside)
         _sync(aside)
         os.rename(aside, target)
     except BaseException as error:
@@ -86,51 +104,83 @@ def load_checkpoint(
     folder: str | os.PathLike[str],
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    storage: Sequence[str | os.PathLike[str]] = (),
+    storage: Folder | Sequence[Folder] = (),
 ) -> None:
     """Load what `save_checkpoint` wrote into a model and its optimizer, compiled by offmate or plain.
 
-    States that were linked are mapped from their files, and compared with their checksums before anything is loaded.
+    All files are compared with their checksums before anything is loaded. States that were linked are mapped from
+    theirs.
 
     Parameters
     ----------
-    storage: where `offmate-checkpoints` of a storage path is now, if it is no longer where it was.
+    storage: where `offmate-checkpoints` of a storage path is now, if it is no longer where it was: a folder or several.
 
     Raises: OffmateError for a folder or a file that is missing, or that is not as it was written; it is named.
+    ArgumentValueError if the checkpoint is one of another model or of another kind of optimizer.
     """
     path = as_path(folder)
-    linked = _linked(path, storage)
+    check_pair(model, optimizer)
+    if not path.is_dir():
+        raise OffmateError(f"there is no checkpoint {path}: it is not a folder")
+    for name in (MODEL, OPTIMIZER):
+        if not (path / name).exists():
+            raise missing(path / name)
+    saved = load_saved(path)
+    if saved is not None:
+        saved.check_files(path)
+    linked = _linked(path, _folders(storage))
     linked.check()
     try:
-        weights = torch.load(path / _MODEL, weights_only=True, mmap=True)
-        state = torch.load(path / _OPTIMIZER, weights_only=True, mmap=True)
+        weights = torch.load(path / MODEL, weights_only=True, mmap=True)
+        state = torch.load(path / OPTIMIZER, weights_only=True, mmap=True)
     except (OSError, RuntimeError, ValueError) as error:
         raise OffmateError(f"{path} does not hold a checkpoint of offmate.save_checkpoint: {error}") from error
-    _check_states(path, state.pop(_STATES_DIGEST, None))
+    if state.pop(_MANIFEST, None) and saved is None:
+        raise missing(path / MANIFEST)
+    if saved is None:
+        _check_states(path, state.pop(_STATES_DIGEST, None))
+    check_fits(path, saved, weights, state, model, optimizer)
     linked.put_into(state)
     model.load_state_dict(weights)
     optimizer.load_state_dict(state)
 
 
-def remove_checkpoint(folder: str | os.PathLike[str], storage: Sequence[str | os.PathLike[str]] = ()) -> None:
-    """Remove a checkpoint with its files on storage paths; `storage` is as in `load_checkpoint`.
+def remove_checkpoint(folder: str | os.PathLike[str], storage: Folder | Sequence[Folder] = ()) -> None:
+    """Remove the files of a checkpoint, those on storage paths too, and its folder if nothing else is in it.
 
-    Raises: OffmateError if it is none, or if it cannot be removed.
+    Parameters
+    ----------
+    storage: as in `load_checkpoint`.
+
+    Raises: ArgumentValueError for a folder that `save_checkpoint` did not make, OffmateError for a symbolic link and
+    for a folder on a storage path that is missing. Nothing was removed then. OffmateError if the system refuses.
     """
     path = as_path(folder)
-    if not (path / _OPTIMIZER).is_file():
-        raise ArgumentValueError(f"{path} is no checkpoint of offmate.save_checkpoint: it has no {_OPTIMIZER}")
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    check_own(path)
     try:
-        # Last of all the record of what is left to remove: after a failure, it can be removed again.
-        for one in linked_folders(path, [os.fspath(folder) for folder in storage]):
+        linked = linked_folders(path, _folders(storage), began=removal_began(path))
+        # The optimizer's file goes first, as the sign of a removal that has begun, and last of all the records of what
+        # is left to remove: after a failure, it can be repeated.
+        (path / OPTIMIZER).unlink(missing_ok=True)
+        for one in linked:
             remove_files(SystemFiles(), one, n_above=2)
-        os.rename(path, aside)
-        shutil.rmtree(aside)
+        for name in (STATES, MODEL, MANIFEST):
+            (path / name).unlink(missing_ok=True)
+        left = sorted(os.listdir(path))
+        if not left:
+            path.rmdir()
     except ValueError as error:
         raise StorageError(f"{path / STATES} does not say where optimizer states are: {error}") from error
     except OSError as error:
         raise OffmateError(f"the checkpoint {path} cannot be removed: {reason(error)}. Try it again") from error
+    if left:
+        log.warning("the checkpoint is removed, but %s stays, with what is not a checkpoint's: %s", path, left[0])
+
+
+def _folders(storage: Folder | Sequence[Folder]) -> list[str]:
+    """Return the folders that `storage=` names, as text."""
+    named = None if isinstance(storage, Sequence) and not isinstance(storage, str) and not storage else storage
+    return [os.fspath(one.folder) for one in storage_paths(named)]
 
 
 def _check_states(path: Path, expected: str | None) -> None:
@@ -145,9 +195,9 @@ def _check_states(path: Path, expected: str | None) -> None:
         )
 
 
-def _linked(path: Path, storage: Sequence[str | os.PathLike[str]]) -> LinkedStates:
+def _linked(path: Path, storage: Sequence[str]) -> LinkedStates:
     try:
-        return find_linked(path, [os.fspath(one) for one in storage])
+        return find_linked(path, storage)
     except (OSError, ValueError) as error:
         raise StorageError(f"{path / STATES} does not say where optimizer states are: {error}") from error
 

@@ -142,6 +142,7 @@ class Session:
         call = self.preparer.call_of(self.model, args, self._without_cache(kwargs), torch.is_grad_enabled())
         if call.trains:
             self.truth.check_whole()
+            self.storage.make_room()
         self.turns.check_call(call)
         under_way = self._continued(call)
         if under_way is not None:

@@ -30,7 +30,8 @@ class PathInUse(NamedTuple):
 
     Parameters
     ----------
-    folder: where the files are. stored_bytes: of states that lie there, or move there when they are written next.
+    folder: where the files are. stored_bytes: reserved for states that lie there, or move there when they are written
+        next, whether or not anything has been written yet.
     read_bytes_per_s, write_bytes_per_s, both_bytes_per_s: of reads alone, writes alone, and both together. They are
         means over the last iterations in which newer ones count more, or what was known before training.
     """
@@ -45,9 +46,9 @@ class PathInUse(NamedTuple):
 class StateStorage:
     """The store of optimizer states.
 
-    State: `_engine` and `host.store`, from construction until `close`; the folders are locked all that time. `_files`,
-    and the figures of the paths that it was made from; `_slower`, in how many iterations in a row the paths were slower
-    than these, and `_said`, whether that was logged.
+    State: `_engine` and `_store`, which is `host.store`, from construction until `close`; the folders are locked all
+    that time. `_files`, and the figures of the paths that it was made from; `_slower`, in how many iterations in a row
+    the paths were slower than these, and `_said`, whether that was logged.
 
     Parameters
     ----------
@@ -58,6 +59,7 @@ class StateStorage:
 
     def __init__(self, paths: Sequence[StoragePath], host: HostState, device: Device) -> None:
         self._engine: Engine | None = None
+        self._store: MappedStore | None = None
         self._figures: list[PathFigures] = []
         self._files: StateFiles | None = None
         self._slower, self._said = 0, False
@@ -65,8 +67,8 @@ class StateStorage:
             return
         self._figures = [figures_of(path) for path in paths]
         self._engine = engine = Engine(paths, changed=device.changed)
-        host.store = MappedStore(engine, proportions(self._figures))
-        self._balance = Balance(engine, host.store)
+        host.store = self._store = MappedStore(engine, proportions(self._figures))
+        self._balance = Balance(engine, self._store)
         self._buffers_bytes = engine.staging_bytes + 2 * device.file_buffers_bytes
         self._files = together(self._figures, self._buffers_bytes)
 
@@ -91,16 +93,32 @@ class StateStorage:
 
     def check_room(self, schedule: Schedule) -> None:
         """Look whether the states of a schedule have room in the files. Raises: StorageError if not."""
-        if self._files is None:
+        if self._files is None or self._engine is None:
             return
         sizes = schedule.item_bytes
         names = schedule.states_in_files
         needed = sum(sizes[item] for name in names for item in schedule.states.get(name, ()))
         if needed > self._files.capacity_bytes:
             raise StorageError(
-                f"optimizer states need {format_bytes(needed)} on the storage paths, and there is room for "
-                f"{format_bytes(self._files.capacity_bytes)}; free space there, or name another disk as well"
+                f"optimizer states need {format_bytes(needed)} in {' and '.join(map(str, self._engine.folders))}, and "
+                f"there is room for {format_bytes(self._files.capacity_bytes)}; free space there, or name another disk "
+                "as well"
             )
+
+    def make_room(self) -> None:
+        """Reserve the files that the next updates write, before any of them begins.
+
+        Raises: StorageError if a path has too little space.
+        """
+        if self._store is None:
+            return
+        try:
+            self._store.make_room()
+        except StorageError as error:
+            raise StorageError(
+                f"no update was made, and all values are as they were: {error}. Older checkpoints take space there, "
+                "and offmate.remove_checkpoint removes them. Then go on"
+            ) from error
 
     def iteration_done(self) -> None:
         """Note that an iteration has ended: states move from a path that is slow now, and a log line says so."""

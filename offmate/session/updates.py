@@ -100,6 +100,7 @@ class Updates:
             self.updater.grad_scales = self.scaling.left_to_the_kernel(self.residence.device.torch_device)
         if self.turns.gate:
             self._retract_if_changed()
+            self.storage.make_room()  # a checkpoint may have been made since the forward
             self.updater.snapshot()
         else:
             self.updater.check_unchanged()

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import ArgumentTypeError, ArgumentValueError, StorageError
-from ...sizes import format_bytes, parse_rate
+from ...sizes import format_bytes
 from .files import Files
 from .host_bytes import ALIGNMENT_BYTES, AlignedBytes
 from .open_file import REFUSES_DIRECT, OpenFile, failed, refuses_direct
+from .path_rates import path_rates
 
 MARKER = ".offmate-storage"
 """The file in a folder that is locked while an engine stores there, and that says which files are the engine's."""
@@ -36,8 +37,8 @@ class StoragePath:
         text such as "3GB/s"; None if they are to be measured. both: the rate of reads and writes together, as many
         bytes of each; None for that of a disk on which they take turns.
 
-    Raises: ArgumentTypeError, ArgumentValueError for a folder or a rate that is none, and if only one of `read` and
-    `write` is given.
+    Raises: ArgumentTypeError, ArgumentValueError for a folder or a rate that is none, for a rate below 1 MiB per
+    second, and if only one of `read` and `write` is given.
     """
 
     folder: str | os.PathLike[str]
@@ -49,22 +50,14 @@ class StoragePath:
         if not isinstance(self.folder, str | os.PathLike):
             kind = type(self.folder).__name__
             raise ArgumentTypeError(f"folder={self.folder!r} is a {kind}; give the path of a folder as text or Path")
+        if not str(os.fspath(self.folder)).strip():
+            raise ArgumentValueError(f"folder={self.folder!r} names no folder; give one such as '/mnt/nvme/offmate'")
         _ = self.rates
-        if (self.read is None) != (self.write is None) or (self.both is not None and self.read is None):
-            raise ArgumentValueError(
-                f"of the rates of {os.fspath(self.folder)}, read={self.read!r}, write={self.write!r} and "
-                f"both={self.both!r} are given; give read and write, or neither, so that they are measured"
-            )
 
     @property
     def rates(self) -> tuple[float, float, float] | None:
         """Return the rates of reads, of writes and of both together, in bytes per second; None if none are given."""
-        given = {"read": self.read, "write": self.write, "both": self.both}
-        found = {name: parse_rate(rate, name) for name, rate in given.items() if rate is not None}
-        if not found.keys() >= {"read", "write"}:
-            return None
-        in_turns = 2 / (1 / found["read"] + 1 / found["write"])
-        return found["read"], found["write"], found.get("both", in_turns)
+        return path_rates(os.fspath(self.folder), self.read, self.write, self.both)
 
 
 class Folder:
@@ -216,6 +209,8 @@ class Folder:
 
     def _unusable(self, error: OSError) -> StorageError:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            if self.folder.is_dir():
+                return StorageError(f"{self.folder} cannot be stored in: its file system makes no files; name another")
             return StorageError(f"{self.folder} is not a folder; make it, or name another one")
         if error.errno in _FULL:
             return self._too_full(self.folder / MARKER, _MARKER_BYTES, os.strerror(error.errno))

@@ -10,6 +10,7 @@ from ...errors import ArgumentValueError, StorageError
 from .disk_queue import DiskQueue
 from .disks import Disks
 from .folders import Folder
+from .in_ram import warn_of_ram
 from .open_file import failed
 from .throttle import Throttle
 
@@ -40,6 +41,7 @@ def open_homes(
     for path, throttle in zip(paths, throttles):
         folder = Folder(disks.files, path.resolve(), disks.limits.request_bytes)
         opened.append(folder)
+        warn_of_ram(folder.folder)
         homes.append(Home(folder, disks.queue(path, throttle)))
         if not folder.direct:
             disks.warn_of_cache(path, throttle)

@@ -52,11 +52,20 @@ def check_pieces(files: Files, pieces: Sequence[Piece]) -> None:
 
 def _check(file: OpenFile, piece: Piece, memory: AlignedBytes) -> None:
     n_bytes = round_up(piece.n_bytes)
+    _check_length(file, piece)
     file.read(memory.address, n_bytes, piece.offset, n_bytes)
     if checksum(memory.address, n_bytes) != piece.checksum:
         raise StorageError(
             f"{piece.path} is not as the checkpoint was written, between offsets {piece.offset} and "
             f"{piece.offset + n_bytes}: the checksums differ"
+        )
+
+
+def _check_length(file: OpenFile, piece: Piece) -> None:
+    if file.stat().st_size < piece.offset + round_up(piece.n_bytes):
+        raise StorageError(
+            f"{piece.path} is too short: it has {file.stat().st_size} bytes, and those from {piece.offset} to "
+            f"{piece.offset + piece.n_bytes} are a tensor's"
         )
 
 
@@ -92,11 +101,7 @@ def _map(files: Files, piece: Piece, address: int) -> None:
     except OSError as error:
         raise failed("opening", piece.path, error) from error
     try:
-        if file.stat().st_size < piece.offset + round_up(piece.n_bytes):
-            raise StorageError(
-                f"{piece.path} is too short: it has {file.stat().st_size} bytes, and those from {piece.offset} to "
-                f"{piece.offset + piece.n_bytes} are a tensor's"
-            )
+        _check_length(file, piece)
         file.map(address + piece.first, round_up(piece.n_bytes), piece.offset, shared=False)
     finally:
         file.close()

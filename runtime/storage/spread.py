@@ -112,6 +112,8 @@ class Spread:
 
         Raises: StorageError if a path has too little space.
         """
+        if not self._kept:
+            return
         with self._lock:
             kept = tuple(self._kept)
             for file in kept:

@@ -95,6 +95,7 @@ def test_a_bare_rank_is_a_lora_setting(value):
         ({"lora": "0"}, "lora r is 0"),
         ({"report": ["fax"]}, "report is 'fax'"),
         ({"report": 3}, "report is 3; it must be one of tensorboard, wandb, or a list"),
+        ({"storage": ["none", "d1"]}, "none names no folder, so no other one can stand beside it"),
         ({"seed": 10**30}, "it must be a whole number of at least 0 and at most 1,000,000,000,000"),
         ({"batch_size": 10**9}, "batch_size is 1000000000; it must be a whole number of at least 1 and at most 65,536"),
         ({"learning_rate": 10**400}, "it must be more than 0, and finite"),

@@ -335,6 +335,16 @@ def test_a_run_that_does_not_fit_names_storage_where_it_helps(base, tmp_path, ca
     assert "does not fit" in captured.out
 
 
+def test_a_run_that_does_not_fit_with_storage_has_one_reason(base, drive, tmp_path, capsys):
+    """What a plan for more RAM needs, which stores nothing, is not said beside it."""
+    argv = usual(base, tmp_path / "out", gpu_budget="352KiB", cpu_budget="100KiB", dry_run=True, storage=drive)
+    assert cli.main([word for word in argv if word != "--json"]) == 1
+    captured = capsys.readouterr()
+    shown, error = (" ".join(text.split()) for text in (captured.out, captured.err))
+    assert "does not fit 352 KiB of GPU memory and 100 KiB of RAM, also with optimizer states in files" in shown
+    assert "training needs" not in shown and error.count("100 KiB") == 1
+
+
 def test_too_small_a_drive_is_a_doubt(base, drive, tmp_path, monkeypatch):
     own = SystemFiles.free_bytes
     monkeypatch.setattr(SystemFiles, "free_bytes", lambda self, folder: min(own(self, folder), 1 << 14))

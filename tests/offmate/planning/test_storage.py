@@ -143,6 +143,18 @@ def test_a_refusal_names_storage_where_it_would_help(listed):
     assert "NVMe" not in str(error.value), "it is named already"
 
 
+def test_where_ram_has_no_room_for_buffers_the_plan_is_the_one_without_storage(listed, monkeypatch):
+    monkeypatch.setattr(storage, "REQUEST_BYTES", 1 << 20)
+    plan, without = (planned(paths, listed, cpu_budget=1_600_000) for paths in ("/mnt/fast", None))
+    assert plan.stored_bytes == (0, 0) and plan.schedule.actions == without.schedule.actions
+    refused = []
+    for paths in "/mnt/fast", None:
+        with pytest.raises(InfeasibleBudget, match="a budget of 830 KiB is too small") as error:
+            planned(paths, listed)
+        refused.append(str(error.value))
+    assert refused[0] == refused[1], "and so is the refusal"
+
+
 def here(paths: Any) -> offmate.Plan:
     model, optimizer = made()
     return offmate.plan(
@@ -219,6 +231,6 @@ def test_drives_that_cannot_be_planned_with(listed, capsys, verb, words, said):
 def test_folders_and_rates_are_told_apart():
     assert parsed("/mnt/s", "./fast") == [offmate.StoragePath("/mnt/s"), offmate.StoragePath("./fast")]
     assert parsed("2GB/s", "2GB/s,1GB/s") == [2e9, offmate.StoragePath("the drive", 2e9, 1e9)]
-    for word in ("fast", "1TB/s,", "2GB/s,fast", "1GB/s,1GB/s,1GB/s,1GB/s"):
+    for word in ("fast", "1TB/s,", "nan,5GB/s", "-7GB/s", "2GB/s,fast", "1GB/s,1GB/s,1GB/s,1GB/s"):
         with pytest.raises(SystemExit):
             parsed(word)

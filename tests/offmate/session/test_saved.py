@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from offmate.runtime.storage.files import SystemFiles
 
 import offmate
-from offmate.errors import ArgumentValueError, OffmateError
+from offmate.errors import ArgumentTypeError, ArgumentValueError, OffmateError
+from offmate.session.saved_files import digest_of
 
-from .test_state_storage import STEPS, assert_same, compiled, made, one_cache, path, small_requests, train
+from .test_state_storage import (
+    STEPS,
+    WIDTH,
+    Deep,
+    assert_same,
+    batch,
+    compiled,
+    made,
+    one_cache,
+    path,
+    small_requests,
+    train,
+)
 
 __all__ = ["one_cache", "path", "small_requests"]  # fixtures
 
@@ -50,7 +66,7 @@ def test_what_plain_pytorch_saved_is_loaded_with_offmate(path, tmp_path):
     plain, pair = made(), compiled(path)
     train(*plain, range(2))
     offmate.save_checkpoint(tmp_path / "two", *plain)
-    assert sorted(file.name for file in (tmp_path / "two").iterdir()) == ["model.pt", "optimizer.pt"]
+    assert sorted(file.name for file in (tmp_path / "two").iterdir()) == ["checkpoint.json", "model.pt", "optimizer.pt"]
     offmate.load_checkpoint(tmp_path / "two", *pair)
     for model, optimizer in (pair, plain):
         train(model, optimizer, range(2, 4))
@@ -79,6 +95,9 @@ def test_a_folder_or_file_that_is_not_as_it_was_is_named(path, saved, tmp_path):
     file = next(iter((there / folder.relative_to(path.folder)).iterdir()))
     file.write_bytes(b"\0" * file.stat().st_size)
     with pytest.raises(OffmateError, match=rf"{file} is not as the checkpoint was written"):
+        offmate.load_checkpoint(saved, *made(), storage=[there])
+    os.truncate(file, 100)
+    with pytest.raises(OffmateError, match=rf"{file} is too short: it has 100 bytes"):
         offmate.load_checkpoint(saved, *made(), storage=[there])
 
 
@@ -150,14 +169,142 @@ def test_after_a_checkpoint_without_memory_for_mappings_edits_still_reach_the_fi
     assert_same(pair, plain)
 
 
-@pytest.mark.parametrize(("damage", "words"), [("missing", "is missing"), ("changed", "is not as it was written")])
-def test_without_the_file_that_says_where_states_are_nothing_is_loaded(saved, damage, words):
-    if damage == "missing":
-        (saved / "states.json").unlink()
-    else:
-        (saved / "states.json").write_text((saved / "states.json").read_text() + " ")
-    with pytest.raises(OffmateError, match=rf"two/states\.json {words}, so that optimizer states .* cannot be found"):
+FILES = ["checkpoint.json", "model.pt", "optimizer.pt", "states.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_a_checkpoint_that_is_missing_is_named(saved, name):
+    assert sorted(os.listdir(saved)) == FILES
+    (saved / name).unlink()
+    with pytest.raises(OffmateError, match=rf"two/{name} is missing, and the checkpoint .*two needs it; copy it from"):
         offmate.load_checkpoint(saved, *made())
+
+
+@pytest.mark.parametrize("name", FILES[1:])
+def test_a_flipped_byte_is_not_loaded(saved, name):
+    content = bytearray((saved / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (saved / name).write_bytes(content)
+    pair, plain = made(), made()
+    with pytest.raises(OffmateError, match=rf"two/{name} is not as it was written; copy it from"):
+        offmate.load_checkpoint(saved, *pair)
+    assert_same(pair, plain)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_loaded_and_removed(path, saved):
+    """It has no manifest, and the digest of states.json in the optimizer's file."""
+    (saved / "checkpoint.json").unlink()
+    state = torch.load(saved / "optimizer.pt", weights_only=True)
+    del state["offmate_manifest"]
+    torch.save({**state, "offmate_states_sha256": digest_of(saved / "states.json")}, saved / "optimizer.pt")
+    pair, whole = made(), made()
+    offmate.load_checkpoint(saved, *pair)
+    train(*whole, range(2))
+    assert_same(pair, whole)
+    offmate.remove_checkpoint(saved)
+    assert kept(path) == [] and not saved.exists()
+
+
+class Narrow(Deep):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3] = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+
+
+def other_pair(kind: str) -> tuple[Any, Any]:
+    model = Narrow() if kind == "lacks" else made()[0]
+    if kind == "shape":
+        model.layers[2] = torch.nn.Linear(WIDTH, 2 * WIDTH)
+    params = list(model.parameters())
+    match kind:
+        case "class":
+            return model, torch.optim.SGD(params, lr=1e-2, momentum=0.9)
+        case "groups":
+            return model, torch.optim.AdamW([{"params": params[:3]}, {"params": params[3:]}])
+        case "order":
+            return model, torch.optim.AdamW(params[::-1])
+    return model, torch.optim.AdamW(params)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("shape", r"layers\.2\.weight has shape \(192, 192\) in the checkpoint and \(384, 192\) in the model"),
+        ("lacks", r"the checkpoint has layers\.3\.bias, which the model lacks"),
+        ("class", "its optimizer is a AdamW, and the one that is given is a SGD"),
+        ("groups", r"its optimizer has groups of \[16\] parameters, and the one that is given has groups of \[3, 13\]"),
+        ("order", r"parameter 0 of its optimizer is layers\.0\.weight, and that of the one .* is layers\.7\.bias"),
+    ],
+)
+def test_what_a_checkpoint_does_not_fit_stays_as_it_was(tmp_path, kind, words):
+    trained = made()
+    train(*trained, range(1))
+    offmate.save_checkpoint(tmp_path / "one", *trained)
+    torch.manual_seed(1)
+    pair = other_pair(kind)
+    before = copy.deepcopy(pair[0].state_dict())
+    with pytest.raises(ArgumentValueError, match=rf"one does not fit, and nothing of it is loaded: {words}"):
+        offmate.load_checkpoint(tmp_path / "one", *pair)
+    assert not [name for name, value in pair[0].state_dict().items() if not torch.equal(value, before[name])]
+    assert not pair[1].state_dict()["state"]
+
+
+def test_only_a_model_and_the_optimizer_of_its_parameters_are_saved(tmp_path):
+    model, optimizer = made()
+    with pytest.raises(ArgumentTypeError, match="optimizer= is a NoneType and has to be a torch Optimizer"):
+        offmate.save_checkpoint(tmp_path / "one", model, None)
+    with pytest.raises(ArgumentTypeError, match="model= is a AdamW and has to be a torch Module"):
+        offmate.save_checkpoint(tmp_path / "one", optimizer, model)
+    for call in offmate.save_checkpoint, offmate.load_checkpoint:
+        with pytest.raises(ArgumentValueError, match=r"group 0 .* of shape \(192, 192\) that the model does not have"):
+            call(tmp_path / "one", model, made()[1])
+    assert not (tmp_path / "one").exists()
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "checkpoint.json"])
+def test_a_folder_of_somebody_elses_is_not_removed(tmp_path, name):
+    other = tmp_path / "checkpoint-500"
+    other.mkdir()
+    (other / name).write_text("{}")
+    with pytest.raises(OffmateError, match=r"checkpoint-500.* checkpoint of offmate\.save_checkpoint: "):
+        offmate.remove_checkpoint(other)
+    assert os.listdir(other) == [name]
+
+
+def test_what_is_not_a_checkpoints_stays_and_a_link_is_not_followed(path, saved, caplog):
+    (saved / "notes.txt").write_text("mine")
+    link = saved.with_name("latest")
+    link.symlink_to(saved)
+    with pytest.raises(OffmateError, match=r"latest is a symbolic link to .*two; name that folder to remove it"):
+        offmate.remove_checkpoint(link)
+    assert sorted(os.listdir(saved)) == [*FILES[:2], "notes.txt", *FILES[2:]] and link.is_symlink()
+    offmate.remove_checkpoint(saved)
+    assert os.listdir(saved) == ["notes.txt"] and kept(path) == []
+    assert "two stays, with what is not a checkpoint's: notes.txt" in caplog.text
+
+
+@pytest.mark.parametrize("moved", ["the storage path", "what is in it"])
+def test_a_checkpoint_whose_states_are_elsewhere_is_not_removed_without_them(path, saved, tmp_path, moved):
+    there = tmp_path / "there"
+    if moved == "what is in it":
+        there.mkdir()
+        (Path(path.folder) / "offmate-checkpoints").rename(there / "offmate-checkpoints")
+    else:
+        Path(path.folder).rename(there)
+    with pytest.raises(OffmateError, match=r"which is missing.* now as storage= of offmate\.remove_checkpoint"):
+        offmate.remove_checkpoint(saved)
+    offmate.load_checkpoint(saved, *made(), storage=str(there))
+    offmate.remove_checkpoint(saved, storage=offmate.StoragePath(there))
+    assert not saved.exists() and not list(there.iterdir())
+
+
+def test_without_the_file_that_says_where_states_are_nothing_is_removed(path, saved):
+    (saved / "states.json").unlink()
+    with pytest.raises(
+        OffmateError, match=r"states\.json is missing, so that .* cannot be found\. Nothing was removed"
+    ):
+        offmate.remove_checkpoint(saved)
+    assert len(kept(path)) == 1 and (saved / "model.pt").exists()
 
 
 def test_a_mixture_of_updates_is_not_saved(path, tmp_path, monkeypatch):
@@ -195,3 +342,52 @@ def test_a_removal_that_fails_can_be_repeated(path, saved, monkeypatch):
             offmate.remove_checkpoint(saved)
     offmate.remove_checkpoint(saved)
     assert kept(path) == [] and not saved.exists()
+
+
+def full(self: SystemFiles, *given: Any) -> bool:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_behind_a_gate_an_update_without_room_loses_nothing(path, tmp_path, monkeypatch):
+    gate = {"max_grad_norm": float("inf"), "gpu_budget": 2_000_000}
+    pair, plain = compiled(path, **gate), made()
+    for model, optimizer in (pair, plain):
+        train(model, optimizer, range(2))
+    assert any(pair[0].offmate.plan.stored_bytes)
+    torch.manual_seed(2)
+    pair[0](batch(2))["loss"].backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(SystemFiles, "fallocate", full)
+        with pytest.raises(OffmateError, match="free space there"):
+            offmate.save_checkpoint(tmp_path / "two", *pair)
+        with pytest.raises(OffmateError, match="no update was made, and all values are as they were: "):
+            pair[1].step()
+    pair[1].step()
+    pair[1].zero_grad()
+    train(*plain, range(2, 3))
+    for model, optimizer in (pair, plain):
+        train(model, optimizer, range(3, 5))
+    assert_same(pair, plain)
+
+
+def test_a_step_without_room_for_what_it_writes_loses_nothing(path, tmp_path, monkeypatch):
+    """A checkpoint keeps all files, so that the next update writes to others."""
+    pair, plain = compiled(path), made()
+    train(*pair, range(2))
+    train(*plain, range(2))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SystemFiles, "fallocate", full)
+        with pytest.raises(OffmateError, match=r"free space there"):
+            offmate.save_checkpoint(tmp_path / "two", *pair)
+        for _ in range(2):
+            with pytest.raises(OffmateError, match=r"no update was made, and all values are as they were: .*free in"):
+                train(*pair, range(2, 3))
+        assert_same(pair, plain)
+    for model, optimizer in (pair, plain):
+        train(model, optimizer, range(2, 5))
+    assert_same(pair, plain)
+    loaded, two = made(), made()
+    offmate.load_checkpoint(tmp_path / "two", *loaded)
+    train(*two, range(2))
+    assert_same(loaded, two)

@@ -8,6 +8,7 @@ import resource
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,8 +121,13 @@ def test_a_folder_that_is_none_is_named(tmp_path):
     for name in ("absent", "file"):
         with pytest.raises(StorageError, match=f"/{name} is not a folder; make it"):
             engine_on(tmp_path / name)
+    with pytest.raises(StorageError, match="/proc cannot be stored in: its file system makes no files"):
+        engine_on(Path("/proc"))
     with pytest.raises(ArgumentTypeError, match="folder=3 is a int; give the path"):
         StoragePath(3)
+    for nothing in ("", " "):
+        with pytest.raises(ArgumentValueError, match=f"folder='{nothing}' names no folder"):
+            StoragePath(nothing)
 
 
 def test_rates_are_read_as_sizes_are():
@@ -130,9 +136,26 @@ def test_rates_are_read_as_sizes_are():
     assert StoragePath("/mnt/disk").rates is None
     with pytest.raises(ArgumentValueError, match="write: '7GB' is not a rate"):
         StoragePath("/mnt/disk", write="7GB")
-    for partly in ({"read": 1e9}, {"write": 1e9}, {"both": 1e9}):
-        with pytest.raises(ArgumentValueError, match="give read and write, or neither"):
+    with pytest.raises(ArgumentValueError, match=r"read=7 of /mnt/disk is less than 1 MiB per second"):
+        StoragePath("/mnt/disk", 7, 3e9)
+    for partly, lacks in (({"read": 1e9}, "no write"), ({"write": 1e9}, "no read"), ({"both": 1e9}, "no read and no")):
+        with pytest.raises(ArgumentValueError, match=rf"/mnt/disk has \w+=1000000000\.0 and {lacks}.*, or neither"):
             StoragePath("/mnt/disk", **partly)
+
+
+@pytest.mark.parametrize("both", ["13GB/s", "1GB/s"])
+def test_a_rate_of_both_that_no_disk_has_is_warned_of_once(caplog, both):
+    for _ in range(2):
+        assert StoragePath(f"/mnt/{both}", "7GB/s", "4GB/s", both).rates[2] == float(both[:-4]) * 1e9
+    (record,) = caplog.records
+    assert "which should be between half the slower one and their sum" in record.message
+
+
+def test_a_folder_in_ram_is_warned_of_once(small_disk, tmp_path, caplog):
+    for _ in range(2):
+        engine_on(small_disk).close()
+    (record,) = (record for record in caplog.records if "is in RAM" in record.message)
+    assert record.message.startswith(f"{small_disk} is in RAM (tmpfs): ")
 
 
 def test_a_folder_or_a_disk_given_twice_is_refused(tmp_path):
