@@ -55,11 +55,8 @@ class Trainable:
     def add_s(self, micro_batches: int) -> tuple[float, float]:
         """Return the seconds of an addition on the host, and on the device, a share of the total's norm included.
 
-        It is taken with the last addition. The host's first is counted though it only receives the total. With one
-        pass per update, norms are taken where gradients are complete, and none belongs to an addition.
+        It is taken with the last addition. The host's first is counted though it only receives the total.
         """
-        if micro_batches == 1:
-            return self.cpu_add_s, self.device_add_s
         shares = micro_batches, max(1, micro_batches - 1)
         norms = (norm_s / share for norm_s, share in zip((self.cpu_norm_s, self.device_norm_s), shares))
         cpu_s, device_s = (add + norm for add, norm in zip((self.cpu_add_s, self.device_add_s), norms))
@@ -116,13 +113,21 @@ class Lowering:
         self.reads = [classes[b.key].backward_reads for b in blocks]
 
     def problem(
-        self, rates: LinkRates, shared_cores: bool, *, turn_around_steps: int | None, gate: bool = False, **budgets: Any
+        self,
+        rates: LinkRates,
+        shared_cores: bool,
+        *,
+        turn_around_steps: int | None,
+        gate: bool = False,
+        together: bool = False,
+        **budgets: Any,
     ) -> Lowered:
         """Build the problem.
 
         Parameters
         ----------
-        turn_around_steps: None for as many as the updates need. budgets: the remaining fields of `Problem`.
+        turn_around_steps: None for as many as the updates need. together: whether the micro-batches of an update run
+            block by block. budgets: the remaining fields of `Problem`.
         """
         values, outputs, value_item = self._values()
         blocks = tuple(
@@ -132,7 +137,7 @@ class Lowering:
             )
             for i, b in enumerate(self.blocks)
         )
-        groups = self._groups(budgets.get("micro_batches", 1))
+        groups = self._groups(budgets.get("micro_batches", 1), together)
         if turn_around_steps is None:
             turn_around_steps = update_steps(groups, budgets["device_budget_bytes"]) if gate else _WITHOUT_GATE
         problem = Problem(
@@ -232,7 +237,7 @@ class Lowering:
             found.append(Value(name, amount, index, uses, gradient_bytes, grads if own_gradient else ()))
         return found
 
-    def _groups(self, micro_batches: int) -> tuple[Group, ...]:
+    def _groups(self, micro_batches: int, together: bool) -> tuple[Group, ...]:
         members: dict[tuple[Any, ...], list[tuple[TensorSize, Trainable]]] = {}
         grids: dict[str, Grid] = {}
         nothing = Trainable(0, False, 0.0, 0.0, 0.0, 0.0)
@@ -259,7 +264,8 @@ class Lowering:
                 cpu_update_s=sum(t.cpu_update_s for _, t in tensors),
                 device_update_s=sum(t.device_update_s for _, t in tensors),
                 cpu_add_s=sum(t.add_s(micro_batches)[0] for _, t in tensors),
-                device_add_s=sum(t.add_s(micro_batches)[1] for _, t in tensors),
+                # Where micro-batches run together, norms are taken apart from additions.
+                device_add_s=sum(t.device_add_s if together else t.add_s(micro_batches)[1] for _, t in tensors),
                 side=side,
                 norm_s=sum(t.device_norm_s for _, t in tensors) if micro_batches == 1 else 0.0,
                 in_files=in_files,

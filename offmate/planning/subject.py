@@ -171,6 +171,7 @@ def lower(
         user_bytes=request.user_bytes or 0,
         turn_around_steps=request.config.turn_around_steps,
         gate=request.gate,
+        together=request.together > 1,
         micro_batches=request.micro_batches,
         speculates=request.speculates,
         gate_s=_VERDICT * min((c.device_norm_s for c in updates.values()), default=0.0) if looks else 0.0,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ..errors import InfeasibleBudget, ProtocolError
+from ..errors import ArgumentValueError, InfeasibleBudget, ProtocolError
 from ..planning.orders import NotTogether
 from ..planning.request import Request
 from ..plans.plan import Plan
@@ -36,6 +36,11 @@ class Orders:
         self._request, self._order = request, request.config.accumulation_order
         if given is not None:
             self._order = "by block" if given.schedule.per_step > 1 else "by batch"
+            if request.config.accumulation_order not in ("auto", self._order):
+                raise ArgumentValueError(
+                    f"plan= runs the micro-batches of an update {self._order}, but config= has accumulation_order="
+                    f"{request.config.accumulation_order!r}; plan again with it, or leave it out"
+                )
         self._preparer, self._residence, self._turns = preparer, residence, residence.turns
         self.announced = Announced(1 if self._order == "by batch" else request.micro_batches)
         self.together: Together | None = None

@@ -160,8 +160,8 @@ def _backward_spec(
     made, added, dropped = (tuple(i for i in (one.at(slot) for one in those) if i in sizes)
                             for those in (makes, adds, drops))  # fmt: skip
     ending = [group for group in problem.groups if group.grad_steps[-1:] == (step,)]
-    sums_s = sum(group.device_add_s for group in ending) if slot else 0.0
-    norms_s = sum(group.norm_s for group in ending) if slot == slots - 1 else 0.0
+    sums_s = sum(group.device_add_s for group in ending if slot)
+    norms_s = sum(group.norm_s for group in ending if slot == slots - 1)
     reads = tuple(name for name in (item.at(slot) for item in _reads(problem, step)) if name in sizes)
     needs = tuple(dict.fromkeys((*reads, *added, *dropped)))
     rise = option.backward_peak_bytes - sum(sizes[name] for name in dropped if name.kind is not ItemKind.PARTIAL)

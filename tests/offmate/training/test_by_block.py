@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -248,9 +249,8 @@ def test_a_plan_is_handed_over() -> None:
     model, optimizer = compiled(tiny(), plan=plan)
     trained(model, optimizer, model.offmate.batches(data))
     assert model.offmate.plan.fingerprint == plan.fingerprint
-    usual, others = compiled(tiny(), plan=plan, config=Config(cache_dir=None, accumulation_order="by batch"))
-    with pytest.raises(OffmateError, match=r"accumulation.*by block in the plan, by batch now"):
-        trained(usual, others, usual.offmate.batches(data))
+    with pytest.raises(OffmateError, match=r"plan= runs the micro-batches of an update by block, but .*'by batch'"):
+        compiled(tiny(), plan=plan, config=Config(cache_dir=None, accumulation_order="by batch"))
 
 
 # -- the rules of the loop --------------------------------------------------------------------------------------------
@@ -312,9 +312,10 @@ def test_a_step_before_all_backwards() -> None:
 def test_a_forward_before_the_backward_and_one_without_gradients() -> None:
     model, _ = compiled(tiny())
     loop = batches(model)
+    model(**next(loop))["loss"].backward()
     loss = model(**next(loop))["loss"]
     later = next(loop)
-    with pytest.raises(ProtocolError, match=r"a forward before backward\(\) of micro-batch 1"):
+    with pytest.raises(ProtocolError, match=r"a forward before backward\(\) of micro-batch 2"):
         model(**later)
     loss.backward()
     with pytest.raises(ProtocolError, match="between the micro-batches of one update"), torch.no_grad():
@@ -398,3 +399,147 @@ def test_one_micro_batch_needs_nothing() -> None:
     theirs = adamw(reference)
     data = numbers(3)
     assert trained(model, optimizer, model.offmate.batches(data), every=1) == trained(reference, theirs, data, every=1)
+
+
+class Across(torch.nn.Module):
+    """A buffer that the last block writes and the first one reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(16, 16), torch.nn.Linear(16, 4)
+        self.register_buffer("mean", torch.zeros(16))
+        self.mean: torch.Tensor
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = torch.nn.functional.gelu(self.first(x) + self.mean)
+        h = h + torch.tanh(h)
+        self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+        return {"loss": cross_entropy(self.last(h), y)}
+
+
+def test_a_buffer_of_several_blocks_runs_in_the_usual_order() -> None:
+    data = numbers(2 * MICRO_BATCHES)
+    torch.manual_seed(0)
+    reference = Across()
+    theirs = optimizer_of(reference)
+    expected = trained(reference, theirs, data)
+    torch.manual_seed(0)
+    model, optimizer = compiled(Across(), config=Config(cache_dir=None))
+    assert trained(model, optimizer, model.offmate.batches(data)) == expected
+    assert_alike(model, optimizer, reference, theirs)
+
+
+@pytest.mark.parametrize("change", ["mode", "attribute", "autocast"])
+def test_a_change_of_the_model_between_the_calls(change: str) -> None:
+    model, _ = compiled(tied())
+    loop = iter(model.offmate.batches(words(MICRO_BATCHES)))
+    model(**next(loop))["loss"].backward()
+    later = next(loop)
+    around: Any = torch.autocast("cpu") if change == "autocast" else contextlib.nullcontext()
+    if change == "mode":
+        model.eval()
+    elif change == "attribute":
+        model.dropout.p = 0.5
+    with (
+        around,
+        pytest.raises(ProtocolError, match="have changed before the call for micro-batch 2"),
+    ):
+        model(**later)
+
+
+def test_a_loader_that_uses_its_memory_again() -> None:
+    """Reading ahead would leave only the last batch."""
+
+    def reusing() -> Iterator[Batch]:
+        x, y = torch.empty(8, 16), torch.empty(8, dtype=torch.long)
+        for batch in numbers(MICRO_BATCHES):
+            yield {"x": x.copy_(batch["x"]), "y": y.copy_(batch["y"])}
+
+    model, optimizer = compiled(tiny())
+    with pytest.raises(ProtocolError, match="batches of one update in the same memory"):
+        trained(model, optimizer, model.offmate.batches(reusing()))
+    usual, others = compiled(tiny(), config=Config(cache_dir=None, accumulation_order="by batch"))
+    reference = tiny()
+    theirs = adamw(reference)
+    expected = trained(reference, theirs, numbers(MICRO_BATCHES))
+    assert trained(usual, others, usual.offmate.batches(reusing())) == expected, "by batch nothing is read ahead"
+
+
+def test_a_batch_that_is_edited_and_passed_as_a_view() -> None:
+    model, _ = compiled(tiny())
+    loop = batches(model)
+    model(**next(loop))["loss"].backward()
+    later = next(loop)
+    later["x"].add_(1)
+    with pytest.raises(ProtocolError, match="its argument x"):
+        model(x=later["x"].view(8, 16), y=later["y"])
+
+
+def test_a_gradient_whose_memory_is_used_again() -> None:
+    def losses_of(model: Any, optimizer: Any, batches: Iterable[Batch]) -> None:
+        gradient = torch.empty(8, 4)
+        for i, batch in enumerate(batches, 1):
+            scores = model(**batch)["scores"]
+            scores.backward(gradient.copy_(batch["x"][:, :4]))
+            gradient.zero_()
+            if i % MICRO_BATCHES == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    data = numbers(2 * MICRO_BATCHES)
+    reference = tiny()
+    theirs = adamw(reference)
+    losses_of(reference, theirs, data)
+    config = Config(cache_dir=None, accumulation_order="by block", gradients_into=("scores",))
+    model, optimizer = compiled(tiny(), config=config)
+    losses_of(model, optimizer, model.offmate.batches(data))
+    assert_alike(model, optimizer, reference, theirs)
+
+
+def test_a_forward_whose_loss_is_lost() -> None:
+    """The first one is dropped as usual; a later one only with the whole update."""
+    data = numbers(2 * MICRO_BATCHES)
+    for calls in (1, 3):
+        model, optimizer = compiled(tiny())
+        loop = iter(model.offmate.batches(data))
+        for number in range(calls):
+            loss = model(**next(loop))["loss"] / MICRO_BATCHES
+            if number + 1 < calls:
+                loss.backward()
+        del loss
+        optimizer.zero_grad()
+        kept = list(loop)[MICRO_BATCHES - calls :]
+        reference = tiny()
+        theirs = adamw(reference)
+        expected = trained(reference, theirs, kept)
+        assert trained(model, optimizer, model.offmate.batches(kept)) == expected
+        assert_alike(model, optimizer, reference, theirs)
+
+
+def test_a_state_loaded_in_the_middle() -> None:
+    model, optimizer = compiled(tiny())
+    known = tiny().state_dict()
+    loop = batches(model)
+    for _ in range(2):
+        model(**next(loop))["loss"].backward()
+    with pytest.raises(ProtocolError, match="a state is loaded after 2 of 5 micro-batches"):
+        model.load_state_dict(known)
+    optimizer.zero_grad()
+    model.load_state_dict(known)
+
+
+def test_frozen_parts_and_adapters(caplog: pytest.LogCaptureFixture) -> None:
+    """Blocks without any backward, as in front of the first trained layer."""
+    found = []
+    for ours in (False, True):
+        model: Any = tiny()
+        for layer in (model.first, *model.layers[:3]):
+            layer.requires_grad_(False)
+        optimizer = optimizer_of(model)
+        data = numbers(2 * MICRO_BATCHES)
+        if ours:
+            model, optimizer = compiled(model)
+        found.append((trained(model, optimizer, model.offmate.batches(data) if ours else data), model, optimizer))
+    assert found[0][0] == found[1][0]
+    assert_alike(found[1][1], found[1][2], found[0][1], found[0][2])
+    assert found[1][1].offmate.plan.schedule.per_step == MICRO_BATCHES
