@@ -380,7 +380,8 @@ def _check_speculation(
     max_grad_norm: float | None,
 ) -> None:
     """Raise OffmateError if updates cannot be undone, since their kernels unscale the gradients that they read."""
-    if config.speculate and scaler is not None and max_grad_norm is None and unscales_itself(optimizer):
+    own = optimizer is not None and unscales_itself(optimizer)
+    if config.speculate and scaler is not None and max_grad_norm is None and own:
         raise OffmateError(
             f"Config(speculate=True) cannot undo updates of a fused {type(optimizer).__name__} with grad_scaler=: its "
             "kernel unscales gradients in place. Pass max_grad_norm=float('inf'), which has gradients unscaled "

@@ -19,6 +19,7 @@ Between iterations the host's values are current. While an iteration runs these 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -131,6 +132,14 @@ class Contents:
     def of(self, slot: int) -> OfBatch:
         """Return what belongs to a micro-batch of a step."""
         return self.batches.setdefault(slot, OfBatch())
+
+    def buffers(self) -> Iterator[Buffer]:
+        """Yield the buffers of parameters, states, values between blocks, and sums of gradients."""
+        yield from self.params.values()
+        yield from self.states.values()
+        for batch in self.batches.values():
+            yield from batch.values.values()
+        yield from self.totals.values()
 
     @property
     def grads(self) -> dict[str, torch.Tensor]:

@@ -271,10 +271,8 @@ class Executor:
         """
         self.sync()
         contents = self._contents
-        values = (batch.values for batch in contents.batches.values())
-        for buffers in (contents.params, contents.states, *values, contents.totals):
-            for buffer in buffers.values():
-                buffer.synchronize()
+        for buffer in contents.buffers():
+            buffer.synchronize()
         self.device.drain()
         host = self.host
         states = [v for state in host.states.values() for v in state.values() if isinstance(v, torch.Tensor)]

@@ -144,8 +144,8 @@ class Norms:
         self._found, self._taking, self._complete = {}, False, set()
         with self._lock:
             unseen, self._unseen, self._squares = self._unseen, [], 0.0
-        for event, _ in self._copied:
-            event.wait()  # what the copy reads on the device is let go now,
+        for copied, _ in self._copied:
+            copied.wait()  # what the copy reads on the device is let go now,
         for event, _ in unseen:
             if event is not None:
                 event.synchronize()  # and what it writes on the host

@@ -53,11 +53,12 @@ def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
 
 def _tensors(contents: Contents) -> Iterator[torch.Tensor]:
     batches = contents.batches.values()
-    for buffers in (contents.params, contents.states, *(batch.values for batch in batches), contents.totals):
-        for buffer in buffers.values():
-            yield from buffer.tensors.values()
-    by_batch = (tensors for batch in batches for tensors in (batch.shared, batch.outputs, batch.grads))
-    for tensors in (contents.model_buffers, *by_batch, contents.returned):
-        yield from tensors.values()
+    for buffer in contents.buffers():
+        yield from buffer.tensors.values()
+    yield from contents.model_buffers.values()
+    for batch in batches:
+        for tensors in (batch.shared, batch.outputs, batch.grads):
+            yield from tensors.values()
+    yield from contents.returned.values()
     for saved in (saved for batch in batches for saved in batch.saved.values()):
         yield from saved.registers.values()

@@ -36,8 +36,8 @@ def path_rates(
     for name, rate in found.items():
         if rate < _LEAST_BYTES_PER_S:
             raise ArgumentValueError(
-                f"{name}={given[name]!r} of {folder} is less than 1 MiB per second, which no drive is; write "
-                f'{name}="3GB/s" or a number of bytes per second'
+                f"{name}={given[name]!r} of {folder} is less than 1 MiB per second; if a unit is missing, write "
+                f'{name}="3GB/s", or a number of bytes per second'
             )
     if not found:
         return None

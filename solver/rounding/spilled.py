@@ -47,9 +47,9 @@ def _in_files(problem: Problem, decisions: Decisions, files: Tier, over_bytes: i
     """
     tensors = {tensor.name: tensor for group in problem.groups for tensor in group.tensors}
     stays = {items.state(plan.name, stay.rows): stay for plan in decisions.tensors for stay in plan.states}
-    sizes = {item: tensors[item.name].piece_bytes(stay.rows) for item, stay in stays.items()}
-    here = {item: sizes[item] for item, stay in stays.items() if stay.tier == HOST}
-    there = {item for item, stay in stays.items() if stay.tier == files.name}
+    sizes: dict[str, int] = {item: tensors[item.name].piece_bytes(stay.rows) for item, stay in stays.items()}
+    here: dict[str, int] = {item: sizes[item] for item, stay in stays.items() if stay.tier == HOST}
+    there: set[str] = {item for item, stay in stays.items() if stay.tier == files.name}
     if here and not there:  # with the first one, RAM no longer reserves whole states
         first = min(here, key=lambda item: (here[item], item))
         with_first = host_bytes(problem, _moved(decisions, {first}, files))

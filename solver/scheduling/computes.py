@@ -81,7 +81,7 @@ def compute_specs(problem: Problem, decisions: Decisions, sizes: dict[Item, int]
     ----------
     sizes: bytes per item; items without bytes are not mentioned.
     """
-    one, specs = for_one(problem), {}
+    one, specs = for_one(problem), dict[str, ComputeSpec]()
     for slot in range(problem.per_step):
         specs |= _specs_of(one, decisions, sizes, slot, problem.per_step)
     if problem.gate:
