@@ -9,6 +9,7 @@ from ..capture.effects import is_random
 from ..capture.model import Traced
 from ..config import Config
 from ..errors import InfeasibleBudget, OffmateError
+from ..machines.devices import EMULATED
 from ..plans.plan import Plan
 from ..runtime.operators.draws import draw
 
@@ -19,15 +20,19 @@ class NotTogether(OffmateError):
     """A forward that cannot run block by block for several micro-batches: its numbers would be others."""
 
 
-def check_together(traced: Traced) -> None:
+def check_together(traced: Traced, device: str) -> None:
     """Raise NotTogether if a forward has other numbers where its blocks run for all micro-batches in turn.
 
     Random numbers have to be drawn before it, in the order of plain PyTorch. And a buffer that one block writes must be
     of no other block: the second micro-batch's first block would read what the first one's last block has yet to write.
+
+    Parameters
+    ----------
+    device: its kind. A card has a generator of its own, whose kernels may draw several numbers at a time.
     """
     inside = (node for block in traced.blocks for node in block.joint.forward)
     for node in (*traced.chain.prelude, *inside):
-        if is_random(node) and (node.target is not draw or node.all_input_nodes):
+        if is_random(node) and (device != EMULATED or node.target is not draw or node.all_input_nodes):
             raise NotTogether(
                 f"the forward draws random numbers by {node.target}. If its blocks run for all micro-batches in turn, "
                 f"it draws them in another order than plain PyTorch. Set dropout to 0, or use {_USUAL}"
