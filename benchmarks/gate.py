@@ -95,7 +95,7 @@ def measured(n_steps: int, slower: float, budget: float) -> dict[str, Any]:
     """
     batch = {"input_ids": torch.arange(TOKENS)[None] % VOCAB}
     batch["labels"] = batch["input_ids"].clone()
-    with _slowed(slower) as host_bytes_per_s:
+    with slowed(slower) as host_bytes_per_s:
         plans = _plans(batch, budget, host_bytes_per_s)
         trained = {name: _compiled(plan, CONFIGS[name]) for name, plan in plans.items()}
         seconds, losses = _alternate(trained, batch, WARM_UP_STEPS + n_steps)
@@ -121,7 +121,7 @@ def measured(n_steps: int, slower: float, budget: float) -> dict[str, Any]:
 
 
 @contextmanager
-def _slowed(slower: float) -> Iterator[float]:
+def slowed(slower: float) -> Iterator[float]:
     """Inside, copies and host updates take their time; yields the host's rate in bytes of parameters per second."""
     card = load(CARD)
     host_bytes_per_s = card.cpu_update_bytes_per_s / slower
@@ -139,7 +139,7 @@ def _slowed(slower: float) -> Iterator[float]:
         yield host_bytes_per_s
 
 
-def _model() -> tuple[Any, torch.optim.Optimizer]:
+def model_of_training() -> tuple[Any, torch.optim.Optimizer]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -165,7 +165,7 @@ def _plans(batch: dict[str, torch.Tensor], budget: float, host_bytes_per_s: floa
     """Plan both from the seconds that were measured for the second one, and the host's rate."""
     plans = {}
     for name, steps in CONFIGS.items():
-        model, optimizer = _model()
+        model, optimizer = model_of_training()
         size = int(budget * _TRAINING_BYTES * sum(param.numel() for param in model.parameters()))
         plans[name] = offmate.plan(model, size, optimizer=optimizer, example_inputs=batch, **_arguments(steps))
     known = plans["after"].problem
@@ -180,7 +180,7 @@ def _plans(batch: dict[str, torch.Tensor], budget: float, host_bytes_per_s: floa
 
 
 def _compiled(plan: Any, turn_around_steps: int | None) -> tuple[Any, torch.optim.Optimizer]:
-    model, optimizer = _model()
+    model, optimizer = model_of_training()
     arguments = _arguments(turn_around_steps)
     return offmate.compile(model, plan.budget_bytes, optimizer=optimizer, plan=plan, **arguments), optimizer
 

@@ -75,6 +75,7 @@ class Trained:
 
     def __init__(self, micro: int, clip: float | None, low: bool, **compiled: Any) -> None:
         self.micro, self.clip, self.batch = micro, clip, low_batch if low else batch
+        self.announces = compiled.get("accumulation_order") == "by block"
         make, optimizer_of = (low_precision, masters) if low else (tiny, adamw)
         self.plain, self.model = make(), make()
         self.optimizers = optimizer_of(self.plain), optimizer_of(self.model)
@@ -90,9 +91,10 @@ class Trained:
         """Make one step of each, and compare norms; `between` is called after every backward."""
         norms = []
         for model, optimizer, scaler in zip((self.plain, self.model), self.optimizers, self.scalers):
-            for micro in range(self.micro):
-                loss = model(**self.batch(self.micro * number + micro))["loss"]
-                loss = loss / self.micro
+            group = [self.batch(self.micro * number + micro) for micro in range(self.micro)]
+            announced = self.announces and model is self.model
+            for micro, given in enumerate(model.offmate.batches(group) if announced else group):
+                loss = model(**given)["loss"] / self.micro
                 (loss if scaler is None else scaler.scale(loss)).backward()
                 if between is not None:
                     between(model, optimizer, number, micro)
@@ -140,6 +142,20 @@ def test_steps_have_plain_bits(micro: int, clip: float | None, low: bool, fates:
     if clip in (INF, None):
         assert fates["started"] > 0 and fates["undone"] == 0
     assert fates["kept"] > 0
+
+
+@pytest.mark.parametrize("clip", [INF, 1e-3, 1.2])
+def test_micro_batches_that_run_block_by_block(clip: float, fates: dict[str, int]) -> None:
+    """Their gradients are complete in one backward, and updates with them begin before the gate."""
+    trained = Trained(3, clip, low=False, accumulation_order="by block")
+    for number in range(6):
+        trained.step(number)
+    trained.assert_same()
+    schedule = trained.model.offmate.plan.schedule
+    assert early(schedule) and schedule.per_step == 3
+    assert fates["kept"] > 0
+    if clip == INF:
+        assert fates["started"] > 0 and fates["undone"] == 0
 
 
 @pytest.mark.parametrize("seed", range(3))
