@@ -21,7 +21,7 @@ def test_errors_of_a_solver_are_offmates(monkeypatch: pytest.MonkeyPatch, error:
     def fails(*given: object, **named: object) -> None:
         raise error
 
-    monkeypatch.setattr("offmate.planning.planner.least_budget", fails)
+    monkeypatch.setattr("offmate.planning.subject.least_budget", fails)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     config = offmate.Config(cache_dir=None, gradients_into=("output",))
     with pytest.raises(offmate.SolverError, match=words):

@@ -55,7 +55,7 @@ def poisoned(here, item: Item) -> list[torch.Tensor]:
     if kind is ItemKind.GRADIENT:
         return [here.grads[f"param:{name}"]] if f"param:{name}" in here.grads else []
     if kind is ItemKind.VALUE:
-        return [t for b in [here.values.get(name)] if b is not None for t in b.tensors.values()]
+        return [t for b in [here.of(item.slot).values.get(name)] if b is not None for t in b.tensors.values()]
     return []
 
 
@@ -125,7 +125,7 @@ def test_nothing_stays_after_a_backward():
     loop.step(2)
     gc.collect()
     here: contents.Contents = loop.executor._contents
-    assert not here.saved and not here.outputs and not here.views
+    assert not any(batch.saved or batch.outputs for batch in here.batches.values()) and not here.views
     sizes = loop.executor.schedule.item_bytes
     resident = sum(sizes[i] for i in loop.executor.schedule.resident if i.kind in (ItemKind.PARAMETER, ItemKind.STATE))
     held = [t for b in [*here.params.values(), *here.states.values()] for t in b.tensors.values()]
