@@ -76,7 +76,12 @@ def test_a_step_after_a_checkpoint_reads_and_writes_no_more_bytes(path):
 
 
 def test_every_checkpoint_is_that_of_its_step_whatever_comes_after(path):
-    pair, kept = compiled(path), []
+    check_checkpoints(compiled(path))
+
+
+def check_checkpoints(pair: Any) -> None:
+    """Keep a checkpoint after every step, train on, and compare each with plain PyTorch's states of its step."""
+    kept = []
     for step in range(STEPS):
         train(*pair, range(step, step + 1))
         kept.append(keep(*pair, step))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -14,10 +13,11 @@ from offmate.solver.schedule import Kind, Schedule
 
 from ...accelerator.loops import without_allocator
 from . import test_state_storage
-from .test_linked_states import equal, keep, plain_after, whole_state
+from .test_linked_states import check_checkpoints
 from .test_state_storage import (
     STEPS,
     assert_same,
+    check_interrupt,
     compiled,
     made,
     one_cache,
@@ -140,42 +140,12 @@ def test_evaluation_between_steps_takes_nothing_back(path):
 
 
 def test_checkpoints_link_what_waited_in_ram_too(path):
-    pair, kept = in_pieces(path), []
-    for step in range(STEPS):
-        train(*pair, range(step, step + 1))
-        kept.append(keep(*pair, step))
-    train(*pair, range(STEPS, STEPS + 1))
-    assert_same(pair, plain_after(STEPS + 1))
-    for step, (rest, linked) in enumerate(kept):
-        linked.check()
-        assert equal(whole_state(rest, linked), plain_after(step + 1)[1])
+    check_checkpoints(in_pieces(path))
 
 
 @pytest.mark.parametrize("number", [0, 15, 30, 45, 60])
 def test_an_interrupt_loses_nothing(path, number):
-    pair, plain = in_pieces(path), made()
-    train(*pair, range(2)), train(*plain, range(2))
-    executor, left = pair[0]._offmate_session.residence.active.executor, [number]
-
-    def stop(action: Any) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-
-    executor.on_action = stop
-    with pytest.raises(KeyboardInterrupt):
-        train(*pair, range(2, 3))
-    executor.on_action = None
-    if not pair[0]._offmate_session.truth.torn:
-        updated = next(iter(pair[1].state_dict()["state"].values()))["step"] == 3
-        if updated:
-            train(*plain, range(2, 3))
-        assert_same(pair, plain)
-    for one in pair, plain:
-        one[0].load_state_dict(plain[0].state_dict())
-        one[1].load_state_dict(copy.deepcopy(plain[1].state_dict()))
-    assert train(*pair, range(3, 5)) == train(*plain, range(3, 5))
-    assert_same(pair, plain)
+    check_interrupt(in_pieces(path), number, steps=2)
 
 
 @pytest.mark.parametrize("max_us", [0, 300])
