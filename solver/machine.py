@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from .resources import Path, Rates, Resource
+from .resources import Rates, Resource
+from .sharing import Speeds
 
 
 class Stall(NamedTuple):
@@ -38,8 +39,7 @@ class Machine:
     """Time and queues. Only `submit`, `run`, `wait` and `skip` change it; time passes in the last three.
 
     A resource does one job at a time, to its end. Of the jobs that wait for nothing more it takes the one submitted
-    first. If both links of a path together exceed its total rate, both slow down in proportion; so do links and workers
-    that together exceed the rate of host memory. On shared cores each of k running resources has 1/k of its speed.
+    first. Resources that work at the same time may slow each other down; see `Speeds`.
 
     Parameters
     ----------
@@ -50,13 +50,12 @@ class Machine:
         self.now = 0.0
         self.stall_s: dict[Resource, float] = dict.fromkeys(rates.resources, 0.0)
         self.stalls: list[Stall] = []
-        self._rates = rates
         self._submitted = 0
         self._waiting_s: dict[Resource, float] = dict.fromkeys(rates.resources, 0.0)  # of jobs that are not ready
         self._running: dict[Resource, Job | None] = dict.fromkeys(rates.resources)
         self._ready: dict[Resource, list[tuple[int, Job]]] = {resource: [] for resource in rates.resources}
         self._memory = rates.host_memory_shares
-        self._beside = {link: (other, path.together) for path in rates.paths.values() for link, other in _pairs(path)}
+        self._speeds = Speeds(rates)
 
     def submit(self, resource: Resource, seconds: float, size: int = 0, waits: Iterable[Job] = ()) -> Job:
         """Submit a job of `seconds` to a resource, to begin after the jobs `waits`."""
@@ -118,7 +117,7 @@ class Machine:
             first, passed = running[0], running[0].left_s
             first.left_s = 0.0
         else:
-            speeds = self._speeds(running)
+            speeds = self._speeds.of(tuple(job.resource for job in running))
             passed, at = min((job.left_s / speed, i) for i, (job, speed) in enumerate(zip(running, speeds)))
             first = running[at]
             for job, speed in zip(running, speeds):
@@ -140,25 +139,6 @@ class Machine:
         job.followers = []
         for resource in freed:
             self._take_up(resource)
-
-    def _speeds(self, running: list[Job]) -> list[float]:
-        """Return the fraction of its full speed at which each job runs."""
-        share = 1.0 / len(running) if self._rates.shared_cores else 1.0
-        speeds = []
-        for job in running:
-            other, together = self._beside.get(job.resource, (None, 1.0))
-            beside = other is not None and self._running[other] is not None
-            speeds.append(min(share, together) if beside else share)
-        if self._memory:
-            taken = [self._memory.get(job.resource, 0.0) for job in running]
-            slower = max(1.0, sum(part * speed for part, speed in zip(taken, speeds)))
-            speeds = [speed / slower if part else speed for part, speed in zip(taken, speeds)]
-        return speeds
-
-
-def _pairs(path: Path) -> tuple[tuple[Resource, Resource], ...]:
-    """Pair each link of a path with the other one."""
-    return (path.into, path.out), (path.out, path.into)
 
 
 def _cause(job: Job) -> Resource:

@@ -43,7 +43,7 @@ are scaled only in this file: a budget is 1000 units, and so are the seconds tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 from typing import Literal
@@ -51,6 +51,7 @@ from typing import Literal
 from ..linear import ONE, Builder, LinearModel, Terms, accumulate, add
 from ..problem import Problem
 from ..resources import HOST, Path, Resource
+from ..sharing import least_seconds
 from .account import Account
 from .blocks import Choices, Leaving, add_blocks, add_values
 from .groups import GroupColumns, add_group, mark
@@ -228,6 +229,7 @@ def _time_rows(problem: Problem, builder: Builder, account: Account, unit_s: flo
     for resource in rates.working:  # updates wait for the gate
         account.spend(resource, problem.first_turn_around, problem.gate_s, {ONE: 1.0})
     ways = [(path, link, f"{word}{mark(path)}") for path in rates.paths.values() for link, word in _words(path)]
+    sums = tuple(least_seconds(rates))
     for t in range(problem.n_steps):
         time, *columns = (builder.column(f"{name}[{t}]", inf) for name in ("Time", *(name for *_, name in ways)))
         links = {link: column for (_, link, _), column in zip(ways, columns)}
@@ -247,32 +249,16 @@ def _time_rows(problem: Problem, builder: Builder, account: Account, unit_s: flo
         for resource, spent in seconds.items():
             row = add((1.0, spent), (1.0, beside.get(resource, {})), (-1.0, time))
             builder.at_most_zero(f"{resource}[{t}]", row)
-        for name, used in _beside_each_other(rates.host_memory_shares, links | seconds):
-            builder.at_most_zero(f"{name}[{t}]", add((1.0, used), (-1.0, time)))
+        busy = links | seconds
+        for name, weights in sums:
+            used = ((weight, busy[one]) for one, weight in weights.items())
+            builder.at_most_zero(f"{name}[{t}]", add(*used, (-1.0, time)))
         if rates.shared_cores:
             copies = ((path.share(link), links[link]) for path, link, _ in ways)
             working = ((1.0, spent) for spent in seconds.values())
             builder.at_most_zero(f"cores[{t}]", add(*working, *copies, (-1.0, time)))
         times.append(time)
     return tuple(times)
-
-
-def _beside_each_other(shares: Mapping[Resource, float], busy: Mapping[Resource, Terms]) -> Iterator[tuple[str, Terms]]:
-    """Yield what a step takes where resources share a memory, as named expressions.
-
-    The memory moves all bytes. And a resource slows down by what it and each other one need beyond the memory's rate,
-    for as long as the other one works, since copies come as fast as they can and not evenly.
-
-    Parameters
-    ----------
-    shares: by resource, the part of the memory's rate that it needs at full speed. busy: its seconds at full speed.
-    """
-    slowed = {one: (max(1.0, share), min(1.0, share)) for one, share in shares.items()}
-    if shares:
-        yield "host memory", add(*((share, busy[one]) for one, share in shares.items()))
-    for one, (factor, part) in slowed.items():
-        others = [(more * max(0.0, part + share - 1), other) for other, (more, share) in slowed.items() if other != one]
-        yield f"{one} beside others", add((factor, busy[one]), *((loses, busy[other]) for loses, other in others))
 
 
 def _words(path: Path) -> tuple[tuple[Resource, str], ...]:

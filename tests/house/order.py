@@ -18,6 +18,7 @@ ROOMS = (
     # solver: plain numbers, no torch
     "offmate.solver",
     "offmate.solver.resources",
+    "offmate.solver.sharing",
     "offmate.solver.steps",
     "offmate.solver.compute_names",
     "offmate.solver.rows",

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import combinations
+from math import inf
 
 import pytest
 from offmate.solver import plan as planning
-from offmate.solver.linear import evaluate
+from offmate.solver.backends import default
+from offmate.solver.linear import ONE, Builder, add, evaluate
 from offmate.solver.machine import Machine
 from offmate.solver.plan import plan
 from offmate.solver.problem import Block, Group, Option, Problem, Rates, TensorSize
-from offmate.solver.program.model import _beside_each_other, state_program
+from offmate.solver.program.model import state_program
+from offmate.solver.sharing import Speeds, least_seconds
 from offmate.solver.simulate import keeps_budgets, simulate
 from offmate.solver.solve import solve
 
@@ -91,12 +95,41 @@ def test_no_step_is_faster_in_the_simulator(seed):
     while any(machine.submitted_s(resource) for resource in busy):
         machine.advance()
     columns = {resource: {column: 1.0} for column, resource in enumerate(busy)}
-    for name, terms in _beside_each_other(rates.host_memory_shares, columns):
+    for name, weights in least_seconds(rates):
+        terms = add(*((weight, columns[resource]) for resource, weight in weights.items()))
         assert evaluate(terms, tuple(busy.values())) <= machine.now * (1 + 1e-9), name
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_some_overlap_is_as_fast_as_the_program_says(seed):
+    """Loads on both links and the CPU need the largest of the program's sums, if each set works for the right time."""
+    rng = random.Random(seed)
+    links = Rates(in_bytes_per_s=rng.uniform(10, 30), out_bytes_per_s=25.0, both_bytes_per_s=rng.uniform(30, 50))
+    rates = replace(links, host_memory_bytes_per_s=rng.uniform(40, 80), worker_bytes_per_s=rng.uniform(10, 40))
+    load_s = {one: rng.uniform(0.1, 3.0) for one in rates.host_memory_shares}
+    stated = [sum(weight * load_s[one] for one, weight in weights.items()) for _, weights in least_seconds(rates)]
+    alone = [max(load_s[one] + max(0.0, 1 / rates.host.together - 1) * load_s[other], load_s[one])
+             for one, other in (rates.host.links, rates.host.links[::-1])]  # fmt: skip
+    assert max(*stated, *alone) == pytest.approx(_least_by_sets(rates, load_s), rel=1e-6)
+
+
+def _least_by_sets(rates, load_s):
+    """Return the least seconds in which sets of resources that work together do all loads."""
+    program, speeds, done = Builder(), Speeds(rates), {one: [] for one in load_s}
+    sets = [chosen for size in (1, 2, 3) for chosen in combinations(load_s, size)]
+    columns = [program.column(" and ".join(chosen), inf) for chosen in sets]
+    for chosen, column in zip(sets, columns):
+        for one, speed in zip(chosen, speeds.of(chosen)):
+            done[one].append((-speed, column))
+    for one, work in done.items():
+        program.at_most_zero(one, add(*work, (load_s[one], {ONE: 1.0})))
+    return default().solve(program.freeze(add(*((1.0, column) for column in columns))), 10.0, 0.0).objective
 
 
 def test_the_program_has_a_row_per_step_only_where_there_is_a_limit():
     problem = random_problem(random.Random(0))
     short = limited(problem, random.Random(0))
     rows, more = (len(state_program(one).model.rows) for one in (problem, short))
-    assert more == rows + 4 * problem.n_steps  # all bytes, and each of two links and the CPU beside the others
+    sums = dict(least_seconds(short.rates))
+    assert more == rows + len(sums) * problem.n_steps and "host memory" in sums
+    assert not list(least_seconds(problem.rates))
