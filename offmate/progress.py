@@ -1,9 +1,10 @@
-"""What a terminal shows while offmate works: one moving line on stderr, with the phase of planning and the time."""
+"""What stderr shows while offmate works: the phase of planning and the time, as a moving line or a line per minute."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ PHASES = {
 }
 _MEASURED = "measuring operators"
 _FIRST_PHASE_S = 5.0  # as long as nothing else is known
+_LINE_EVERY_S = 60.0  # where stderr is a file
 
 _receivers: list[Progress] = []
 
@@ -55,14 +57,14 @@ def quiet(wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def working(words: str) -> Iterator[None]:
-    """Show a line that moves while something else than planning takes its time; none without a terminal."""
+    """Show a line while something else than planning takes its time; in a file it appears after a minute."""
     with _shown(Task(words)):
         yield
 
 
 @contextlib.contextmanager
 def planning_progress(what: str = "planning") -> Iterator[Progress]:
-    """Show a progress bar of planning, or of `what`, on stderr; none inside `quiet` or if stderr is not a terminal."""
+    """Show a progress bar of planning, or of `what`, on stderr, or a line per minute in a file; none inside `quiet`."""
     if _receivers:
         yield _receivers[-1]
         return
@@ -154,9 +156,34 @@ class Task:
         """Return the fraction that is done, from 0 to 1; None for what is not planning."""
         return None if self.phases is None else self.phases.done()
 
+    def line(self) -> str:
+        """Return what a line in a file says."""
+        minutes, done = (time.monotonic() - self.started_s) / 60, self.done()
+        percent = "" if done is None else f", about {100 * done:.0f} % done"
+        return f"offmate: {self.words}{': ' if self.phase else ''}{self.phase}, {minutes:.0f} min{percent}"
+
+
+class _Minutes:
+    """Writes a line per minute to stderr, from a thread of its own, until it is stopped."""
+
+    def __init__(self, task: Callable[[], Task]) -> None:
+        self._task, self._ended = task, threading.Event()
+        self._thread = threading.Thread(target=self._write, name="offmate progress", daemon=True)
+
+    def start(self, refresh: bool) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _write(self) -> None:
+        while not self._ended.wait(_LINE_EVERY_S):
+            print(self._task().line(), file=sys.stderr, flush=True)
+
 
 class _Line:
-    """The moving line of this process.
+    """The line of this process: a moving one on a terminal, one per minute in a file.
 
     State: what it says, the innermost task last; the display while it is shown; how many want it hidden.
     """
@@ -167,13 +194,23 @@ class _Line:
         self._live: Any = None  # of rich, which is loaded only where a line is shown
 
     def show(self) -> None:
-        if not self.tasks or self.hidden or self._live is not None or _receivers or not sys.stderr.isatty():
+        if not self.tasks or self.hidden or self._live is not None or _receivers:
             return
+        self._live = self._display()
+        self._live.start(refresh=True)
+
+    def _display(self) -> Any:
+        """Return what shows the line, which is started and stopped."""
+
+        def task() -> Task:
+            return self.tasks[-1]
+
+        if not sys.stderr.isatty():
+            return _Minutes(task)
         with library_errors():
             from .moving_line import live
 
-        self._live = live(lambda: self.tasks[-1])
-        self._live.start(refresh=True)
+        return live(task)
 
     def hide(self) -> None:
         live, self._live = self._live, None

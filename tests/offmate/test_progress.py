@@ -152,3 +152,17 @@ def test_files_hold_no_control_characters(capsys):
     assert main(["cards"]) == 0
     captured = capsys.readouterr()
     assert "\x1b" not in captured.out and captured.err == ""
+
+
+def test_a_file_gets_a_line_per_minute(monkeypatch):
+    monkeypatch.setattr(progress, "_LINE_EVERY_S", 0.02)
+    with contextlib.redirect_stderr(io.StringIO()) as stream, planning_progress("planning the order") as say:
+        say("finding options", 0.5)
+        while stream.getvalue().count("\n") < 2:
+            time.sleep(0.01)
+    said = stream.getvalue()
+    assert said.startswith("offmate: planning the order") and "finding options, 0 min, about" in said
+    with contextlib.redirect_stderr(io.StringIO()) as stream, quiet(True), planning_progress() as say:
+        say("finding options", 0.5)
+        time.sleep(0.1)
+    assert not stream.getvalue()
