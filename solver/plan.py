@@ -11,7 +11,7 @@ from .algorithm_1 import algorithm_1, near_the_fractions
 from .problem import Problem
 from .program.streamed import streaming_solution
 from .refine import Candidate, Gain, Limits, Refinement, Search, candidate, refine
-from .refinements import LADDER, without_the_program, without_trials
+from .refinements import LADDER, where_memory_is_shared, without_the_program
 from .rounding.spilled import whole_schedule
 from .schedule import Schedule
 from .scheduling.validate import validate
@@ -126,9 +126,9 @@ def _planned(
     """Plan, first without the rate of the host's memory if it has one; `other` is as in `_searched`."""
     if not problem.rates.host_memory_shares:
         return _searched(problem, limits, ladder, report, other)
-    # Where memory limits everything, fractions keep it busy in every step and whole tensors cannot, whatever is tried.
     endless = replace(problem, rates=problem.rates.with_endless_host_memory)
-    return _searched(problem, limits, without_trials(ladder), report, _searched(endless, limits, ladder, report, other))
+    ignoring = _searched(endless, limits, ladder, report, other)
+    return _searched(problem, limits, where_memory_is_shared(ladder), report, ignoring)
 
 
 def _searched(

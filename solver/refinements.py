@@ -108,6 +108,31 @@ class Whole:
 
 
 @dataclass(frozen=True)
+class LessMemory:
+    """Solve the program with a little less device memory, so that copies of whole tensors have room.
+
+    Parameters
+    ----------
+    worth: fraction of the program's seconds that whole tensors must cost for the pass to run. rooms: fractions of the
+        device budget that are left free, one after the other.
+    """
+
+    worth: float = 0.05
+    rooms: tuple[float, ...] = (0.01, 0.02)
+    name: str = "less memory"
+
+    def accepts(self, search: Search) -> bool:
+        return search.loses(self.worth)
+
+    def candidates(self, search: Search) -> Iterator[Candidate]:
+        limits = search.limits
+        for room in self.rooms:
+            tried = replace(search.tried, device_budget_bytes=int(search.tried.device_budget_bytes * (1 - room)))
+            near = solve(tried, time_limit_s=limits.time_limit_s, gap=limits.gap, backend=limits.backend)
+            yield from _rounded(search, tried, near) if near.options else ()
+
+
+@dataclass(frozen=True)
 class InTime:
     """List scheduling: every move at its time, by the simulator's clock.
 
@@ -230,9 +255,13 @@ def without_the_program(ladder: Iterable[Refinement]) -> tuple[Refinement, ...]:
     return tuple(one for one in ladder if isinstance(one, Improve | InTime))
 
 
-def without_trials(ladder: Iterable[Refinement]) -> tuple[Refinement, ...]:
-    """Return the passes of a ladder that take little time."""
-    return tuple(one for one in ladder if isinstance(one, Improve | Settle) or one == InTime())
+def where_memory_is_shared(ladder: Iterable[Refinement]) -> tuple[Refinement, ...]:
+    """Return the passes of a ladder that find something where copies and updates share the host's memory.
+
+    Fractions keep it busy in every step and whole tensors cannot, so that trials are lost. Room for copies helps.
+    """
+    kept = tuple(one for one in ladder if isinstance(one, Improve | Settle) or one == InTime())
+    return (*kept, LessMemory()) if kept else kept
 
 
 def _with_room(problem: Problem, part: float) -> Problem | None:

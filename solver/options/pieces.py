@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ..problem import Group
 
-_PART = 0.00125  # of the bytes of all states; with four times as much, steps of 7B took 1 to 2 % longer
+_PART = 0.00125  # of the bytes of all states; with four times as much, two of five steps of 7B took 1 to 2 % longer
 _LEAST_BYTES = 4 << 20  # below this size the latency of a copy exceeds the time for its bytes
 
 
