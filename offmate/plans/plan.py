@@ -20,6 +20,7 @@ from ..reports.timeline import Timeline, build_timeline
 from ..reports.units import format_seconds
 from ..sizes import format_bytes, format_least_bytes
 from ..solver import items
+from ..solver.accumulation import AccumulationTrial, Order
 from ..solver.explain import Explanation, explanation, offered
 from ..solver.items import ItemKind
 from ..solver.problem import Problem
@@ -27,6 +28,7 @@ from ..solver.schedule import Action, Kind, Schedule
 from ..solver.simulate import Simulation, simulate
 from ..split import Split
 from .about import UNKNOWN, About
+from .accumulation import chosen_words
 from .diff import Compared, PlanDiff, diff
 from .drives import path_words, stored_words
 from .saved import read, to_text
@@ -60,6 +62,7 @@ class Plan:
     allocator_bytes: the part of `fixed_bytes` that the device's allocator takes beyond the tensors in it.
     plan_s: seconds that planning took. problem: what was solved, as plain numbers; None for a forward-only plan.
     about: what it is of, in words. batch_size: samples per micro-batch, if `offmate.plan` was asked for one.
+    accumulation: all numbers and orders of micro-batches that were tried, if the planner chose them; else empty.
     from_cache: whether it was read from disk.
     """
 
@@ -79,6 +82,7 @@ class Plan:
     allocator_bytes: int = 0
     about: About = field(default=UNKNOWN, compare=False)
     batch_size: int | None = field(default=None, compare=False)
+    accumulation: tuple[AccumulationTrial, ...] = field(default=(), compare=False)
     from_cache: bool = field(default=False, compare=False)
 
     @cached_property
@@ -137,6 +141,16 @@ class Plan:
     def split(self) -> Split:
         """The parameters that the host updates, and those that the device does; empty if the user's code updates."""
         return Split(tuple(self.schedule.update_cpu_s), tuple(self.schedule.update_device_s))
+
+    @property
+    def accumulation_steps(self) -> int:
+        """The micro-batches of an update, as `offmate.compile` wants to know it."""
+        return self.schedule.micro_batches * self.schedule.per_step
+
+    @property
+    def accumulation_order(self) -> Order:
+        """The order in which the micro-batches of an update run."""
+        return "by block" if self.schedule.per_step > 1 else "by batch"
 
     @property
     def logged_bytes(self) -> int:
@@ -233,9 +247,11 @@ class Plan:
         if any(self.stored_bytes):
             lines += [self.stored_words, *self.path_words]
         if self.batch_size is not None:
-            samples = self.batch_size * self.schedule.micro_batches * self.schedule.per_step
+            samples = self.batch_size * self.accumulation_steps
             rate = samples / self.predicted_step_s if self.predicted_step_s else 0.0
             lines.append(f"batch size {self.batch_size}: {rate:.3g} samples/s predicted")
+        if self.accumulation:
+            lines.append(chosen_words(self.accumulation, self.accumulation_steps))
         if self.user_bytes >= _WORTH_SAYING_BYTES:
             lines.append(f"{format_bytes(self.user_bytes)} are reserved for your code between forward and backward")
         if self.problem is not None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import PlanFileError
 from ..lowering.stored import StoredClass, StoredOption
+from ..solver.accumulation import AccumulationTrial
 from ..solver.files import problem_from_dict, read_record
 from ..solver.files import to_dict as problem_to_dict
 from ..solver.problem import Problem
@@ -41,9 +42,10 @@ class Figures:
     blocks: tuple[BlockRow, ...]
     allocator_bytes: int = 0
     about: About = UNKNOWN
+    accumulation: tuple[AccumulationTrial, ...] = ()
 
     def __post_init__(self) -> None:
-        for record in (self, self.about, *self.about.storage, *self.blocks):
+        for record in (self, self.about, *self.about.storage, *self.blocks, *self.accumulation):
             for name, value in vars(record).items():
                 if isinstance(value, int | float) and not 0 <= value < math.inf:
                     raise ValueError(f"{name} is {value}; it must be finite and not negative")
@@ -57,6 +59,7 @@ def to_text(plan: Any) -> str:
         "problem": None if plan.problem is None else problem_to_dict(plan.problem),
         "blocks": [asdict(row) for row in plan.blocks],
         "about": _about(plan.about),
+        "accumulation": [asdict(trial) for trial in plan.accumulation],
         "classes": {
             key: {
                 "options": [[o.name, list(o.kept), list(o.offloaded)] for o in stored.options],
@@ -65,7 +68,7 @@ def to_text(plan: Any) -> str:
             for key, stored in plan.classes.items()
         },
     }
-    return json.dumps(data)
+    return json.dumps(data if plan.accumulation else {k: v for k, v in data.items() if k != "accumulation"})
 
 
 def _about(about: About) -> dict[str, Any]:
