@@ -176,7 +176,7 @@ def plan(
     config = _checked(config)
     fewest = accumulation_steps == "auto"
     check_accumulation(accumulation_steps, optimizer is not None)
-    steps = 1 if isinstance(accumulation_steps, str) and fewest else accumulation_steps
+    steps = 1 if accumulation_steps == "auto" else accumulation_steps
     _check_gate(max_grad_norm, steps, optimizer is not None)
     scaler = _enabled(grad_scaler, optimizer is not None)
     _check_speculation(config, scaler, optimizer, max_grad_norm)
@@ -385,8 +385,10 @@ def _check_gate(max_grad_norm: float | None, accumulation_steps: int, planned: b
             )
     whole = isinstance(accumulation_steps, int) and not isinstance(accumulation_steps, bool)
     if not whole or not 1 <= accumulation_steps <= _MOST_MICRO_BATCHES:
+        hint = '; offmate.plan finds one for "auto" (plan.accumulation_steps)' if accumulation_steps == "auto" else ""
         raise ArgumentValueError(
-            f"accumulation_steps is {accumulation_steps!r}; it must be a whole number from 1 to {_MOST_MICRO_BATCHES:,}"
+            f"accumulation_steps is {accumulation_steps!r}; it must be a whole number from 1 to "
+            f"{_MOST_MICRO_BATCHES:,}{hint}"
         )
     if accumulation_steps > 1 and not planned:
         raise OffmateError(

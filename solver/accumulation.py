@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from .problem import Problem
 from .resources import Resource
-from .solution import Solution
+from .solution import Solution, Status
 from .solve import solve
 
 Order = Literal["by batch", "by block"]
@@ -33,10 +33,11 @@ class AccumulationTrial:
 
     Parameters
     ----------
-    update_s: seconds per update, in fractions of tensors; None if it does not fit.
+    update_s: seconds per update, in fractions of tensors; None if it does not fit, or if the search ran out of time.
     compute_s: seconds that its computes take alone, with room for everything. moved_s, moved_on: seconds that the bytes
         which it moves take alone on the path that they keep busy longest, and the tier that this path leads to.
-    cpu_s: seconds of work on the CPU. solve_s: seconds of the solve.
+    cpu_s: seconds of work on the CPU. solve_s: seconds of the solve. timed_out: whether the time limit ended it before
+        any plan was found.
     """
 
     micro_batches: int
@@ -47,6 +48,7 @@ class AccumulationTrial:
     moved_on: str = ""
     cpu_s: float = 0.0
     solve_s: float = 0.0
+    timed_out: bool = False
 
     @property
     def fits(self) -> bool:
@@ -255,5 +257,5 @@ def tried(problem: Problem, order: Order, solution: Solution) -> AccumulationTri
     on = max(moved, key=lambda tier: moved[tier])
     return AccumulationTrial(
         count, order, solution.objective_s if fits else None, computes_s, moved[on], on, busy.get(Resource.CPU, 0.0),
-        solution.solve_s,
+        solution.solve_s, solution.status is Status.NO_ANSWER,
     )  # fmt: skip

@@ -21,6 +21,7 @@ from ..reports.units import format_seconds
 from ..sizes import format_bytes, format_least_bytes
 from ..solver.explain import Explanation
 from ..solver.items import ItemKind
+from .accumulation_table import accumulation_table
 from .screen import NARROW, pairs
 
 _WORDS = {
@@ -62,6 +63,9 @@ def print_plan(
         rows += _limit_rows(plan.limits(offers))
     console.print(pairs(rows))
     console.print()
+    if plan.accumulation:
+        console.print(accumulation_table(plan, tokens, console.width))
+        console.print()
     print_blocks(console, plan, every_block=every_block)
     console.print(f"classes, by their largest parameter: {', '.join(_classes(plan))}", style="dim", markup=False)
 

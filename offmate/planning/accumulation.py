@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..errors import ArgumentValueError, InfeasibleBudget
-from ..plans.accumulation import chosen_words
+from ..plans.accumulation import chosen_words, unfit_words
 from ..plans.plan import Plan
 from ..reports.units import format_seconds
 from ..solver.accumulation import ORDERS, AccumulationTrial, Order, fewest, try_micro_batches
@@ -20,7 +20,6 @@ from .subject import Subject, state, user_bytes_of
 log = logging.getLogger("offmate")
 
 AUTO = "auto"
-_LIMIT_S = 20.0  # of the search for one number of micro-batches in one order
 
 
 def of_update(request: Request, micro_batches: int, order: Order) -> Request:
@@ -72,12 +71,12 @@ def _tried(subject: Subject) -> tuple[AccumulationTrial, ...]:
         for trial in try_micro_batches(
             stated,
             orders=_orders(subject),
-            time_limit_s=min(config.solver_time_limit_s, _LIMIT_S),
+            time_limit_s=config.solver_time_limit_s,
             gap=config.solver_gap,
             backend=config.solver,
         ):
             found.append(trial)
-            words = "does not fit" if trial.update_s is None else format_seconds(trial.update_s)
+            words = unfit_words(trial) if trial.update_s is None else format_seconds(trial.update_s)
             subject.say(f"{trial.micro_batches} micro-batches {trial.order}: {words}", 0.0)
             log.info("%d micro-batches %s: %s", trial.micro_batches, trial.order, words)
     return tuple(found)
