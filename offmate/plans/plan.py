@@ -31,6 +31,7 @@ from .about import UNKNOWN, About
 from .accumulation import chosen_words
 from .diff import Compared, PlanDiff, diff
 from .drives import path_words, stored_words
+from .orders import OtherOrder, order_words, other_trial
 from .saved import read, to_text
 from .table import BlockRow, plan_table
 
@@ -63,6 +64,7 @@ class Plan:
     plan_s: seconds that planning took. problem: what was solved, as plain numbers; None for a forward-only plan.
     about: what it is of, in words. batch_size: samples per micro-batch, if `offmate.plan` was asked for one.
     accumulation: all numbers and orders of micro-batches that were tried, if the planner chose them; else empty.
+    other_order: figures of the plan for the other order of micro-batches; None if it was not planned.
     from_cache: whether it was read from disk.
     """
 
@@ -83,6 +85,7 @@ class Plan:
     about: About = field(default=UNKNOWN, compare=False)
     batch_size: int | None = field(default=None, compare=False)
     accumulation: tuple[AccumulationTrial, ...] = field(default=(), compare=False)
+    other_order: OtherOrder | None = field(default=None, compare=False)
     from_cache: bool = field(default=False, compare=False)
 
     @cached_property
@@ -151,6 +154,19 @@ class Plan:
     def accumulation_order(self) -> Order:
         """The order in which the micro-batches of an update run."""
         return "by block" if self.schedule.per_step > 1 else "by batch"
+
+    @property
+    def compared(self) -> OtherOrder:
+        """The figures by which plans for two orders of micro-batches are compared."""
+        return OtherOrder(self.predicted_step_s, self.predicted_peak_bytes, self.host_bytes, self.moved_bytes[0])
+
+    @property
+    def order_words(self) -> str:
+        """In which order the micro-batches of an update run, and what that buys; empty if there is only one."""
+        if self.accumulation_steps == 1:
+            return ""
+        trial = other_trial(self.accumulation, self.accumulation_steps, self.accumulation_order)
+        return order_words(self.accumulation_order, self.compared, self.other_order, trial)
 
     @property
     def logged_bytes(self) -> int:
@@ -250,6 +266,8 @@ class Plan:
             samples = self.batch_size * self.accumulation_steps
             rate = samples / self.predicted_step_s if self.predicted_step_s else 0.0
             lines.append(f"batch size {self.batch_size}: {rate:.3g} samples/s predicted")
+        if self.order_words:
+            lines.append(self.order_words)
         if self.accumulation:
             lines.append(chosen_words(self.accumulation, self.accumulation_steps))
         if self.user_bytes >= _WORTH_SAYING_BYTES:

@@ -18,6 +18,7 @@ from ..solver.problem import Problem
 from ..solver.schedule import Schedule
 from ..solver.text import from_dict, to_dict
 from .about import UNKNOWN, About
+from .orders import OtherOrder
 from .table import BlockRow
 
 FORMAT = 3
@@ -43,9 +44,11 @@ class Figures:
     allocator_bytes: int = 0
     about: About = UNKNOWN
     accumulation: tuple[AccumulationTrial, ...] = ()
+    other_order: OtherOrder | None = None
 
     def __post_init__(self) -> None:
-        for record in (self, self.about, *self.about.storage, *self.blocks, *self.accumulation):
+        compared = () if self.other_order is None else (self.other_order,)
+        for record in (self, *compared, self.about, *self.about.storage, *self.blocks, *self.accumulation):
             for name, value in vars(record).items():
                 if isinstance(value, int | float) and not 0 <= value < math.inf:
                     raise ValueError(f"{name} is {value}; it must be finite and not negative")
@@ -59,7 +62,6 @@ def to_text(plan: Any) -> str:
         "problem": None if plan.problem is None else problem_to_dict(plan.problem),
         "blocks": [asdict(row) for row in plan.blocks],
         "about": _about(plan.about),
-        "accumulation": [asdict(trial) for trial in plan.accumulation],
         "classes": {
             key: {
                 "options": [[o.name, list(o.kept), list(o.offloaded)] for o in stored.options],
@@ -68,7 +70,10 @@ def to_text(plan: Any) -> str:
             for key, stored in plan.classes.items()
         },
     }
-    return json.dumps(data if plan.accumulation else {k: v for k, v in data.items() if k != "accumulation"})
+    trials, other = data.pop("accumulation"), data.pop("other_order")
+    data |= {"accumulation": [asdict(trial) for trial in trials]} if trials else {}
+    data |= {"other_order": asdict(other)} if other is not None else {}
+    return json.dumps(data)
 
 
 def _about(about: About) -> dict[str, Any]:
