@@ -15,7 +15,7 @@ from ..lowering.stored import StoredClass
 from ..reports.chrome_trace import save_trace
 from ..reports.frame import schedule_frame
 from ..reports.html import document, figure
-from ..reports.plots import draw_memory, draw_tensors, draw_timeline, write_below
+from ..reports.plots import draw_accumulation, draw_memory, draw_tensors, draw_timeline, write_below
 from ..reports.timeline import Timeline, build_timeline
 from ..reports.units import format_seconds
 from ..sizes import format_bytes, format_least_bytes
@@ -322,6 +322,15 @@ class Plan:
     def plot_tensors(self, ax: Axes | None = None) -> Axes:
         """Draw where every tensor is at each step, with matplotlib."""
         return self._named(draw_tensors(self.schedule, ax))
+
+    def plot_accumulation(self, tokens: int = 0, ax: Axes | None = None) -> Axes:
+        """Draw micro-batches per update against what they train per second, if the planner chose their number.
+
+        Parameters
+        ----------
+        tokens: of a micro-batch; 0 counts micro-batches.
+        """
+        return self._named(draw_accumulation(self.accumulation, self.accumulation_steps, tokens, ax))
 
     def _named(self, ax: Axes) -> Axes:
         """Return a plot with a line that says what it is of."""
