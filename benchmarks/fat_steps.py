@@ -256,13 +256,11 @@ def _snake_bars(rows: list[dict[str, Any]]) -> list[Bar]:
     found = []
     for row in rows:
         if row["updates"] == "unclipped" and row["micro-batches"] >= 20:
-            count, own = row["micro-batches"], row["least RAM GB"] * GB <= _SNAKE_RAM_BYTES
+            what, own = f"{row['micro-batches']} micro-batches / compute:", row["least RAM GB"] * GB <= _SNAKE_RAM_BYTES
             ratio = row["program s"] / row["compute s"] if row["program s"] is not None else None
-            found.append(
-                Bar(f"GPT-65B in 195 GB of RAM, {count} micro-batches, / compute:", ratio if own else None, 1.01)
-            )
+            found.append(Bar(f"GPT-65B in 195 GB of RAM, {what}", ratio if own else None, 1.01))
             if not own:
-                found.append(Bar(f"GPT-65B in {row['RAM GB']:.0f} GB of RAM, the same:", ratio, 1.01))
+                found.append(Bar(f"GPT-65B in {row['RAM GB']:.0f} GB of RAM, {what}", ratio, 1.01))
     return found
 
 

@@ -13,7 +13,7 @@ from ..reports.units import format_seconds
 from ..solver.accumulation import AccumulationTrial
 from .screen import NARROW
 
-_BESIDE_BAR = 64  # screen columns beside the bar
+_BESIDE_BAR = 63  # screen columns beside the bar
 
 
 def accumulation_table(plan: Plan, tokens: int, width: int) -> Table:
@@ -25,9 +25,16 @@ def accumulation_table(plan: Plan, tokens: int, width: int) -> Table:
         micro-batches. width: of the screen, in columns.
     """
     each = tokens / plan.accumulation_steps if tokens else 1.0
-    unit = "tokens/s" if tokens else "micro-batches/s"
+    unit = "tokens/s" if tokens else "micro-\nbatches/s"
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for heading in ("micro-\nbatches", "order", "one update", unit, "compute\nalone", "bytes\nalone"):
+    for heading in (
+        "micro-\nbatches",
+        "order",
+        "one update",
+        unit.replace("-", "-\n"),
+        "compute\nalone",
+        "bytes\nalone",
+    ):
         table.add_column(heading, justify="left" if heading == "order" else "right", no_wrap=True)
     wide = width >= NARROW
     if wide:

@@ -201,7 +201,7 @@ def draw_accumulation(
     if not fitting:
         raise ArgumentValueError('there is nothing to draw: plan with accumulation_steps="auto" and a budget that fits')
     each = tokens or 1
-    with _canvas(ax, 7, 4) as ax:
+    with _canvas(ax, 10, 3.6) as ax:
         for order in ORDERS:
             # One micro-batch is of both orders.
             of = [one for one in fitting if one.order == order or one.micro_batches == 1]
@@ -223,9 +223,9 @@ def draw_accumulation(
         ax.set_xticks(counts, [str(count) for count in counts])
         ax.set_xlabel(f"micro-batches per update; thin line: {chosen}, which was chosen")
         ax.set_ylabel("tokens/s" if tokens else "micro-batches/s")
-        ax.set_title("What more micro-batches train per second", loc="left")
+        ax.set_title("What more micro-batches per update train per second", loc="left")
         ax.grid(alpha=0.25)
-        ax.legend(frameon=False)
+        ax.legend(loc="lower right", frameon=False)
         _frameless(ax)
     return ax
 
