@@ -3,8 +3,9 @@
 All seconds are predictions; nothing was run on such machines. First Llama-2-7B in bf16 with float32 copies and the
 rates of the RTX 4090's file, with 8 micro-batches of 2,048 tokens: with 120 GB of RAM and no drive, and with 24 GiB of
 RAM and the drives of `benchmarks/storage_plans.py`. Gradients are clipped, clipped with updates before the gate
-("speculated"), or not clipped; the usual order has a gate in any case. "Bound": the computes alone, and what the drive
-takes at least for the bytes that the plan moves there. Then GreedySnake's first machine and GPT-65B (its sections 4.5
+("speculated"), or not clipped; the usual order has a gate in any case. Seconds
+are the program's, in fractions; with `--whole` some are simulated for whole tensors, too, and these then count. Beside
+them stand the computes alone, and what the drive takes at least for the bytes that the plan moves there. Then GreedySnake's first machine and GPT-65B (its sections 4.5
 and 6): how many micro-batches hide the optimizer's storage. "alpha" is the part of the stored states' traffic that is
 under way outside the backwards (its section 4.4). Where 195 GB of RAM do not suffice, the row has as much as it needs:
 here parameters and checkpoints stay in RAM, and one of half a layer is kept for each micro-batch.
@@ -27,7 +28,7 @@ from offmate.solver.instances.synthetic import Precision, Shape, Speeds, llama, 
 from offmate.solver.plan import plan
 from offmate.solver.problem import Problem, Rates, update_steps
 from offmate.solver.solution import Solution
-from offmate.solver.solve import least_host_within_device, solve
+from offmate.solver.solve import least_budget, least_host_within_device, solve
 
 from offmate.lowering.state_files import STATE_STORAGE, StateFiles
 from offmate.machines.hardware import load
@@ -42,6 +43,8 @@ TOKENS = 2048
 _LIMIT_S = 300.0  # for each solve, by the clock: other work on the machine counts, too
 _BUFFERS_BYTES, _CAPACITY_BYTES = 150 << 20, 2000 * GB
 _AMPLE_RAM, _SHORT_RAM = 120 * GB, 24 << 30
+_FIGURES = ("compute s", "drive s", "program s", "simulated s", "status", "solved in s", "planned in s")
+_FIRST = (22, DRIVES[0][0])  # the case of the drives that is planned in whole tensors
 _UPDATES = ("unclipped", "clipped", "speculated")
 
 
@@ -67,7 +70,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", nargs="+", choices=("ram", "drives", "snake"), default=("ram", "drives", "snake"))
-    parser.add_argument("--whole", action="store_true", help="also plan whole tensors, a minute or two per row")
+    parser.add_argument(
+        "--whole", action="store_true", help="also plan some rows in whole tensors, which takes minutes"
+    )
     arguments = parser.parse_args()
     tables: dict[str, list[dict[str, Any]]] = {}
     bars: list[Bar] = []
@@ -101,7 +106,7 @@ def _ram_rows(whole: bool) -> Iterator[dict[str, Any]]:
         for rate, problem in (("file's", plain), ("endless", endless)):
             for order, updates in (("block", _UPDATES[0]), ("block", _UPDATES[1]), ("batch", _UPDATES[1])):
                 case = {"GPU GB": gpu_gb, "RAM rate": rate, "order": order, "updates": updates}
-                yield case | _figures(_ordered(problem, order, updates), whole)
+                yield case | _figures(_ordered(problem, order, updates), whole and rate == "file's")
 
 
 def _drive_rows(whole: bool) -> Iterator[dict[str, Any]]:
@@ -116,7 +121,13 @@ def _drive_rows(whole: bool) -> Iterator[dict[str, Any]]:
                 ("batch", "speculated"),
             ):
                 case = {"GPU GB": gpu_gb, "drive": drive, "order": order, "updates": updates}
-                yield case | _figures(_ordered(plain, order, updates), whole and gpu_gb > 10)
+                problem = _ordered(plain, order, updates)
+                least = least_budget(problem, time_limit_s=_LIMIT_S).bytes
+                if least > problem.device_budget_bytes:  # a search would take minutes to find that out
+                    nothing = dict.fromkeys(_FIGURES, None) | {"status": "does not fit"}
+                    yield case | {"least GPU GB": least / GB} | nothing
+                    continue
+                yield case | {"least GPU GB": least / GB} | _figures(problem, whole and (gpu_gb, drive) == _FIRST)
 
 
 def _with_drive(problem: Problem, read: float, write: float, both: float, *, ram_bytes: int) -> Problem:
@@ -137,18 +148,18 @@ def _ordered(one: Problem, order: str, updates: str) -> Problem:
 def _figures(problem: Problem, whole: bool) -> dict[str, Any]:
     started = time.perf_counter()
     found = solve(problem, time_limit_s=_LIMIT_S)
-    row: dict[str, Any] = {
-        "compute s": problem.micro_batches * problem.computes_s,
-        "drive s": _drive_s(problem, found),
-        "program s": found.objective_s if found.options else None,
-        "status": found.status.name.lower(),
-        "solved in s": time.perf_counter() - started,
-    }
-    if whole:
-        planned = plan(problem, time_limit_s=_LIMIT_S)
-        row["simulated s"] = planned.simulation.step_s if planned.simulation is not None else None
-        row["planned in s"] = time.perf_counter() - started
-    return row
+    solved_s = time.perf_counter() - started
+    simulation = plan(problem, time_limit_s=_LIMIT_S).simulation if whole else None
+    figures = (
+        problem.micro_batches * problem.computes_s,
+        _drive_s(problem, found),
+        found.objective_s if found.options else None,
+        simulation.step_s if simulation is not None else None,
+        found.status.name.lower(),
+        solved_s,
+        time.perf_counter() - started - solved_s if whole else None,
+    )
+    return dict(zip(_FIGURES, figures))
 
 
 def _drive_s(problem: Problem, found: Solution) -> float | None:
@@ -160,7 +171,7 @@ def _drive_s(problem: Problem, found: Solution) -> float | None:
 
 
 def _seconds(row: dict[str, Any]) -> float | None:
-    found = row.get("simulated s", row["program s"])
+    found = row["program s"] if row["simulated s"] is None else row["simulated s"]
     return None if found is None else float(found)
 
 
