@@ -3,12 +3,14 @@
 All seconds are predictions; nothing was run on such machines. First Llama-2-7B in bf16 with float32 copies and the
 rates of the RTX 4090's file, with 8 micro-batches of 2,048 tokens: with 120 GB of RAM and no drive, and with 24 GiB of
 RAM and the drives of `benchmarks/storage_plans.py`. Gradients are clipped, clipped with updates before the gate
-("speculated"), or not clipped; the usual order has a gate in any case. Seconds
-are the program's, in fractions; with `--whole` some are simulated for whole tensors, too, and these then count. Beside
-them stand the computes alone, and what the drive takes at least for the bytes that the plan moves there. Then GreedySnake's first machine and GPT-65B (its sections 4.5
-and 6): how many micro-batches hide the optimizer's storage. "alpha" is the part of the stored states' traffic that is
-under way outside the backwards (its section 4.4). Where 195 GB of RAM do not suffice, the row has as much as it needs:
-here parameters and checkpoints stay in RAM, and one of half a layer is kept for each micro-batch.
+("speculated"), or not clipped; the usual order has a gate in any case. Seconds are the program's, in fractions; with
+`--whole` some are simulated for whole tensors, too, and these then count. Beside them stand the computes alone, and
+what the drive takes at least for the bytes that the plan moves there.
+
+Then GreedySnake's first machine and GPT-65B (its sections 4.5 and 6): how many micro-batches hide the optimizer's
+storage. "alpha" is the part of the stored states' traffic that is under way outside the backwards (its section 4.4).
+Where 195 GB of RAM do not suffice, the row has as much as it needs: parameters stay in RAM here, and so does what the
+half-layer blocks hand on, for each micro-batch.
 
 Each bar that a table is checked against is printed below it, met or not.
 """
@@ -18,7 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,31 +70,26 @@ class Bar:
 def main() -> None:
     """Predict all tables, print them with their bars, and write them if asked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", nargs="+", choices=("ram", "drives", "snake"), default=("ram", "drives", "snake"))
-    parser.add_argument(
-        "--whole", action="store_true", help="also plan some rows in whole tensors, which takes minutes"
-    )
+    parser.add_argument("--json", type=Path, help="a file, whose other tables stay")
+    parser.add_argument("--only", nargs="+", choices=_TABLES, default=list(_TABLES))
+    parser.add_argument("--whole", action="store_true", help="also plan some rows in whole tensors")
     arguments = parser.parse_args()
-    tables: dict[str, list[dict[str, Any]]] = {}
-    bars: list[Bar] = []
-    for name, title, rows_of, bars_of in (
-        ("ram", "Llama-2-7B, 8 micro-batches, 120 GB of RAM, no drive", _ram_rows, _ram_bars),
-        ("drives", "Llama-2-7B, 8 micro-batches, 24 GiB of RAM and a drive", _drive_rows, _drive_bars),
-        ("snake", "GPT-65B on GreedySnake's first machine", _snake_rows, _snake_bars),
-    ):
-        if name not in arguments.only:
-            continue
-        tables[name] = []
+    for name in arguments.only:
+        title, rows_of, bars_of = _TABLES[name]
+        rows = []
         for row in rows_of(arguments.whole):
             print(json.dumps(row), flush=True)  # a row takes a while
-            tables[name].append(row)
-        show(f"{title}, predicted", tables[name], ".3g", width=190)
-        bars += bars_of(tables[name])
-    print("\n".join(bar.words() for bar in bars))
-    if arguments.json:
-        found = {"machine": machine(), "tables": tables, "bars": [vars(bar) for bar in bars]}
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+            rows.append(row)
+        bars = bars_of(rows)
+        show(f"{title}, predicted", rows, ".3g", width=190)
+        print("\n".join(bar.words() for bar in bars))
+        if arguments.json:
+            _write(arguments.json, name, {"title": title, "rows": rows, "bars": [vars(bar) for bar in bars]})
+
+
+def _write(path: Path, name: str, table: dict[str, Any]) -> None:
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**known, "machine": machine(), name: table}, indent=1) + "\n")
 
 
 # -- Llama-2-7B -------------------------------------------------------------------------------------------------------
@@ -273,6 +270,14 @@ def _snake_bars(rows: list[dict[str, Any]]) -> list[Bar]:
             if not own:
                 found.append(Bar(f"GPT-65B in {row['RAM GB']:.0f} GB of RAM, {what}", ratio, 1.01))
     return found
+
+
+_Row = dict[str, Any]
+_TABLES: dict[str, tuple[str, Callable[[bool], Iterator[_Row]], Callable[[list[_Row]], list[Bar]]]] = {
+    "ram": ("Llama-2-7B, 8 micro-batches, 120 GB of RAM, no drive", _ram_rows, _ram_bars),
+    "drives": ("Llama-2-7B, 8 micro-batches, 24 GiB of RAM and a drive", _drive_rows, _drive_bars),
+    "snake": ("GPT-65B on GreedySnake's first machine", _snake_rows, _snake_bars),
+}
 
 
 if __name__ == "__main__":
