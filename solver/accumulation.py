@@ -84,10 +84,12 @@ def try_micro_batches(
     search = _Search(stated, orders, {"time_limit_s": time_limit_s, "gap": gap, "backend": backend})
     count = 1
     yield from search.measured(count)
+    if not search.fits(count):  # more need more memory
+        return
     while not search.is_flat(count) and count < most:
-        before, count = count, min(2 * count, most)
+        count = min(2 * count, most)
         yield from search.measured(count)
-        if not search.fits(count) and search.fits(before):
+        if not search.fits(count):
             break
     for _ in range(_MOST_REFINED):
         between = search.unknown()

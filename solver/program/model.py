@@ -43,7 +43,7 @@ are scaled only in this file: a budget is 1000 units, and so are the seconds tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Literal

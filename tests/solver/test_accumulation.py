@@ -43,8 +43,8 @@ def test_the_limit_and_the_memory_end_the_search(monkeypatch):
     assert found.micro_batches == 24 == max(count for count, _ in made)
     found, _ = _search(monkeypatch, lambda count, order: 1e6 if count <= 8 else None)
     assert found.micro_batches == 8
-    found, _ = _search(monkeypatch, lambda count, order: None)
-    assert not found.fits
+    found, made = _search(monkeypatch, lambda count, order: None)
+    assert not found.fits and len(made) == 1
 
 
 def test_the_faster_order_is_taken_and_a_clearly_slower_one_is_left_out(monkeypatch):
