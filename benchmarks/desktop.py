@@ -61,13 +61,20 @@ def _rows() -> Iterator[dict[str, Any]]:
 
 
 def problem_of(
-    hardware: Hardware, batch: int, sequence: int, budget_bytes: int, layers: int = 32, hidden: int = 4096
+    hardware: Hardware,
+    batch: int,
+    sequence: int,
+    budget_bytes: int,
+    layers: int = 32,
+    hidden: int = 4096,
+    *,
+    whole_layers: bool = False,
 ) -> Problem:
     """Return the problem of a machine, as the program sees it without a gate.
 
     Parameters
     ----------
-    layers, hidden: of the model, whose other widths are in Llama's proportions.
+    layers, hidden: of the model, whose other widths are in Llama's proportions. whole_layers: one block per layer.
     """
     cpu_s, device_s = hardware.update_s(1, masters=True)
     rates = Rates(
@@ -87,7 +94,7 @@ def problem_of(
     )
     intermediate = 11008 * hidden // 4096 // 256 * 256
     shape = Shape(layers, hidden, intermediate, vocab=32000, batch=batch, sequence=sequence)
-    return llama(shape, speeds, budget_bytes, _HOST_BYTES, precision=MASTERS)
+    return llama(shape, speeds, budget_bytes, _HOST_BYTES, precision=MASTERS, whole_layers=whole_layers)
 
 
 def gated(problem: Problem, steps: int) -> Problem:

@@ -24,12 +24,14 @@ from .machines.hardware import names as names_of_hardware
 from .machines.host_memory import default_host_budget_bytes
 from .optim.probe import check_optimizer
 from .optim.updater import Updater, parameter_names
+from .planning.accumulation import check_accumulation, planned_with_fewest
 from .planning.batch_size import batch_size_of, check_batch_size, fastest_batch_size, planned_within, resized
 from .planning.outlook import Outlook, outlooks_elsewhere
 from .planning.placement import fitted, pockets
 from .planning.planner import make_plan, plan_elsewhere, trace_once
 from .planning.request import Prepared, Request
 from .planning.storage import Folder, storage_here, storage_paths, with_drives
+from .planning.subject import Subject
 from .plans.plan import Plan, check_plan
 from .progress import Progress, planning_progress
 from .runtime.current import entered
@@ -140,7 +142,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = None,
     max_grad_norm: float | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
-    accumulation_steps: int = 1,
+    accumulation_steps: int | Literal["auto"] = 1,
     device: str | torch.device | None = None,
     cpu_budget: int | str | None = None,
     hardware: str | None = None,
@@ -160,14 +162,22 @@ def plan(
         hardware file lists (`offmate profile --storage`), or those of `offmate.StoragePath(folder, read=...,
         write=...)`. Frozen parameters that RAM has no room for then come from there. On this machine their files are
         found and measured.
+    accumulation_steps: as in `compile`; "auto" picks the fewest after which one more adds less than 1 % of samples per
+        second, up to 64, and their order unless `Config(accumulation_order=)` names it (`Plan.accumulation_steps`,
+        `Plan.accumulation`). More samples per update change what is learned, so use it only if you may choose their
+        number.
     batch_size: plan for this many samples instead of the example's; "auto" picks the size with the highest predicted
-        throughput (`Plan.batch_size`). Use it only if you may change the batch size.
+        throughput (`Plan.batch_size`). Use it only if you may change the batch size. Together with
+        accumulation_steps="auto", the size is picked for one micro-batch per update, then their number for that size.
     The others: as in `compile`.
 
     Returns: the plan, to look at, save, or hand to `compile`. Raises: as `compile`, and InfeasibleBudget.
     """
     config = _checked(config)
-    _check_gate(max_grad_norm, accumulation_steps, optimizer is not None)
+    fewest = accumulation_steps == "auto"
+    check_accumulation(accumulation_steps, optimizer is not None)
+    steps = 1 if accumulation_steps == "auto" else accumulation_steps
+    _check_gate(max_grad_norm, steps, optimizer is not None)
     scaler = _enabled(grad_scaler, optimizer is not None)
     _check_speculation(config, scaler, optimizer, max_grad_norm)
     check_batch_size(batch_size)
@@ -179,12 +189,12 @@ def plan(
     request = _request(gpu_budget, cpu_budget, planned_device, config, None)
     request = replace(
         request,
-        micro_batches=accumulation_steps,
+        micro_batches=steps,
         clips=max_grad_norm is not None,
         measures=_measures(config, max_grad_norm, optimizer),
         scales=scaler is not None,
     )
-    if config.accumulation_order == "by block":
+    if config.accumulation_order == "by block" and not fewest:
         request = request.by_block
     names = _planned_names(model, optimizer, config)
     _check_unscaling(scaler, names, request.device)
@@ -198,7 +208,8 @@ def plan(
         request = with_drives(model, storage, request, machine, optimizer is not None)
         known = contextlib.nullcontext(request.files)
     with known as files:
-        return _planned(model, example_inputs, batch_size, replace(request, files=files), optimizer, names, machine)
+        request = replace(request, files=files)
+        return _planned(model, example_inputs, batch_size, request, optimizer, names, machine, fewest)
 
 
 def _planned(
@@ -209,10 +220,11 @@ def _planned(
     optimizer: torch.optim.Optimizer | None,
     names: dict[torch.Tensor, str],
     machine: Hardware | None,
+    fewest: bool,
 ) -> Plan:
     updater = Updater(optimizer, names, request.device) if optimizer is not None else None
     with _ready(model, example_inputs, accelerator(request.device) if machine is None else None) as (batch, say):
-        return _sized(model, batch, batch_size, request, updater, machine, say)
+        return _sized(model, batch, batch_size, request, updater, machine, say, fewest)
 
 
 def outlooks(
@@ -297,39 +309,59 @@ def _sized(
     updater: Updater | None,
     machine: Hardware | None,
     say: Progress,
+    fewest: bool,
 ) -> Plan:
     """Plan for a batch of this size; "auto" stands for the size that the solver predicts to be the fastest."""
 
-    def planned(size: int | None) -> Plan:
+    def planned(size: int | None, fewest: bool = fewest) -> Plan:
         args, kwargs = batch if size is None else resized(batch, size)
         if machine is not None:
-            return plan_elsewhere(model, args, kwargs, request, updater, machine, say)
-        where = accelerator(request.device)
-        if where is None:
-            return make_plan(model, args, kwargs, request, updater, say).plan
-
-        trace = trace_once(model, args, kwargs, request, say)
-
-        def make(margin_bytes: int) -> Prepared:
-            own = replace(request, margin_bytes=margin_bytes)
-            return make_plan(model, args, kwargs, own, updater, say, trace=trace)
-
-        held = pockets(where, model, (args, kwargs))
-        plan = fitted(make, model, updater, where, request.budget_bytes)[0].plan
-        del held
-        return plan
+            return plan_elsewhere(model, args, kwargs, request, updater, machine, say, fewest=fewest)
+        return _here(model, args, kwargs, request, updater, say, fewest)
 
     if batch_size is None:
         return planned(None)
-    size = batch_size_of(batch) if batch_size == "auto" else batch_size
-    plan = planned_within(planned, size) if batch_size == "auto" else replace(planned(size), batch_size=size)
-    if batch_size == "auto" and plan.problem is not None and plan.batch_size is not None:
+    if batch_size != "auto":
+        return replace(planned(batch_size), batch_size=batch_size)
+    plan = planned_within(lambda size: planned(size, False), batch_size_of(batch))
+    fastest = plan.batch_size
+    if plan.problem is not None and plan.batch_size is not None:
         config = request.config
         limit_s = min(config.solver_time_limit_s, _SIZING_S)
         fastest = fastest_batch_size(plan.problem, plan.batch_size, limit_s, config.solver_gap, say)
-        if fastest != plan.batch_size:
-            plan = planned_within(planned, fastest)
+    if fastest is not None and (fewest or fastest != plan.batch_size):
+        plan = planned_within(planned, fastest)
     return plan
+
+
+def _here(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    request: Request,
+    updater: Updater | None,
+    say: Progress,
+    fewest: bool,
+) -> Plan:
+    """Plan for this machine; on a card, with room for what its allocator takes beyond the tensors."""
+    where = accelerator(request.device)
+    trace = trace_once(model, args, kwargs, request, say)
+
+    def make(own: Request) -> Plan:
+        if where is None:
+            return make_plan(model, args, kwargs, own, updater, say, trace=trace).plan
+
+        def with_margin(margin_bytes: int) -> Prepared:
+            return make_plan(model, args, kwargs, replace(own, margin_bytes=margin_bytes), updater, say, trace=trace)
+
+        held = pockets(where, model, (args, kwargs))
+        plan = fitted(with_margin, model, updater, where, own.budget_bytes)[0].plan
+        del held
+        return plan
+
+    if not fewest:
+        return make(request)
+    return planned_with_fewest(Subject(model, args, kwargs, trace(), request, updater, None, say), make)
 
 
 def _checked(config: Config | None) -> Config:
@@ -353,8 +385,10 @@ def _check_gate(max_grad_norm: float | None, accumulation_steps: int, planned: b
             )
     whole = isinstance(accumulation_steps, int) and not isinstance(accumulation_steps, bool)
     if not whole or not 1 <= accumulation_steps <= _MOST_MICRO_BATCHES:
+        hint = '; offmate.plan finds one for "auto" (plan.accumulation_steps)' if accumulation_steps == "auto" else ""
         raise ArgumentValueError(
-            f"accumulation_steps is {accumulation_steps!r}; it must be a whole number from 1 to {_MOST_MICRO_BATCHES:,}"
+            f"accumulation_steps is {accumulation_steps!r}; it must be a whole number from 1 to "
+            f"{_MOST_MICRO_BATCHES:,}{hint}"
         )
     if accumulation_steps > 1 and not planned:
         raise OffmateError(

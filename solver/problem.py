@@ -194,9 +194,13 @@ class Problem:
     @property
     def endless_s(self) -> float:
         """Seconds of an iteration with unlimited device memory: the fastest options, all updates on the device."""
-        blocks_s = sum(min(o.forward_s + o.backward_s for o in block.options) for block in self.blocks)
-        passes_s = self.micro_batches * (self.start_s + blocks_s)
+        passes_s = self.micro_batches * self.computes_s
         return passes_s + sum(group.device_update_s + group.norm_s for group in self.groups)
+
+    @property
+    def computes_s(self) -> float:
+        """Seconds of a pass with the fastest options, of nothing but its computes."""
+        return self.start_s + sum(min(o.forward_s + o.backward_s for o in block.options) for block in self.blocks)
 
     @property
     def adds_up(self) -> bool:

@@ -95,6 +95,11 @@ class Path:
         slower, faster = sorted((self.in_bytes_per_s, self.out_bytes_per_s))
         return 2 / (1 / slower + (1 / min(1.0, self.together) - 1) / faster)
 
+    def seconds(self, in_s: float, out_s: float) -> float:
+        """Return the least seconds of copies that would keep the links busy for so long each, one after the other."""
+        slower = max(0.0, min(1.0, sum(map(self.share, self.links)) - 1))
+        return max(in_s, out_s) + slower * min(in_s, out_s)
+
     def moving_alike(self, bytes_per_s: float) -> Path:
         """Return the path whose links together have this rate if they move as many bytes each (`alike_bytes_per_s`).
 

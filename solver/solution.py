@@ -108,6 +108,7 @@ class Solution:
     lower_bound_s: no plan whose copies and host updates keep to the program's steps (see program/spans.py and
         program/blocks.py) is faster.
     gap: (objective - bound) / objective.
+    busy_s: by resource, the seconds that an iteration's work on it takes if nothing else is under way.
     """
 
     status: Status
@@ -123,3 +124,4 @@ class Solution:
     memory_bytes: tuple[int, ...] = ()
     host_bytes: int = 0
     value_tiers: dict[str, str] = field(default_factory=dict)
+    busy_s: dict[str, float] = field(default_factory=dict)

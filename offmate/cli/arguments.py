@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from ..files import reason
 from ..sizes import parse_budget, parse_rate
@@ -132,6 +132,16 @@ def count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > _DIGITS or not 1 <= int(text) <= _MOST_COUNT:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1 to {_MOST_COUNT:,}")
     return int(text)
+
+
+def count_or_auto(text: str) -> int | Literal["auto"]:
+    """Parse a whole number of at least 1, or "auto"."""
+    if text == "auto":
+        return "auto"
+    try:
+        return count(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or auto") from None
 
 
 def positive(text: str) -> float:

@@ -37,7 +37,13 @@ _SETTINGS: tuple[tuple[str, Any, str, str], ...] = (
     ("device", str, "DEVICE", "cuda, cuda:1, ..., or emulated (default: a GPU; without one, the run asks)"),
     ("sequence-length", int, "N", "tokens per sequence (default: 1024, or the model's limit if that is less)"),
     ("batch-size", int, "N", "sequences per micro-batch (default: 4)"),
-    ("accumulation", int, "N", "micro-batches per step (default: 1)"),
+    (
+        "accumulation",
+        str,
+        "N|auto",
+        "micro-batches per step; auto: the fewest after which one more adds less than 1 %% of tokens/s, chosen when "
+        "the run begins (default: 1)",
+    ),
     ("epochs", int, "N", "passes over the data (default: 1)"),
     ("steps", int, "N", "number of steps, instead of epochs"),
     ("learning-rate", float, "RATE", "learning rate after warm-up (default: 2e-5, with LoRA 2e-4)"),

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from .arguments import Help, add_machine, count, output_file, positive, size, sweep
+from .arguments import Help, add_machine, count, count_or_auto, output_file, positive, size, sweep
 from .drives import planned_storage
 from .training import Training, check_packages, parse_adapter
 
@@ -21,6 +21,7 @@ _EXAMPLES = """examples:
   offmate plan llama3-8b --lora 16 --card rtx3060 --ram 32GiB
   offmate plan mistral-7b --gpu-budget 22GiB --card rtx4090 --what-if
   offmate plan llama3-8b --dtype bf16-master --max-grad-norm 1 --accumulation 8
+  offmate plan llama2-7b --dtype bf16-master --batch 1 --accumulation auto --ram 128GiB
   offmate plan ./my-model --gpu-budget 10GiB --json plan.json
   offmate show plan.json --html plan.html
   offmate plan llama3-8b --sweep 6GiB:24GiB:2GiB --card rtx3090
@@ -103,10 +104,11 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--accumulation",
-        type=count,
+        type=count_or_auto,
         default=1,
-        metavar="N",
-        help="micro-batches of --batch sequences per step (default: %(default)s)",
+        metavar="N|auto",
+        help="micro-batches of --batch sequences per step; auto: the fewest after which one more adds less than 1 %% "
+        "of tokens/s, up to 64, and the table of those that were tried (default: %(default)s)",
     )
     parser.add_argument(
         "--order",
@@ -144,7 +146,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.autocast,
         arguments.max_grad_norm,
         arguments.grad_scaler,
-        arguments.accumulation,
+        1 if arguments.accumulation == "auto" else arguments.accumulation,
         arguments.speculate,
     )
     if arguments.sweep:
@@ -167,16 +169,22 @@ def _check(arguments: argparse.Namespace) -> None:
             "--autocast, for weights in lower precision leave --autocast out"
         )
 
-    waits = arguments.max_grad_norm is not None or arguments.grad_scaler or arguments.accumulation > 1
+    several = arguments.accumulation != 1
+    waits = arguments.max_grad_norm is not None or arguments.grad_scaler or several
     if arguments.speculate and not waits:
         raise ArgumentValueError(
             "--speculate is for updates that wait, but these wait for nothing; add --max-grad-norm, --grad-scaler or "
             "--accumulation, or leave it out"
         )
+    if arguments.sweep and arguments.accumulation == "auto":
+        raise ArgumentValueError(
+            "--accumulation auto has another answer for each budget, so it cannot be planned with --sweep; name a "
+            "number, or one --gpu-budget"
+        )
     given = {
         "--max-grad-norm": arguments.max_grad_norm is not None,
         "--grad-scaler": arguments.grad_scaler,
-        "--accumulation": arguments.accumulation > 1,
+        "--accumulation": several,
         "--dtype bf16-master": arguments.dtype == "bf16-master",
     }
     needs = [option for option, is_given in given.items() if is_given]
@@ -197,6 +205,7 @@ def _plan(arguments: argparse.Namespace, training: Training, machine: Hardware) 
     budget_bytes = arguments.gpu_budget or machine.default_budget_bytes
     try:
         plan, headline = _make(arguments, training, machine, budget_bytes)
+        training = replace(training, accumulation=plan.accumulation_steps)
     except InfeasibleBudget as error:
         if not arguments.quiet:
             print_refusal(screen, error, training, arguments, machine, budget_bytes)
@@ -220,7 +229,7 @@ def _make(arguments: argparse.Namespace, training: Training, machine: Hardware, 
     with working("building the model"):
         model, batch = training.built()
     with autocast(training.autocast):
-        optimizer = training.optimizer_of(model)
+        optimizer, auto = training.optimizer_of(model), arguments.accumulation == "auto"
 
         def planned(config: offmate.Config) -> Plan:
             return offmate.plan(
@@ -232,12 +241,13 @@ def _make(arguments: argparse.Namespace, training: Training, machine: Hardware, 
                 hardware=arguments.hardware,
                 storage=arguments.storage,
                 config=config,
-                **training.arguments(),
+                **training.arguments() | ({"accumulation_steps": "auto"} if auto else {}),
             )
 
         order = arguments.order.replace("-", " ")
         config = offmate.Config(accumulation_order=order, speculate=training.speculate)
-        plan, _ = in_faster_order(planned, config, training.accumulation)
+        plan, _ = (planned(config), config) if auto else in_faster_order(planned, config, training.accumulation)
+    training = replace(training, accumulation=plan.accumulation_steps)
     beyond = machine.device_memory_bytes < budget_bytes
     warning = f", which has only {format_bytes(machine.device_memory_bytes)}" if beyond else ""
     slow = machine.rate_words(training.matrix_dtype)

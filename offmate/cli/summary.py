@@ -21,6 +21,7 @@ from ..reports.units import format_seconds
 from ..sizes import format_bytes, format_least_bytes
 from ..solver.explain import Explanation
 from ..solver.items import ItemKind
+from .accumulation_table import accumulation_table
 from .screen import NARROW, pairs
 
 _WORDS = {
@@ -62,6 +63,9 @@ def print_plan(
         rows += _limit_rows(plan.limits(offers))
     console.print(pairs(rows))
     console.print()
+    if plan.accumulation:
+        console.print(accumulation_table(plan, tokens, console.width))
+        console.print()
     print_blocks(console, plan, every_block=every_block)
     console.print(f"classes, by their largest parameter: {', '.join(_classes(plan))}", style="dim", markup=False)
 
@@ -159,6 +163,8 @@ def summary(plan: Plan, tokens: int = 0) -> Iterator[tuple[str, str | Text]]:
     yield "GPU memory", f"{peak} at most, budget {budget}; the least budget that works is {least}"
     yield "RAM", f"{format_least_bytes(plan.host_bytes)} of tensors"
     yield "moved", f"{format_bytes(into)} in and {format_bytes(out)} out per step"
+    if plan.order_words:
+        yield "order", plan.order_words
     if plan.read_bytes:
         yield "storage", plan.read_words
     if any(plan.stored_bytes):

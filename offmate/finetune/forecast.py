@@ -18,6 +18,7 @@ from ..errors import InfeasibleBudget, OffmateError, PlanFileError
 from ..machines.devices import EMULATED, check_budget, default_budget_bytes
 from ..machines.host_memory import default_host_budget_bytes
 from ..planning.orders import in_faster_order
+from ..plans.accumulation import chosen_words
 from ..plans.plan import Plan, load_plan
 from ..progress import working
 from ..sizes import format_bytes, format_least_bytes, parse_budget
@@ -113,7 +114,7 @@ def prepared(at: Position, shown: list[Example], talk: Talk) -> tuple[Position, 
         raise OffmateError(disk[0])
     talk.agree(first)
     at = _settled(at, talk)
-    at, work = _work(at, talk)
+    at, work = _work(at, forecast, machine, talk)
     at = replace(at, settings=replace(at.settings, warmup_steps=at.settings.warmup(work.n_steps)))
     _keep_settings(at, talk)
     talk.say(example_lines(shown), event="examples", examples=[vars(example) for example in shown])
@@ -175,21 +176,33 @@ def _keep_settings(at: Position, talk: Talk) -> None:
         at.settings.save(at.place / SETTINGS)
 
 
-def _work(at: Position, talk: Talk) -> tuple[Position, Work]:
+def _work(at: Position, bare: Loaded, machine: str, talk: Talk) -> tuple[Position, Work]:
     """Return the tokens of a run, made or found, and its steps, and the position that knows their data.
+
+    Parameters
+    ----------
+    bare, machine: with which the micro-batches of a step are chosen, if the settings leave them open.
 
     Raises: OffmateError if the tokens are too few, or others than the run's.
     """
-    settings, folder = at.settings, at.place / TOKENS
+    folder = at.place / TOKENS
     if folder.is_dir():
         packed = _found_tokens(at, folder, talk)
     else:
         with working("making tokens"):
             at, packed = _new_tokens(at, folder)
-    length, size = settings.sequence_length or 0, settings.batch_size
-    batches = Batches(packed.train, length, size, settings.accumulation, settings.seed, keeps_all=not packed.tally)
+    if at.settings.accumulation == AUTO:
+        count = chosen(at, _batches(at.settings, packed, 1).steps_per_epoch, bare, machine, talk)
+        at = replace(at, settings=replace(at.settings, accumulation=count))
+    settings = at.settings
+    batches = _batches(settings, packed, settings.micro_batches)
     batches.check()
     return at, Work(packed, batches, settings.steps or settings.epochs * batches.steps_per_epoch)
+
+
+def _batches(settings: Settings, packed: Packed, micro_batches: int) -> Batches:
+    length, size = settings.sequence_length or 0, settings.batch_size
+    return Batches(packed.train, length, size, micro_batches, settings.seed, keeps_all=not packed.tally)
 
 
 def _found_tokens(at: Position, folder: Path, talk: Talk) -> Packed:
@@ -238,8 +251,7 @@ def _forecast(
     Returns: all doubts. Raises: InfeasibleBudget, after everything else is said.
     """
     settings = at.settings
-    budget = default_budget_bytes(at.kind) if settings.gpu_budget == AUTO else parse_budget(settings.gpu_budget)
-    check_budget(at.kind, budget)
+    budget = _budget_bytes(at)
     host = _host_budget_bytes(settings)
     named = settings.cpu_budget != AUTO
     short = not named and needs.host_bytes(at.kind, settings) > host
@@ -247,20 +259,10 @@ def _forecast(
     config = Config(outputs=OUTPUTS, solver_gap=_FORECAST_GAP, measure_grad_norm=settings.measures_norm)
 
     def planned(host_bytes: int) -> Plan:
-        return in_faster_order(lambda own: planned_by(own, host_bytes), config, settings.accumulation)[0]
+        return in_faster_order(lambda own: planned_by(own, host_bytes), config, settings.micro_batches)[0]
 
     def planned_by(own: Config, host_bytes: int) -> Plan:
-        return plan_model(
-            bare.model,
-            budget,
-            example_inputs=batch_of(settings, "meta"),
-            optimizer=bare.updates.optimizer,
-            **settings.gate,
-            cpu_budget=host_bytes,
-            hardware=machine,
-            storage=(at.base.files(at.kind), *at.folders.paths),
-            config=own,
-        )
+        return plan_bare(at, bare, machine, host_bytes, own)
 
     lack = _lack_of_ram(at, work, needs, host) if named else None
     try:
@@ -287,6 +289,55 @@ def _forecast(
         raise OffmateError(tight[0])
     talk.agree(new)
     return first + new
+
+
+def _budget_bytes(at: Position) -> int:
+    given = at.settings.gpu_budget
+    budget = default_budget_bytes(at.kind) if given == AUTO else parse_budget(given)
+    check_budget(at.kind, budget)
+    return budget
+
+
+def plan_bare(at: Position, bare: Loaded, machine: str, host_bytes: int, config: Config) -> Plan:
+    """Plan the run without weights, for the micro-batches of its settings. Raises: InfeasibleBudget."""
+    return plan_model(
+        bare.model,
+        _budget_bytes(at),
+        example_inputs=batch_of(at.settings, "meta"),
+        optimizer=bare.updates.optimizer,
+        **at.settings.gate,
+        cpu_budget=host_bytes,
+        hardware=machine,
+        storage=(at.base.files(at.kind), *at.folders.paths),
+        config=config,
+    )
+
+
+def chosen(at: Position, most: int, bare: Loaded, machine: str, talk: Talk) -> int:
+    """Choose the micro-batches of a step, and say so: they change what is learned.
+
+    Parameters
+    ----------
+    most: micro-batches that the data have for a step.
+    """
+    settings = at.settings
+    config = Config(outputs=OUTPUTS, solver_gap=_FORECAST_GAP, measure_grad_norm=settings.measures_norm)
+    try:
+        plan = plan_bare(at, bare, machine, _host_budget_bytes(settings), config)
+    except InfeasibleBudget:
+        return 1  # the forecast says what is missing
+    count = plan.accumulation_steps
+    why = chosen_words(plan.accumulation, count)
+    if count > most:
+        count = max(1, most)
+        why = f"{count} micro-batches per update are all that the data have"
+    tokens = count * settings.batch_size * (settings.sequence_length or 0)
+    line = (
+        f"accumulation auto: {why}. A step sees {tokens:,} tokens, and the run keeps this number; a learning rate that "
+        "suits another number may not suit this one"
+    )
+    talk.say([line], event="accumulation", micro_batches=count, trials=[vars(one) for one in plan.accumulation])
+    return count
 
 
 def _lack_of_ram(at: Position, work: Work, needs: Needs, host_bytes: int) -> InfeasibleBudget | None:

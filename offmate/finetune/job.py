@@ -182,7 +182,7 @@ def _plan(at: Position, loaded: Loaded) -> tuple[Plan, Config]:
     split = at.moment.split if at.moment is not None else Split()
     free = Config(outputs=OUTPUTS, speculate=at.settings.speculate, measure_grad_norm=at.settings.measures_norm)
     config = replace(free, updates=split) if split != Split() else free
-    steps = at.settings.accumulation
+    steps = at.settings.micro_batches
     try:
         plan, config = in_faster_order(lambda own: _planned(at, loaded, own), config, steps)
     except InfeasibleBudget:

@@ -118,11 +118,11 @@ def _step(run: TrainingRun, step: int, micro_batches: list[Batch], clock: _Clock
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):
             raise OffmateError(_not_finite(run, step, losses[-1]))
-        (loss / settings.accumulation if settings.accumulation > 1 else loss).backward()
+        (loss / settings.micro_batches if settings.micro_batches > 1 else loss).backward()
     norm = run.updates.step()
     if norm is not None and not math.isfinite(norm):
         raise OffmateError(_not_finite(run, step, norm, "gradient norm"))
-    tokens = run.batches.sequence_length * settings.batch_size * settings.accumulation
+    tokens = run.batches.sequence_length * settings.batch_size * settings.micro_batches
     step_s = clock.tick()
     return StepRow(
         step=step + 1,

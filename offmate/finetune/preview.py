@@ -71,7 +71,7 @@ class Work:
         return (
             f"training: {settings.optimizer}, learning rate {rate} ({settings.schedule}, "
             f"{warmup}), {clipped}, weight decay {settings.weight_decay:g}, "
-            f"{settings.accumulation} × {settings.batch_size} sequences per step"
+            f"{settings.micro_batches} × {settings.batch_size} sequences per step"
         )
 
     def doubts(self, settings: Settings) -> list[str]:
@@ -116,7 +116,7 @@ class Preview:
     @property
     def tokens_per_step(self) -> int:
         """Tokens that one update sees."""
-        return self.work.batches.sequence_length * self.settings.batch_size * self.settings.accumulation
+        return self.work.batches.sequence_length * self.settings.batch_size * self.settings.micro_batches
 
     @property
     def step_s(self) -> float:

@@ -56,7 +56,7 @@ class LastFigures:
 
 def card(settings: Settings, n_steps: int, figures: LastFigures) -> str:
     """Write a model card: base model, data, steps, losses, command, and how to load the result."""
-    tokens = settings.batch_size * settings.accumulation * (settings.sequence_length or 0)
+    tokens = settings.batch_size * settings.micro_batches * (settings.sequence_length or 0)
     what = f"a LoRA adapter of rank {settings.lora.r}" if settings.lora else "all parameters"
     trained_on = "the assistant's tokens of chats" if settings.assistant_only else "all tokens"
     losses = [

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -36,6 +36,7 @@ _A_FOLDER = "name a folder such as /mnt/nvme/offmate, several of them, or none"
 # Values that leave a setting to the run. A run stores what it took, so such a value asks for no change of it.
 _OPEN: dict[str, Any] = {
     "precision": AUTO, "device": None, "sequence_length": None, "learning_rate": None, "warmup_steps": None,
+    "accumulation": AUTO,
 }  # fmt: skip
 
 # Settings that do not change the numbers, so a run may be resumed with other values. Budgets are among them, since
@@ -57,7 +58,8 @@ class Settings:
     storage: folders, each on a disk of its own, for what RAM has no room for: optimizer states, and parameters of a
         frozen base that the checkpoint does not have as the run uses them.
     sequence_length: tokens per sequence; None takes 1024, or the model's limit if that is less.
-    batch_size: sequences per micro-batch. accumulation: micro-batches per step.
+    batch_size: sequences per micro-batch. accumulation: micro-batches per step; "auto" lets the planner choose when the
+        run begins, and the run keeps what it chose.
     epochs, steps: length of the run; steps wins if both are given.
     learning_rate: None takes 2e-5, or 2e-4 with LoRA. warmup_steps: number of steps in which it rises from zero; None
         takes 3 % of the steps.
@@ -86,7 +88,7 @@ class Settings:
     storage: tuple[str, ...] = field(default=())
     sequence_length: int | None = None
     batch_size: int = 4
-    accumulation: int = 1
+    accumulation: int | Literal["auto"] = 1
     epochs: int = 1
     steps: int | None = None
     learning_rate: float | None = None
@@ -124,7 +126,8 @@ class Settings:
         for name in ("epochs", "checkpoint_every", "keep_checkpoints"):
             check_whole(name, getattr(self, name), 1)
         check_whole("batch_size", self.batch_size, 1, _MOST_SEQUENCES)
-        check_whole("accumulation", self.accumulation, 1, _MOST_MICRO_BATCHES)
+        if self.accumulation != AUTO:
+            check_whole("accumulation", self.accumulation, 1, _MOST_MICRO_BATCHES)
         for name, least in (("steps", 1), ("eval_every", 1), ("warmup_steps", 0)):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), least)
@@ -173,9 +176,15 @@ class Settings:
         return {"max_grad_norm": self.max_grad_norm, "accumulation_steps": self.accumulation}
 
     @property
+    def micro_batches(self) -> int:
+        """The micro-batches of a step, of settings for which they are chosen."""
+        assert isinstance(self.accumulation, int), "the micro-batches of a step are not chosen yet"
+        return self.accumulation
+
+    @property
     def measures_norm(self) -> bool:
         """Whether the norm of all gradients is known after a step."""
-        return self.max_grad_norm is not None or self.accumulation > 1
+        return self.max_grad_norm is not None or self.accumulation != 1
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain data for YAML and JSON."""
@@ -288,8 +297,14 @@ def _several(name: str, value: Any, hint: str) -> tuple[Any, ...]:
     return (value,) if isinstance(value, str) else tuple(value or ())
 
 
+def _count_or_auto(value: Any) -> Any:
+    """Return text that is a whole number as one: an option that may also be a word is read as text."""
+    return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
+
+
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "lora": parse_lora,
+    "accumulation": _count_or_auto,
     "storage": _folders,
     "report": _names,
     "sample": _prompts,

@@ -10,8 +10,10 @@ from ..capture.model import Traced
 from ..config import Config
 from ..errors import InfeasibleBudget, OffmateError
 from ..machines.devices import EMULATED
+from ..plans.orders import OtherOrder
 from ..plans.plan import Plan
 from ..runtime.operators.draws import draw
+from ..solver.accumulation import ORDERS
 
 _USUAL = 'Config(accumulation_order="by batch")'
 
@@ -70,20 +72,21 @@ def in_faster_order(planned: Callable[[Config], Plan], config: Config, accumulat
     ----------
     planned: plans by a configuration. accumulation_steps: micro-batches per update.
 
-    Returns: the plan, and the configuration that names its order. Raises: as `planned`, if neither can be planned.
+    Returns: the plan, which knows the other one's figures, and the configuration that names its order. Raises: as
+        `planned` for "by batch", if neither can be planned.
     """
     if accumulation_steps == 1 or config.accumulation_order != "auto":
         return planned(config), config
-    usual, blocks = (replace(config, accumulation_order=order) for order in ("by batch", "by block"))
     found: list[tuple[Plan, Config]] = []
-    lack: InfeasibleBudget | None = None
-    try:
-        found.append((planned(usual), usual))
-    except InfeasibleBudget as error:
-        lack = error
-    try:
-        found.append((planned(blocks), blocks))
-    except (InfeasibleBudget, NotTogether):
-        if lack is not None:
-            raise lack from None
-    return min(found, key=lambda one: one[0].predicted_step_s)
+    lacks: list[OffmateError] = []
+    for order in ORDERS:
+        own = replace(config, accumulation_order=order)
+        try:
+            found.append((planned(own), own))
+        except (InfeasibleBudget, NotTogether) as error:
+            lacks.append(error)
+    if not found:
+        raise lacks[0]
+    (plan, own), *slower = sorted(found, key=lambda one: one[0].predicted_step_s)
+    other = slower[0][0].compared if slower else OtherOrder(None, why=str(lacks[0]).split(". ")[0])
+    return replace(plan, other_order=other), own

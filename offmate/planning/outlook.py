@@ -9,10 +9,7 @@ from typing import Any
 
 import torch
 
-from ..capture.fake import fake_batch, faked, stand_in
 from ..capture.model import trace_model
-from ..capture.true_strides import fake_kernels_believed
-from ..guards.surroundings import autocast_on_cpu
 from ..machines.hardware import Hardware
 from ..optim.updater import Updater
 from ..progress import Progress
@@ -22,6 +19,7 @@ from ..solver.refinements import Improve
 from ..solver.schedule import Schedule
 from ..solver.simulate import simulate
 from ..solver.solve import least_budget, least_host_within_device
+from .elsewhere import as_elsewhere
 from .request import Request
 from .solver_errors import solver_errors
 from .subject import Subject, state, user_bytes_of
@@ -97,9 +95,7 @@ def outlooks_elsewhere(
 
     Raises: CaptureError; InfeasibleBudget if the budget does not even hold the model's buffers.
     """
-    real = stand_in((args, kwargs))
-    with autocast_on_cpu(), fake_kernels_believed(), faked(model) as mode:
-        args, kwargs = fake_batch(mode, (args, kwargs))
+    with as_elsewhere(model, (args, kwargs)) as ((args, kwargs), real):
         traced = trace_model(model, args, kwargs, request.config, True, say, real, None)
         request = replace(request, user_bytes=user_bytes_of(traced, request))
         for updater in updaters:

@@ -13,12 +13,9 @@ from typing import Any
 import torch
 
 from ..capture.arrivals import arrivals
-from ..capture.fake import fake_batch, faked, stand_in
 from ..capture.model import Traced, structure, trace_model
-from ..capture.true_strides import fake_kernels_believed
 from ..errors import PlanFileError
 from ..files import keep
-from ..guards.surroundings import autocast_on_cpu
 from ..lowering.bind import bind
 from ..lowering.inductor import compiled
 from ..lowering.problem import Lowered
@@ -34,7 +31,9 @@ from ..progress import Progress
 from ..solver.plan import plan as solve_problem
 from ..solver.scheduling.follow import follow
 from ..split import Split
+from .accumulation import planned_with_fewest
 from .describe import described
+from .elsewhere import as_elsewhere
 from .fingerprint import differences, fingerprint_of
 from .garbage import fewer_collections
 from .orders import check_together
@@ -197,18 +196,32 @@ def plan_elsewhere(
     updater: Updater | None,
     machine: Hardware,
     say: Progress = lambda phase, share: None,
+    *,
+    fewest: bool = False,
 ) -> Plan:
     """Plan for another machine; parameters and batch may be on the meta device.
 
     Attention is planned with the memory of a card's fused kernel (see `offmate.capture.fake`); seconds follow from the
     rates. If `torch.autocast` is open, for whichever kind of device, the forward is planned under it.
 
+    Parameters
+    ----------
+    fewest: choose the number of micro-batches per update, and their order.
+
     Returns: the plan. Raises: CaptureError, InfeasibleBudget.
     """
-    real = stand_in((args, kwargs))
-    with autocast_on_cpu(), fake_kernels_believed(), faked(model) as mode:
-        args, kwargs = fake_batch(mode, (args, kwargs))
-        return make_plan(model, args, kwargs, request, updater, say, machine=machine, real=real).plan
+    with as_elsewhere(model, (args, kwargs)) as ((args, kwargs), real):
+
+        @functools.cache
+        def trace() -> Traced:
+            return trace_model(model, args, kwargs, request.config, True, say, real)
+
+        def make(own: Request) -> Plan:
+            return make_plan(model, args, kwargs, own, updater, say, machine=machine, real=real, trace=trace).plan
+
+        if not fewest:
+            return make(request)
+        return planned_with_fewest(Subject(model, args, kwargs, trace(), request, updater, machine, say), make)
 
 
 def _gradient_like(traced: Traced) -> dict[str, torch.Tensor]:

@@ -15,11 +15,12 @@ from ..lowering.stored import StoredClass
 from ..reports.chrome_trace import save_trace
 from ..reports.frame import schedule_frame
 from ..reports.html import document, figure
-from ..reports.plots import draw_memory, draw_tensors, draw_timeline, write_below
+from ..reports.plots import draw_accumulation, draw_memory, draw_tensors, draw_timeline, write_below
 from ..reports.timeline import Timeline, build_timeline
 from ..reports.units import format_seconds
 from ..sizes import format_bytes, format_least_bytes
 from ..solver import items
+from ..solver.accumulation import AccumulationTrial, Order
 from ..solver.explain import Explanation, explanation, offered
 from ..solver.items import ItemKind
 from ..solver.problem import Problem
@@ -27,8 +28,10 @@ from ..solver.schedule import Action, Kind, Schedule
 from ..solver.simulate import Simulation, simulate
 from ..split import Split
 from .about import UNKNOWN, About
+from .accumulation import chosen_words
 from .diff import Compared, PlanDiff, diff
 from .drives import path_words, stored_words
+from .orders import OtherOrder, order_words, other_trial
 from .saved import read, to_text
 from .table import BlockRow, plan_table
 
@@ -60,6 +63,8 @@ class Plan:
     allocator_bytes: the part of `fixed_bytes` that the device's allocator takes beyond the tensors in it.
     plan_s: seconds that planning took. problem: what was solved, as plain numbers; None for a forward-only plan.
     about: what it is of, in words. batch_size: samples per micro-batch, if `offmate.plan` was asked for one.
+    accumulation: all numbers and orders of micro-batches that were tried, if the planner chose them; else empty.
+    other_order: figures of the plan for the other order of micro-batches; None if it was not planned.
     from_cache: whether it was read from disk.
     """
 
@@ -79,6 +84,8 @@ class Plan:
     allocator_bytes: int = 0
     about: About = field(default=UNKNOWN, compare=False)
     batch_size: int | None = field(default=None, compare=False)
+    accumulation: tuple[AccumulationTrial, ...] = field(default=(), compare=False)
+    other_order: OtherOrder | None = field(default=None, compare=False)
     from_cache: bool = field(default=False, compare=False)
 
     @cached_property
@@ -137,6 +144,29 @@ class Plan:
     def split(self) -> Split:
         """The parameters that the host updates, and those that the device does; empty if the user's code updates."""
         return Split(tuple(self.schedule.update_cpu_s), tuple(self.schedule.update_device_s))
+
+    @property
+    def accumulation_steps(self) -> int:
+        """The micro-batches of an update, as `offmate.compile` wants to know it."""
+        return self.schedule.micro_batches * self.schedule.per_step
+
+    @property
+    def accumulation_order(self) -> Order:
+        """The order in which the micro-batches of an update run."""
+        return "by block" if self.schedule.per_step > 1 else "by batch"
+
+    @property
+    def compared(self) -> OtherOrder:
+        """The figures by which plans for two orders of micro-batches are compared."""
+        return OtherOrder(self.predicted_step_s, self.predicted_peak_bytes, self.host_bytes, self.moved_bytes[0])
+
+    @property
+    def order_words(self) -> str:
+        """In which order the micro-batches of an update run, and what that buys; empty if there is only one."""
+        if self.accumulation_steps == 1:
+            return ""
+        trial = other_trial(self.accumulation, self.accumulation_steps, self.accumulation_order)
+        return order_words(self.accumulation_order, self.compared, self.other_order, trial)
 
     @property
     def logged_bytes(self) -> int:
@@ -233,9 +263,13 @@ class Plan:
         if any(self.stored_bytes):
             lines += [self.stored_words, *self.path_words]
         if self.batch_size is not None:
-            samples = self.batch_size * self.schedule.micro_batches * self.schedule.per_step
+            samples = self.batch_size * self.accumulation_steps
             rate = samples / self.predicted_step_s if self.predicted_step_s else 0.0
             lines.append(f"batch size {self.batch_size}: {rate:.3g} samples/s predicted")
+        if self.order_words:
+            lines.append(self.order_words)
+        if self.accumulation:
+            lines.append(chosen_words(self.accumulation, self.accumulation_steps))
         if self.user_bytes >= _WORTH_SAYING_BYTES:
             lines.append(f"{format_bytes(self.user_bytes)} are reserved for your code between forward and backward")
         if self.problem is not None:
@@ -288,6 +322,15 @@ class Plan:
     def plot_tensors(self, ax: Axes | None = None) -> Axes:
         """Draw where every tensor is at each step, with matplotlib."""
         return self._named(draw_tensors(self.schedule, ax))
+
+    def plot_accumulation(self, tokens: int = 0, ax: Axes | None = None) -> Axes:
+        """Draw micro-batches per update against what they train per second, if the planner chose their number.
+
+        Parameters
+        ----------
+        tokens: of a micro-batch; 0 counts micro-batches.
+        """
+        return self._named(draw_accumulation(self.accumulation, self.accumulation_steps, tokens, ax))
 
     def _named(self, ax: Axes) -> Axes:
         """Return a plot with a line that says what it is of."""

@@ -11,12 +11,14 @@ from typing import Any
 
 from ..errors import PlanFileError
 from ..lowering.stored import StoredClass, StoredOption
+from ..solver.accumulation import AccumulationTrial
 from ..solver.files import problem_from_dict, read_record
 from ..solver.files import to_dict as problem_to_dict
 from ..solver.problem import Problem
 from ..solver.schedule import Schedule
 from ..solver.text import from_dict, to_dict
 from .about import UNKNOWN, About
+from .orders import OtherOrder
 from .table import BlockRow
 
 FORMAT = 3
@@ -41,9 +43,12 @@ class Figures:
     blocks: tuple[BlockRow, ...]
     allocator_bytes: int = 0
     about: About = UNKNOWN
+    accumulation: tuple[AccumulationTrial, ...] = ()
+    other_order: OtherOrder | None = None
 
     def __post_init__(self) -> None:
-        for record in (self, self.about, *self.about.storage, *self.blocks):
+        compared = () if self.other_order is None else (self.other_order,)
+        for record in (self, *compared, self.about, *self.about.storage, *self.blocks, *self.accumulation):
             for name, value in vars(record).items():
                 if isinstance(value, int | float) and not 0 <= value < math.inf:
                     raise ValueError(f"{name} is {value}; it must be finite and not negative")
@@ -65,6 +70,9 @@ def to_text(plan: Any) -> str:
             for key, stored in plan.classes.items()
         },
     }
+    trials, other = data.pop("accumulation"), data.pop("other_order")
+    data |= {"accumulation": [asdict(trial) for trial in trials]} if trials else {}
+    data |= {"other_order": asdict(other)} if other is not None else {}
     return json.dumps(data)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import ArgumentTypeError, ArgumentValueError
 from ..sizes import format_bytes
+from ..solver.accumulation import ORDERS, AccumulationTrial
 from ..solver.schedule import Schedule
 from .colours import KIND_COLOURS, STALL_COLOUR, block_colour
 from .extra import viz
@@ -178,6 +179,53 @@ def plot_sweep(plans: Iterable[Point] | Mapping[str, Iterable[Point]], ax: Axes 
         ax.set_title("What a budget costs", loc="left")
         ax.grid(alpha=0.25)
         ax.legend(frameon=False)
+        _frameless(ax)
+    return ax
+
+
+def draw_accumulation(
+    trials: Sequence[AccumulationTrial], chosen: int, tokens: int = 0, ax: Axes | None = None
+) -> Axes:
+    """Draw micro-batches per update against what they train per second, below what one resource alone would allow.
+
+    Parameters
+    ----------
+    trials: what was tried. chosen: the number of micro-batches that was chosen.
+    tokens: of a micro-batch; 0 counts micro-batches. ax: axes to draw on; new ones if None.
+
+    Returns: the axes. Raises: ArgumentValueError if nothing was tried that fits; ImportError if matplotlib is not
+        installed.
+    Source: GreedySnake, figure 3 (the roofline).
+    """
+    fitting = sorted((one for one in trials if one.fits), key=lambda one: one.micro_batches)
+    if not fitting:
+        raise ArgumentValueError('there is nothing to draw: plan with accumulation_steps="auto" and a budget that fits')
+    each = tokens or 1
+    with _canvas(ax, 10, 3.6) as ax:
+        for order in ORDERS:
+            # One micro-batch is of both orders.
+            of = [one for one in fitting if one.order == order or one.micro_batches == 1]
+            if len(of) > 1 or of[0].order == order:
+                ax.plot([one.micro_batches for one in of], [each * one.rate for one in of], marker="o", label=order)
+        best = {one.micro_batches: one for one in sorted(fitting, key=lambda one: one.rate)}
+        bounds = [best[count] for count in sorted(best)]
+        counts = [one.micro_batches for one in bounds]
+        for name, style, seconds in (
+            ("computes alone", "--", [one.compute_s for one in bounds]),
+            ("bytes alone", ":", [one.moved_s for one in bounds]),
+        ):
+            known = [(count, each * count / one_s) for count, one_s in zip(counts, seconds) if one_s > 0]
+            ax.plot(*zip(*known), style, color="0.5", label=name) if known else None
+        ax.axvline(chosen, color="0.5", linewidth=1, alpha=0.5)
+        most = max(each * one.micro_batches / one.compute_s for one in bounds if one.compute_s > 0)
+        ax.set_ylim(0, 1.25 * most)  # bytes alone may allow many times more
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(counts, [str(count) for count in counts])
+        ax.set_xlabel(f"micro-batches per update; thin line: {chosen}, which was chosen")
+        ax.set_ylabel("tokens/s" if tokens else "micro-batches/s")
+        ax.set_title("What more micro-batches per update train per second", loc="left")
+        ax.grid(alpha=0.25)
+        ax.legend(loc="lower right", frameon=False)
         _frameless(ax)
     return ax
 

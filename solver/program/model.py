@@ -43,7 +43,7 @@ are scaled only in this file: a budget is 1000 units, and so are the seconds tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Literal
@@ -79,6 +79,7 @@ class Program:
     device_rows: the expressions that the device budget bounds: (step, bytes).
     time: seconds of each step, in units of `time_unit_s`; empty unless the goal is time. times: how often each step
         happens in an iteration.
+    busy: by resource, the seconds that an iteration's work on it takes if nothing else is under way.
     traffic_slack_s: the most that the tie-breaking term can add to the objective.
     """
 
@@ -93,6 +94,7 @@ class Program:
     times: tuple[int, ...]
     time_unit_s: float
     traffic_slack_s: float
+    busy: Mapping[Resource, Terms]
 
 
 def state_program(problem: Problem, goal: Goal = "time") -> Program:
@@ -153,7 +155,19 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
         times=tuple(map(problem.times, range(problem.n_steps))),
         time_unit_s=unit_s,
         traffic_slack_s=TRAFFIC_WEIGHT * SCALE * unit_s,
+        busy=_busy(problem, account),
     )
+
+
+def _busy(problem: Problem, account: Account) -> dict[Resource, Terms]:
+    """Return the seconds of an iteration's work on each resource."""
+    spent = {one: [(1.0, terms) for terms in steps] for one, steps in account.seconds.items()}
+    for link, steps in account.moved.items():
+        spent[link] = [(1 / problem.rates.bytes_per_s(link), terms) for terms in steps]
+    return {
+        one: add(*((problem.times(step) * rate, terms) for step, (rate, terms) in enumerate(steps)))
+        for one, steps in spent.items()
+    }
 
 
 def _hold_the_rest(problem: Problem, choices: tuple[Choices, ...], account: Account) -> tuple[Terms, Terms]:
@@ -267,8 +281,7 @@ def _words(path: Path) -> tuple[tuple[Resource, str], ...]:
 
 def _unavoidable_s(problem: Problem) -> float:
     """Return the seconds that no plan avoids: each block's cheapest option, the start, and the gate."""
-    computes = (min(o.forward_s + o.backward_s for o in b.options) for b in problem.blocks)
-    return problem.micro_batches * (sum(computes) + problem.start_s) + problem.gate_s
+    return problem.micro_batches * problem.computes_s + problem.gate_s
 
 
 def _most(terms: Terms, builder: Builder) -> float:

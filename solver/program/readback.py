@@ -42,6 +42,7 @@ def read_solution(program: Program, answer: RawAnswer) -> Solution:
         step_s=step_s,
         memory_bytes=tuple(round(evaluate(m, values)) for m in program.memory),
         host_bytes=round(max(evaluate(row, values) for row in program.host)),
+        busy_s={str(resource): evaluate(seconds, values) for resource, seconds in program.busy.items()},
     )
 
 

@@ -46,6 +46,7 @@ ROOMS = (
     "offmate.solver.refinements",
     "offmate.solver.plan",
     "offmate.solver.batch_size",
+    "offmate.solver.accumulation",
     "offmate.solver.explain",
     "offmate.solver.files",
     "offmate.solver.old_text",

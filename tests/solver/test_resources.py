@@ -80,3 +80,10 @@ def test_a_limit_of_host_memory_is_kept_and_one_that_is_not_there_is_not_written
     assert limited.host_memory_shares == {"copy in": 0.4, "copy out": 0.8, "cpu": 0.6}
     assert limited.with_endless_host_memory.host_memory_shares == {}
     assert not any("host_memory" in name or "worker" in name for name in Rates(1.0, 2.0, 3.0).to_dict())
+
+
+@pytest.mark.parametrize("both", [6.0, 8.0, 10.0, 20.0])
+def test_seconds_of_both_links_are_those_of_their_rate_together(both):
+    path = Path("peer", 6.0, 4.0, both)
+    assert path.seconds(1 / 6, 1 / 4) == pytest.approx(2 / path.alike_bytes_per_s)
+    assert path.seconds(3.0, 0.0) == path.seconds(0.0, 3.0) == 3.0

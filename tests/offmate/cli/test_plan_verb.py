@@ -342,3 +342,18 @@ def test_a_card_without_a_rate_for_bfloat16_says_so(monkeypatch, cache, capsys):
         assert run(monkeypatch, cache, "tiny-llama", "--card", "t4", "--dtype", dtype) == 0
         words = "has no matrix rate for bfloat16, so that products are planned with that of float32, 6.48 TFLOP/s"
         assert (words in " ".join(capsys.readouterr().out.split())) == said
+
+
+def test_micro_batches_are_chosen_and_those_that_were_tried_are_shown(monkeypatch, cache, tmp_path, capsys):
+    target = tmp_path / "plan.json"
+    options = ["--gpu-budget", "12MiB", "--accumulation", "auto", "--json", str(target)]
+    assert run(monkeypatch, cache, "tiny-llama", *options, columns=110) == 0
+    said, plan = capsys.readouterr().out, load_plan(target)
+    count = plan.accumulation_steps
+    assert f"{count} micro-batches of 4 × 512 tokens" in " ".join(said.split()) or count == 1
+    for trial in plan.accumulation:
+        rate = f"{trial.rate * 2048:,.0f}" if trial.fits else "does not fit"
+        assert any(line.split()[:1] == [str(trial.micro_batches)] and rate in line for line in said.splitlines())
+    assert "1 % of tokens/s" in " ".join(said.split()) or "are the most" in " ".join(said.split())
+    assert run(monkeypatch, cache, "tiny-llama", "--sweep", "8MiB:12MiB:4MiB", "--accumulation", "auto") == 2
+    assert "another answer for each budget" in capsys.readouterr().err

@@ -507,3 +507,18 @@ def test_the_card_has_the_whole_command(base, tmp_path):
     head = yaml.safe_load(text.split("---")[1])
     assert head["base_model"] == str(base / "llama")
     compile(text.split("```python\n")[1].split("```")[0], "README.md", "exec")
+
+
+def test_chosen_micro_batches_are_said_once_and_stay_the_runs_own(base, tmp_path, monkeypatch, capsys):
+    output, more = tmp_path / "run", {"accumulation": "auto", "checkpoint_every": 1, "steps": 2}
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1)
+        assert cli.main(usual(base, output, **more)) == 1
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    (chosen,) = (event for event in said if event["event"] == "accumulation")
+    count = chosen["micro_batches"]
+    assert {trial["micro_batches"] for trial in chosen["trials"]} >= {1, count}
+    assert read_yaml(output / "finetune.yaml")["accumulation"] == count
+    rest = finetune(usual(base, output, **more, resume=True))
+    assert [event["event"] for event in rest].count("accumulation") == 0
+    assert len(losses(rest)) == 1 and read_yaml(output / "finetune.yaml")["accumulation"] == count

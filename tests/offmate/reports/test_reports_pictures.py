@@ -7,7 +7,9 @@ from xml.etree import ElementTree
 
 import pytest
 from offmate.solver import items
+from offmate.solver.accumulation import AccumulationTrial
 
+from offmate.errors import ArgumentValueError
 from offmate.plans.about import About
 from offmate.reports.colours import KIND_COLOURS, block_colour, text_on
 from offmate.reports.extra import viz
@@ -202,3 +204,20 @@ def test_colours_are_told_apart():
     assert len(set(colours)) == 70
     assert block_colour(0, 1).startswith("#") and block_colour(None, 3) not in colours
     assert text_on("#000000") == "#fff" and text_on("#ffffff") == "#000"
+
+
+def test_micro_batches_that_were_tried_are_drawn_below_what_one_resource_allows():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    trials = (
+        AccumulationTrial(1, "by batch", 2.0, 1.0, 1.5, "host"),
+        AccumulationTrial(2, "by batch", 3.0, 2.0, 2.0, "host"),
+        AccumulationTrial(2, "by block", 2.5, 2.0, 1.5, "host"),
+        AccumulationTrial(4, "by block", None),
+    )
+    axes = replace(tiny_plan(), accumulation=trials).plot_accumulation(tokens=10)
+    drawn = {line.get_label(): [float(y) for y in line.get_ydata()] for line in axes.lines}
+    assert drawn["by batch"] == pytest.approx([5.0, 20 / 3]) and drawn["by block"] == pytest.approx([5.0, 8.0])
+    assert drawn["computes alone"] == [10.0, 10.0] and drawn["bytes alone"] == pytest.approx([20 / 3, 40 / 3])
+    with pytest.raises(ArgumentValueError, match="nothing to draw"):
+        tiny_plan().plot_accumulation()

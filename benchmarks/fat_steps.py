@@ -1,0 +1,292 @@
+"""Micro-batches block by block beside the usual order, predicted: `python -m benchmarks.fat_steps [--json FILE]`.
+
+All seconds are predictions; nothing was run on such machines. First Llama-2-7B in bf16 with float32 copies and the
+rates of the RTX 4090's file, with 8 micro-batches of 2,048 tokens: with 120 GB of RAM and no drive, and with 24 GiB of
+RAM and the drives of `benchmarks/storage_plans.py`. Gradients are clipped, clipped with updates before the gate
+("speculated"), or not clipped; the usual order has a gate in any case. Seconds are the program's, in fractions; with
+`--whole` some are simulated for whole tensors, too, and these then count. Beside them stand the computes alone, and
+what the drive takes at least for the bytes that the plan moves there.
+
+Then GreedySnake's first machine and GPT-65B (its sections 4.5 and 6): how many micro-batches hide the optimizer's
+storage. "alpha" is the part of the stored states' traffic that is under way outside the backwards (its section 4.4).
+Where 195 GB of RAM do not suffice, the row has as much as it needs: parameters stay in RAM here, and so does what the
+half-layer blocks hand on, for each micro-batch.
+
+Each bar that a table is checked against is printed below it, met or not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from offmate.solver.fat_steps import for_all
+from offmate.solver.instances.synthetic import Precision, Shape, Speeds, llama, speculating
+from offmate.solver.plan import plan
+from offmate.solver.problem import Problem, Rates, update_steps
+from offmate.solver.solution import Solution
+from offmate.solver.solve import least_budget, least_host_within_device, solve
+
+from offmate.lowering.state_files import STATE_STORAGE, StateFiles
+from offmate.machines.hardware import load
+
+from .desktop import GB, gated, problem_of
+from .overhead import machine
+from .storage_plans import DRIVES
+from .tables import show
+
+MICRO_BATCHES = 8
+TOKENS = 2048
+_LIMIT_S = 300.0  # for each solve, by the clock: other work on the machine counts, too
+_BUFFERS_BYTES, _CAPACITY_BYTES = 150 << 20, 2000 * GB
+_AMPLE_RAM, _SHORT_RAM = 120 * GB, 24 << 30
+_FIGURES = ("compute s", "drive s", "program s", "simulated s", "status", "solved in s", "planned in s")
+_FIRST = (22, DRIVES[0][0])  # the case of the drives that is planned in whole tensors
+_UPDATES = ("unclipped", "clipped", "speculated")
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a figure must not exceed."""
+
+    what: str
+    figure: float | None
+    most: float
+
+    def words(self) -> str:
+        """Say whether the bar is met."""
+        if self.figure is None:
+            return f"no plan: {self.what} (at most {self.most:g})"
+        return (
+            f"{'met' if self.figure <= self.most else 'NOT MET'}: {self.what} {self.figure:.3g} (at most {self.most:g})"
+        )
+
+
+def main() -> None:
+    """Predict all tables, print them with their bars, and write them if asked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="a file, whose other tables stay")
+    parser.add_argument("--only", nargs="+", choices=_TABLES, default=list(_TABLES))
+    parser.add_argument("--whole", action="store_true", help="also plan some rows in whole tensors")
+    arguments = parser.parse_args()
+    for name in arguments.only:
+        title, rows_of, bars_of = _TABLES[name]
+        rows = []
+        for row in rows_of(arguments.whole):
+            print(json.dumps(row), flush=True)  # a row takes a while
+            rows.append(row)
+        bars = bars_of(rows)
+        show(f"{title}, predicted", rows, ".3g", width=190)
+        print("\n".join(bar.words() for bar in bars))
+        if arguments.json:
+            _write(arguments.json, name, {"title": title, "rows": rows, "bars": [vars(bar) for bar in bars]})
+
+
+def _write(path: Path, name: str, table: dict[str, Any]) -> None:
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**known, "machine": machine(), name: table}, indent=1) + "\n")
+
+
+# -- Llama-2-7B -------------------------------------------------------------------------------------------------------
+
+
+def _ram_rows(whole: bool) -> Iterator[dict[str, Any]]:
+    for gpu_gb in (22, 10):
+        plain = problem_of(load("rtx4090"), 1, TOKENS, gpu_gb * GB)
+        plain = replace(plain, host_budget_bytes=_AMPLE_RAM)
+        endless = replace(plain, rates=plain.rates.with_endless_host_memory)
+        for rate, problem in (("file's", plain), ("endless", endless)):
+            for order, updates in (("block", _UPDATES[0]), ("block", _UPDATES[1]), ("batch", _UPDATES[1])):
+                case = {"GPU GB": gpu_gb, "RAM rate": rate, "order": order, "updates": updates}
+                yield case | _figures(_ordered(problem, order, updates), whole and rate == "file's")
+
+
+def _drive_rows(whole: bool) -> Iterator[dict[str, Any]]:
+    for gpu_gb in (22, 10):
+        for drive, *rates in DRIVES:
+            # Whole layers as blocks: their solves take seconds.
+            plain = problem_of(load("rtx4090"), 1, TOKENS, gpu_gb * GB, whole_layers=gpu_gb > 10)
+            plain = _with_drive(plain, *(rate * GB for rate in rates), ram_bytes=_SHORT_RAM)
+            for order, updates in (
+                *(("block", one) for one in _UPDATES),
+                ("batch", "clipped"),
+                ("batch", "speculated"),
+            ):
+                case = {"GPU GB": gpu_gb, "drive": drive, "order": order, "updates": updates}
+                problem = _ordered(plain, order, updates)
+                least = least_budget(problem, time_limit_s=_LIMIT_S).bytes
+                if least > problem.device_budget_bytes:  # a search would take minutes to find that out
+                    nothing = dict.fromkeys(_FIGURES, None) | {"status": "does not fit"}
+                    yield case | {"least GPU GB": least / GB} | nothing
+                    continue
+                yield case | {"least GPU GB": least / GB} | _figures(problem, whole and (gpu_gb, drive) == _FIRST)
+
+
+def _with_drive(problem: Problem, read: float, write: float, both: float, *, ram_bytes: int) -> Problem:
+    tier = StateFiles(read, write, both, _CAPACITY_BYTES, _BUFFERS_BYTES).tier
+    rates = replace(problem.rates, tiers=(tier,))
+    return replace(problem, rates=rates, host_budget_bytes=ram_bytes, host_in_time=True)
+
+
+def _ordered(one: Problem, order: str, updates: str) -> Problem:
+    """Return the problem of an update of several micro-batches."""
+    if order == "batch" or updates != "unclipped":
+        one = gated(one, update_steps(one.groups, one.device_budget_bytes))
+    if updates == "speculated":
+        one = speculating(one)
+    return replace(one, micro_batches=MICRO_BATCHES) if order == "batch" else for_all(one, MICRO_BATCHES)
+
+
+def _figures(problem: Problem, whole: bool) -> dict[str, Any]:
+    started = time.perf_counter()
+    found = solve(problem, time_limit_s=_LIMIT_S)
+    solved_s = time.perf_counter() - started
+    simulation = plan(problem, time_limit_s=_LIMIT_S).simulation if whole else None
+    figures = (
+        problem.micro_batches * problem.computes_s,
+        _drive_s(problem, found),
+        found.objective_s if found.options else None,
+        simulation.step_s if simulation is not None else None,
+        found.status.name.lower(),
+        solved_s,
+        time.perf_counter() - started - solved_s if whole else None,
+    )
+    return dict(zip(_FIGURES, figures))
+
+
+def _drive_s(problem: Problem, found: Solution) -> float | None:
+    """Return the seconds that a plan's bytes keep the drive busy, if nothing else takes time."""
+    path = problem.rates.paths.get(STATE_STORAGE)
+    if path is None or not found.options:
+        return None
+    return path.seconds(*(found.busy_s.get(link, 0.0) for link in path.links))
+
+
+def _seconds(row: dict[str, Any]) -> float | None:
+    found = row["program s"] if row["simulated s"] is None else row["simulated s"]
+    return None if found is None else float(found)
+
+
+def _of(rows: list[dict[str, Any]], **case: Any) -> float | None:
+    """Return the seconds of the row with these cells; blanks stand for underscores."""
+    cells = {name.replace("_", " "): value for name, value in case.items()}
+    (row,) = (row for row in rows if cells.items() <= row.items())
+    return _seconds(row)
+
+
+def _ram_bars(rows: list[dict[str, Any]]) -> list[Bar]:
+    found = []
+    for gpu_gb, most in ((22, 1.0), (10, 0.9)):
+        for rate in ("file's", "endless"):
+            case = {"GPU_GB": gpu_gb, "RAM_rate": rate, "updates": "clipped"}
+            blocks, usual = _of(rows, order="block", **case), _of(rows, order="batch", **case)
+            ratio = blocks / usual if blocks is not None and usual is not None else None
+            found.append(Bar(f"block by block / usual order, clipped, {gpu_gb} GB, RAM rate {rate}:", ratio, most))
+    return found
+
+
+def _drive_bars(rows: list[dict[str, Any]]) -> list[Bar]:
+    limits = zip(_UPDATES, (18.0, 30.5, 19.0))
+    case = {"GPU_GB": 22, "order": "block"}
+    return [
+        Bar(
+            f"seconds with 22 GB and a drive of {drive}, {updates}:",
+            _of(rows, drive=drive, updates=updates, **case),
+            most,
+        )
+        for updates, most in limits
+        for drive in (DRIVES[0][0], DRIVES[1][0])
+    ]
+
+
+# -- GreedySnake's first machine --------------------------------------------------------------------------------------
+
+_SNAKE_COUNTS = (8, 16, 20, 24)
+_SNAKE_GPU_BYTES, _SNAKE_RAM_BYTES = 22 * GB, 195 * GB  # of 24 and of 256: less what the system and buffers take
+_SNAKE_READ, _SNAKE_WRITE = 6.5 * GB, 4.0 * GB  # a PM9A3's, which do not help each other
+_SNAKE_FLOPS, _SNAKE_MEMORY = 64e12, 768 * GB  # an A5000's: 16.4 s per micro-batch of 2,048 tokens, as section 6.4 says
+_SNAKE_LINK, _SNAKE_LINK_BOTH = 25 * GB, 40 * GB  # PCIe 4.0
+# Where the paper's RAM does not suffice, a row has so many times the least that does, if that is not far more.
+_ROOM, _FAR = 1.05, 2.0
+_SNAKE_FIGURES = ("RAM GB", "compute s", "drive s", "program s", "alpha", "status", "solved in s")
+_SNAKE_HOST_UPDATES = 200 * GB  # bytes per second of updates on two EPYC 7302, assumed
+
+
+def _snake_rows(whole: bool) -> Iterator[dict[str, Any]]:
+    del whole  # a plan of 160 blocks takes too long
+    one = snake_problem()
+    clipped = gated(one, update_steps(one.groups, one.device_budget_bytes))
+    for updates, problem in (("unclipped", one), ("clipped", clipped)):
+        for count in _SNAKE_COUNTS:
+            fat = for_all(problem, count)
+            least = least_host_within_device(fat, time_limit_s=_LIMIT_S) or 0
+            case = {"micro-batches": count, "updates": updates, "least RAM GB": least / GB}
+            if least > _FAR * fat.host_budget_bytes:
+                yield case | dict.fromkeys(_SNAKE_FIGURES, None) | {"status": "does not fit"}
+                continue
+            if least > fat.host_budget_bytes:
+                fat = replace(fat, host_budget_bytes=round(_ROOM * least))
+            yield case | _snake_figures(fat)
+
+
+def snake_problem() -> Problem:
+    """Return GPT-65B's problem of one micro-batch on GreedySnake's first machine (its tables 1 and 2)."""
+    precision = Precision(param_bytes=2, grad_bytes=2, state_bytes=12, activation_bytes=2)
+    rates = Rates(_SNAKE_LINK, _SNAKE_LINK, _SNAKE_LINK_BOTH, 1e-3)
+    moved = precision.state_bytes * 2 + precision.grad_bytes + precision.param_bytes  # of an update, per parameter
+    updates = (precision.param_bytes * rate / moved for rate in (_SNAKE_HOST_UPDATES, _SNAKE_MEMORY))
+    shape = Shape(80, 8192, 4 * 8192, vocab=50257, batch=1, sequence=TOKENS, gated=False)
+    speeds = Speeds(_SNAKE_FLOPS, _SNAKE_MEMORY, *updates, rates)
+    problem = llama(shape, speeds, _SNAKE_GPU_BYTES, _SNAKE_RAM_BYTES, precision=precision)
+    both = 2 / (1 / _SNAKE_READ + 1 / _SNAKE_WRITE)
+    return _with_drive(problem, _SNAKE_READ, _SNAKE_WRITE, both, ram_bytes=_SNAKE_RAM_BYTES)
+
+
+def _snake_figures(problem: Problem) -> dict[str, Any]:
+    found = solve(problem, time_limit_s=_LIMIT_S)
+    n = problem.n_blocks
+    again = zip(problem.blocks, found.options)
+    computes_s = sum(b.options[o].forward_s + b.options[o].backward_s for b, o in again) if found.options else None
+    flows = [(group.state_bytes, found.groups[group.name]) for group in problem.groups if found.options]
+    trips = [(size, trip) for size, flow in flows for trip in (flow.state_in, flow.state_out)]
+    moved = [(step, size * part) for size, trip in trips for step, part in trip.items()]
+    total = sum(size for _, size in moved)
+    figures = (
+        problem.host_budget_bytes / GB,
+        computes_s,
+        _drive_s(problem, found),
+        found.objective_s if found.options else None,
+        sum(size for step, size in moved if not n <= step < 2 * n) / total if total else None,
+        found.status.name.lower(),
+        found.solve_s,
+    )
+    return dict(zip(_SNAKE_FIGURES, figures))
+
+
+def _snake_bars(rows: list[dict[str, Any]]) -> list[Bar]:
+    found = []
+    for row in rows:
+        if row["updates"] == "unclipped" and row["micro-batches"] >= 20:
+            what, own = f"{row['micro-batches']} micro-batches / compute:", row["least RAM GB"] * GB <= _SNAKE_RAM_BYTES
+            ratio = row["program s"] / row["compute s"] if row["program s"] is not None else None
+            found.append(Bar(f"GPT-65B in 195 GB of RAM, {what}", ratio if own else None, 1.01))
+            if not own:
+                found.append(Bar(f"GPT-65B in {row['RAM GB']:.0f} GB of RAM, {what}", ratio, 1.01))
+    return found
+
+
+_Row = dict[str, Any]
+_TABLES: dict[str, tuple[str, Callable[[bool], Iterator[_Row]], Callable[[list[_Row]], list[Bar]]]] = {
+    "ram": ("Llama-2-7B, 8 micro-batches, 120 GB of RAM, no drive", _ram_rows, _ram_bars),
+    "drives": ("Llama-2-7B, 8 micro-batches, 24 GiB of RAM and a drive", _drive_rows, _drive_bars),
+    "snake": ("GPT-65B on GreedySnake's first machine", _snake_rows, _snake_bars),
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""The numbers of micro-batches per update that a planner has tried, as a table on screen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+
+from ..plans.accumulation import chosen_words, path_name, unfit_words
+from ..plans.plan import Plan
+from ..reports.units import format_seconds
+from ..solver.accumulation import AccumulationTrial
+from .screen import NARROW
+
+_BESIDE_BAR = 63  # screen columns beside the bar
+
+
+def accumulation_table(plan: Plan, tokens: int, width: int) -> Table:
+    """Tabulate what was tried: seconds of an update, tokens per second, and those that one resource alone would allow.
+
+    Parameters
+    ----------
+    plan: one whose planner chose the number. tokens: of one update of the plan; 0 if unknown, which counts
+        micro-batches. width: of the screen, in columns.
+    """
+    each = tokens / plan.accumulation_steps if tokens else 1.0
+    unit = "tokens/s" if tokens else "micro-\nbatches/s"
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    for heading in (
+        "micro-\nbatches",
+        "order",
+        "one update",
+        unit.replace("-", "-\n"),
+        "compute\nalone",
+        "bytes\nalone",
+    ):
+        table.add_column(heading, justify="left" if heading == "order" else "right", no_wrap=True)
+    wide = width >= NARROW
+    if wide:
+        table.add_column("", no_wrap=True)
+    shown = sorted(plan.accumulation, key=lambda one: (one.micro_batches, one.order))
+    most = max((one.rate for one in shown), default=0.0)
+    for one in shown:
+        chosen = (one.micro_batches, one.order) == (plan.accumulation_steps, plan.accumulation_order)
+        table.add_row(*_cells(one, each, width - _BESIDE_BAR if wide else 0, most), style="bold" if chosen else "")
+    table.caption = "\n".join(_caption(plan, shown))
+    table.caption_justify = "left"
+    return table
+
+
+def _cells(one: AccumulationTrial, each: float, columns: int, most: float) -> list[str]:
+    order = "either" if one.micro_batches == 1 else one.order
+    bar = ["█" * max(1, round(columns * one.rate / most)) if one.fits and most else ""] if columns else []
+    if one.update_s is None:
+        return [str(one.micro_batches), order, unfit_words(one), "-", "-", "-", *bar]
+    alone = (_rate(one.micro_batches * each / seconds) if seconds else "-" for seconds in (one.compute_s, one.moved_s))
+    return [str(one.micro_batches), order, format_seconds(one.update_s), _rate(each * one.rate), *alone, *bar]
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
+
+
+def _caption(plan: Plan, shown: Sequence[AccumulationTrial]) -> list[str]:
+    words = chosen_words(shown, plan.accumulation_steps)
+    lines = [f"{words[:1].upper()}{words[1:]}. Seconds are those of fractions of tensors."]
+    busiest = dict.fromkeys(path_name(one.moved_on) for one in shown if one.fits)
+    lines.append(f"Alone: the rate if only computes, or only the bytes on {' or '.join(busiest)}, took time.")
+    if len({one.order for one in shown if one.micro_batches > 1}) == 1:
+        lines.append("Only one order was tried; --order names one, and says why where it cannot run.")
+    return lines

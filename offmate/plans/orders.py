@@ -1,0 +1,68 @@
+"""What the order of an update's micro-batches buys and costs, against the other one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..reports.units import format_seconds
+from ..sizes import format_bytes
+from ..solver.accumulation import AccumulationTrial, Order
+
+_SAME_BYTES = 1 << 20
+_NAMES: dict[Order, str] = {"by batch": "one after the other", "by block": "block by block"}
+
+
+@dataclass(frozen=True)
+class OtherOrder:
+    """The plan for the other order of micro-batches, as far as it is compared.
+
+    Parameters
+    ----------
+    step_s: seconds of an update; None if there is no such plan. device_bytes, host_bytes: the most on the GPU and in
+        RAM. moved_bytes: that are copied to the GPU per update. why: the reason why there is no plan.
+    """
+
+    step_s: float | None
+    device_bytes: int = 0
+    host_bytes: int = 0
+    moved_bytes: int = 0
+    why: str = ""
+
+
+def order_words(own_order: Order, own: OtherOrder, other: OtherOrder | None, trial: AccumulationTrial | None) -> str:
+    """Say in which order micro-batches run, and what that buys and costs.
+
+    Parameters
+    ----------
+    own: figures of the plan itself. other: of the plan in the other order; None if it was not planned. trial: what the
+        program predicts for the other order in fractions of tensors; None if it was not solved.
+    """
+    (order,) = (one for one in _NAMES if one != own_order)
+    begin, name = f"micro-batches run {_NAMES[own_order]}", _NAMES[order]
+    if other is None:
+        if trial is None:
+            return f"{begin}; {name} was not planned, so it is not known what the order buys"
+        predicted = "does not fit" if trial.update_s is None else f"takes {format_seconds(trial.update_s)} per update"
+        return f"{begin}; {name} {predicted} in fractions of tensors, and was not planned in whole ones"
+    if other.step_s is None:
+        return f"{begin}; {name} has no plan: {other.why}"
+    assert own.step_s is not None
+    less = f"which takes {format_seconds(other.step_s - own.step_s)} less per update than {name}"
+    costs = [
+        _bytes(own.device_bytes - other.device_bytes, "GPU memory"),
+        _bytes(own.host_bytes - other.host_bytes, "RAM"),
+    ]
+    copied = f"{format_bytes(own.moved_bytes)} instead of {format_bytes(other.moved_bytes)} are copied to the GPU"
+    return f"{begin}, {less} ({format_seconds(other.step_s)}), with {' and '.join(costs)}; {copied}"
+
+
+def other_trial(trials: Sequence[AccumulationTrial], count: int, own: Order) -> AccumulationTrial | None:
+    """Return the trial of the same number of micro-batches in the other order; None if it was not made."""
+    return next((one for one in trials if one.micro_batches == count and one.order != own), None)
+
+
+def _bytes(more: int, what: str) -> str:
+    if abs(more) < _SAME_BYTES:
+        return f"as much {what}"
+    return f"{format_bytes(abs(more))} {'more' if more > 0 else 'less'} {what}"

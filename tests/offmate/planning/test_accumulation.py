@@ -1,0 +1,70 @@
+"""offmate.plan(accumulation_steps="auto"): the number, the order, what was tried, and a loop that follows the plan."""
+
+import pytest
+import torch
+
+import offmate
+from offmate.planning.orders import in_faster_order
+
+from ..loops import adamw, batch, tiny
+
+SETTINGS = {"device": "emulated", "cpu_budget": 1 << 30}
+QUIET = offmate.Config(cache_dir=None)
+
+
+def plan(budget, steps="auto", config=QUIET, **more):
+    model = tiny()
+    arguments = {"example_inputs": batch(0), "optimizer": adamw(model), "accumulation_steps": steps, "config": config}
+    return offmate.plan(model, budget, **arguments, **SETTINGS, **more)
+
+
+def test_a_plan_knows_all_that_was_tried_and_trains_as_chosen(tmp_path):
+    found = plan("40KiB")
+    count = found.accumulation_steps
+    (chosen,) = (
+        one for one in found.accumulation
+        if (one.micro_batches, one.order) == (count, found.accumulation_order) or one.micro_batches == count == 1
+    )  # fmt: skip
+    assert chosen.rate == max(one.rate for one in found.accumulation if one.micro_batches == count)
+    assert f"{count} micro-batches per update" in found.explain()
+    found.save(tmp_path / "plan.json")
+    assert offmate.load_plan(tmp_path / "plan.json").accumulation == found.accumulation
+
+    model = tiny()
+    optimizer = adamw(model)
+    offmate.compile(model, "40KiB", optimizer=optimizer, plan=found, accumulation_steps=count, config=QUIET, **SETTINGS)
+    reference = tiny()
+    plain = adamw(reference)
+    for given in model.offmate.batches([batch(index) for index in range(count)]):
+        (model(**given)["loss"] / count).backward()
+        (reference(**given)["loss"] / count).backward()
+    optimizer.step()
+    plain.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters()))
+
+
+def test_a_named_order_is_the_only_one_that_is_tried():
+    config = offmate.Config(cache_dir=None, accumulation_order="by batch")
+    assert {one.order for one in plan("40KiB", config=config).accumulation} == {"by batch"}
+
+
+def test_without_an_optimizer_or_elsewhere_auto_is_refused():
+    model = tiny()
+    with pytest.raises(offmate.OffmateError, match='accumulation_steps="auto" needs optimizer='):
+        offmate.plan(model, "40KiB", example_inputs=batch(0), accumulation_steps="auto", **SETTINGS)
+    with pytest.raises(offmate.OffmateError, match=r'offmate\.plan finds one for "auto"'):
+        offmate.compile(model, "40KiB", optimizer=adamw(model), accumulation_steps="auto", **SETTINGS)
+
+
+def test_what_an_order_buys_is_said_only_where_both_were_planned(tmp_path):
+    assert "block by block was not planned" in plan("1MiB", steps=4).explain()
+    assert plan("1MiB", steps=1).order_words == ""
+    own, config = in_faster_order(lambda one: plan("1MiB", steps=4, config=one), QUIET, 4)
+    (order,) = {"by batch", "by block"} - {config.accumulation_order}
+    other = plan("1MiB", steps=4, config=offmate.Config(cache_dir=None, accumulation_order=order))
+    assert own.other_order == other.compared
+    assert "less per update than" in own.order_words and own.order_words in own.explain()
+    own.save(tmp_path / "plan.json")
+    assert offmate.load_plan(tmp_path / "plan.json").order_words == own.order_words
+    small, _ = in_faster_order(lambda one: plan("25KiB", steps=4, config=one), QUIET, 4)
+    assert "block by block has no plan: a budget of 25 KiB is too small" in small.explain()

@@ -1,0 +1,74 @@
+"""The search for the least number of micro-batches: curves whose answer is known, and what is solved on the way."""
+
+from __future__ import annotations
+
+import pytest
+from offmate.solver import accumulation
+from offmate.solver.accumulation import AccumulationTrial, fewest, tried, try_micro_batches
+from offmate.solver.fat_steps import for_all
+from offmate.solver.instances.synthetic import Rates, Shape, Speeds, llama
+from offmate.solver.solve import solve
+
+
+def _search(monkeypatch, seconds, compute_s=1.0, orders=("by block",), **limits):
+    """Search a curve: `seconds` by number of micro-batches and order, None where nothing fits."""
+    made: list[tuple[int, str]] = []
+
+    def trial(problem, order, solution):
+        made.append(problem)
+        return AccumulationTrial(problem[0], order, seconds(*problem), compute_s * problem[0])
+
+    monkeypatch.setattr(accumulation, "solve", lambda problem, **limits: None)
+    monkeypatch.setattr(accumulation, "tried", trial)
+    found = list(try_micro_batches(lambda count, order: (count, order), orders=orders, **limits))  # type: ignore[arg-type,return-value]
+    return fewest(found), made
+
+
+@pytest.mark.parametrize("bend", [1, 2, 3, 5, 13, 20, 33, 57])
+def test_the_number_at_which_computing_takes_longest_is_found_with_few_solves(monkeypatch, bend):
+    found, made = _search(monkeypatch, lambda count, order: max(float(bend), count))
+    assert found.micro_batches == bend
+    assert len(made) <= 10
+
+
+def test_a_curve_that_bends_slowly_ends_where_one_more_adds_less_than_a_percent(monkeypatch):
+    # n / (10 + n) grows by less than 1 % where 10 < 0.01 n (11 + n), from 27 on.
+    found, made = _search(monkeypatch, lambda count, order: 10.0 + count, gap=0.0)
+    assert found.micro_batches in (27, 28)
+    assert len(made) <= 12
+
+
+def test_the_limit_and_the_memory_end_the_search(monkeypatch):
+    found, made = _search(monkeypatch, lambda count, order: 1e6, most=24)
+    assert found.micro_batches == 24 == max(count for count, _ in made)
+    found, _ = _search(monkeypatch, lambda count, order: 1e6 if count <= 8 else None)
+    assert found.micro_batches == 8
+    found, made = _search(monkeypatch, lambda count, order: None)
+    assert not found.fits and len(made) == 1
+
+
+def test_the_faster_order_is_taken_and_a_clearly_slower_one_is_left_out(monkeypatch):
+    def seconds(count, order):
+        if order == "by block" and count > 8:
+            return None
+        return 40.0 + count if order == "by block" else 60.0 + count
+
+    found, made = _search(monkeypatch, seconds, orders=("by batch", "by block"), most=16)
+    assert (2, "by batch") in made and (8, "by batch") not in made
+    assert (16, "by batch") in made  # the other one does not fit there
+    assert (found.micro_batches, found.order) == (16, "by batch")
+
+
+def test_the_seconds_that_a_trial_names_alone_are_no_more_than_those_of_the_update():
+    rates = Rates(2e9, 2e9, 3e9, 1e-5)
+    shape = Shape(4, 512, 1408, 2000, batch=1, sequence=128)
+    problem = llama(shape, Speeds(1e13, 3e11, 1e9, 8e10, rates), 60 * 10**6, 2 * 10**9, whole_layers=True)
+    fat = for_all(problem, 3)
+    trial = tried(fat, "by block", solve(fat, gap=0.0))
+    blocks = (min(o.forward_s + o.backward_s for o in block.options) for block in problem.blocks)
+    assert trial.micro_batches == 3
+    assert trial.compute_s == pytest.approx(3 * sum(blocks))
+    assert trial.update_s is not None and trial.moved_on == "host"
+    # Both links are busy on this one; the bytes of both take longer together than those of the busier link.
+    assert 0 < trial.moved_s <= trial.update_s * (1 + 1e-6)
+    assert 0 < max(trial.compute_s, trial.cpu_s) <= trial.update_s
