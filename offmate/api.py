@@ -24,6 +24,7 @@ from .machines.hardware import names as names_of_hardware
 from .machines.host_memory import default_host_budget_bytes
 from .optim.probe import check_optimizer
 from .optim.updater import Updater, parameter_names
+from .planning.before_gate import with_break_even
 from .planning.batch_size import batch_size_of, check_batch_size, fastest_batch_size, planned_within, resized
 from .planning.outlook import Outlook, outlooks_elsewhere
 from .planning.placement import fitted, pockets
@@ -300,7 +301,9 @@ def _sized(
 ) -> Plan:
     """Plan for a batch of this size; "auto" stands for the size that the solver predicts to be the fastest."""
 
-    def planned(size: int | None) -> Plan:
+    usual = request.speculating(False) if request.chooses else request
+
+    def planned(size: int | None, request: Request = usual) -> Plan:
         args, kwargs = batch if size is None else resized(batch, size)
         if machine is not None:
             return plan_elsewhere(model, args, kwargs, request, updater, machine, say)
@@ -319,8 +322,11 @@ def _sized(
         del held
         return plan
 
+    def compared(plan: Plan) -> Plan:
+        return with_break_even(plan, lambda own: planned(plan.batch_size, own), request, machine is not None)
+
     if batch_size is None:
-        return planned(None)
+        return compared(planned(None))
     size = batch_size_of(batch) if batch_size == "auto" else batch_size
     plan = planned_within(planned, size) if batch_size == "auto" else replace(planned(size), batch_size=size)
     if batch_size == "auto" and plan.problem is not None and plan.batch_size is not None:
@@ -329,7 +335,7 @@ def _sized(
         fastest = fastest_batch_size(plan.problem, plan.batch_size, limit_s, config.solver_gap, say)
         if fastest != plan.batch_size:
             plan = planned_within(planned, fastest)
-    return plan
+    return compared(plan)
 
 
 def _checked(config: Config | None) -> Config:
@@ -383,7 +389,7 @@ def _check_speculation(
     own = optimizer is not None and unscales_itself(optimizer)
     if config.speculate and scaler is not None and max_grad_norm is None and own:
         raise OffmateError(
-            f"Config(speculate=True) cannot undo updates of a fused {type(optimizer).__name__} with grad_scaler=: its "
+            f"Config(speculate={config.speculate!r}) cannot undo updates of a fused {type(optimizer).__name__} with grad_scaler=: its "
             "kernel unscales gradients in place. Pass max_grad_norm=float('inf'), which has gradients unscaled "
             "before, or leave speculate= or fused=True out"
         )

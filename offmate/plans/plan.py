@@ -27,6 +27,7 @@ from ..solver.schedule import Action, Kind, Schedule
 from ..solver.simulate import Simulation, simulate
 from ..split import Split
 from .about import UNKNOWN, About
+from .break_even import BreakEven
 from .diff import Compared, PlanDiff, diff
 from .drives import path_words, stored_words
 from .saved import read, to_text
@@ -60,7 +61,8 @@ class Plan:
     allocator_bytes: the part of `fixed_bytes` that the device's allocator takes beyond the tensors in it.
     plan_s: seconds that planning took. problem: what was solved, as plain numbers; None for a forward-only plan.
     about: what it is of, in words. batch_size: samples per micro-batch, if `offmate.plan` was asked for one.
-    from_cache: whether it was read from disk.
+    break_even: how it compares with a plan whose updates wait for the gate, or with one whose updates do not; None if
+        only one was made. from_cache: whether it was read from disk.
     """
 
     fingerprint: str
@@ -79,6 +81,7 @@ class Plan:
     allocator_bytes: int = 0
     about: About = field(default=UNKNOWN, compare=False)
     batch_size: int | None = field(default=None, compare=False)
+    break_even: BreakEven | None = field(default=None, compare=False)
     from_cache: bool = field(default=False, compare=False)
 
     @cached_property
@@ -228,6 +231,8 @@ class Plan:
                 "a step that clips and skips nothing is predicted: the CPU updates before that is known, and keeps "
                 f"{format_bytes(self.logged_bytes)} of old values in RAM, to undo updates where it is wrong"
             )
+        if self.break_even is not None:
+            lines.append(self.break_even.words())
         if self.read_bytes:
             lines.append(f"{self.read_words}; they pass RAM, which does not keep them")
         if any(self.stored_bytes):

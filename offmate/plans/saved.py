@@ -17,6 +17,7 @@ from ..solver.problem import Problem
 from ..solver.schedule import Schedule
 from ..solver.text import from_dict, to_dict
 from .about import UNKNOWN, About
+from .break_even import BreakEven
 from .table import BlockRow
 
 FORMAT = 3
@@ -41,9 +42,11 @@ class Figures:
     blocks: tuple[BlockRow, ...]
     allocator_bytes: int = 0
     about: About = UNKNOWN
+    break_even: BreakEven | None = None
 
     def __post_init__(self) -> None:
-        for record in (self, self.about, *self.about.storage, *self.blocks):
+        compared = () if self.break_even is None else (self.break_even,)
+        for record in (self, *compared, self.about, *self.about.storage, *self.blocks):
             for name, value in vars(record).items():
                 if isinstance(value, int | float) and not 0 <= value < math.inf:
                     raise ValueError(f"{name} is {value}; it must be finite and not negative")
@@ -65,7 +68,8 @@ def to_text(plan: Any) -> str:
             for key, stored in plan.classes.items()
         },
     }
-    return json.dumps(data)
+    compared = data.pop("break_even")
+    return json.dumps(data if compared is None else data | {"break_even": compared.to_dict()})
 
 
 def _about(about: About) -> dict[str, Any]:
@@ -110,6 +114,8 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
     for name in read_apart.keys() - data.keys():
         raise ValueError(f"the plan lacks {name!r}")
     rest = {key: value for key, value in data.items() if key != "format" and key not in read_apart}
+    if isinstance(compared := rest.get("break_even"), dict):  # its share follows from its other figures
+        rest["break_even"] = {key: value for key, value in compared.items() if key != "share"}
     figures: Figures = read_record(rest, Figures, "plan")
     found = vars(figures) | {name: read_one(data[name]) for name, read_one in read_apart.items()}
     _check_options(found["schedule"], found["problem"], figures)

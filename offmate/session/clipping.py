@@ -26,10 +26,10 @@ class Clipping:
     decided before a step, the step then is the worse one. Since the evidence grows, a sequence that does not answer to
     the rule, such as one that alternates with a period near 64, costs a few times its own swing, and not a share.
 
-    State: the account in seconds, what it asks for as a multiple, and the last 64 steps. Changed by one thread.
+    State: `early`, what it has decided; the account in seconds, the multiple of what it asks for, and the last 64
+    steps. Changed by one thread.
 
-    Source: the work function algorithm for two states (Borodin, Linial and Saks, 1992), with clamped difference; the
-        growing evidence is that of doubling (Auer, Cesa-Bianchi, Freund and Schapire, 1995).
+    Source: Borodin, Linial and Saks, An optimal on-line algorithm for metrical task systems, 1992 (two states).
     """
 
     def __init__(self) -> None:
@@ -60,9 +60,9 @@ class Clipping:
         self._account_s = min(full_s, max(0.0, account_s))
         misses, seen = self.steps
         if self.early:
-            ends = account_s <= 0
-            self._times *= _MORE if ends else 1.0
+            switches = account_s <= 0
+            self._times *= _MORE if switches else 1.0
         else:
-            ends = account_s >= full_s and misses < figures.share * seen
-        self.early ^= ends
-        return ends
+            switches = account_s >= full_s and misses < figures.share * seen
+        self.early ^= switches
+        return switches
