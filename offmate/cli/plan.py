@@ -119,7 +119,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--speculate",
         action="store_true",
         help="let the CPU update before it is known whether gradients are clipped or a step is skipped, and undo what "
-        "turns out to be wrong; the predicted step is one that clips nothing",
+        "turns out to be wrong; says the step that clips nothing, the one that does, and how many of them pay",
     )
 
 
@@ -216,6 +216,7 @@ def _make(arguments: argparse.Namespace, training: Training, machine: Hardware, 
         import offmate
 
         from ..planning.orders import in_faster_order
+        from ..plans.break_even import break_even
         from .shapes import autocast
     with working("building the model"):
         model, batch = training.built()
@@ -238,6 +239,9 @@ def _make(arguments: argparse.Namespace, training: Training, machine: Hardware, 
         order = arguments.order.replace("-", " ")
         config = offmate.Config(accumulation_order=order, speculate=training.speculate)
         plan, _ = in_faster_order(planned, config, training.accumulation)
+        if training.speculate and not arguments.sweep:
+            waits, _ = in_faster_order(planned, replace(config, speculate=False), training.accumulation)
+            plan = replace(plan, break_even=break_even(waits.schedule, plan.schedule))
     beyond = machine.device_memory_bytes < budget_bytes
     warning = f", which has only {format_bytes(machine.device_memory_bytes)}" if beyond else ""
     slow = machine.rate_words(training.matrix_dtype)

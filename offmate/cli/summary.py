@@ -159,6 +159,8 @@ def summary(plan: Plan, tokens: int = 0) -> Iterator[tuple[str, str | Text]]:
     yield "GPU memory", f"{peak} at most, budget {budget}; the least budget that works is {least}"
     yield "RAM", f"{format_least_bytes(plan.host_bytes)} of tensors"
     yield "moved", f"{format_bytes(into)} in and {format_bytes(out)} out per step"
+    if plan.break_even is not None:
+        yield "before the gate", plan.break_even.words()
     if plan.read_bytes:
         yield "storage", plan.read_words
     if any(plan.stored_bytes):

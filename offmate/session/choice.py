@@ -35,12 +35,11 @@ class Choice:
         self, model: torch.nn.Module, call: Call, make_room: Callable[[], None]
     ) -> tuple[Variant, list[torch.Tensor | None]]:
         """Return the variant for a call and its leaves, as `Preparer.variant_for` does."""
-        own = self._own(call)
-        found = self._preparer.variant_for(model, own, make_room)
-        if self.clipping is None or not call.trains or found[0].prepared.plan.break_even is not None:
-            return found
-        self._compare(model, call, make_room)
-        return self._preparer.variant_for(model, own, make_room)
+        if self.clipping is not None and call.trains:
+            gated = self._preparer.known(call)
+            if gated is None or gated.figures is None:
+                self._compare(model, call, make_room)
+        return self._preparer.variant_for(model, self._own(call), make_room)
 
     def known(self, call: Call) -> Variant | None:
         """Return the variant that is kept for a call; None if it would have to be planned."""
@@ -53,7 +52,7 @@ class Choice:
         ----------
         variant: whose it is. kept: whether its gate has kept the updates before it, or would have kept them.
         """
-        figures = variant.prepared.plan.break_even
+        figures = variant.figures
         if self.clipping is None or figures is None or not self.clipping.note(figures, missed=not kept):
             return
         misses, seen = self.clipping.steps
@@ -74,8 +73,12 @@ class Choice:
         )
 
     def _own(self, call: Call) -> Call:
-        early = self.clipping is not None and self.clipping.early and call.trains
-        return replace(call, early=True) if early else call
+        """Return the call of the plan that runs now; one that gains nothing with updates before the gate waits for it."""
+        if self.clipping is None or not (self.clipping.early and call.trains):
+            return call
+        gated = self._preparer.known(call)
+        gains = gated is not None and gated.figures is not None and gated.figures.share > 0
+        return replace(call, early=gains)
 
     def _compare(self, model: torch.nn.Module, call: Call, make_room: Callable[[], None]) -> None:
         """Plan both ways, and note in each plan how they compare."""
@@ -89,5 +92,6 @@ class Choice:
             log.info("no plan updates before the gate: %s", error)
             figures = alone(usual)
         for variant in variants:
+            variant.figures = figures
             variant.prepared = replace(variant.prepared, plan=replace(variant.prepared.plan, break_even=figures))
         log.info("%s", figures.words())

@@ -15,6 +15,7 @@ from ..capture.byproducts import ByProduct
 from ..capture.recipes import Recipe
 from ..errors import CaptureError
 from ..planning.request import Prepared
+from ..plans.break_even import BreakEven
 from ..runtime.memory.reserve import MemoryLayout
 from ..runtime.replay.executor import Executor
 from ..runtime.replay.program import Slot
@@ -137,13 +138,15 @@ class Variant:
 
     Parameters
     ----------
-    place: where its memory comes from, on a device with its own allocator.
+    place: where its memory comes from, on a device with its own allocator. figures: how its plan compares with one that
+        updates otherwise, where both are kept.
     """
 
     prepared: Prepared
     executor: Executor
     kind: CallKind
     place: MemoryLayout | None = None
+    figures: BreakEven | None = None
 
     @property
     def output_nodes(self) -> tuple[str, ...]:
