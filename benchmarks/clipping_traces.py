@@ -1,8 +1,8 @@
 """Which steps clip: recorded here, made after published logs, and made against the rule.
 
-`python -m benchmarks.clipping_traces --json FILE` trains a Llama architecture of 0.9 M parameters in plain PyTorch on this
-repository's own texts, byte by byte, with gradients clipped to 1.0, and writes the norms of all steps: from scratch on
-the documentation, and then on the sources, all parameters or an adapter of LoRA. It takes some minutes.
+`python -m benchmarks.clipping_traces --json FILE` trains a Llama architecture of 0.9 M parameters in plain PyTorch on
+this repository's own texts, byte by byte, with gradients clipped to 1.0, and writes the norms of all steps: from
+scratch on the documentation, and then on the sources, all parameters or an adapter of LoRA. It takes some minutes.
 `python -m benchmarks.speculation --traces` reads them.
 """
 
@@ -59,7 +59,8 @@ def published() -> dict[str, list[bool]]:
 
 def against_the_rule() -> dict[str, list[bool]]:
     """Return traces on which a rule that looks at the last 64 steps may err."""
-    alternating = {f"{period} and {period}": [bool(n // period % 2) for n in range(2000)] for period in (16, 48, 64, 96)}
+    periods = (16, 48, 64, 96)
+    alternating = {f"{period} and {period}": [bool(n // period % 2) for n in range(2000)] for period in periods}
     rng = random.Random(1)
     by_chance = {f"{share:.0%} by chance": _chance(rng, 2000, share) for share in (0.2, 0.4)}
     return alternating | {"8 of every 100": [n % 100 < 8 for n in range(2000)]} | by_chance

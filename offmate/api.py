@@ -24,8 +24,8 @@ from .machines.hardware import names as names_of_hardware
 from .machines.host_memory import default_host_budget_bytes
 from .optim.probe import check_optimizer
 from .optim.updater import Updater, parameter_names
-from .planning.before_gate import with_break_even
 from .planning.batch_size import batch_size_of, check_batch_size, fastest_batch_size, planned_within, resized
+from .planning.before_gate import with_break_even
 from .planning.outlook import Outlook, outlooks_elsewhere
 from .planning.placement import fitted, pockets
 from .planning.planner import make_plan, plan_elsewhere, trace_once
@@ -389,9 +389,9 @@ def _check_speculation(
     own = optimizer is not None and unscales_itself(optimizer)
     if config.speculate and scaler is not None and max_grad_norm is None and own:
         raise OffmateError(
-            f"Config(speculate={config.speculate!r}) cannot undo updates of a fused {type(optimizer).__name__} with grad_scaler=: its "
-            "kernel unscales gradients in place. Pass max_grad_norm=float('inf'), which has gradients unscaled "
-            "before, or leave speculate= or fused=True out"
+            f"Config(speculate={config.speculate!r}) cannot undo updates of a fused {type(optimizer).__name__} with "
+            "grad_scaler=: its kernel unscales gradients in place. Pass max_grad_norm=float('inf'), which has "
+            "gradients unscaled before, or leave speculate= or fused=True out"
         )
 
 

@@ -57,8 +57,8 @@ class Choice:
             return
         misses, seen = self.clipping.steps
         log.info(
-            "of the last %d steps, %d were clipped, skipped or looked into; updates before the gate are faster if fewer "
-            "than %.0f %% are. From the next step on, %s",
+            "of the last %d steps, %d were clipped, skipped or looked into; updates before the gate are faster if "
+            "fewer than %.0f %% are. From the next step on, %s",
             seen, misses, 100 * figures.share, self._next(figures),
         )  # fmt: skip
 
@@ -73,7 +73,7 @@ class Choice:
         )
 
     def _own(self, call: Call) -> Call:
-        """Return the call of the plan that runs now; one that gains nothing with updates before the gate waits for it."""
+        """Return the call of the plan that runs now; where updates before the gate gain nothing, they wait."""
         if self.clipping is None or not (self.clipping.early and call.trains):
             return call
         gated = self._preparer.known(call)

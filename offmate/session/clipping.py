@@ -23,9 +23,9 @@ class Clipping:
     25 a b g, and what a switch takes: after 25 b steps that are kept, and empty after 25 a that miss. If steps miss
     independently with the break-even share, no rule can gain, and this one loses at most g / 50 per step, 2 %, by
     switching for nothing. Since the evidence grows, a sequence that does not answer to the rule, such as one that
-    alternates with a period near 64, costs a few times its own swing, and not a share of the time. One that does answer,
-    in which each step is the worse one after what was decided, costs any rule a b / (a + b) of g per step, and this
-    one up to 2 a b / (a + 2 b).
+    alternates with a period near 64, costs a few times its own swing, and not a share of the time. One that does
+    answer, in which each step is the worse one after what was decided, costs any rule a b / (a + b) of g per step, and
+    this one up to 2 a b / (a + 2 b).
 
     State: `early`, what it has decided; the account in seconds, the multiple of what it asks for, and the last 64
     steps. Changed by one thread.

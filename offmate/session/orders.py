@@ -29,7 +29,8 @@ class Orders:
 
     Parameters
     ----------
-    request: the requirements of plans in the usual order. choice: finds variants. given: a plan to use, whose order is then taken.
+    request: the requirements of plans in the usual order. choice: finds variants. given: a plan to use, whose order is
+        then taken.
     """
 
     def __init__(self, request: Request, choice: Choice, residence: Residence, given: Plan | None) -> None:

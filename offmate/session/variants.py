@@ -112,7 +112,7 @@ class Call:
         return CallKind(
             str(spec), described, self.trains, self.state, self.around, self.reserved_bytes, strides, self.together,
             self.early,
-        )
+        )  # fmt: skip
 
     def as_given(self) -> Call:
         """Return the same call with its numbers as the user gave them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -63,7 +64,7 @@ def test_there_and_back_and_there_again(budget: str, micro: int, low: bool, capl
     trained = Trained(micro, 1.0, low, speculate="auto", budget=size)
     with caplog.at_level(logging.INFO, "offmate"):
         found = steps(trained, THERE_AND_BACK)
-    changes = [n for n, (one, other) in enumerate(zip(found, found[1:]), 1) if one != other]
+    changes = [n for n, (one, other) in enumerate(itertools.pairwise(found), 1) if one != other]
     assert not found[0] and len(changes) == 3, changes
     trained.assert_same()
     said = [record.getMessage() for record in caplog.records if "From the next step on" in record.getMessage()]
