@@ -7,7 +7,7 @@ from collections import deque
 from ..plans.break_even import BreakEven
 
 WINDOW = 64  # steps over which the share is taken
-_EVIDENCE = 25.0  # half of 1 / 2 %: what is lost to chance stays below 2 % of the time, see `Clipping`
+_EVIDENCE = 25.0  # with which chance costs less than 1 % of the time, see `Clipping`
 _MORE = 2.0  # by which the evidence grows that is asked for after every return
 
 
@@ -21,8 +21,8 @@ class Clipping:
 
     With g, g (1 - a) and g (1 + b) the seconds of a step that waits, is kept and misses, the account is full with
     25 a b g, and what a switch takes: after 25 b steps that are kept, and empty after 25 a that miss. If steps miss
-    independently with the break-even share, no rule can gain, and this one loses at most g / 50 per step, 2 %, by
-    switching for nothing. Since the evidence grows, a sequence that does not answer to the rule, such as one that
+    independently, it is on the wrong side by chance for so little time that it loses at most 0.8 % against the better
+    way, near the break-even share (docs/formulation.md). Since the evidence grows, a sequence that does not answer to the rule, such as one that
     alternates with a period near 64, costs a few times its own swing, and not a share of the time. One that does
     answer, in which each step is the worse one after what was decided, costs any rule a b / (a + b) of g per step, and
     this one up to 2 a b / (a + 2 b).

@@ -180,16 +180,40 @@ def forced(monkeypatch: pytest.MonkeyPatch, micro: int = 1, clip: float = INF, *
     """A model whose first step is done, and whose workers have made all updates before the gate."""
     trained = Trained(micro, clip, low=False, **more)
     trained.step(0)
+    at_once(monkeypatch)
+    return trained
+
+
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let workers make every update before the gate as soon as it is started."""
     start = Speculation.start
 
-    def at_once(self: Any, name: str) -> None:
+    def waits(self: Any, name: str) -> None:
         start(self, name)
         attempt = self._attempts.get(name)
         if attempt is not None:
             attempt.event.synchronize()
 
-    monkeypatch.setattr(Speculation, "start", at_once)
-    return trained
+    monkeypatch.setattr(Speculation, "start", waits)
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("clip", [INF, 1e-3])
+def test_the_first_step_updates_before_the_gate_too(
+    clip: float, low: bool, fates: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It makes the states that it lacks, and a miss takes them away again; an edit before it changes nothing."""
+    monkeypatch.setattr("offmate.runtime.replay.norms.Norms.exceed", lambda self, limit: False)
+    at_once(monkeypatch)
+    trained = Trained(1, clip, low)
+    with torch.no_grad():
+        for model in (trained.plain, trained.model):
+            model.last.weight.mul_(1.01)
+    trained.step(0)
+    trained.assert_same()
+    assert fates["started"] > 0 and (fates["undone"] == fates["started"]) is (clip != INF)
+    trained.step(1)
+    trained.assert_same()
 
 
 def read(model: Any, optimizer: Any, number: int, micro: int) -> None:
@@ -241,8 +265,8 @@ def test_what_comes_before_the_step(
                 )
             LOOKS.clear()
     trained.assert_same()
-    edited = between in (edit, edit_state) and micro > 1  # before the last backward, in which nothing may begin early
-    assert (fates["undone"] > 0) is not edited
+    early = between is edit_state and micro > 1  # before the last backward, whose updates then stay
+    assert (fates["undone"] > 0) is not early
 
 
 def test_dropped_gradients_leave_no_trace(fates: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
