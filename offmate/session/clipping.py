@@ -22,10 +22,10 @@ class Clipping:
     With g, g (1 - a) and g (1 + b) the seconds of a step that waits, is kept and misses, the account is full with
     25 a b g, and what a switch takes: after 25 b steps that are kept, and empty after 25 a that miss. If steps miss
     independently, it is on the wrong side by chance for so little time that it loses at most 0.8 % against the better
-    way, near the break-even share (docs/formulation.md). Since the evidence grows, a sequence that does not answer to the rule, such as one that
-    alternates with a period near 64, costs a few times its own swing, and not a share of the time. One that does
-    answer, in which each step is the worse one after what was decided, costs any rule a b / (a + b) of g per step, and
-    this one up to 2 a b / (a + 2 b).
+    way, near the break-even share (docs/formulation.md). Since the evidence grows, a sequence that does not answer to
+    the rule, such as one that alternates with a period near 64, costs a few times its own swing, and not a share of the
+    time. One that does answer, in which each step is the worse one after what was decided, costs any rule
+    a b / (a + b) of g per step, and this one up to 2 a b / (a + 2 b).
 
     State: `early`, what it has decided; the account in seconds, the multiple of what it asks for, and the last 64
     steps. Changed by one thread.
