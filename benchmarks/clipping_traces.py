@@ -45,8 +45,8 @@ def published() -> dict[str, list[bool]]:
     """Return traces made after published logs, with a seed; the logs give counts, and not which steps."""
     rng = random.Random(0)
     return {
-        # SuperOffload, arXiv 2509.21271: "from iterations 1 to 1000, roll-backs occur frequently", for which seven of
-        # ten stand here, and then "only 93 times between steps 1000 and 80000".
+        # SuperOffload, arXiv 2509.21271, section 5.7: "from iterations 1 to 1000, roll-backs occur frequently", for
+        # which seven of ten stand here, and then "only 93 times between steps 1000 and 80000".
         "SuperOffload, 175B": _chance(rng, 1000, 0.7) + _chance(rng, 79_000, 93 / 79_000),
         # transformers issue 29659, LoRA of Gemma: nine of ten logged norms are 1.0 or more.
         "nine of ten": _chance(rng, 1000, 0.9),

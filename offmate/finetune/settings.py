@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -105,7 +105,7 @@ class Settings:
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
     report: tuple[str, ...] = field(default=())
-    speculate: bool | str = False
+    speculate: bool | Literal["auto"] = False
     merge: bool = False
     sample: tuple[str, ...] = field(default=())
     sample_tokens: int = 64
