@@ -161,7 +161,7 @@ class Updates:
 
     def _ended(self, *, kept: bool) -> None:
         training = self.residence.preparer.training
-        if training is not None:
+        if training is not None and self.turns.gate:
             self.choice.updated(training, kept=kept)
 
     @alone
