@@ -119,7 +119,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--speculate",
         action="store_true",
         help="let the CPU update before it is known whether gradients are clipped or a step is skipped, and undo what "
-        "turns out to be wrong; says the step that clips nothing, the one that does, and how many of them pay",
+        "turns out to be wrong; the predicted step is one that clips nothing, and a row says below which share of "
+        "steps that do this is faster",
     )
 
 
