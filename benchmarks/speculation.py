@@ -5,6 +5,11 @@ update starts before the last gradient. "Speculate": updates on the host may, wi
 seconds of a step that clips nothing. "No gate" does not clip, and is a bound. "Endless": without the rate of the
 host's memory, in fractions. The others keep to the rate of the hardware file, in fractions and in whole tensors. The
 host has 512 GB; "short" has 128 GB.
+
+`--traces` asks what `Config(speculate="auto")` makes of runs that clip: it plans both ways in whole tensors, runs a
+step that undoes its updates dry, and adds up the seconds of traces (`benchmarks/clipping_traces.py`) for updates that
+always wait, that never do, and for the rule, switches included. `--figures FILE` takes the plans' seconds from an
+earlier file.
 """
 
 from __future__ import annotations
@@ -24,7 +29,10 @@ from offmate.solver.schedule import Kind
 from offmate.solver.solve import solve
 
 from offmate.machines.hardware import load
+from offmate.plans.break_even import BreakEven, break_even
+from offmate.session.clipping import Clipping
 
+from .clipping_traces import against_the_rule, published, recorded
 from .desktop import BATCHES, CARDS, GB, gated, problem_of
 from .overhead import machine
 from .tables import show
@@ -38,7 +46,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--cards", nargs="*", default=[card for card, _ in CARDS])
     parser.add_argument("--fractions", action="store_true", help="leave whole tensors out, which take minutes")
+    parser.add_argument("--traces", action="store_true", help="what the rule makes of runs that clip")
+    parser.add_argument("--figures", type=Path, help="with --traces: an earlier file, whose plans are not made again")
     arguments = parser.parse_args()
+    if arguments.traces:
+        _compare(arguments)
+        return
     rows = list(_rows(arguments.cards, arguments.fractions))
     show("A step of Llama-2-7B that clips nothing, predicted", rows, ".2f")
     if arguments.json:
@@ -55,6 +68,57 @@ def _rows(cards: list[str], fractions: bool) -> Iterator[dict[str, Any]]:
                 row = case | _solved(problem) | ({} if fractions else _planned(problem))
                 print(row, flush=True)
                 yield row
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    """Plan both ways for every card and batch, print what each trace takes, and write it if asked."""
+    if arguments.figures:
+        told = json.loads(arguments.figures.read_text())["figures"]
+        figures = {case: _without_share(one) for case, one in told.items()}
+    else:
+        figures = dict(_figures(arguments.cards))
+    rows = [
+        {"case": case, "steps that miss pay below": f"{one.share:.0%}"} | row
+        for case, one in figures.items()
+        for row in _runs(one)
+    ]
+    show("Steps of Llama-2-7B in runs that clip, predicted: seconds per step", rows, ".3f")
+    if arguments.json:
+        written = {case: one.to_dict() for case, one in figures.items()}
+        arguments.json.write_text(json.dumps({"machine": machine(), "figures": written, "rows": rows}, indent=1) + "\n")
+
+
+def _without_share(told: dict[str, Any]) -> BreakEven:
+    return BreakEven(**{name: value for name, value in told.items() if name != "share"})
+
+
+def _figures(cards: list[str]) -> Iterator[tuple[str, BreakEven]]:
+    for card, budget_bytes in CARDS:
+        for batch, sequence in BATCHES if card in cards else ():
+            free = problem_of(load(card), batch, sequence, budget_bytes)
+            behind = gated(free, update_steps(free.groups, free.device_budget_bytes))
+            waits, early = plan(behind).schedule, plan(speculating(behind)).schedule
+            assert waits is not None and early is not None
+            found = break_even(waits, early)
+            print(card, batch, sequence, found, flush=True)
+            yield f"{card}, {batch} x {sequence}", found
+
+
+def _runs(figures: BreakEven) -> Iterator[dict[str, Any]]:
+    traces = {f"recorded: {name}": trace for name, trace in recorded().items()} | published() | against_the_rule()
+    for name, trace in traces.items():
+        rule, total_s, switches = Clipping(), 0.0, 0
+        for missed in trace:
+            total_s += (figures.missed_s if missed else figures.kept_s) if rule.early else figures.gated_s
+            switches += rule.note(figures, missed)
+        total_s += switches * figures.switch_s
+        early_s = sum(figures.missed_s if missed else figures.kept_s for missed in trace) / len(trace)
+        auto_s, misses = total_s / len(trace), sum(trace) / len(trace)
+        yield {
+            "trace": name, "steps": len(trace), "missed": f"{misses:.1%}",
+            "wait s": figures.gated_s, "early s": early_s, "auto s": auto_s, "switches": switches,
+            "beyond the better": f"{auto_s / min(figures.gated_s, early_s) - 1:+.2%}",
+        }  # fmt: skip
 
 
 def _solved(problem: Problem) -> dict[str, Any]:

@@ -24,8 +24,9 @@ from .machines.hardware import names as names_of_hardware
 from .machines.host_memory import default_host_budget_bytes
 from .optim.probe import check_optimizer
 from .optim.updater import Updater, parameter_names
-from .planning.accumulation import check_accumulation, planned_with_fewest
+from .planning.accumulation import check_accumulation, of_update, planned_with_fewest
 from .planning.batch_size import batch_size_of, check_batch_size, fastest_batch_size, planned_within, resized
+from .planning.before_gate import with_break_even
 from .planning.outlook import Outlook, outlooks_elsewhere
 from .planning.placement import fitted, pockets
 from .planning.planner import make_plan, plan_elsewhere, trace_once
@@ -313,17 +314,26 @@ def _sized(
 ) -> Plan:
     """Plan for a batch of this size; "auto" stands for the size that the solver predicts to be the fastest."""
 
-    def planned(size: int | None, fewest: bool = fewest) -> Plan:
+    usual = request.speculating(False) if request.chooses else request
+
+    def planned(size: int | None, request: Request = usual, fewest: bool = fewest) -> Plan:
         args, kwargs = batch if size is None else resized(batch, size)
         if machine is not None:
             return plan_elsewhere(model, args, kwargs, request, updater, machine, say, fewest=fewest)
         return _here(model, args, kwargs, request, updater, say, fewest)
 
+    def compared(plan: Plan) -> Plan:
+        def again(own: Request) -> Plan:
+            own = of_update(own, plan.accumulation_steps, plan.accumulation_order) if fewest else own
+            return planned(plan.batch_size, own, fewest=False)
+
+        return with_break_even(plan, again, request, machine is not None)
+
     if batch_size is None:
-        return planned(None)
+        return compared(planned(None))
     if batch_size != "auto":
-        return replace(planned(batch_size), batch_size=batch_size)
-    plan = planned_within(lambda size: planned(size, False), batch_size_of(batch))
+        return compared(replace(planned(batch_size), batch_size=batch_size))
+    plan = planned_within(lambda size: planned(size, fewest=False), batch_size_of(batch))
     fastest = plan.batch_size
     if plan.problem is not None and plan.batch_size is not None:
         config = request.config
@@ -331,7 +341,7 @@ def _sized(
         fastest = fastest_batch_size(plan.problem, plan.batch_size, limit_s, config.solver_gap, say)
     if fastest is not None and (fewest or fastest != plan.batch_size):
         plan = planned_within(planned, fastest)
-    return plan
+    return compared(plan)
 
 
 def _here(
@@ -417,9 +427,9 @@ def _check_speculation(
     own = optimizer is not None and unscales_itself(optimizer)
     if config.speculate and scaler is not None and max_grad_norm is None and own:
         raise OffmateError(
-            f"Config(speculate=True) cannot undo updates of a fused {type(optimizer).__name__} with grad_scaler=: its "
-            "kernel unscales gradients in place. Pass max_grad_norm=float('inf'), which has gradients unscaled "
-            "before, or leave speculate= or fused=True out"
+            f"Config(speculate={config.speculate!r}) cannot undo updates of a fused {type(optimizer).__name__} with "
+            "grad_scaler=: its kernel unscales gradients in place. Pass max_grad_norm=float('inf'), which has "
+            "gradients unscaled before, or leave speculate= or fused=True out"
         )
 
 

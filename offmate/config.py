@@ -84,8 +84,9 @@ class Config:
         and GPU kernels round differently: numbers are the same bit for bit if the split is the same.
     speculate: whether the CPU may make updates before it is known that gradients need no clipping and that no scaler
         skips the step. It keeps the old values in RAM, and undoes what turns out to be wrong, so that no bits change.
-        A step that clips nothing is faster then, and one that clips is slower. Without clipping, accumulation or a
-        scaler, updates wait for nothing, and this has no effect.
+        A step that clips nothing is faster then, and one that clips is slower. "auto": both ways are planned, and
+        training begins with updates that wait. It changes to the other way, and back, by how many steps clip. Without
+        clipping, accumulation or a scaler, updates wait for nothing, and this has no effect.
 
     Raises: ArgumentTypeError, ArgumentValueError naming the field, its value and the values that are allowed.
     """
@@ -106,7 +107,7 @@ class Config:
     max_plans: int = 16
     backend: Literal["eager", "inductor"] = "eager"
     updates: Updates | Split = "auto"
-    speculate: bool = False
+    speculate: bool | Literal["auto"] = False
     # When this was made: one run measures a model once, although it may plan for it more often.
     _made_s: float = field(default_factory=time.monotonic, init=False, repr=False, compare=False)
 
@@ -135,9 +136,11 @@ class Config:
         _require(self.accumulation_order in _ORDERS, "accumulation_order", self.accumulation_order, orders)
         known = isinstance(self.updates, Split) or self.updates in _UPDATES
         _require(known, "updates", self.updates, "'auto', 'host', 'device' or a Split, such as plan.split")
-        for name in ("measure_again", "measure_grad_norm", "speculate"):
+        for name in ("measure_again", "measure_grad_norm"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentTypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        if not isinstance(self.speculate, bool) and self.speculate != "auto":
+            raise ArgumentTypeError(f"speculate is {self.speculate!r}; it must be True, False or 'auto'")
         _check_names("outputs", self.outputs, "all")
         _check_names("gradients_into", self.gradients_into, "auto")
         _check_layouts(self.gradient_layouts)

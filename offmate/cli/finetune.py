@@ -108,11 +108,16 @@ def settings_options() -> tuple[argparse.ArgumentParser, dict[str, str]]:
         parser.add_argument(
             "--sample", nargs="+", metavar="PROMPT", help="let the model continue these prompts after each evaluation"
         ),
+        parser.add_argument("--no-speculate", dest="speculate", action="store_false", help=argparse.SUPPRESS),
         parser.add_argument(
             "--speculate",
-            action=argparse.BooleanOptionalAction,
+            nargs="?",
+            const=True,
+            choices=("auto",),
+            metavar="auto",
             help="let the CPU update before it is known whether gradients are clipped, and undo what turns out to be "
-            "wrong: steps that clip nothing are faster then, and the others slower",
+            "wrong: steps that clip nothing are faster then, and the others slower; auto: as long as few steps clip; "
+            "--no-speculate: never (default)",
         ),
         parser.add_argument(
             "--merge",

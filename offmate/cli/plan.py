@@ -121,7 +121,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--speculate",
         action="store_true",
         help="let the CPU update before it is known whether gradients are clipped or a step is skipped, and undo what "
-        "turns out to be wrong; the predicted step is one that clips nothing",
+        "turns out to be wrong; the predicted step is one that clips nothing, and a row says below which share of "
+        "steps that do this is faster",
     )
 
 
@@ -225,13 +226,14 @@ def _make(arguments: argparse.Namespace, training: Training, machine: Hardware, 
         import offmate
 
         from ..planning.orders import in_faster_order
+        from ..plans.break_even import break_even
         from .shapes import autocast
     with working("building the model"):
         model, batch = training.built()
     with autocast(training.autocast):
         optimizer, auto = training.optimizer_of(model), arguments.accumulation == "auto"
 
-        def planned(config: offmate.Config) -> Plan:
+        def planned(config: offmate.Config, **chosen: Any) -> Plan:
             return offmate.plan(
                 model,
                 budget_bytes,
@@ -241,13 +243,19 @@ def _make(arguments: argparse.Namespace, training: Training, machine: Hardware, 
                 hardware=arguments.hardware,
                 storage=arguments.storage,
                 config=config,
-                **training.arguments() | ({"accumulation_steps": "auto"} if auto else {}),
+                **training.arguments() | chosen,
             )
 
         order = arguments.order.replace("-", " ")
         config = offmate.Config(accumulation_order=order, speculate=training.speculate)
-        plan, _ = (planned(config), config) if auto else in_faster_order(planned, config, training.accumulation)
-    training = replace(training, accumulation=plan.accumulation_steps)
+        if auto:
+            plan = planned(config, accumulation_steps="auto")
+            training = replace(training, accumulation=plan.accumulation_steps)
+        else:
+            plan, _ = in_faster_order(planned, config, training.accumulation)
+        if training.speculate and not arguments.sweep:
+            waits, _ = in_faster_order(planned, replace(config, speculate=False), training.accumulation)
+            plan = replace(plan, break_even=break_even(waits.schedule, plan.schedule))
     beyond = machine.device_memory_bytes < budget_bytes
     warning = f", which has only {format_bytes(machine.device_memory_bytes)}" if beyond else ""
     slow = machine.rate_words(training.matrix_dtype)

@@ -165,6 +165,8 @@ def summary(plan: Plan, tokens: int = 0) -> Iterator[tuple[str, str | Text]]:
     yield "moved", f"{format_bytes(into)} in and {format_bytes(out)} out per step"
     if plan.order_words:
         yield "order", plan.order_words
+    if plan.break_even is not None:
+        yield "before the gate", plan.break_even.words()
     if plan.read_bytes:
         yield "storage", plan.read_words
     if any(plan.stored_bytes):

@@ -65,7 +65,8 @@ class Settings:
         takes 3 % of the steps.
     max_grad_norm: gradients are clipped to this global norm; None does not clip, so that updates can begin during the
         backward.
-    speculate: the CPU may update before it is known whether gradients are clipped; see `offmate.Config`.
+    speculate: the CPU may update before it is known whether gradients are clipped; "auto" decides by how many are. See
+        `offmate.Config`.
     precision: "bf16-master" computes in bf16 and updates fp32 copies, which are part of the optimizer's state. "auto"
         takes "bf16-master" for a 16-bit checkpoint, with LoRA "bf16", and "fp32" for a float32 one.
     train_on: "all" tokens, or only the "assistant"'s of a chat and the completion of a prompt; plain text is always
@@ -106,7 +107,7 @@ class Settings:
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
     report: tuple[str, ...] = field(default=())
-    speculate: bool = False
+    speculate: bool | Literal["auto"] = False
     merge: bool = False
     sample: tuple[str, ...] = field(default=())
     sample_tokens: int = 64
@@ -151,9 +152,10 @@ class Settings:
                 raise ArgumentValueError(f"sample is {short(prompt)}; write a prompt as UTF-8 text, or a list of them")
         if self.push is not None and not (isinstance(self.push, str) and _REPOSITORY.fullmatch(self.push)):
             raise ArgumentValueError(f"push is {short(self.push)}; name a repository of the Hub, such as me/my-model")
-        for name in ("merge", "speculate"):
-            if not isinstance(getattr(self, name), bool):
-                raise ArgumentValueError(f"{name} is {short(getattr(self, name))}; it must be true or false")
+        if not isinstance(self.merge, bool):
+            raise ArgumentValueError(f"merge is {short(self.merge)}; it must be true or false")
+        if not isinstance(self.speculate, bool) and self.speculate != "auto":
+            raise ArgumentValueError(f"speculate is {short(self.speculate)}; it must be true, false or auto")
         if self.merge and self.lora is None:
             raise ArgumentValueError(
                 "merge is for adapters, but this run trains all parameters; add --lora, or leave out merge"

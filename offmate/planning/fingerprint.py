@@ -114,8 +114,8 @@ def _of_device(request: Request, machine: Hardware | None) -> tuple[Any, ...]:
 
 def _planning(config: Config) -> Config:
     """Return a configuration with all fields that do not affect a plan set to fixed values."""
-    # Of the last two, the request says what follows from them.
+    # Of the last three, the request says what follows from them.
     return replace(
         config, cache_dir=None, shape_buckets=(), max_plans=1, backend="eager", accumulation_order="auto",
-        measure_grad_norm=False,
+        measure_grad_norm=False, speculate=config.speculate is True,
     )  # fmt: skip

@@ -65,7 +65,16 @@ class Request:
     @property
     def speculates(self) -> bool:
         """Return whether the host may update before all gradients are complete, with a log that undoes it."""
-        return self.gate and self.config.speculate
+        return self.gate and self.config.speculate is True
+
+    @property
+    def chooses(self) -> bool:
+        """Return whether two plans are made, of which only one lets the host update before the gate."""
+        return self.gate and self.config.speculate == "auto"
+
+    def speculating(self, early: bool) -> Request:
+        """Return the request of one of these two plans."""
+        return replace(self, config=replace(self.config, speculate=early and self.gate))
 
     def has_room_for(self, size_bytes: int) -> bool:
         """Return whether the host's budget is that large."""

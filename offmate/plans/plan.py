@@ -29,6 +29,7 @@ from ..solver.simulate import Simulation, simulate
 from ..split import Split
 from .about import UNKNOWN, About
 from .accumulation import chosen_words
+from .break_even import BreakEven
 from .diff import Compared, PlanDiff, diff
 from .drives import path_words, stored_words
 from .orders import OtherOrder, order_words, other_trial
@@ -65,7 +66,8 @@ class Plan:
     about: what it is of, in words. batch_size: samples per micro-batch, if `offmate.plan` was asked for one.
     accumulation: all numbers and orders of micro-batches that were tried, if the planner chose them; else empty.
     other_order: figures of the plan for the other order of micro-batches; None if it was not planned.
-    from_cache: whether it was read from disk.
+    break_even: how it compares with a plan whose updates wait for the gate, or with one whose updates do not; None if
+        only one was made. from_cache: whether it was read from disk.
     """
 
     fingerprint: str
@@ -86,6 +88,7 @@ class Plan:
     batch_size: int | None = field(default=None, compare=False)
     accumulation: tuple[AccumulationTrial, ...] = field(default=(), compare=False)
     other_order: OtherOrder | None = field(default=None, compare=False)
+    break_even: BreakEven | None = field(default=None, compare=False)
     from_cache: bool = field(default=False, compare=False)
 
     @cached_property
@@ -258,6 +261,8 @@ class Plan:
                 "a step that clips and skips nothing is predicted: the CPU updates before that is known, and keeps "
                 f"{format_bytes(self.logged_bytes)} of old values in RAM, to undo updates where it is wrong"
             )
+        if self.break_even is not None:
+            lines.append(self.break_even.words())
         if self.read_bytes:
             lines.append(f"{self.read_words}; they pass RAM, which does not keep them")
         if any(self.stored_bytes):

@@ -18,6 +18,7 @@ from ..solver.problem import Problem
 from ..solver.schedule import Schedule
 from ..solver.text import from_dict, to_dict
 from .about import UNKNOWN, About
+from .break_even import BreakEven
 from .orders import OtherOrder
 from .table import BlockRow
 
@@ -45,9 +46,10 @@ class Figures:
     about: About = UNKNOWN
     accumulation: tuple[AccumulationTrial, ...] = ()
     other_order: OtherOrder | None = None
+    break_even: BreakEven | None = None
 
     def __post_init__(self) -> None:
-        compared = () if self.other_order is None else (self.other_order,)
+        compared = [one for one in (self.other_order, self.break_even) if one is not None]
         for record in (self, *compared, self.about, *self.about.storage, *self.blocks, *self.accumulation):
             for name, value in vars(record).items():
                 if isinstance(value, int | float) and not 0 <= value < math.inf:
@@ -70,9 +72,10 @@ def to_text(plan: Any) -> str:
             for key, stored in plan.classes.items()
         },
     }
-    trials, other = data.pop("accumulation"), data.pop("other_order")
+    trials, other, compared = (data.pop(name) for name in ("accumulation", "other_order", "break_even"))
     data |= {"accumulation": [asdict(trial) for trial in trials]} if trials else {}
     data |= {"other_order": asdict(other)} if other is not None else {}
+    data |= {"break_even": compared.to_dict()} if compared is not None else {}
     return json.dumps(data)
 
 
@@ -118,6 +121,8 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
     for name in read_apart.keys() - data.keys():
         raise ValueError(f"the plan lacks {name!r}")
     rest = {key: value for key, value in data.items() if key != "format" and key not in read_apart}
+    if isinstance(compared := rest.get("break_even"), dict):  # its share follows from its other figures
+        rest["break_even"] = {key: value for key, value in compared.items() if key != "share"}
     figures: Figures = read_record(rest, Figures, "plan")
     found = vars(figures) | {name: read_one(data[name]) for name, read_one in read_apart.items()}
     _check_options(found["schedule"], found["problem"], figures)

@@ -13,7 +13,7 @@ from ..planning.request import Request
 from ..plans.plan import Plan
 from ..reports.units import format_seconds
 from .announced import Announced
-from .preparer import Preparer
+from .choice import Choice
 from .residence import Residence
 from .together import Together
 from .variants import Call, Variant
@@ -29,10 +29,11 @@ class Orders:
 
     Parameters
     ----------
-    request: the requirements of plans in the usual order. given: a plan to use, whose order is then taken.
+    request: the requirements of plans in the usual order. choice: finds variants. given: a plan to use, whose order is
+        then taken.
     """
 
-    def __init__(self, request: Request, preparer: Preparer, residence: Residence, given: Plan | None) -> None:
+    def __init__(self, request: Request, choice: Choice, residence: Residence, given: Plan | None) -> None:
         self._request, self._order = request, request.config.accumulation_order
         if given is not None:
             self._order = "by block" if given.schedule.per_step > 1 else "by batch"
@@ -41,7 +42,7 @@ class Orders:
                     f"plan= runs the micro-batches of an update {self._order}, but config= has accumulation_order="
                     f"{request.config.accumulation_order!r}; plan again with it, or leave it out"
                 )
-        self._preparer, self._residence, self._turns = preparer, residence, residence.turns
+        self._choice, self._residence, self._turns = choice, residence, residence.turns
         self.announced = Announced(1 if self._order == "by batch" else request.micro_batches)
         self.together: Together | None = None
         self._said: set[str] = set()
@@ -83,7 +84,7 @@ class Orders:
             self._declined(str(error))
             return None
         calls = self._foreseen(model, call)
-        if any(self._preparer.known(one) is not variant for one in calls):
+        if any(self._choice.known(one) is not variant for one in calls):
             self._declined("the model decides differently about their values")
             return None
         if self._order == "auto" and not self._is_faster(model, variant, call):
@@ -93,12 +94,12 @@ class Orders:
 
     def _planned(self, model: torch.nn.Module, call: Call) -> Variant:
         own = replace(call, together=self._request.micro_batches)
-        return self._preparer.variant_for(model, own, make_room=self._residence.bring_home)[0]
+        return self._choice.variant_for(model, own, make_room=self._residence.bring_home)[0]
 
     def _is_faster(self, model: torch.nn.Module, variant: Variant, call: Call) -> bool:
         """Return whether a plan that runs block by block is predicted to be faster than one in the usual order."""
         try:
-            usual, _ = self._preparer.variant_for(model, call, make_room=self._residence.bring_home)
+            usual, _ = self._choice.variant_for(model, call, make_room=self._residence.bring_home)
         except InfeasibleBudget:
             return True
         own_s, usual_s = (one.prepared.plan.predicted_step_s for one in (variant, usual))
@@ -111,7 +112,7 @@ class Orders:
     def _foreseen(self, model: torch.nn.Module, call: Call) -> list[Call]:
         """Return all calls of the update that begins with this one."""
         count, arguments = self._request.micro_batches, self.announced.foreseen(*call.given)
-        calls = (self._preparer.call_of(model, *one, gradients=True) for one in arguments)
+        calls = (self._residence.preparer.call_of(model, *one, gradients=True) for one in arguments)
         return [replace(one, together=count) for one in calls]
 
     def _declined(self, why: str) -> None:

@@ -83,7 +83,8 @@ class Preparer:
         self.request, self._plainness, self._watch = request, plainness, watch
         self._truth, self._device, self._updater = truth, device, updater
         self._max_grad_norm, self._given, self._progress = max_grad_norm, given, progress
-        self._variants = Variants(request.config.shape_buckets, request.config.max_plans)
+        most = request.config.max_plans * (2 if request.chooses else 1)
+        self._variants = Variants(request.config.shape_buckets, most)
         self._counts: Counts | None = None
         self._earlier: dict[str, Plan] = {}
         self._pockets: tuple[torch.Tensor, ...] = ()
@@ -275,10 +276,12 @@ class Preparer:
                 if kind.state != self.training.kind.state
                 else ""
             )
-            log.info("planning for batches with %s%s", shapes, changes)
+            early = ", with updates before the gate" if call.early else ""
+            log.info("planning for batches with %s%s%s", shapes, early, changes)
+        request = self.request if call.together == 1 else self.request.by_block
         request = replace(
-            self.request if call.together == 1 else self.request.by_block,
-            user_bytes=self.user_code.held_bytes.get(kind),
+            request.speculating(call.early) if self.request.chooses else request,
+            user_bytes=self.user_code.held_by(kind),
             user_factor=self.user_code.factor,
         )
         given = self._given if self.training is None else None
@@ -292,7 +295,7 @@ class Preparer:
             )  # fmt: skip
 
         def make_as_kept(margin_bytes: int) -> Prepared:
-            config = self._config()
+            config = self._config(request.config)
             try:
                 return make(margin_bytes, config)
             except InfeasibleBudget:
@@ -306,9 +309,9 @@ class Preparer:
 
         return make_as_kept
 
-    def _config(self) -> Config:
-        """Return the user's configuration, with the split of updates of earlier plans."""
-        config, kept = self.request.config, self._kept
+    def _config(self, config: Config) -> Config:
+        """Return the configuration of a plan, with the split of updates of earlier plans."""
+        kept = self._kept
         if self._updater is None or config.updates in ("host", "device") or kept == Split():
             return config
         return replace(config, updates=kept.joined(config.updates) if isinstance(config.updates, Split) else kept)

@@ -29,6 +29,7 @@ from ..runtime.torch_names import trees as pytree
 from .aside import aside
 from .autograd import Iteration, Replay, in_order
 from .checkpoint_files import CheckpointFiles
+from .choice import Choice
 from .contexts import alone, ordinary, outside_inference
 from .edits import check_unchanged
 from .gradients import fed, take_in
@@ -93,7 +94,8 @@ class Session:
         self.pace = Pace(compiled=request.config.backend != "eager")
         self.turns = Turns(request.micro_batches, request.gate)
         self.residence = Residence(self.device, self.updater, self.turns, self.truth, self.preparer, self.pace)
-        self.orders = Orders(request, self.preparer, self.residence, given)
+        self.choice = Choice(self.preparer)
+        self.orders = Orders(request, self.choice, self.residence, given)
         self.process, self.lock = self.residence.process, self.residence.lock
         scaling: Scaling | None = None
         if scaler is not None and optimizer is not None:
@@ -101,7 +103,7 @@ class Session:
             self.truth.host.unscaling = Unscaling(self.device)
         self.updates: Updates | None = None
         if self.updater is not None:
-            self.updates = Updates(self.residence, self.updater, names, scaling, self.storage)
+            self.updates = Updates(self.residence, self.updater, names, scaling, self.storage, self.choice)
         self._said: set[str] = set()
 
     @property
@@ -199,7 +201,7 @@ class Session:
             if variant is not None:
                 assert self.orders.together is not None
                 return variant, self.orders.together.called(call)
-        return self.preparer.variant_for(self.model, call, make_room=self.residence.bring_home)
+        return self.choice.variant_for(self.model, call, make_room=self.residence.bring_home)
 
     def _aside(self, call: Call) -> tuple[Variant, dict[str, torch.Tensor]]:
         """Run a forward without gradients before the backward; its writes into buffers do not count as user's edits."""

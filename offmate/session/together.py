@@ -37,7 +37,8 @@ class Together:
 
     def called(self, call: Call) -> Tensors:
         """Note the next call, and return its tensors; raises ProtocolError if it was not foreseen like this."""
-        if call.kind._replace(together=len(self._tensors)) != self.variant.kind:
+        own = self.variant.kind
+        if call.kind._replace(together=own.together, early=own.early) != own:
             raise ProtocolError(
                 f"the model or torch's settings (modes, attributes, hooks, autocast) have changed before the call for "
                 f"micro-batch {self.slot + 2}, but its forward has run already, as they were at the first call. No "

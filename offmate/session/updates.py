@@ -10,6 +10,7 @@ from ..errors import ProtocolError
 from ..optim.updater import Updater
 from . import ending
 from .assigned import Assigned
+from .choice import Choice
 from .contexts import alone, outside_inference
 from .edits import check_groups, check_inputs, late_edit
 from .outside import Outside
@@ -31,7 +32,7 @@ class Updates:
     Parameters
     ----------
     names: of the parameters that the optimizer holds. scaling: None if losses are not scaled. storage: the files that
-        states lie in.
+        states lie in. choice: decides whether updates come before the gate, if that is left to it.
     """
 
     def __init__(
@@ -41,8 +42,9 @@ class Updates:
         names: dict[torch.Tensor, str],
         scaling: Scaling | None,
         storage: StateStorage,
+        choice: Choice,
     ) -> None:
-        self.storage = storage
+        self.storage, self.choice = storage, choice
         self.residence, self.updater, self.scaling = residence, updater, scaling
         self.turns, self.truth = residence.turns, residence.truth
         self.assigned, self.outside = Assigned(), Outside(names, self.turns)
@@ -68,8 +70,11 @@ class Updates:
 
         They may not if a float32 copy may have to follow an edit first, or if a kernel is to unscale its gradients.
         """
-        planned = self.turns.gate and variant.prepared.plan.schedule.log_cpu_s
-        if not planned or self.truth.copies.are_unmatched(variant.updates):
+        asked = variant.prepared.plan.schedule.log_cpu_s or self.choice.clipping is not None
+        if not (self.turns.gate and asked):
+            return False
+        copies = self.truth.copies
+        if copies.are_unmatched(variant.updates) and copies.differ(variant.updates):
             return False
         if self.scaling is not None:
             if not self.scaling.unscaled:
@@ -111,6 +116,7 @@ class Updates:
             self.truth.host.unscaling.norm = None  # gradients of unscaled terms, after unscale_(), count too
         if self.turns.gate and (edited or outside or not ending.plan_ends_it(self.residence)):
             ending.finish_on_host(self.residence, outside)
+            self._ended(kept=False)
             return
         if edited:
             # End the iteration on the host, since the rest of the plan would undo the edit.
@@ -125,6 +131,7 @@ class Updates:
             active.executor.turn_around()
             self.turns.step_done()
         self.truth.copies.updated(active.updates)
+        self._ended(kept=active.executor.kept)
         self.residence.pace.step_done(active.prepared.plan)
         self.storage.iteration_done()
 
@@ -150,6 +157,12 @@ class Updates:
         self.turns.check_step(self.outside.any)
         self.residence.preparer.account_for_user_code()
         skip(self.residence)
+        self._ended(kept=False)
+
+    def _ended(self, *, kept: bool) -> None:
+        training = self.residence.preparer.training
+        if training is not None and self.turns.gate:
+            self.choice.updated(training, kept=kept)
 
     @alone
     @outside_inference

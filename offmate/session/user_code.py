@@ -38,7 +38,7 @@ class UserCode:
     def begins(self, variant: Variant) -> None:
         """Start to watch as the model returns, if the loss is computed outside of it and this kind was not seen yet."""
         computes = any(like.numel() > 1 for like in variant.prepared.gradient_like.values())
-        if computes and variant.kind not in self.held_bytes and not profiler_is_taken():
+        if computes and _either(variant.kind) not in self.held_bytes and not profiler_is_taken():
             self._log = allocation_log(self._device).__enter__()
             # The log ends with this object at the latest.
             end = self._end = weakref.finalize(self, self._log.__exit__, None, None, None)
@@ -67,6 +67,10 @@ class UserCode:
         else:  # The next log of its thread, or the end of the process, ends it.
             self._log.cut_short = True
 
+    def held_by(self, kind: CallKind) -> int | None:
+        """Return the bytes that it holds with calls of a kind; None if that was not measured."""
+        return self.held_bytes.get(_either(kind))
+
     def forget(self) -> None:
         """Discard what was measured, since the forward is given up."""
         if self._log is not None:
@@ -83,10 +87,15 @@ class UserCode:
             return False
         measured = seen.peak_bytes(until=_BACKWARD)
         reserved = variant.prepared.plan.user_bytes
-        self.held_bytes[variant.kind] = max(measured, reserved)
+        self.held_bytes[_either(variant.kind)] = max(measured, reserved)
         log.info("your code holds %s between forward and backward", format_bytes(measured))
         if measured <= reserved:
             return False
         log.info("that is more than the %s reserved, so the next iteration is planned again", format_bytes(reserved))
         self.factor *= measured / max(reserved, 1)
         return True
+
+
+def _either(kind: CallKind) -> CallKind:
+    """Return a kind without what says when updates come, of which the user's code knows nothing."""
+    return kind._replace(early=False)

@@ -15,6 +15,7 @@ from ..capture.byproducts import ByProduct
 from ..capture.recipes import Recipe
 from ..errors import CaptureError
 from ..planning.request import Prepared
+from ..plans.break_even import BreakEven
 from ..runtime.memory.reserve import MemoryLayout
 from ..runtime.replay.executor import Executor
 from ..runtime.replay.program import Slot
@@ -33,7 +34,8 @@ class CallKind(NamedTuple):
     Parameters
     ----------
     arguments, leaves: the structure of the arguments, and a description of each. trains: whether a backward may follow.
-    together: how many such calls run in turn, block by block.
+    together: how many such calls run in turn, block by block. early: whether updates may come before the gate, where
+        plans of both kinds are kept.
     state: number of the state that the model's Python is in (`Watch`). around: torch's settings (`surroundings`).
     strides: strides per tensor; () for contiguous ones.
     """
@@ -46,6 +48,7 @@ class CallKind(NamedTuple):
     reserved_bytes: int = 0
     strides: tuple[tuple[int, ...], ...] = ()
     together: int = 1
+    early: bool = False
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -68,7 +71,7 @@ class Call:
     args, kwargs: as the user gave them, or with a tensor for the number of items. given: both, as the user gave them.
     trains, state, around: as in `CallKind`.
     reserved_bytes: the part of the budget that other tensors on the device take while it runs.
-    together: how many such calls run in turn, block by block.
+    together: how many such calls run in turn, block by block. early: as in `CallKind`.
     """
 
     args: tuple[Any, ...]
@@ -79,6 +82,7 @@ class Call:
     around: tuple[Any, ...]
     reserved_bytes: int = 0
     together: int = 1
+    early: bool = False
 
     @functools.cached_property
     def leaves(self) -> list[Any]:
@@ -106,8 +110,9 @@ class Call:
             )
         strides = tuple(_strides(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
         return CallKind(
-            str(spec), described, self.trains, self.state, self.around, self.reserved_bytes, strides, self.together
-        )
+            str(spec), described, self.trains, self.state, self.around, self.reserved_bytes, strides, self.together,
+            self.early,
+        )  # fmt: skip
 
     def as_given(self) -> Call:
         """Return the same call with its numbers as the user gave them."""
@@ -133,13 +138,15 @@ class Variant:
 
     Parameters
     ----------
-    place: where its memory comes from, on a device with its own allocator.
+    place: where its memory comes from, on a device with its own allocator. figures: how its plan compares with one that
+        updates otherwise, where both are kept.
     """
 
     prepared: Prepared
     executor: Executor
     kind: CallKind
     place: MemoryLayout | None = None
+    figures: BreakEven | None = None
 
     @property
     def output_nodes(self) -> tuple[str, ...]:
@@ -225,8 +232,9 @@ class Variants:
             del self._known[key]
 
     def forget(self, variant: Variant) -> None:
-        """Drop a variant, so that the next call that would use it is planned anew."""
-        self._known = {key: v for key, v in self._known.items() if v is not variant}
+        """Drop a variant, and that of other updates for the same calls, so that the next such call is planned anew."""
+        other = variant.kind._replace(early=not variant.kind.early)
+        self._known = {key: v for key, v in self._known.items() if v is not variant and v.kind != other}
 
     def clear(self) -> None:
         """Drop all variants, so that every next call is planned anew."""

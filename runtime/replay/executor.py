@@ -179,8 +179,13 @@ class Executor:
 
     @property
     def has_speculated(self) -> bool:
-        """Whether updates have been started before the gate, which has not opened yet."""
+        """Whether updates have been started before the gate, which has not opened yet, or still could be."""
         return self._speculation.any
+
+    @property
+    def kept(self) -> bool:
+        """Whether the gate, once open, has kept the updates before it, or would have kept them."""
+        return self._speculation.kept
 
     def retract(self) -> None:
         """Undo the updates that were started before the gate; they are made behind it."""

@@ -94,9 +94,10 @@ class Speculation:
     What happens to the gate decides: if it leaves all gradients as they are, the updates stay. Otherwise, and whenever
     somebody looks at the host's values before, each gets its old values back, and its update is made behind the gate.
 
-    State: `_wanted`, whether updates may begin in this iteration; `_attempts`, by parameter, until the gate opens;
-    `_memory`, by parameter, of logs that share no memory with others, kept from one iteration to the next. Workers
-    change attempts under `_lock`.
+    State: `_wanted`, whether updates may begin in this iteration; `kept`, whether those of the last one were kept, or
+    would have been if the schedule had any; `_attempts`, by parameter, until the gate opens; `_memory`, by parameter,
+    of logs that share no memory with others, kept from one iteration to the next. Workers change attempts under
+    `_lock`.
 
     Parameters
     ----------
@@ -118,20 +119,20 @@ class Speculation:
         self._max_norm, self._worker = max_norm, world.schedule.rates.worker(Kind.UPDATE_CPU.value)
         self._planned, self._sizes = _planned(world.schedule), world.schedule.item_bytes
         self._lock = threading.Lock()
-        self._wanted = False
+        self._wanted = self.kept = False
         self._attempts: dict[str, _Attempt] = {}
         self._memory: dict[str, dict[str, torch.Tensor]] = {}
 
     @property
     def any(self) -> bool:
-        """Whether an update has been started before the gate, which has not opened yet."""
-        return bool(self._attempts)
+        """Whether an update has been started before the gate, which has not opened yet, or still could be."""
+        return self._wanted or bool(self._attempts)
 
     def begin(self, wanted: bool) -> None:
         """Prepare for a backward in which updates may begin before the gate, if they are `wanted`."""
         self.retract()
         self._attempts.clear()
-        self._wanted = wanted
+        self._wanted, self.kept = wanted, False
 
     def start(self, name: str) -> None:
         """Start the update of a parameter from its gradient on the host, unless updates have to wait for the gate."""
@@ -147,6 +148,7 @@ class Speculation:
         """Keep the updates if the gate, which has opened, has left gradients as they are; else undo and repeat them."""
         attempts, self._attempts = self._attempts, {}
         keeps = self._gate.leaves_gradients
+        self.kept = self._wanted and keeps
         for name in self._planned:
             attempt = attempts.get(name)
             if attempt is None:

@@ -34,6 +34,7 @@ ROOMS = (
     "offmate.solver.machine",
     "offmate.solver.effects",
     "offmate.solver.simulate",
+    "offmate.solver.missed",
     "offmate.solver.backends",
     "offmate.solver.options",
     "offmate.solver.program",

@@ -47,6 +47,7 @@ def test_is_frozen():
         {"backend": "inductor"},
         {"updates": "host"},
         {"speculate": True},
+        {"speculate": "auto"},
         {"updates": Split(("a",), ("b",))},
     ],
 )
@@ -83,7 +84,7 @@ def test_accepts(good):
         {"shape_buckets": (0,)},
         {"max_plans": 0},
         {"backend": "triton"},
-        {"speculate": "auto"},
+        {"speculate": "always"},
         {"speculate": 1},
     ],
 )

@@ -11,8 +11,10 @@ from offmate.solver.effects import with_actions
 from offmate.solver.files import problem_from_dict
 from offmate.solver.files import to_dict as problem_to_dict
 from offmate.solver.instances.synthetic import speculating
+from offmate.solver.missed import missed
 from offmate.solver.plan import plan
 from offmate.solver.problem import Block, Group, Option, Problem, ProblemError, Rates, TensorSize
+from offmate.solver.resources import Resource
 from offmate.solver.schedule import Action, Kind, Schedule
 from offmate.solver.scheduling.validate import ScheduleError, validate
 from offmate.solver.simulate import simulate
@@ -107,6 +109,29 @@ def test_what_the_validator_refuses() -> None:
             validate(replace(schedule, **changes))
     with pytest.raises(ProblemError, match="there is no gate"):
         replace(chain(), gate=False)
+
+
+def cpu_s(schedule: Schedule) -> float:
+    spans = (span for span in simulate(schedule).timeline if span.resource == Resource.CPU)
+    return sum(span.end_s - span.start_s for span in spans)
+
+
+def test_a_step_that_misses_puts_back_what_has_begun_and_makes_all_again() -> None:
+    """The updates of w2 and w1 have begun when the gate opens: each takes 0.1 s to undo and 0.9 s again."""
+    schedule = scheduled(chain())
+    again = missed(schedule)
+    assert early(again) == early(schedule) and {action.name for action in early(again)} == {"w1", "w2"}
+    assert cpu_s(again) == pytest.approx(cpu_s(schedule) + 2 * (0.1 + 0.9))
+    assert simulate(again).step_s == pytest.approx(simulate(schedule).step_s + 2.0, abs=0.3)
+
+
+def test_what_has_not_begun_when_the_gate_opens_needs_no_undoing() -> None:
+    """Updates take 5 s instead: one has begun, and is undone; the other is made behind the gate only, with no log."""
+    schedule = scheduled(chain())
+    schedule = replace(schedule, update_cpu_s=dict.fromkeys(schedule.update_cpu_s, 5.0))
+    again = missed(schedule)
+    assert len(early(again)) == 1 and len(early(schedule)) == 2
+    assert cpu_s(again) == pytest.approx(cpu_s(schedule) + (0.1 + 5.0) - 0.1)
 
 
 def test_files_name_it_only_where_it_is() -> None:

@@ -269,6 +269,7 @@ def test_a_plan_is_that_of_the_same_arguments_in_python(monkeypatch, cache, tmp_
     assert not own.from_cache
     plan = load_plan(target)
     assert plan.schedule == own.schedule and plan.fingerprint == own.fingerprint
+    assert (plan.break_even is not None) == ("--speculate" in words)
     said = " ".join(capsys.readouterr().out.split())
     passes = TRAININGS[options].get("accumulation_steps", 1)
     assert f"{2048 * passes / own.predicted_step_s:,.0f} tokens/s" in said
@@ -278,7 +279,7 @@ def test_a_plan_is_that_of_the_same_arguments_in_python(monkeypatch, cache, tmp_
         "--accumulation": f"{passes} micro-batches of 4 × 512 tokens",
         "bf16-master": "bf16 with float32 copies",
         "--autocast": "fp32 under autocast to bf16",
-        "--speculate": "CPU updates before that is known",
+        "--speculate": "before the gate",
     }.items():
         assert (text in said) == (option in words)
 

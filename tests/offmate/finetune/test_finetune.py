@@ -152,6 +152,8 @@ def test_options_undo_what_yaml_sets():
     assert given_settings(parse(["finetune", "--no-merge", "--lora", "none"])) == {"merge": False, "lora": "none"}
     assert given_settings(parse(["finetune", "--merge"])) == {"merge": True}
     assert given_settings(parse(["finetune", "--no-speculate"])) == {"speculate": False}
+    assert given_settings(parse(["finetune", "--speculate"])) == {"speculate": True}
+    assert given_settings(parse(["finetune", "--speculate", "auto", "--yes"])) == {"speculate": "auto"}
     assert given_settings(parse(["finetune"])) == {}
 
 

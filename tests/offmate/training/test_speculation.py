@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from offmate.runtime.replay.gate import Clip
-from offmate.runtime.replay.speculation import Speculation
+from offmate.runtime.replay.speculation import Speculation, _Log
 from offmate.runtime.replay.updates import Updates
 from offmate.solver import items
 from offmate.solver.scheduling.validate import validate
@@ -37,11 +37,11 @@ def cores() -> Iterator[None]:
 def fates(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How often an update before the gate was started, kept and undone."""
     counted = {"started": 0, "kept": 0, "undone": 0}
-    started, kept, undo = Updates.make, Updates.adopt, Speculation._undo
+    started, kept, undo = _Log.write, Updates.adopt, Speculation._undo
 
-    def make(self: Any, name: str, grad: Any, scale: Any = None) -> None:
-        counted["started"] += not self._gate.is_open
-        started(self, name, grad, scale)
+    def write(self: Any, host: Any, name: str) -> None:
+        counted["started"] += 1
+        started(self, host, name)
 
     def adopt(self: Any, name: str, event: Any) -> None:
         counted["kept"] += 1
@@ -51,7 +51,7 @@ def fates(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         counted["undone"] += attempt.counted
         undo(self, name, attempt)
 
-    monkeypatch.setattr(Updates, "make", make)
+    monkeypatch.setattr(_Log, "write", write)
     monkeypatch.setattr(Updates, "adopt", adopt)
     monkeypatch.setattr(Speculation, "_undo", undone)
     return counted
@@ -79,12 +79,12 @@ class Trained:
         make, optimizer_of = (low_precision, masters) if low else (tiny, adamw)
         self.plain, self.model = make(), make()
         self.optimizers = optimizer_of(self.plain), optimizer_of(self.model)
-        self.scalers = compiled.pop("scalers", (None, None))
+        self.scalers, self.loss_scale = compiled.pop("scalers", (None, None)), 1.0
         offmate.compile(
             self.model, compiled.pop("budget", 1 << 30), optimizer=self.optimizers[1], max_grad_norm=clip,
             grad_scaler=self.scalers[1], accumulation_steps=micro, device="emulated",
             cpu_budget=1 << 30, plan=compiled.pop("plan", None),
-            config=offmate.Config(cache_dir=None, **CONFIG, **compiled),
+            config=offmate.Config(**{"cache_dir": None, **CONFIG, **compiled}),
         )  # fmt: skip
 
     def step(self, number: int, clip: float | None = None, between: Between | None = None) -> None:
@@ -94,7 +94,7 @@ class Trained:
             group = [self.batch(self.micro * number + micro) for micro in range(self.micro)]
             announced = self.announces and model is self.model
             for micro, given in enumerate(model.offmate.batches(group) if announced else group):
-                loss = model(**given)["loss"] / self.micro
+                loss = model(**given)["loss"] * self.loss_scale / self.micro
                 (loss if scaler is None else scaler.scale(loss)).backward()
                 if between is not None:
                     between(model, optimizer, number, micro)
@@ -180,16 +180,40 @@ def forced(monkeypatch: pytest.MonkeyPatch, micro: int = 1, clip: float = INF, *
     """A model whose first step is done, and whose workers have made all updates before the gate."""
     trained = Trained(micro, clip, low=False, **more)
     trained.step(0)
+    at_once(monkeypatch)
+    return trained
+
+
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let workers make every update before the gate as soon as it is started."""
     start = Speculation.start
 
-    def at_once(self: Any, name: str) -> None:
+    def waits(self: Any, name: str) -> None:
         start(self, name)
         attempt = self._attempts.get(name)
         if attempt is not None:
             attempt.event.synchronize()
 
-    monkeypatch.setattr(Speculation, "start", at_once)
-    return trained
+    monkeypatch.setattr(Speculation, "start", waits)
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("clip", [INF, 1e-3])
+def test_the_first_step_updates_before_the_gate_too(
+    clip: float, low: bool, fates: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It makes the states that it lacks, and a miss takes them away again; an edit before it changes nothing."""
+    monkeypatch.setattr("offmate.runtime.replay.norms.Norms.exceed", lambda self, limit: False)
+    at_once(monkeypatch)
+    trained = Trained(1, clip, low)
+    with torch.no_grad():
+        for model in (trained.plain, trained.model):
+            model.last.weight.mul_(1.01)
+    trained.step(0)
+    trained.assert_same()
+    assert fates["started"] > 0 and (fates["undone"] == fates["started"]) is (clip != INF)
+    trained.step(1)
+    trained.assert_same()
 
 
 def read(model: Any, optimizer: Any, number: int, micro: int) -> None:
@@ -241,8 +265,8 @@ def test_what_comes_before_the_step(
                 )
             LOOKS.clear()
     trained.assert_same()
-    edited = between in (edit, edit_state) and micro > 1  # before the last backward, in which nothing may begin early
-    assert (fates["undone"] > 0) is not edited
+    early = between is edit_state and micro > 1  # before the last backward, whose updates then stay
+    assert (fates["undone"] > 0) is not early
 
 
 def test_dropped_gradients_leave_no_trace(fates: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
