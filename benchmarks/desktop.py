@@ -1,10 +1,10 @@
 """A step of a 7B model on desktop cards, with and without a gate: `python -m benchmarks.desktop [--json FILE]`.
 
-All seconds are predictions for synthetic chains of half-layer blocks (Llama-2-7B, bf16 with fp32 masters) and the rates
-of the hardware files; nothing was run on such a card. A gate (clipping, accumulation) lets no update start before the
-last gradient. "One step": three turn-around steps, so that the device makes all its updates in one of them. "As
-needed": as many as the update phase needs (`update_steps`). Each is planned without a limit of host memory and with
-that of the hardware file; "under it" is the first schedule's time with the limit.
+All seconds are predictions for synthetic chains of half-layer blocks (Llama-2-7B, bf16 with fp32 masters but for one
+row) and the rates of the hardware files; nothing was run on such a card. A gate (clipping, accumulation) lets no update
+start before the last gradient. "One step": three turn-around steps, so that the device makes all its updates in one of
+them. "As needed": as many as the update phase needs (`update_steps`). Each is planned without a limit of host memory
+and with that of the hardware file; "under it" is the first schedule's time with the limit.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ MASTERS = Precision(param_bytes=2, grad_bytes=2, state_bytes=12, activation_byte
 # Machine, its budget, and the host's memory, which is ample here.
 CARDS = (("rtx3060", 11 * GB), ("rtx3090", 22 * GB), ("rtx4090", 22 * GB))
 BATCHES = ((4, 512), (8, 1024))
+FP32 = Precision()
+MORE = (("rtx3090", 22 * GB, FP32, (4, 512)), ("h100", 72 * GB, MASTERS, (8, 1024)))  # without a gate
 _HOST_BYTES = 512 * GB
 _MANAGE_S = 1e-3
-_UPDATE_BYTES = 30  # of host memory that an update of a bf16 parameter with a fp32 master moves
+_UPDATE_BYTES, _FP32_UPDATE_BYTES = 30, 28  # of host memory that an update of a parameter moves: with a master, alone
 _NORM_SHARE = 1 / 7  # of an update's bytes, those that taking a gradient's norm reads
 _VERDICT_S = 1e-4
 
@@ -58,6 +60,10 @@ def _rows() -> Iterator[dict[str, Any]]:
             for gate, steps in (("none", 3), ("one step", 3), ("as needed", needed)):
                 case = {"card": card, "tokens": f"{batch} x {sequence}", "gate": gate, "turn-around steps": steps}
                 yield case | _planned(problem if gate == "none" else gated(problem, steps))
+    for card, budget_bytes, precision, (batch, sequence) in MORE:
+        problem = problem_of(load(card), batch, sequence, budget_bytes, precision=precision)
+        words = f"{batch} x {sequence}{', fp32' if precision == FP32 else ''}"
+        yield {"card": card, "tokens": words, "gate": "none", "turn-around steps": 3} | _planned(problem)
 
 
 def problem_of(
@@ -69,32 +75,35 @@ def problem_of(
     hidden: int = 4096,
     *,
     whole_layers: bool = False,
+    precision: Precision = MASTERS,
 ) -> Problem:
     """Return the problem of a machine, as the program sees it without a gate.
 
     Parameters
     ----------
     layers, hidden: of the model, whose other widths are in Llama's proportions. whole_layers: one block per layer.
+    precision: bf16 with fp32 masters, or fp32.
     """
-    cpu_s, device_s = hardware.update_s(1, masters=True)
+    masters = precision == MASTERS
+    cpu_s, device_s = hardware.update_s(1, masters=masters)
     rates = Rates(
         hardware.in_bytes_per_s,
         hardware.out_bytes_per_s,
         hardware.both_bytes_per_s,
         max(hardware.manage_s, _MANAGE_S),
         host_memory_bytes_per_s=hardware.host_memory_bytes_per_s,
-        worker_bytes_per_s=_UPDATE_BYTES / cpu_s,
+        worker_bytes_per_s=(_UPDATE_BYTES if masters else _FP32_UPDATE_BYTES) / cpu_s,
     )
     speeds = Speeds(
-        hardware.flops_per_s("bfloat16"),
+        hardware.flops_per_s("bfloat16" if masters else "float32"),
         hardware.memory_bytes_per_s,
-        MASTERS.param_bytes / cpu_s,
-        MASTERS.param_bytes / device_s,
+        precision.param_bytes / cpu_s,
+        precision.param_bytes / device_s,
         rates,
     )
     intermediate = 11008 * hidden // 4096 // 256 * 256
     shape = Shape(layers, hidden, intermediate, vocab=32000, batch=batch, sequence=sequence)
-    return llama(shape, speeds, budget_bytes, _HOST_BYTES, precision=MASTERS, whole_layers=whole_layers)
+    return llama(shape, speeds, budget_bytes, _HOST_BYTES, precision=precision, whole_layers=whole_layers)
 
 
 def gated(problem: Problem, steps: int) -> Problem:
@@ -116,6 +125,7 @@ def _planned(problem: Problem) -> dict[str, Any]:
         "under it s": simulate(replace(endless.schedule, rates=problem.rates)).step_s,
         "limited: program s": limited.solution.objective_s,
         "its own simulated s": limited.simulation.step_s,
+        "of the program": limited.simulation.step_s / limited.solution.objective_s,
         "solved in s": limited.solution.solve_s,
         "planned in s": planned_s,
     }
