@@ -66,7 +66,8 @@ class TensorPlan:
     drop: it is released at the end of this step (device part).
     gaps: all other gaps between its uses; a gap that recurs in several passes is listed once per pass.
     states: the pieces of its optimizer state that leave and return, first rows first (device part).
-    source: the tier that it comes from after it was released (frozen groups).
+    source: the tier that it comes from after it was released; that of a tensor that the device updates gets its new
+        values, too.
     """
 
     name: str
@@ -92,7 +93,12 @@ class TensorPlan:
     @property
     def hosted(self) -> bool:
         """Return whether the host holds a copy of the tensor's values."""
-        return self.cpu or self.out is not None or (self.leaves and self.source == HOST)
+        return self.cpu or (self.source == HOST and self.has_copy)
+
+    @property
+    def has_copy(self) -> bool:
+        """Return whether a tier beside the device needs a copy of the tensor's values."""
+        return self.out is not None or self.leaves
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from .simulate import Simulation, keeps_budgets, simulate
 from .solution import Solution, Status
 from .solve import fills_host, least_host_within_device, solve
 
-# Host budgets that are tried for whole tensors, in those that fractions need.
 _WORTH_SHARING = 0.01  # of the host's budget; for less than that no second search is made
+_WORTH_FILES = 0.05  # of a step that the program must gain from parameters in files before they are tried
+# Host budgets that are tried for whole tensors, in those that fractions need.
 _SHARES = (1.02, 1.05, 1.1, 1.3, 2.0)
 
 
@@ -60,7 +61,8 @@ def plan(
     the program is then solved again with smaller budgets. Where whole tensors cost time, passes look for a faster
     schedule (see refinements.py), and the fastest is taken. Where the host's memory limits copies and updates together,
     the schedule that is planned without this limit is taken if it is faster under it. Where the host's memory is full,
-    a second search lets what is there at different times share it.
+    a second search lets what is there at different times share it. Trained parameters leave to files only where there
+    is no plan without that, or a faster one with it.
 
     Parameters
     ----------
@@ -73,6 +75,32 @@ def plan(
     Source: OffMate, section 4.2 and appendix B.
     """
     limits, ladder = Limits(time_limit_s, gap, backend), tuple(ladder)
+    if not problem.parameter_tiers:
+        return _in_time(problem, limits, ladder, report)
+    found = _in_time(problem.with_parameters_in_ram, limits, ladder, report)
+    if found.schedule is not None and not _gains_from_files(problem, found, limits):
+        return found
+    in_files = _in_time(problem, limits, ladder, report)
+    if found.simulation is None or in_files.simulation is None:
+        return in_files if found.simulation is None else found
+    return min(found, in_files, key=lambda one: one.simulation.step_s if one.simulation is not None else inf)
+
+
+def _gains_from_files(problem: Problem, found: Planned, limits: Limits) -> bool:
+    """Return whether parameters that leave to files make a program clearly faster, in fractions."""
+    if not (found.host_is_full or fills_host(problem, found.solution)):
+        return False
+    best = solve(problem, time_limit_s=limits.time_limit_s, gap=limits.gap, backend=limits.backend)
+    return bool(best.options) and best.objective_s < (1 - _WORTH_FILES) * found.solution.objective_s
+
+
+def _in_time(
+    problem: Problem,
+    limits: Limits,
+    ladder: tuple[Refinement, ...],
+    report: Callable[[Gain], None] | None,
+) -> Planned:
+    """Plan, and where the host's memory is full, let what is there at different times share it."""
     found = _planned(problem, limits, ladder, report)
     full = found.schedule is None or found.host_is_full or fills_host(problem, found.solution)
     if problem.host_in_time or not full or _has_little_to_share(problem, found):

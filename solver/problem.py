@@ -121,9 +121,22 @@ class Problem:
         """The tiers beside the host from which frozen parameters come."""
         return tuple(tier for tier in self.rates.tiers if tier.holds_frozen)
 
+    @property
+    def parameter_tiers(self) -> tuple[Tier, ...]:
+        """The tiers beside the host that trained parameters may leave to."""
+        return tuple(tier for tier in self.rates.tiers if tier.for_parameters) if self.update == "planned" else ()
+
     def sources(self, group: Group) -> tuple[Tier, ...]:
         """Return the tiers beside the host from which a group's parameters can come."""
+        if group.trainable:
+            return self.parameter_tiers
         return self.frozen_tiers if group.in_files else ()
+
+    @property
+    def with_parameters_in_ram(self) -> Problem:
+        """The problem in which trained parameters leave to the host only."""
+        tiers = tuple(replace(tier, for_parameters=False) for tier in self.rates.tiers)
+        return replace(self, rates=replace(self.rates, tiers=tiers))
 
     @property
     def buffers_bytes(self) -> int:

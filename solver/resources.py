@@ -126,7 +126,8 @@ class Tier:
     holds_frozen: whether it holds frozen parameters all the time, beside what leaves to it: files that are read and
         never written.
     buffers_bytes: bytes of the host's memory that copies through the host take.
-    for_states: whether nothing but optimizer states leaves to it.
+    for_states: whether nothing but optimizer states leaves to it, and trained parameters if it is for these, too.
+    for_parameters: whether trained parameters that the device updates may leave to it.
     """
 
     path: Path
@@ -134,6 +135,7 @@ class Tier:
     holds_frozen: bool = False
     buffers_bytes: int = 0
     for_states: bool = False
+    for_parameters: bool = False
 
     @property
     def name(self) -> str:
@@ -270,7 +272,8 @@ class Rates:
         tiers = [asdict(tier) for tier in self.tiers]
         for tier in tiers:
             may_be_absent = ((tier["path"], "per_copy_s"), (tier["path"], "through_host"),
-                             (tier, "holds_frozen"), (tier, "buffers_bytes"), (tier, "for_states"))  # fmt: skip
+                             (tier, "holds_frozen"), (tier, "buffers_bytes"), (tier, "for_states"),
+                             (tier, "for_parameters"))  # fmt: skip
             for row, name in may_be_absent:
                 if not row[name]:
                     del row[name]

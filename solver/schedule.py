@@ -10,6 +10,7 @@ from operator import or_
 from typing import Any
 
 from .items import Item, ItemKind
+from .items import names_of as items_named
 from .packing import Tenant, packed, span_of
 from .resources import HOST, Path, Rates, Tier
 from .steps import Direction as Direction
@@ -164,8 +165,8 @@ class Schedule:
     resident: items on the device when an iteration starts, ascending by name.
     computes: specification of every compute action by name.
     update_cpu_s, update_device_s: seconds per tensor for the tensors updated there.
-    homes: by item, the tier that it leaves to, if that is not the host. A parameter with such a home is frozen: it
-        comes from there, and never leaves to it.
+    homes: by item, the tier that it leaves to, if that is not the host. A frozen parameter with such a home comes from
+        there, and never leaves to it. A trained one is updated by the device.
     log_cpu_s: seconds per tensor that an update on the host takes longer if it keeps a log of the old values; empty if
         no update may start before the gate.
     add_cpu_s, add_device_s: seconds per tensor to add a gradient to its total, for the tensors updated there; empty for
@@ -227,10 +228,38 @@ class Schedule:
         to_ram = {item for item in leaving if self.homes.get(item) not in files}
         return frozenset(self.update_device_s) - {name for name, own in self.states.items() if to_ram.issuperset(own)}
 
+    @cached_property
+    def trained_homes(self) -> frozenset[Item]:
+        """The trained parameters that leave to a tier other than the host."""
+        of_frozen = {tier.name for tier in self.rates.tiers if not tier.for_parameters}
+        found = (item for item, home in self.homes.items() if home not in of_frozen)
+        return frozenset(item for item in found if item.kind is ItemKind.PARAMETER)
+
+    @cached_property
+    def parameters_in_files(self) -> frozenset[str]:
+        """The trained parameters that have their homes in files, and not in RAM.
+
+        As soon as any of them leaves to files, RAM is short. So all have their homes there but those that the host
+        updates and those that leave to RAM. One that is always on the device is written when somebody reads it.
+        """
+        if not self.trained_homes:
+            return frozenset()
+        moving = (Kind.OFFLOAD, Kind.PREFETCH)
+        to_ram = {a.item for a in self.actions if a.kind in moving and a.item not in self.homes}
+        return frozenset(self.update_device_s) - items_named(to_ram, ItemKind.PARAMETER)
+
+    @property
+    def bytes_in_files(self) -> int:
+        """The bytes of all states and trained parameters whose homes are in files."""
+        own = [item for name in self.states_in_files for item in self.states.get(name, ())]
+        own += [Item(ItemKind.PARAMETER, name) for name in self.parameters_in_files]
+        return sum(self.item_bytes.get(item, 0) for item in own)
+
     @property
     def tiers(self) -> tuple[tuple[Tier, int], ...]:
         """Every tier but the device, the host first, and the bytes that the schedule needs there."""
-        leaving = [(item, home) for item, home in self.homes.items() if item.kind is not ItemKind.PARAMETER]
+        written = self.trained_homes
+        leaving = [(i, home) for i, home in self.homes.items() if i.kind is not ItemKind.PARAMETER or i in written]
         away = [(tier, sum(self.item_bytes[item] for item, home in leaving if home == tier.name))
                 for tier in self.rates.tiers]  # fmt: skip
         return ((Tier(self.rates.host, self.host_budget_bytes), self.host_layout.used_bytes), *away)

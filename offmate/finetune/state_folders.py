@@ -117,10 +117,8 @@ class StateFolders:
 
 
 def stored_bytes(plan: Plan) -> int:
-    """Return the bytes of the states that a plan keeps in files."""
-    schedule = plan.schedule
-    names = schedule.states_in_files
-    return sum(schedule.item_bytes[item] for name in names for item in schedule.states.get(name, ()))
+    """Return the bytes that a plan keeps in files."""
+    return plan.schedule.bytes_in_files
 
 
 def _bytes_in(folder: Path) -> int:
@@ -154,4 +152,6 @@ def measured(folders: tuple[str, ...]) -> StateFolders:
 
 def _with_rates(path: StoragePath, figures: PathFigures) -> StoragePath:
     """Return a path with its rates, so that it is measured once."""
-    return StoragePath(path.folder, figures.read_bytes_per_s, figures.write_bytes_per_s, figures.both_bytes_per_s)
+    rates = figures.read_bytes_per_s, figures.write_bytes_per_s, figures.both_bytes_per_s
+    # Weights are loaded into RAM, and written from there.
+    return StoragePath(path.folder, *rates, parameters=False)

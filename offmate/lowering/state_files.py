@@ -1,4 +1,4 @@
-"""Optimizer states that a plan may keep in files on storage paths, as the solver sees them."""
+"""Optimizer states and trained parameters that a plan may keep in files on storage paths, as the solver sees them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StatePath:
 
 @dataclass(frozen=True)
 class StateFiles:
-    """Files that optimizer states leave to, over all storage paths together.
+    """Files that optimizer states and trained parameters leave to, over all storage paths together.
 
     Parameters
     ----------
@@ -36,6 +36,7 @@ class StateFiles:
         bytes of each.
     capacity_bytes: the most bytes that they may hold. buffers_bytes: RAM that copies between them and the device pass.
     paths: each of them. No plan depends on how they share the bytes.
+    for_parameters: whether trained parameters may leave to them, too.
     """
 
     read_bytes_per_s: float
@@ -44,10 +45,12 @@ class StateFiles:
     capacity_bytes: int
     buffers_bytes: int
     paths: tuple[StatePath, ...] = field(default=(), repr=False, compare=False)
+    for_parameters: bool = False
 
     @property
     def tier(self) -> Tier:
         """The tier that they are."""
         rates = self.read_bytes_per_s, self.write_bytes_per_s, self.both_bytes_per_s
         path = Path(STATE_STORAGE, *rates, through_host=True).moving_alike(self.both_bytes_per_s)
-        return Tier(path, self.capacity_bytes, buffers_bytes=self.buffers_bytes, for_states=True)
+        kinds = {"for_states": True, "for_parameters": self.for_parameters}
+        return Tier(path, self.capacity_bytes, buffers_bytes=self.buffers_bytes, **kinds)

@@ -194,8 +194,9 @@ class Plan:
     def read_bytes(self) -> int:
         """Bytes of frozen parameters that are read from files per step."""
         homes, sizes = self.schedule.homes, self.schedule.item_bytes
+        frozen = {i for i in homes if i.kind is ItemKind.PARAMETER} - self.schedule.trained_homes
         read = ((times, a.item) for times, a in self._all_actions if a.kind is Kind.PREFETCH)
-        return sum(times * sizes[item] for times, item in read if item in homes and item.kind is ItemKind.PARAMETER)
+        return sum(times * sizes[item] for times, item in read if item in frozen)
 
     @property
     def read_words(self) -> str:
@@ -210,7 +211,7 @@ class Plan:
 
     @property
     def stored_bytes(self) -> tuple[int, int]:
-        """Bytes of optimizer states that are read from the storage paths and written to them per step."""
+        """Bytes of states and trained parameters that are read from the storage paths and written to them per step."""
         homes, sizes = self.schedule.homes, self.schedule.item_bytes
         files = {tier.name for tier in self.schedule.rates.tiers if tier.for_states}
         moved = [(times, a) for times, a in self._all_actions if a.kind in (Kind.PREFETCH, Kind.OFFLOAD)]

@@ -75,7 +75,7 @@ class CheckpointFiles:
         """
         self.follow(params)
         with without_torch_function():
-            shared = _sharing(params)
+            shared = sharing(params)
             wanted = {n: p for n, p in params if not p.requires_grad and n not in self._host.files and n not in shared}
             for name, own in mapped_bytes({name: param.detach() for name, param in wanted.items()}).items():
                 file = self._open(own)
@@ -197,7 +197,7 @@ def files_here(model: torch.nn.Module, request: Request) -> Iterator[FrozenFiles
         files.close()
 
 
-def _sharing(params: Sequence[tuple[str, torch.nn.Parameter]]) -> set[str]:
+def sharing(params: Sequence[tuple[str, torch.nn.Parameter]]) -> set[str]:
     """Return the parameters whose memory overlaps with that of another one."""
     spans = []
     for name, param in params:

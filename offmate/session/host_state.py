@@ -189,6 +189,7 @@ class Truth:
         """Move parameters, one after another, into host memory from which copies run concurrently with compute.
 
         Parameters that share memory stay where they are. Those that are mapped from a file share no more than that.
+        Those in files of the store stay there.
 
         Parameters
         ----------
@@ -200,7 +201,7 @@ class Truth:
             owners = Counter(p.untyped_storage().data_ptr() for _, p in self._named())
             for name, param in self._named():
                 alone = name in self.host.files or owners[param.untyped_storage().data_ptr()] == 1
-                if alone and name not in but:
+                if alone and name not in but and not self.host.stores(name):
                     self._move(name, param, device.pinned(param.data))
         self.accept()
 
@@ -272,6 +273,8 @@ class Truth:
 
     def take_reads(self) -> bool:
         """Return whether the user has read the optimizer's states since the last call; the device's may then be old."""
+        if self.current:
+            self._parameters_may_be_written()
         if self.states is None or not self.states.read or not self.current:
             return False
         self.states.read = False
@@ -279,13 +282,19 @@ class Truth:
         return True
 
     def note_writes(self) -> None:
-        """Note that whoever has read the optimizer's states may have written into those that lie in files."""
+        """Note that whoever has read states or parameters may have written into those that lie in files."""
+        self._parameters_may_be_written()
         if self.states is not None and (self.states.read or self.states.handed_out):
             self._may_be_written()
 
     def _may_be_written(self) -> None:
         for name in self.host.in_store:
             self.host.states_written(name)
+
+    def _parameters_may_be_written(self) -> None:
+        """Let no checksum stand in the way of what numpy, for example, has written, which no version reveals."""
+        if self.host.store is not None:
+            self.host.written(self.host.params.values())
 
     def adopt_states(self) -> None:
         """Adopt the optimizer's states as the current ones."""

@@ -1,8 +1,9 @@
-"""Optimizer states of a checkpoint that lie in files: linked and not copied, and described by one file."""
+"""States and weights of a checkpoint that lie in files: linked and not copied, and described by one file."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,15 +27,16 @@ _FORMAT = "offmate states 1"
 
 @dataclass(frozen=True)
 class LinkedTensor:
-    """A part of the state of one parameter.
+    """A part of the state of one parameter, or its values.
 
     Parameters
     ----------
-    parameter: its number in the optimizer's `state_dict`. key: of the part. dtype: its name in torch.
+    parameter: its number in the optimizer's `state_dict`; its name in the model's for its values.
+    key: of the part; empty for the values. dtype: its name in torch.
     shape, stride: in elements. pieces: all of its bytes, in order.
     """
 
-    parameter: int
+    parameter: int | str
     key: str
     dtype: str
     shape: tuple[int, ...]
@@ -44,7 +46,7 @@ class LinkedTensor:
     def tensor(self) -> torch.Tensor:
         """Map it from its files, which stay as they are. Raises: StorageError if that fails."""
         like = torch.empty_strided(self.shape, self.stride, dtype=getattr(torch, self.dtype), device="meta")
-        return tensor_of(SystemFiles(), f"{self.key} of parameter {self.parameter}", self.pieces, like)
+        return tensor_of(SystemFiles(), f"{self.key or 'values'} of parameter {self.parameter}", self.pieces, like)
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,14 @@ class LinkedStates:
     def put_into(self, state: dict[str, Any]) -> None:
         """Complete a `state_dict` that `taken_out` has left. Raises: StorageError if a file cannot be mapped."""
         for one in self.tensors:
-            state["state"][one.parameter][one.key] = one.tensor()
+            if not isinstance(one.parameter, str):
+                state["state"][one.parameter][one.key] = one.tensor()
+
+    def put_into_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        """Complete a model's `state_dict` likewise. Raises: StorageError if a file cannot be mapped."""
+        for one in self.tensors:
+            if isinstance(one.parameter, str):
+                weights[one.parameter] = one.tensor()
 
     def save(self, path: Path) -> None:
         """Write the file that describes them."""
@@ -139,23 +148,35 @@ def taken_out(session: Any, state: dict[str, Any], below: PurePath) -> tuple[dic
     Returns: the `state_dict` without them, and what was linked.
     Raises: StorageError if they cannot be linked or copied.
     """
+    rest, _, linked = all_taken_out(session, state, {}, below)
+    return rest, linked
+
+
+def all_taken_out(
+    session: Any, state: dict[str, Any], weights: dict[str, Any], below: PurePath
+) -> tuple[dict[str, Any], dict[str, Any], LinkedStates]:
+    """Link the states and the weights that lie in files; see `taken_out`.
+
+    Parameters
+    ----------
+    weights: the model's `state_dict`.
+
+    Returns: both without them, and what was linked.
+    """
     store = None if session is None else session.truth.host.store
     if store is None:
-        return state, LinkedStates()
+        return state, weights, LinkedStates()
     session.truth.note_writes()
-    places = [
-        (number, key, value)
-        for number, own in state["state"].items()
-        for key, value in own.items()
-        if isinstance(value, torch.Tensor) and store.holds_all_of(value)
-    ]
+    own = [(number, key, value) for number, entry in state["state"].items() for key, value in entry.items()]
+    own += [(name, "", value) for name, value in weights.items()]
+    places = [one for one in own if isinstance(one[2], torch.Tensor) and store.holds_all_of(one[2])]
     if not places:
-        return state, LinkedStates()
+        return state, weights, LinkedStates()
     linked = store.link([value for _, _, value in places], below)
     gone = {(number, key) for number, key, _ in places}
     rest = {
-        number: {key: value for key, value in own.items() if (number, key) not in gone}
-        for number, own in state["state"].items()
+        number: {key: value for key, value in entry.items() if (number, key) not in gone}
+        for number, entry in state["state"].items()
     }
     tensors = (
         LinkedTensor(
@@ -163,7 +184,10 @@ def taken_out(session: Any, state: dict[str, Any], below: PurePath) -> tuple[dic
         )
         for (number, key, value), pieces in zip(places, linked)
     )
-    return {**state, "state": rest}, LinkedStates(tuple(tensors))
+    left = copy.copy(weights)  # with the versions of modules that a `state_dict` has
+    for name in [name for name in weights if (name, "") in gone]:
+        del left[name]
+    return {**state, "state": rest}, left, LinkedStates(tuple(tensors))
 
 
 @contextlib.contextmanager

@@ -226,13 +226,18 @@ class Preparer:
     def _look_at_files(self) -> None:
         """Find out which parameters may come from files; all of them go into RAM of their own if it has room."""
         self._files.find(self._watch.parameters)
-        files, storage = self._files.request(self.request.host_budget_bytes), self._storage.files_for_plans()
+        files = self._files.request(self.request.host_budget_bytes)
+        storage = self._storage.files_for_plans(self._watch.parameters)
         self.request = replace(self.request, files=files, storage=storage)
-        if self.request.files is not None:
-            self._truth.pin(self._device, but=self.request.files.names)
-            return
-        self._truth.pin(self._device)
-        self._truth.host.files.clear()
+        if files is None:
+            self._truth.host.files.clear()
+        if storage is None or not storage.for_parameters:
+            self.pin()
+
+    def pin(self) -> None:
+        """Move parameters into pinned memory, but those that are mapped from files or lie in them."""
+        files = self.request.files
+        self._truth.pin(self._device, but=() if files is None else files.names)
 
     def _look_at_device(self) -> None:
         """Take the budget, the allocator's settings and the choice of kernels as they are now."""
@@ -261,7 +266,13 @@ class Preparer:
 
     def _forward_maker(self, model: torch.nn.Module, call: Call, say: Progress) -> Callable[[int], Prepared]:
         """Return a function that plans a forward, given the bytes to leave to the device's allocator."""
-        request = replace(self.request, budget_bytes=max(1, self.request.budget_bytes - call.reserved_bytes))
+        request, host = self.request, self._truth.host
+        stored_bytes = sum(own.nbytes for name, own in host.params.items() if host.stores(name))
+        request = replace(
+            request,
+            budget_bytes=max(1, request.budget_bytes - call.reserved_bytes),
+            host_budget_bytes=request.host_budget_bytes + stored_bytes,  # these come through the system's cache
+        )
         return lambda margin_bytes: make_stream(
             model, call.args, call.kwargs, replace(request, margin_bytes=margin_bytes), say
         )

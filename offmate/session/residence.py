@@ -19,6 +19,7 @@ from .contexts import ComputingStream, Process, alone, outside_inference
 from .failures import described
 from .host_state import Truth
 from .pace import Pace
+from .parameter_files import settle
 from .parameters import give_buffer_classes
 from .preparer import Preparer
 from .turns import Turns
@@ -75,13 +76,8 @@ class Residence:
                 with self.stream.entered():
                     self.device.arena.take(variant.place.segment_bytes)
             self.active, self._replays = variant, 0
-            if variant.executor.settle_states():
-                self.truth.show_states()
-            try:
-                self.preparer.reserve_states(variant)
-            except BaseException:
-                self.active = None  # so that the next call tries again
-                raise
+            if variant.kind.trains:  # a forward alone leaves them where they are
+                self._settle(variant)
         if give_buffer_classes(model, self, variant.prepared.binding.written_buffers):
             self.truth.adopt_buffers()
         if self._replays < _FREES and not self.turns.micro_batches:
@@ -91,6 +87,18 @@ class Residence:
         if not self.turns.gate:  # behind one nothing is updated before step(), where plain PyTorch looks at copies
             self.truth.copies.match(variant.updates)
         self.truth.accept()
+
+    def _settle(self, variant: Variant) -> None:
+        """Move parameters and states to RAM and to files, as a plan has them."""
+        try:
+            settle(variant.prepared.plan.schedule, self.truth, self.device)
+            self.preparer.pin()
+            if variant.executor.settle_states():
+                self.truth.show_states()
+            self.preparer.reserve_states(variant)
+        except BaseException:
+            self.active = None  # so that the next call tries again
+            raise
 
     def _is_worn(self, variant: Variant) -> bool:
         """Return whether the device's memory must be laid out anew before the next iteration."""

@@ -21,13 +21,13 @@ from .linked_states import (
     BELOW,
     STATES,
     LinkedStates,
+    all_taken_out,
     check_whole,
     find_linked,
     handing_out_none,
     linked_folders,
     make_room,
     session_of,
-    taken_out,
 )
 from .saved_files import (
     MANIFEST,
@@ -52,8 +52,8 @@ _MANIFEST = "offmate_manifest"  # a key of the optimizer's file in all others
 def save_checkpoint(folder: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Write a checkpoint of a model and its optimizer, which appears whole or not at all.
 
-    Optimizer states that lie in files on storage paths are not copied. Their files get a second name in the folder
-    `offmate-checkpoints` of each path, and are never written again. `remove_checkpoint` removes these too.
+    Optimizer states and weights that lie in files on storage paths are not copied. Their files get a second name in the
+    folder `offmate-checkpoints` of each path, and are never written again. `remove_checkpoint` removes these too.
 
     Parameters
     ----------
@@ -77,8 +77,9 @@ def save_checkpoint(folder: str | os.PathLike[str], model: torch.nn.Module, opti
     linked = LinkedStates()
     try:
         aside.mkdir(parents=True)
-        torch.save(model.state_dict(), aside / MODEL)
-        state, linked = taken_out(session, whole, PurePath(BELOW, secrets.token_hex(8), target.name))
+        below = PurePath(BELOW, secrets.token_hex(8), target.name)
+        state, weights, linked = all_taken_out(session, whole, model.state_dict(), below)
+        torch.save(weights, aside / MODEL)
         if linked.tensors:
             linked.save(aside / STATES)
         torch.save({**state, _MANIFEST: MANIFEST}, aside / OPTIMIZER)
@@ -139,6 +140,7 @@ def load_checkpoint(
         raise missing(path / MANIFEST)
     if saved is None:
         _check_states(path, state.pop(_STATES_DIGEST, None))
+    linked.put_into_weights(weights)
     check_fits(path, saved, weights, state, model, optimizer)
     linked.put_into(state)
     model.load_state_dict(weights)

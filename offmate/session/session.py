@@ -85,7 +85,7 @@ class Session:
         self.watch = Watch(model)
         self.truth = Truth(model, self.updater, self.watch)
         self.storage = StateStorage(storage, self.truth.host, self.device)
-        request = replace(request, storage=self.storage.files_for_plans())
+        request = replace(request, storage=self.storage.files_for_plans(self.watch.parameters))
         self.files = CheckpointFiles(self.truth.host, self.device.file_buffers_bytes, self.device.changed)
         self.preparer = Preparer(
             request, self._plainness, self.watch, self.truth, self.device, self.updater, max_grad_norm, given, progress,

@@ -1,15 +1,18 @@
-"""The files in which a compiled model keeps optimizer states, on the storage paths that the user named."""
+"""The files in which a compiled model keeps states and parameters, on the storage paths that the user named."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from ..errors import StorageError
 from ..lowering.state_files import StateFiles
-from ..planning.storage import PathFigures, figures_of, proportions, together, turn_s
+from ..planning.storage import PathFigures, figures_of, proportions, takes_parameters, together, turn_s
 from ..runtime.devices.device import Device
 from ..runtime.replay.binding import HostState
 from ..runtime.storage.balance import Balance
@@ -18,6 +21,7 @@ from ..runtime.storage.folders import StoragePath
 from ..runtime.storage.mapped import MappedStore
 from ..sizes import format_bytes
 from ..solver.schedule import Schedule
+from .parameter_files import may_leave
 
 log = logging.getLogger("offmate")
 
@@ -44,7 +48,7 @@ class PathInUse(NamedTuple):
 
 
 class StateStorage:
-    """The store of optimizer states.
+    """The store of optimizer states, and of trained parameters if all paths are for both.
 
     State: `_engine` and `_store`, which is `host.store`, from construction until `close`; the folders are locked all
     that time. `_files`, and the figures of the paths that it was made from; `_slower`, in how many iterations in a row
@@ -63,6 +67,7 @@ class StateStorage:
         self._figures: list[PathFigures] = []
         self._files: StateFiles | None = None
         self._slower, self._said = 0, False
+        self._both = takes_parameters(paths, emulated=device.torch_device.type == "cpu")
         if not paths:
             return
         self._figures = [figures_of(path) for path in paths]
@@ -72,16 +77,20 @@ class StateStorage:
         self._buffers_bytes = engine.staging_bytes + 2 * device.file_buffers_bytes
         self._files = together(self._figures, self._buffers_bytes)
 
-    def files_for_plans(self) -> StateFiles | None:
+    def files_for_plans(self, params: Sequence[tuple[str, torch.nn.Parameter]]) -> StateFiles | None:
         """Return what plans that are made from now on count with; None without storage paths.
 
         The rates are those of the last iterations if they have changed the paths' seconds by more than a tenth.
+
+        Parameters
+        ----------
+        params: those of the model, by name.
         """
         now = self._measured()
         if now and abs(turn_s(now) / turn_s(self._figures) - 1) > _MOVED:
             self._figures, self._slower, self._said = now, 0, False
             self._files = together(now, self._buffers_bytes)
-        return self._files
+        return None if self._files is None else replace(self._files, for_parameters=self._both and may_leave(params))
 
     @property
     def paths(self) -> tuple[PathInUse, ...]:
@@ -92,15 +101,14 @@ class StateStorage:
         return tuple(PathInUse(folder, stored_bytes, *figures.rates) for folder, stored_bytes, figures in found)
 
     def check_room(self, schedule: Schedule) -> None:
-        """Look whether the states of a schedule have room in the files. Raises: StorageError if not."""
+        """Look whether what a schedule keeps in files has room there. Raises: StorageError if not."""
         if self._files is None or self._engine is None:
             return
-        sizes = schedule.item_bytes
-        names = schedule.states_in_files
-        needed = sum(sizes[item] for name in names for item in schedule.states.get(name, ()))
+        needed = schedule.bytes_in_files
         if needed > self._files.capacity_bytes:
+            what = "optimizer states and parameters" if schedule.parameters_in_files else "optimizer states"
             raise StorageError(
-                f"optimizer states need {format_bytes(needed)} in {' and '.join(map(str, self._engine.folders))}, and "
+                f"{what} need {format_bytes(needed)} in {' and '.join(map(str, self._engine.folders))}, and "
                 f"there is room for {format_bytes(self._files.capacity_bytes)}; free space there, or name another disk "
                 "as well"
             )

@@ -138,6 +138,10 @@ class HostState:
     store: MappedStore | None = None
     in_store: frozenset[str] = frozenset()
 
+    def stores(self, name: str) -> bool:
+        """Return whether the memory of a parameter lies in files of the store."""
+        return self.store is not None and self.store.holds(self.params[name])
+
     def written(self, tensors: Iterable[object]) -> None:
         """Note that host memory was written to in another way than by copies from the device."""
         for tensor in tensors:

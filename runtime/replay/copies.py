@@ -32,7 +32,7 @@ def bring(world: World, item: Item, sources: dict[str, torch.Tensor], path: Path
 
 def _start_in(world: World, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...], path: Path) -> Event:
     stored = world.host.store.bytes_of(source) if world.host.store is not None else None
-    if stored is None:
+    if stored is None or world.store_path is None:  # what no plan keeps in files comes through the system's cache
         return world.device.copy_in(target, source, after, path.into)
     return world.device.read_in(target, stored, world.store_path.into, after)
 
@@ -80,6 +80,7 @@ def _start_out(world: World, target: torch.Tensor, source: torch.Tensor, after: 
     stored = world.host.store.bytes_of(target) if world.host.store is not None else None
     if stored is None:
         return world.device.copy_out(target, source, after, path.out)
+    assert world.store_path is not None, "a plan that keeps nothing in files has everything in RAM"
     return world.device.write_out(stored, source, after, world.store_path.out)[1]
 
 

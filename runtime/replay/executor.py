@@ -237,9 +237,11 @@ class Executor:
         contents = self._contents
         for event in [*contents.written.values(), *contents.grad_leaving.values(), *contents.grad_adding.values()]:
             event.synchronize()
-        for item, buffer in contents.states.items():
-            if item.name in self.host.in_store:  # whoever reads or writes files directly must be alone
-                buffer.synchronize()
+        # Whoever reads or writes files directly must be alone.
+        in_files = [buffer for item, buffer in contents.states.items() if item.name in self.host.in_store]
+        in_files += [buffer for name, buffer in contents.params.items() if self.host.stores(name)]
+        for buffer in in_files:
+            buffer.synchronize()
         self._updates.rescue()
 
     @property
@@ -322,7 +324,7 @@ class Executor:
 
 
 def _never_moved(schedule: Schedule) -> frozenset[str]:
-    """Return the parameters that stay on the device all the time."""
-    names = {a.name for a in schedule.actions if a.kind in _MOVING}
+    """Return the parameters that stay on the device all the time, and whose homes are in RAM."""
+    names = {a.name for a in schedule.actions if a.kind in _MOVING} | schedule.parameters_in_files
     resident = (item for item in schedule.resident if item.kind is ItemKind.PARAMETER)
     return frozenset(item.name for item in resident if item not in names and item.name not in names)

@@ -63,7 +63,7 @@ class Parameters:
             self._contents.params[item.name] = bring(self._world, item, {"": home})
         elif file is not None:
             self._contents.params[item.name] = bring_from_file(self._world, item, home, file)
-        else:  # the user has changed it, so that its values are no longer those of the file
+        else:  # it is trained, or the user has changed it, so that its values are no longer those of its file
             path = self._world.schedule.rates.host
             self._contents.params[item.name] = bring(self._world, item, {"": home}, path)
 
@@ -106,8 +106,8 @@ class OfStates:
         self._contents.on_tiers[item] = homes
 
     def _leaves_to_home(self, item: Item) -> bool:
-        home = self._world.store_path.tier if item.name in self._world.host.in_store else HOST
-        return self._world.tier_of(item) == home
+        path = self._world.store_path if item.name in self._world.host.in_store else None
+        return self._world.tier_of(item) == (HOST if path is None else path.tier)
 
     def release(self, item: Item) -> None:
         self._contents.states[item].settle()

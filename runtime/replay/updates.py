@@ -76,6 +76,7 @@ class Updates:
 
     def _made(self, name: str) -> None:
         self._host.states_written(name)
+        self._host.written((self._host.params[name],))
         self._host.updates[name] = self._host.updates.get(name, 0) + 1
 
     def adopt(self, name: str, under_way: Event) -> None:
@@ -231,14 +232,16 @@ class Updates:
         return frozenset(lost)
 
     def unread(self) -> frozenset[str]:
-        """Return, after a failure, the tensors whose states could not be read from their files."""
+        """Return, after a failure, the tensors whose states or values could not be read from their files."""
         lost = set()
-        for item, buffer in self._contents.states.items():
+        buffers = [(item.name, buffer) for item, buffer in self._contents.states.items()]
+        buffers += [(name, one) for name, one in self._contents.params.items() if self._host.stores(name)]
+        for name, buffer in buffers:
             try:
                 if buffer.arrived is not None:
                     buffer.arrived.synchronize()
             except ActionFailed as error:
-                lost |= {item.name} if isinstance(error.__cause__, StorageError) else set()
+                lost |= {name} if isinstance(error.__cause__, StorageError) else set()
         return frozenset(lost)
 
     def rescue_buffers(self) -> None:
@@ -274,7 +277,7 @@ class Updates:
     def _rescue(self, item: Item) -> None:
         contents, name = self._contents, item.name
         if item.kind is ItemKind.PARAMETER and name in contents.params and name not in self._unmoved:
-            self._host.params[name].copy_(contents.params[name].tensors[""])
+            self._states.fill(self._host.params[name], contents.params[name].tensors[""])
         elif item in contents.states and not self._is_the_tiers(item):
             self._rescue_state(item, contents.states[item].tensors)
         elif item in contents.on_tiers:

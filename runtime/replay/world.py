@@ -50,10 +50,9 @@ class World:
         return SharedHost(self.schedule, self.device)
 
     @cached_property
-    def store_path(self) -> Path:
-        """The path between the device and the files that optimizer states are kept in."""
-        (path,) = (tier.path for tier in self.schedule.rates.tiers if tier.for_states)
-        return path
+    def store_path(self) -> Path | None:
+        """The path between the device and the files that states and parameters are kept in; None without any."""
+        return next((tier.path for tier in self.schedule.rates.tiers if tier.for_states), None)
 
     def tier_of(self, item: Item) -> str:
         """Return the tier that an item leaves to."""

@@ -36,10 +36,37 @@ class RoundTrip:
 
 @dataclass(frozen=True)
 class Source:
-    """A tier that a part of a group can come from after it was dropped, by its path."""
+    """A tier that a part of a group can come from after it was dropped, by its path.
+
+    Parameters
+    ----------
+    of_device: of a trainable group, as much of the device part; no other returns after the last read.
+    """
 
     path: Path
     part: Terms
+    of_device: Terms | None = None
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The device part's new values on their way to a tier.
+
+    Parameters
+    ----------
+    drop, keep: the flows of what is released there once it has left, and of what stays on the device as well.
+    back: what was released returns.
+    """
+
+    path: Path
+    drop: Flow
+    keep: Flow
+    back: Flow
+
+    @property
+    def part(self) -> Terms:
+        """The part of the group of which the tier has the values."""
+        return add((1.0, self.drop.total), (1.0, self.keep.total))
 
 
 @dataclass(frozen=True)
@@ -51,9 +78,7 @@ class GroupColumns:
     lead_out: Flow | None = None
     cpu_update: Flow | None = None
     cpu_back: Flow | None = None
-    out_drop: Flow | None = None
-    out_keep: Flow | None = None
-    back: Flow | None = None
+    departures: tuple[Departure, ...] = ()
     wait: RoundTrip | None = None
     states: tuple[RoundTrip, ...] = ()
     away: tuple[Away, ...] = ()
@@ -96,7 +121,7 @@ def _external(problem: Problem, group: Group, span: Span, builder: Builder, acco
     _count_cpu_part(problem, group, span, WHOLE, grad_out, back, account)
     account.keep(group.grad_bytes, WHOLE)  # until the user's code lets go of it
     account.keep(group.param_bytes, WHOLE)
-    away = _others(problem, group, span.between, [Source(problem.rates.host, WHOLE)], builder, account, NONE)
+    away = _others(problem, group, span.between, [Source(problem.rates.host, WHOLE, NONE)], builder, account)
     return GroupColumns(WHOLE, grad_out=grad_out, cpu_back=back, away=away)
 
 
@@ -129,31 +154,53 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
         _log(problem, group, idle, update, account)
 
     after_update = around(updated, span.first - 1, problem.n_steps)
-    dropped, kept = builder.column(f"D[{name}]"), builder.column(f"K[{name}]")
-    out_drop = flow(builder, f"Drop[{name}]", after_update, leaving_steps(problem, after_update, 2), dropped)
-    out_keep = flow(builder, f"Keep[{name}]", after_update, leaving_steps(problem, after_update), kept)
-    back = flow(builder, f"ParIn[{name}]", after_update, coming_steps(problem, after_update, 2), dropped)
-    follows(builder, f"ParIn after Drop[{name}]", back, out_drop)
-    hosted = add((1.0, x), (1.0, dropped), (1.0, kept))
-    builder.at_most_zero(f"host copy[{name}]", add((1.0, hosted), (-1.0, WHOLE)))
+    paths = (problem.rates.host, *(tier.path for tier in problem.parameter_tiers))
+    departures = tuple(_departure(problem, group, path, after_update, builder) for path in paths)
+    to_host, *others = departures
+    hosted = add((1.0, x), (1.0, to_host.part))
+    copies = ((1.0, one.part) for one in others)  # each whole tensor has one place off the device
+    builder.at_most_zero(f"host copy[{name}]", add((1.0, hosted), *copies, (-1.0, WHOLE)))
     account.keep(group.param_bytes, hosted)
     rest = add((1.0, WHOLE), (-1.0, x))
     account.spend(Resource.COMPUTE, span.end, group.norm_s, WHOLE)
     account.spend(Resource.COMPUTE, updated, group.device_update_s, rest)
-    for gone in (out_drop, out_keep):
-        leave(group.param_bytes, updated, gone, account, copies=group.param_copies)
-    _come(group.param_bytes, back, account, copies=group.param_copies)
     account.hold_over(idle[1:], group.param_bytes, rest)
-    account.hold_sums(after_update[1:], -group.param_bytes, out_drop.prior)
-    account.hold_sums(after_update[1:], group.param_bytes, back.sums)
+    for one in departures:
+        _count_departure(group, updated, after_update, one, account)
+    for one in others:
+        account.keep(group.param_bytes, one.part, one.path.tier)
     for step in problem.each(span.points[-1])[1:]:
         account.spend(Resource.COMPUTE, step, group.device_add_s, rest)
 
     wait = _wait(problem, group, span, rest, builder, account)
     states = _states(problem, group, updated, x, builder, account)
-    of_device = add((1.0, dropped), (1.0, kept))
-    away = _others(problem, group, span.between, [Source(problem.rates.host, hosted)], builder, account, of_device)
-    return GroupColumns(x, grad_out, lead_out, update, cpu_back, out_drop, out_keep, back, wait, states, away)
+    sources = [Source(one.path, one.part if one is not to_host else hosted, one.part) for one in departures]
+    away = _others(problem, group, span.between, sources, builder, account)
+    several = tuple(sources) if others else ()
+    return GroupColumns(x, grad_out, lead_out, update, cpu_back, departures, wait, states, away, several)
+
+
+def _departure(
+    problem: Problem, group: Group, path: Path, after_update: tuple[int, ...], builder: Builder
+) -> Departure:
+    """Add the device part's new values that leave to a tier, and return before the group is read."""
+    name = f"{group.name}{mark(path)}"
+    dropped, kept = builder.column(f"D[{name}]"), builder.column(f"K[{name}]")
+    drop = flow(builder, f"Drop[{name}]", after_update, leaving_steps(problem, after_update, 2), dropped)
+    keep = flow(builder, f"Keep[{name}]", after_update, leaving_steps(problem, after_update), kept)
+    back = flow(builder, f"ParIn[{name}]", after_update, coming_steps(problem, after_update, 2), dropped)
+    follows(builder, f"ParIn after Drop[{name}]", back, drop)
+    return Departure(path, drop, keep, back)
+
+
+def _count_departure(
+    group: Group, updated: int, after_update: tuple[int, ...], gone: Departure, account: Account
+) -> None:
+    for one in (gone.drop, gone.keep):
+        leave(group.param_bytes, updated, one, account, gone.path.out, copies=group.param_copies)
+    _come(group.param_bytes, gone.back, account, gone.path.into, copies=group.param_copies)
+    account.hold_sums(after_update[1:], -group.param_bytes, gone.drop.prior)
+    account.hold_sums(after_update[1:], group.param_bytes, gone.back.sums)
 
 
 def _count_cpu_part(
@@ -263,14 +310,8 @@ def _others(
     sources: Sequence[Source],
     builder: Builder,
     account: Account,
-    of_device: Terms | None = None,
 ) -> tuple[Away, ...]:
-    """Add every gap but a trainable group's idle one: the part with a copy elsewhere may be dropped, and returns.
-
-    Parameters
-    ----------
-    of_device: of a trainable group, as much of the device part; no other returns after the last read.
-    """
+    """Add every gap but a trainable group's idle one: the part with a copy elsewhere may be dropped, and returns."""
     result: list[Away] = []
     for stay in gaps:
         between = around(stay.after, stay.before - 1, problem.n_steps)[1:]
@@ -280,8 +321,8 @@ def _others(
             continue
         ways = []
         for source in sources:
-            unread = of_device is not None and stay.after == problem.last_read(group)
-            may_leave = of_device if unread and of_device is not None else source.part
+            unread = source.of_device is not None and stay.after == problem.last_read(group)
+            may_leave = source.of_device if unread and source.of_device is not None else source.part
             label = f"{group.name}{mark(source.path)},{stay.after}"
             part = builder.column(f"d[{label}]")
             builder.at_most_zero(f"d[{label}]", add((1.0, part), (-1.0, may_leave)))

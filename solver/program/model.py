@@ -14,9 +14,9 @@ Flow): `Flow.upto(t)` has moved by the end of step t, `Flow.before(t)` by its be
 | GradOutD, GradInD | wait | device part's gradient waits on the host | g .. u - 1 | sums <= 1 - x, back from 2L on |
 | Opt | cpu_update | CPU part is updated | after g; behind a gate from 2L on | upto(t) <= GradOut.before(t), sum = x |
 | ParInC | cpu_back | CPU part's new parameters come in | after g | upto(t) <= Opt.before(t), sum = x |
-| ParOut | out_drop, out_keep | device part's new parameters leave | idle gap | sum = v = D + K <= 1 - x |
-| Drop | out_drop | those of them that are released once they have left | idle gap | sum = D |
-| ParIn | back | device part comes back | idle gap | upto(t) <= Drop.before(t), sum = D |
+| ParOut | departures | device part's new parameters leave, to the host or files | idle gap | sum = v = D + K <= 1 - x |
+| Drop | Departure.drop | those of them that are released once they have left | idle gap | sum = D |
+| ParIn | Departure.back | device part comes back | idle gap | upto(t) <= Drop.before(t), sum = D |
 | d, Back | Away | dropped after a use, back before the next | other gaps | d <= x + v |
 | h | sources | frozen group: the part with a copy on the host, or in files | [0, 1] | d <= h, sum <= 1 |
 | OutO, InO | states | device part's states | g round to g - 1 | InO.upto(t) <= OutO.before(t) |

@@ -54,9 +54,9 @@ def read_group(columns: GroupColumns, values: tuple[float, ...]) -> GroupFlow:
         lead_out=_steps([columns.lead_out], values),
         cpu_update=_steps([columns.cpu_update], values),
         cpu_back=_steps([columns.cpu_back], values),
-        out=_steps([columns.out_drop, columns.out_keep], values),
-        drop=_steps([columns.out_drop], values),
-        back=_steps([columns.back], values),
+        out=_steps([flow for one in columns.departures for flow in (one.drop, one.keep)], values),
+        drop=_steps([one.drop for one in columns.departures], values),
+        back=_steps([one.back for one in columns.departures], values),
         gaps=tuple(_gap(list(ways), values) for _, ways in groupby(columns.away, key=lambda away: away.stay)),
         wait_out=_steps([columns.wait.out] if columns.wait else [], values),
         wait_in=_steps([columns.wait.back] if columns.wait else [], values),
@@ -84,9 +84,14 @@ def _tiers(trips: tuple[RoundTrip, ...], values: tuple[float, ...]) -> dict[str,
 
 
 def _sources(columns: GroupColumns, values: tuple[float, ...]) -> dict[str, float]:
-    """Return the part that comes from each tier: the most that any gap drops; empty if there is only one tier."""
+    """Return the part that comes from each tier: the most that any gap drops; empty if there is only one tier.
+
+    Of a trainable group, it is the part of which the device makes the values that leave to the tier.
+    """
     if len(columns.sources) < 2:
         return {}
+    if columns.departures:
+        return {one.path.tier: _fraction(one.part, values) for one in columns.departures}
     found: dict[str, float] = {}
     for away in columns.away:
         found[away.path.tier] = max(found.get(away.path.tier, 0.0), _fraction(away.part, values))

@@ -1,4 +1,4 @@
-"""The tier that each frozen tensor comes from: the host as far as it has room, and files for the rest."""
+"""The tier that each tensor comes from: the host as far as it has room, and files for the rest."""
 
 from __future__ import annotations
 
@@ -17,26 +17,38 @@ from .walk import NOISE
 class Sources:
     """Chooses whole tensors that come from the host: of all groups so far, never more bytes than the fractions.
 
-    State: `_room`, the bytes that the fractions have there beyond those chosen.
+    State: the room of frozen groups and that of trained ones.
     """
+
+    def __init__(self) -> None:
+        self._frozen, self._trained = _Room(), _Room()
+
+    def choose(self, group: Group, flow: GroupFlow, plans: list[TensorPlan]) -> list[TensorPlan]:
+        """Return the plans of a group with the tier that each tensor comes from; what the host updates stays there."""
+        if not flow.sources:
+            return plans
+        room = self._trained if group.trainable else self._frozen
+        return room.choose(group, flow, plans)
+
+
+class _Room:
+    """The bytes that the fractions of some groups have on the host beyond those of whole tensors, in `_room`."""
 
     def __init__(self) -> None:
         self._room = 0.0
 
     def choose(self, group: Group, flow: GroupFlow, plans: list[TensorPlan]) -> list[TensorPlan]:
-        """Return the plans of a frozen group with the tier that each tensor comes from."""
-        if not flow.sources:
-            return plans
+        """Return the plans of a group of these with the tier that each tensor comes from."""
         self._room += (flow.sources.get(HOST, 0.0) + NOISE) * group.param_bytes
         sizes = {tensor.name: tensor.param_bytes for tensor in group.tensors}
-        hosted = set()
-        for plan in _most_wanted(plans, sizes):
+        hosted = {plan.name for plan in plans if plan.cpu}
+        for plan in _most_wanted([plan for plan in plans if not plan.cpu], sizes):
             if sizes[plan.name] <= self._room:
                 self._room -= sizes[plan.name]
                 hosted.add(plan.name)
         others = {tier: part for tier, part in flow.sources.items() if tier != HOST}
         elsewhere = max(others, key=lambda tier: others[tier])
-        return [replace(p, source=elsewhere) if p.leaves and p.name not in hosted else p for p in plans]
+        return [replace(p, source=elsewhere) if p.has_copy and p.name not in hosted else p for p in plans]
 
 
 def read_least(problem: Problem, decisions: Decisions) -> Decisions:
@@ -111,9 +123,10 @@ def _most_wanted(plans: Iterable[TensorPlan], sizes: Mapping[str, int]) -> list[
     """Return the plans of those tensors that leave, first those that return most often, of these the host's."""
 
     def rank(plan: TensorPlan) -> tuple[int, bool, int]:
-        return -sum(gap.back is not None for gap in plan.gaps), plan.source != HOST, -sizes[plan.name]
+        returns = sum(gap.back is not None for gap in plan.gaps) + (plan.back is not None)
+        return -returns, plan.source != HOST, -sizes[plan.name]
 
-    return sorted((plan for plan in plans if plan.leaves and plan.name in sizes), key=rank)
+    return sorted((plan for plan in plans if plan.has_copy and plan.name in sizes), key=rank)
 
 
 def _with_hosted(decisions: Decisions, in_files: Collection[str], hosted: Collection[str], elsewhere: str) -> Decisions:

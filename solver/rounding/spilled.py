@@ -21,8 +21,9 @@ _TRIES = 4  # the first states in files need buffers in RAM, and items that shar
 def whole_schedule(problem: Problem, tried: Problem, solution: Solution, *, host_is_full: bool = False) -> Schedule:
     """Round a solution to whole tensors and schedule them.
 
-    If they take more RAM than there is, further pieces of states leave to a tier for states instead. That costs less
-    than what the program gives up if it is solved again for less RAM.
+    If they take more RAM than there is, further pieces of states leave to a tier for states instead, and then
+    parameters, if there is one for these. That costs less than what the program gives up if it is solved again for less
+    RAM.
 
     Parameters
     ----------
@@ -37,7 +38,28 @@ def whole_schedule(problem: Problem, tried: Problem, solution: Solution, *, host
         if further is None:
             break
         decisions, schedule = further, build_schedule(problem, further)
+    over = schedule.host_layout.used_bytes - problem.host_budget_bytes
+    for tier in problem.parameter_tiers if over > 0 else ():
+        further = _parameters_in(problem, decisions, tier, over)
+        schedule = build_schedule(problem, further) if further is not None else schedule
     return schedule
+
+
+def _parameters_in(problem: Problem, decisions: Decisions, files: Tier, over_bytes: int) -> Decisions | None:
+    """Send parameters that the device updates to files instead of RAM, by whose bytes it exceeds its budget.
+
+    Returns: None if none can go.
+    """
+    sizes = {tensor.name: tensor.param_bytes for group in problem.groups for tensor in group.tensors}
+    trained = [plan for plan in decisions.tensors if plan.device_update is not None and plan.has_copy]
+    here = {plan.name: sizes[plan.name] for plan in trained if plan.source == HOST}
+    used = {plan.source for plan in trained} | {stay.tier for plan in decisions.tensors for stay in plan.states}
+    over_bytes += 0 if files.name in used else files.buffers_bytes
+    going = select(here, min(over_bytes, sum(here.values())))
+    if not going:
+        return None
+    tensors = (replace(plan, source=files.name) if plan.name in going else plan for plan in decisions.tensors)
+    return replace(decisions, tensors=tuple(tensors))
 
 
 def _in_files(problem: Problem, decisions: Decisions, files: Tier, over_bytes: int) -> Decisions | None:

@@ -16,6 +16,7 @@ from ..problem import Group, Problem, TensorSize
 from ..program.groups import GroupColumns, mark
 from ..program.model import Program
 from ..program.spans import around
+from ..resources import HOST
 
 COUNTED = 350  # most columns of whole tensors with which the program is still solved in seconds
 
@@ -95,24 +96,32 @@ def _trainable(
     host = _counted(builder, f"x[{name}]", group, columns.cpu_part, _PARAM)
     leaves = add(*((1.0, trip.out.total) for trip in columns.states))
     states = leaves and _counted(builder, f"S[{name}]", group, leaves, _STATE)
-    dropped = columns.out_drop and _counted(builder, f"D[{name}]", group, columns.out_drop.total, _PARAM)
-    kept = columns.out_keep and _counted(builder, f"K[{name}]", group, columns.out_keep.total, _PARAM)
+    sent = {
+        one.path: [
+            _counted(builder, f"{letter}[{name}{mark(one.path)}]", group, flow.total, _PARAM)
+            for letter, flow in (("D", one.drop), ("K", one.keep))
+        ]
+        for one in columns.departures
+    }
     waits = columns.wait and _counted(builder, f"G[{name}]", group, columns.wait.out.total, _GRAD)
-    away = [_counted(builder, f"d[{name},{a.stay.after}]", group, a.part, _PARAM) for a in columns.away]
+    away = [
+        (a.path, _counted(builder, f"d[{name}{mark(a.path)},{a.stay.after}]", group, a.part, _PARAM))
+        for a in columns.away
+    ]
     for kind, number in _kinds(group).items():
-        on_host, sent = host[kind], [one[kind] for one in (dropped, kept) if one]
+        on_host, copies = host[kind], {path: [one[kind] for one in both] for path, both in sent.items()}
         whole: Terms = {ONE: float(number)}
         if states:
             leaving = add((1.0 / kind.pieces, states[kind]), (1.0, on_host), (-1.0, whole))
             builder.at_most_zero(f"whole states[{name}]", leaving)
         if waits:
             builder.at_most_zero(f"whole gradients[{name}]", add((1.0, waits[kind]), (1.0, on_host), (-1.0, whole)))
-        if sent:
-            builder.at_most_zero(
-                f"whole copies[{name}]", add((1.0, on_host), *((1.0, one) for one in sent), (-1.0, whole))
-            )
-        for part in away:
-            hosted = add((1.0, on_host), *((1.0, one) for one in sent))
+        if copies:
+            everywhere = ((1.0, one) for both in copies.values() for one in both)
+            builder.at_most_zero(f"whole copies[{name}]", add((1.0, on_host), *everywhere, (-1.0, whole)))
+        for path, part in away:
+            there = [(1.0, on_host)] if path.tier == HOST else []
+            hosted = add(*there, *((1.0, one) for one in copies.get(path, ())))
             builder.at_most_zero(f"whole gap[{name}]", add((1.0, part[kind]), (-1.0, hosted)))
     return host, states or {}
 

@@ -180,7 +180,7 @@ def _emit_activations(emitter: _Emitter, decisions: Decisions) -> None:
 
 def _emit_tensor(emitter: _Emitter, group: Group, tensor: TensorSize, plan: TensorPlan) -> None:
     param = items.parameter(plan.name)
-    if plan.leaves and plan.source != HOST:
+    if plan.has_copy and plan.source != HOST:
         emitter.homes[param] = plan.source
     for gap in plan.gaps:
         if gap.back is not None:
@@ -278,7 +278,7 @@ def host_bytes(problem: Problem, decisions: Decisions) -> int:
     total += sum(_log_bytes_of(problem, group, tensor, plan) for group, tensor, plan in trained)
     for block, o, stay in zip(problem.blocks, decisions.options, decisions.activations):
         total += block.options[o].offloaded_bytes if stay is None or stay.tier == HOST else 0
-    used = {plan.source for plan in plans.values() if plan.leaves} | tiers
+    used = {plan.source for plan in plans.values() if plan.has_copy} | tiers
     total += sum(tier.buffers_bytes for tier in problem.rates.tiers if tier.name in used)
     on_host = decisions.offloaded_values - decisions.value_tiers.keys()
     total += sum(v.bytes for v in problem.values if v.name in on_host)

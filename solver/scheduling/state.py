@@ -169,7 +169,8 @@ class State:
         if item.kind is ItemKind.PARAMETER:
             old = self.known and item.name in self.stale
             require(not old, action, "its values are from before its last update")
-            require(item not in self.schedule.homes, action, "it comes from files that are never written")
+            read_only = item in self.schedule.homes and item not in self.schedule.trained_homes
+            require(not read_only, action, "it comes from files that are never written")
             self.current.add(item.name)
         elif item.kind in items.WHOLE_GRADIENTS:
             unused = self._unused if item.kind is ItemKind.GRADIENT else self.owed

@@ -7,7 +7,7 @@ from math import inf
 
 from .. import items
 from ..effects import resident_at
-from ..items import ItemKind
+from ..items import Item, ItemKind
 from ..schedule import ABOUT_ITEMS, Action, Kind, Schedule
 from ..simulate import memory_highs
 from .state import ScheduleError as ScheduleError
@@ -88,10 +88,7 @@ def _check_names(schedule: Schedule) -> None:
         require(item in schedule.item_bytes, f"home of {item}", "no such item")
         require(tier in schedule.rates.paths, f"home of {item}", f"there is no tier {tier!r}")
         if item.kind is ItemKind.PARAMETER:
-            trained = items.gradient(item.name) in schedule.item_bytes
-            why = "only a frozen parameter may come from a tier other than the host, and from one that holds it"
-            held = any(one.holds_frozen for one in schedule.rates.tiers if one.name == tier)
-            require(held and not trained, f"home of {item}", why)
+            _check_home(schedule, item, tier)
         else:
             require(item.kind.roams, f"home of {item}", "items of this kind may leave only to the host")
     resident = schedule.resident
@@ -106,6 +103,18 @@ def _check_names(schedule: Schedule) -> None:
         change = sum(schedule.item_bytes[i] for i in spec.makes) - sum(schedule.item_bytes[i] for i in spec.drops)
         least = max(0, change)
         require(spec.rise_bytes >= least, f"compute {name}", f"rises by {spec.rise_bytes}, needs {least} bytes")
+
+
+def _check_home(schedule: Schedule, item: Item, home: str) -> None:
+    """Check that a parameter's tier beside the host is one that holds it, or one that it may leave to."""
+    (tier,) = (one for one in schedule.rates.tiers if one.name == home)
+    if items.gradient(item.name) in schedule.item_bytes:
+        by_device = item.name in schedule.update_device_s
+        why = "a trained parameter may leave only to the host or to a tier for parameters, and if the device updates it"
+        require(tier.for_parameters and by_device, f"home of {item}", why)
+    else:
+        why = "only a frozen parameter may come from a tier other than the host, and from one that holds it"
+        require(tier.holds_frozen, f"home of {item}", why)
 
 
 def _seconds(schedule: Schedule) -> Iterator[tuple[str, float]]:

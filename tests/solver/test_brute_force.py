@@ -12,6 +12,7 @@ import pytest
 from offmate.solver.instances.synthetic import speculating
 from offmate.solver.problem import Group, Option, Problem
 from offmate.solver.program.held import held_bytes
+from offmate.solver.resources import Path, Tier
 from offmate.solver.solution import Status
 from offmate.solver.solve import least_budget, least_host, least_host_within_device, solve
 
@@ -43,8 +44,13 @@ class Count:
             for step in steps:
                 self.passing[step] += amount
 
-    def move(self, problem: Problem, way: str, step: int, *amounts: float, serial: bool = False) -> None:
-        """Count copies of so many bytes each."""
+    def move(
+        self, problem: Problem, way: str, step: int, *amounts: float, serial: bool = False, drive: bool = False
+    ) -> None:
+        """Count copies of so many bytes each; those of a drive's take its own link as well."""
+        if drive:
+            path = problem.rates.tiers[0].path
+            self.link_s[DRIVE[way]][step] += sum(amounts) / path.bytes_per_s(path.into if way == "in" else path.out)
         rate = problem.rates.in_bytes_per_s if way == "in" else problem.rates.out_bytes_per_s
         seconds = sum(amount / rate + problem.rates.per_copy_s for amount in amounts if amount)
         self.link_s[way][step] += seconds
@@ -68,11 +74,12 @@ def cycle(first: int, last: int, total: int) -> list[int]:
     return [(first + k) % total for k in range((last - first) % total + 1)]
 
 
-BY_HOST = "updated by the host"
+BY_HOST, IN_FILES = "updated by the host", "in files"
+DRIVE = {"in": "read", "out": "written"}
 
 
 def count_idle_gap(problem: Problem, group: Group, rng: random.Random, count: Count) -> bool | str:
-    """Count a random plan for the idle gap; True, or BY_HOST, if the host then has a valid copy."""
+    """Count a random plan for the idle gap; True, BY_HOST or IN_FILES if the host or a drive then has a valid copy."""
     first_end = max(group.uses[-1], group.grad_steps[-1])
     end = first_end + problem.passes[-1]
     idle = cycle(end, group.uses[0] - 1, problem.n_steps)
@@ -115,14 +122,15 @@ def count_idle_gap(problem: Problem, group: Group, rng: random.Random, count: Co
             count.memory[step] += group.param_bytes
         return False
     out = rng.randint(idle.index(updated), last)
-    count.move(problem, "out", idle[out], *params(group), serial=idle[out] == updated)
-    count.keep(group.param_bytes)
+    stored = bool(problem.parameter_tiers) and rng.random() < 0.6
+    count.move(problem, "out", idle[out], *params(group), serial=idle[out] == updated, drive=stored)
+    count.keep(0 if stored else group.param_bytes)
     back = rng.randint(out + 1, last) if out < last and rng.random() < 0.7 else None
     for k in range(1, last + 1):
         count.memory[idle[k]] += group.param_bytes * (back is None or k <= out or k >= back)
     if back is not None:
-        count.move(problem, "in", idle[back], *params(group))
-    return True
+        count.move(problem, "in", idle[back], *params(group), drive=stored)
+    return IN_FILES if stored else True
 
 
 def _count_wait(problem: Problem, group: Group, end: int, updated: int, rng: random.Random, count: Count) -> range:
@@ -192,7 +200,7 @@ def count_group(problem: Problem, group: Group, rng: random.Random, count: Count
             for k, step in enumerate(between):
                 count.memory[start + step] += group.param_bytes * (back is None or k >= between.index(back))
             if back is not None:
-                count.move(problem, "in", start + back, *params(group))
+                count.move(problem, "in", start + back, *params(group), drive=on_host == IN_FILES)
 
 
 def count_block(problem: Problem, i: int, option: Option, stay: tuple[int, int], start: int, count: Count) -> None:
@@ -259,19 +267,20 @@ def random_plan(problem: Problem, rng: random.Random) -> tuple[float, float, flo
     count.cpu[problem.first_turn_around] += problem.gate_s
     if problem.micro_batches > 1:
         count.keep(2 * max((t.grad_bytes for g in problem.groups if g.trainable for t in g.tensors), default=0))
+    count.keep(problem.buffers_bytes)
     seconds = sum(_step_s(problem, count, t) * problem.times(t) for t in range(total))
     return seconds, device, count.host, count.always + max(count.passing)
 
 
 def _step_s(problem: Problem, count: Count, t: int) -> float:
     rates, (came_s, went_s) = problem.rates, (count.link_s["in"][t], count.link_s["out"][t])
-    # Both at once as long as there is something for both, and never slower than one after the other.
-    slowed_s = max(0.0, (rates.in_bytes_per_s + rates.out_bytes_per_s) / rates.both_bytes_per_s - 1)
     parts = [
         count.compute[t] + count.serial_s[t],
-        max(came_s, went_s) + min(1.0, slowed_s) * min(came_s, went_s),
+        _both_s(rates.host, came_s, went_s),
         rates.manage_s + count.cpu[t],
     ]
+    if rates.tiers:
+        parts.append(_both_s(rates.tiers[0].path, count.link_s["read"][t], count.link_s["written"][t]))
     if rates.shared_cores:
         copies_s = came_s * rates.in_bytes_per_s + went_s * rates.out_bytes_per_s
         parts.append(count.compute[t] + count.cpu[t] + copies_s / rates.both_bytes_per_s)
@@ -286,6 +295,12 @@ def _step_s(problem: Problem, count: Count, t: int) -> float:
             for i, (part, seconds) in enumerate(alone)
         ]
     return max(parts)
+
+
+def _both_s(path: Path, came_s: float, went_s: float) -> float:
+    """Both at once as long as there is something for both, and never slower than one after the other."""
+    slowed_s = max(0.0, (path.in_bytes_per_s + path.out_bytes_per_s) / path.both_bytes_per_s - 1)
+    return max(came_s, went_s) + min(1.0, slowed_s) * min(came_s, went_s)
 
 
 def with_seconds_per_copy(problem: Problem, rng: random.Random) -> Problem:
@@ -374,3 +389,16 @@ def test_no_whole_plan_is_better_where_the_host_updates_before_the_gate(seed: in
     rng = random.Random(seed)
     problem = gated(random_problem(rng, n_blocks=2, tensors=1, tied=seed % 2 == 0), rng, m)
     check_no_whole_plan_is_better(speculating(problem), rng)
+
+
+@pytest.mark.parametrize("m", [0, 1, 3])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_whole_plan_is_better_where_parameters_may_leave_to_files(seed: int, m: int) -> None:
+    """Read for forwards and backwards, and written after each update, by a drive of other rates than the link's."""
+    rng = random.Random(seed)
+    problem = random_problem(rng, n_blocks=2, tensors=rng.choice((1, 2)), tied=seed % 2 == 0)
+    rate = problem.rates.in_bytes_per_s
+    path = Path("drive", rate * rng.choice((0.3, 2.0)), rate * 0.5, rate * 0.6, through_host=True)
+    tier = Tier(path, 2**40, buffers_bytes=64, for_states=True, for_parameters=True)
+    problem = replace(problem, rates=replace(problem.rates, tiers=(tier,)))
+    check_no_whole_plan_is_better(gated(problem, rng, m) if m else problem, rng)

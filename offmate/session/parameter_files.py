@@ -1,0 +1,76 @@
+"""Trained parameters whose memory lies in files on storage paths, where RAM has no room for their values."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from ..runtime.devices.device import Device
+from ..runtime.devices.pinned import flat_bytes
+from ..runtime.torch_names.autograd import without_torch_function
+from ..runtime.torch_names.tensors import StorageWeakRef, storage_key
+from ..solver.schedule import Schedule
+from .checkpoint_files import sharing
+from .host_state import Truth
+
+log = logging.getLogger("offmate")
+
+
+def may_leave(params: Sequence[tuple[str, torch.nn.Parameter]]) -> bool:
+    """Return whether all trained parameters can have memory in files: each has dense memory on the CPU of its own."""
+    with without_torch_function():
+        trained = {name: param for name, param in params if param.requires_grad}
+        on_cpu = all(p.layout is torch.strided and p.device.type == "cpu" for p in trained.values())
+        return on_cpu and sharing(params).isdisjoint(trained) and all(map(_is_dense, trained.values()))
+
+
+def _is_dense(param: torch.nn.Parameter) -> bool:
+    return param.numel() > 0 and flat_bytes(param.detach()) is not None
+
+
+def settle(schedule: Schedule, truth: Truth, device: Device) -> None:
+    """Move parameters to files or to RAM, one after another, as a schedule has them; the host's values are current.
+
+    Raises: StorageError if files cannot be written, or have too little space.
+    """
+    host = truth.host
+    if host.store is None:
+        return
+    in_files, left = schedule.parameters_in_files, dict[int, StorageWeakRef]()
+    for name, own in tuple(host.params.items()):
+        if host.store.holds(own) == (name in in_files):
+            continue
+        if name in in_files:
+            memory = own.untyped_storage()
+            left[storage_key(memory)] = StorageWeakRef(memory)
+            truth.move({name: _in_files(truth, name, own)})
+            del memory
+        else:
+            truth.move({name: device.pinned(device.empty_host_like(own).copy_(own))})
+        del own
+    _warn_of_older_memory(truth, left)
+
+
+def _in_files(truth: Truth, name: str, own: torch.Tensor) -> torch.Tensor:
+    store, values = truth.host.store, flat_bytes(own)
+    assert store is not None and values is not None, "the plan knows which parameters may leave to files"
+    moved = store.empty(f"{name}: values", own)
+    place = store.bytes_of(moved)
+    assert place is not None
+    place.write(values, 0).synchronize()
+    return moved
+
+
+def _warn_of_older_memory(truth: Truth, left: dict[int, StorageWeakRef]) -> None:
+    """Say that somebody still holds memory that parameters had before, if that is so."""
+    used = {storage_key(own.untyped_storage()) for own in truth.host.params.values()}
+    held = sum(not weak.expired() for key, weak in left.items() if key not in used)
+    if held:
+        log.warning(
+            "trained parameters moved to files on storage paths, and %d tensors still hold memory that they had "
+            "before. It takes RAM, shows no newer values, and what is written there is lost: read parameters from the "
+            "model again",
+            held,
+        )
