@@ -106,7 +106,8 @@ class Training:
         words += ["your own optimizer" if self.optimizer == "none" else self.optimizer]
         words += ["losses scaled"] if self.grad_scaler else []
         words += [f"gradients clipped to {self.max_grad_norm:g}"] if self.max_grad_norm is not None else []
-        words += ["CPU updates before that is known"] if self.speculate else []
+        waits = self.max_grad_norm is not None or self.grad_scaler or self.accumulation > 1
+        words += ["CPU updates before that is known"] if self.speculate and waits else []
         return ", ".join(words)
 
     @property

@@ -94,7 +94,7 @@ def _orders(subject: Subject) -> tuple[Order, ...]:
             raise
         log.info("only micro-batches one after the other are tried: %s", error)
         return ("by batch",)
-    return ORDERS if named == AUTO else (named,)
+    return (named,) if named == "by block" else ORDERS
 
 
 def check_accumulation(accumulation_steps: object, planned: bool) -> None:

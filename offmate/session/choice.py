@@ -35,11 +35,16 @@ class Choice:
         self, model: torch.nn.Module, call: Call, make_room: Callable[[], None]
     ) -> tuple[Variant, list[torch.Tensor | None]]:
         """Return the variant for a call and its leaves, as `Preparer.variant_for` does."""
-        if self.clipping is not None and call.trains:
-            gated = self._preparer.known(call)
-            if gated is None or gated.figures is None:
-                self._compare(model, call, make_room)
-        return self._preparer.variant_for(model, self._own(call), make_room)
+        if self.clipping is None or not call.trains:
+            return self._preparer.variant_for(model, call, make_room)
+        gated = self._preparer.known(call)
+        figures = gated.figures if gated is not None else None
+        if figures is None:
+            figures = self._compare(model, call, make_room)
+        variant, leaves = self._preparer.variant_for(model, self._own(call), make_room)
+        if variant.figures is None:  # made again, since there was no room to keep it
+            _note(variant, figures)
+        return variant, leaves
 
     def known(self, call: Call) -> Variant | None:
         """Return the variant that is kept for a call; None if it would have to be planned."""
@@ -80,8 +85,8 @@ class Choice:
         gains = gated is not None and gated.figures is not None and gated.figures.share > 0
         return replace(call, early=gains)
 
-    def _compare(self, model: torch.nn.Module, call: Call, make_room: Callable[[], None]) -> None:
-        """Plan both ways, and note in each plan how they compare."""
+    def _compare(self, model: torch.nn.Module, call: Call, make_room: Callable[[], None]) -> BreakEven:
+        """Plan both ways, note in each plan how they compare, and return that."""
         gated, _ = self._preparer.variant_for(model, call, make_room)
         variants, usual = [gated], gated.prepared.plan.schedule
         try:
@@ -92,6 +97,12 @@ class Choice:
             log.info("no plan updates before the gate: %s", error)
             figures = alone(usual)
         for variant in variants:
-            variant.figures = figures
-            variant.prepared = replace(variant.prepared, plan=replace(variant.prepared.plan, break_even=figures))
+            _note(variant, figures)
         log.info("%s", figures.words())
+        return figures
+
+
+def _note(variant: Variant, figures: BreakEven) -> None:
+    """Note in a plan how the two ways compare."""
+    variant.figures = figures
+    variant.prepared = replace(variant.prepared, plan=replace(variant.prepared.plan, break_even=figures))

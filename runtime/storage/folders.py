@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...errors import ArgumentTypeError, ArgumentValueError, StorageError
@@ -47,7 +47,7 @@ class StoragePath:
     read: float | str | None = None
     write: float | str | None = None
     both: float | str | None = None
-    parameters: bool = True
+    parameters: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.folder, str | os.PathLike):

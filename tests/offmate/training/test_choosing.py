@@ -237,3 +237,22 @@ def test_a_new_shape_with_nothing_to_gain_waits(monkeypatch: pytest.MonkeyPatch)
     trained.batch = whole
     assert steps(trained, [CALM] * 2, start=14) == [True, True]
     trained.assert_same()
+
+
+def test_a_plan_that_was_dropped_and_made_again_is_chosen_by_the_same_figures() -> None:
+    """Three shapes in room for two: the plan that updates early is dropped while its shape waits."""
+    trained, number = Trained(1, 1.0, False, speculate="auto", max_plans=2), itertools.count()
+    whole = trained.batch
+
+    def step(size: int, scale: float) -> None:
+        trained.batch = lambda k: {name: value[:size] for name, value in whole(k).items()}
+        trained.loss_scale = scale
+        trained.step(next(number))
+
+    for size in (8, 6, 8, 6, 5, 8, 6):
+        step(size, CLIPPED)
+    for scale, early_then in ((CALM, True), (CLIPPED, False)):
+        for _ in range(30):
+            step(8, scale)
+        assert runs_early(trained.model) is early_then
+    trained.assert_same()
