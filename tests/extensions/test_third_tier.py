@@ -125,7 +125,7 @@ def test_its_capacity_is_kept():
         validate(replace(schedule, rates=too_small))
     parameter = next(item for item in schedule.item_bytes if item.kind is ItemKind.PARAMETER)
     with pytest.raises(
-        ScheduleError, match="a trained parameter may leave only to the host or to a tier for parameters"
+        ScheduleError, match="only to the host or to a tier for parameters"
     ):
         validate(replace(schedule, homes={**schedule.homes, parameter: PEER}))
     item = next(iter(schedule.homes))
