@@ -124,9 +124,7 @@ def test_its_capacity_is_kept():
     with pytest.raises(ScheduleError, match=r"peer: \d+ bytes reserved, the budget is 1"):
         validate(replace(schedule, rates=too_small))
     parameter = next(item for item in schedule.item_bytes if item.kind is ItemKind.PARAMETER)
-    with pytest.raises(
-        ScheduleError, match="only to the host or to a tier for parameters"
-    ):
+    with pytest.raises(ScheduleError, match="only to the host or to a tier for parameters"):
         validate(replace(schedule, homes={**schedule.homes, parameter: PEER}))
     item = next(iter(schedule.homes))
     with pytest.raises(ScheduleError, match="there is no tier 'attic'"):
