@@ -41,6 +41,7 @@ from .runtime.torch_names.scalers import can_unscale, unscales_in_its_own_way, u
 from .session.checkpoint_files import files_here
 from .session.module import take_over as take_over_model
 from .session.optimizer import take_over as take_over_optimizer
+from .session.parameter_files import may_leave
 from .session.scaling import take_over as take_over_scaler
 from .session.session import Session
 from .sizes import parse_budget
@@ -203,7 +204,10 @@ def plan(
     if machine is not None:
         request = _elsewhere(request, machine, gpu_budget)
     if machine is None:
-        request = replace(request, storage=storage_here(_storage(storage, optimizer is not None), request.device))
+        drives = storage_here(_storage(storage, optimizer is not None), request.device)
+        if drives is not None and drives.for_parameters:  # as a session decides
+            drives = replace(drives, for_parameters=may_leave(tuple(model.named_parameters())))
+        request = replace(request, storage=drives)
         known: contextlib.AbstractContextManager[FrozenFiles | None] = files_here(model, request)
     else:
         request = with_drives(model, storage, request, machine, optimizer is not None)

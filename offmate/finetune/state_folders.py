@@ -153,5 +153,4 @@ def measured(folders: tuple[str, ...]) -> StateFolders:
 def _with_rates(path: StoragePath, figures: PathFigures) -> StoragePath:
     """Return a path with its rates, so that it is measured once."""
     rates = figures.read_bytes_per_s, figures.write_bytes_per_s, figures.both_bytes_per_s
-    # Weights are loaded into RAM, and written from there.
-    return StoragePath(path.folder, *rates, parameters=False)
+    return StoragePath(path.folder, *rates)

@@ -54,7 +54,7 @@ def fingerprint_of(
             parts += (sorted(request.files.names), rate, request.files.buffers_bytes)
         if request.storage is not None:
             parts += (request.storage if machine is not None else "storage",)
-            parts += () if request.storage.for_parameters else ("parameters in RAM",)
+            parts += ("parameters in files",) if request.storage.for_parameters else ()
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
 
 

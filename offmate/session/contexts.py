@@ -93,6 +93,15 @@ class Process:
                 "the parent process can wait for them. Call model.offmate.sync() in the parent before forking"
             )
 
+    def check_reading_files(self) -> None:
+        """Raise ProtocolError in a child, which would see files change while its parent trains."""
+        if self.is_forked:
+            raise ProtocolError(
+                "this process was forked from one that has parameters or optimizer states in files (storage=), which "
+                "change while that one trains. Save a checkpoint in the parent (offmate.save_checkpoint), and load it "
+                "here"
+            )
+
 
 class ComputingStream:
     """The stream on which a model was planned: an allocator keeps memory apart by stream, and a plan is laid out in it.

@@ -31,11 +31,11 @@ class Truth:
     """The state of a model on the host.
 
     State: `host`; `states`, the optimizer's states as the user sees them; `_late`, the parameters whose states were
-    changed while newer ones were under way; `current`, whether nothing newer is on the device or under way; `torn`, the
-    tensors that a failure left one update ahead of the others or, if `lost`, behind them; the last seen versions of all
-    parameters, which reveal the user's edits; `copies`, which float32 copies may have to follow them; which parameters
-    are trained. Changed on the training thread, `host` also by the executor and its
-    workers.
+    changed while newer ones were under way; `current`, whether nothing newer is on the device or under way; `shown`,
+    whether the user was shown parameters, and may have written into those that lie in files; `torn`, the tensors that a
+    failure left one update ahead of the others or, if `lost`, behind them; the last seen versions of all parameters,
+    which reveal the user's edits; `copies`, which float32 copies may have to follow them; which parameters are trained.
+    Changed on the training thread, `host` also by the executor and its workers.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ class Truth:
             params={n: _data(p) for n, p in watch.parameters},
             buffers=dict(model.named_buffers(remove_duplicate=False)),
         )
-        self.current = True
+        self.current, self.shown = True, False
         self.torn: tuple[str, ...] = ()
         self.lost = False
         self._not_reloaded: set[str] = set()
@@ -273,7 +273,8 @@ class Truth:
 
     def take_reads(self) -> bool:
         """Return whether the user has read the optimizer's states since the last call; the device's may then be old."""
-        if self.current:
+        if self.current and self.shown:
+            self.shown = False
             self._parameters_may_be_written()
         if self.states is None or not self.states.read or not self.current:
             return False

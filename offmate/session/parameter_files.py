@@ -30,16 +30,19 @@ def _is_dense(param: torch.nn.Parameter) -> bool:
     return param.numel() > 0 and flat_bytes(param.detach()) is not None
 
 
-def settle(schedule: Schedule, truth: Truth, device: Device) -> None:
+def settle(schedule: Schedule, truth: Truth, device: Device) -> bool:
     """Move parameters to files or to RAM, one after another, as a schedule has them; the host's values are current.
 
-    Raises: StorageError if files cannot be written, or have too little space.
+    Returns: whether any lie in files, or did before. Raises: StorageError if files cannot be written, or have too
+    little space.
     """
     host = truth.host
     if host.store is None:
-        return
+        return False
     in_files, left = schedule.parameters_in_files, dict[int, StorageWeakRef]()
-    for name, own in tuple(host.params.items()):
+    in_use = bool(in_files) or any(map(host.stores, host.params))
+    for name in tuple(host.params):
+        own = host.params[name]
         if host.store.holds(own) == (name in in_files):
             continue
         if name in in_files:
@@ -51,6 +54,7 @@ def settle(schedule: Schedule, truth: Truth, device: Device) -> None:
             truth.move({name: device.pinned(device.empty_host_like(own).copy_(own))})
         del own
     _warn_of_older_memory(truth, left)
+    return in_use
 
 
 def _in_files(truth: Truth, name: str, own: torch.Tensor) -> torch.Tensor:

@@ -229,10 +229,10 @@ class Preparer:
         files = self._files.request(self.request.host_budget_bytes)
         storage = self._storage.files_for_plans(self._watch.parameters)
         self.request = replace(self.request, files=files, storage=storage)
-        if files is None:
-            self._truth.host.files.clear()
         if storage is None or not storage.for_parameters:
             self.pin()
+        if files is None:
+            self._truth.host.files.clear()
 
     def pin(self) -> None:
         """Move parameters into pinned memory, but those that are mapped from files or lie in them."""

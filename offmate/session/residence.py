@@ -83,7 +83,6 @@ class Residence:
         if self._replays < _FREES and not self.turns.micro_batches:
             return_freed()
         self._replays += not self.turns.micro_batches
-        self.truth.copies.doubt(edited)
         if not self.turns.gate:  # behind one nothing is updated before step(), where plain PyTorch looks at copies
             self.truth.copies.match(variant.updates)
         self.truth.accept()
@@ -91,8 +90,8 @@ class Residence:
     def _settle(self, variant: Variant) -> None:
         """Move parameters and states to RAM and to files, as a plan has them."""
         try:
-            settle(variant.prepared.plan.schedule, self.truth, self.device)
-            self.preparer.pin()
+            if settle(variant.prepared.plan.schedule, self.truth, self.device):
+                self.preparer.pin()
             if variant.executor.settle_states():
                 self.truth.show_states()
             self.preparer.reserve_states(variant)
@@ -142,6 +141,9 @@ class Residence:
     @outside_inference
     def sync(self) -> None:
         """Wait for everything under way; afterwards parameters and optimizer states on the host are current."""
+        if self.truth.host.stored:
+            self.process.check_reading_files()
+        self.truth.shown = True
         if self.truth.current:
             return
         self.process.check_reading()

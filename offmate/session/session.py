@@ -166,6 +166,7 @@ class Session:
         if self.truth.take_states():
             self.residence.bring_home()
         self.truth.adopt_tensors()
+        self.truth.copies.doubt(edited)  # before anything that may fail, and after which edits no longer show
         variant, tensors = self._variant_for(call)
         self.residence.renew_states()
         self.residence.activate(self.model, variant, edited)

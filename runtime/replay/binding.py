@@ -138,6 +138,11 @@ class HostState:
     store: MappedStore | None = None
     in_store: frozenset[str] = frozenset()
 
+    @property
+    def stored(self) -> bool:
+        """Whether any parameter or optimizer state lies in files of the store."""
+        return self.store is not None and (bool(self.in_store) or any(map(self.stores, self.params)))
+
     def stores(self, name: str) -> bool:
         """Return whether the memory of a parameter lies in files of the store."""
         return self.store is not None and self.store.holds(self.params[name])

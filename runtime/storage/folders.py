@@ -37,7 +37,7 @@ class StoragePath:
         text such as "3GB/s"; None if they are to be measured. both: the rate of reads and writes together, as many
         bytes of each; None for that of a disk on which they take turns.
     parameters: whether trained parameters may lie there, too, where RAM has no room for their values. So far, they do
-        so on the emulated device only.
+        so on the emulated device only, and only if all paths have it.
 
     Raises: ArgumentTypeError, ArgumentValueError for a folder or a rate that is none, for a rate below 1 MiB per
     second, and if only one of `read` and `write` is given.
@@ -47,7 +47,7 @@ class StoragePath:
     read: float | str | None = None
     write: float | str | None = None
     both: float | str | None = None
-    parameters: bool = field(default=True, kw_only=True)
+    parameters: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.folder, str | os.PathLike):

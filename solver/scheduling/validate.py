@@ -107,7 +107,9 @@ def _check_names(schedule: Schedule) -> None:
 
 def _check_home(schedule: Schedule, item: Item, home: str) -> None:
     """Check that a parameter's tier beside the host is one that holds it, or one that it may leave to."""
-    (tier,) = (one for one in schedule.rates.tiers if one.name == home)
+    tier = next((one for one in schedule.rates.tiers if one.name == home), None)
+    if tier is None:
+        raise ScheduleError(f"home of {item}: {home!r} is no tier beside the host")
     if items.gradient(item.name) in schedule.item_bytes:
         by_device = item.name in schedule.update_device_s
         why = "a trained parameter may leave only to the host or to a tier for parameters, and if the device updates it"

@@ -34,15 +34,20 @@ from .test_state_storage import (
     disk,
     made,
     one_cache,
-    path,
     ring,
     small_requests,
     train,
 )
+from .test_state_storage import path as folder
 
-__all__ = ["one_cache", "path", "ring", "small_requests"]  # fixtures
+__all__ = ["folder", "one_cache", "ring", "small_requests"]  # fixtures
 
 BUDGETS = {"gpu_budget": 1_200_000, "cpu_budget": 300_000}
+
+
+@pytest.fixture
+def path(folder: offmate.StoragePath) -> offmate.StoragePath:
+    return replace(folder, parameters=True)
 
 
 @pytest.fixture(autouse=True)
@@ -85,9 +90,9 @@ def test_losses_weights_and_states_are_plain_pytorchs(path, updates):
     check_stored(pair[0])
 
 
-def test_with_paths_for_states_alone_it_does_not_fit(path):
+def test_with_paths_for_states_alone_it_does_not_fit(folder):
     with pytest.raises(offmate.InfeasibleBudget):
-        train(*in_files(replace(path, parameters=False)), range(1))
+        train(*in_files(folder), range(1))
 
 
 def test_as_many_bytes_are_read_and_written_as_planned(path):
@@ -205,7 +210,8 @@ def test_a_checkpoint_links_them_and_training_goes_on_in_other_files(path, tmp_p
     assert_same(again, plain)
 
 
-def test_a_spoilt_file_ends_training_before_a_wrong_number(path, tmp_path):
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_spoilt_file_ends_training_before_a_wrong_number(path, evaluates):
     pair = in_files(path)
     train(*pair, range(2))
     session, schedule = pair[0]._offmate_session, pair[0].offmate.plan.schedule
@@ -216,6 +222,11 @@ def test_a_spoilt_file_ends_training_before_a_wrong_number(path, tmp_path):
     train(*pair, range(2, 3))
     for event in list(session.residence.active.executor._contents.written.values()):
         event.synchronize()
+    if evaluates:
+        pair[0].eval()
+        with torch.no_grad():
+            pair[0](batch(9))
+        pair[0].train()
     for file in files:
         with file.open("r+b") as handle:
             byte = handle.read(1)
@@ -296,9 +307,46 @@ def test_the_plan_says_what_is_stored(path, tmp_path):
     assert offmate.load_plan(tmp_path / "plan.json").schedule == plan.schedule
 
 
+def test_an_edit_counts_where_files_could_not_be_written_at_first(path, monkeypatch):
+    """The float32 copies of weights that were replaced follow them, although the step after that failed."""
+    make, dtype = test_state_storage.KINDS["masters"]
+    budgets = {"gpu_budget": 1_300_000, "cpu_budget": 50_000}
+    faulty, config = with_faults(monkeypatch), offmate.Config(updates="device")
+    pair, plain = compiled(path, make, dtype, **budgets, config=config), made(make, dtype)
+    assert train(*pair, range(2), dtype) == train(*plain, range(2), dtype)
+    for model in (pair[0], plain[0]):
+        for param in model.parameters():
+            param.data = torch.full_like(param, 0.02)
+    faulty.faults["fallocate"] = once(_full, 2)
+    with pytest.raises(offmate.StorageError):
+        train(*pair, range(2, 3), dtype)
+    faulty.faults.clear()
+    assert train(*pair, range(2, 5), dtype) == train(*plain, range(2, 5), dtype)
+    assert_same(pair, plain)
+
+
 def test_on_an_accelerator_they_stay_in_ram(path, sim, ring):
     """Nothing has run there with parameters in files yet, so plans do not count with it."""
     with without_allocator():
         pair = in_files(path, device="sim")
         assert not pair[0]._offmate_session.request.storage.for_parameters
     pair[0]._offmate_session.device.close()
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+def test_a_plan_made_beforehand_is_for_the_model_that_is_compiled(path, gaps):
+    """A parameter with gaps keeps all of them in RAM, in `offmate.plan` as in a compiled model."""
+
+    def with_gaps() -> tuple[Any, torch.optim.Optimizer]:
+        model, optimizer = made()
+        weight = next(model.parameters())
+        if gaps:
+            weight.data = torch.stack([weight.data, weight.data], -1)[..., 0]
+        return model, optimizer
+
+    (model, optimizer), plain = with_gaps(), with_gaps()
+    settings = {"optimizer": optimizer, "device": "emulated", "storage": path, "cpu_budget": 1 << 30}
+    plan = offmate.plan(model, 1 << 30, example_inputs=(batch(0),), **settings)
+    pair = offmate.compile(model, 1 << 30, plan=plan, **settings), optimizer
+    assert train(*pair, range(2)) == train(*plain, range(2))
+    assert_same(pair, plain)
