@@ -267,11 +267,13 @@ class Preparer:
     def _forward_maker(self, model: torch.nn.Module, call: Call, say: Progress) -> Callable[[int], Prepared]:
         """Return a function that plans a forward, given the bytes to leave to the device's allocator."""
         request, host = self.request, self._truth.host
-        stored_bytes = sum(own.nbytes for name, own in host.params.items() if host.stores(name))
+        may_leave = request.storage is not None and request.storage.for_parameters
+        apart_bytes = sum(own.nbytes for name, own in host.params.items() if may_leave or host.stores(name))
         request = replace(
             request,
             budget_bytes=max(1, request.budget_bytes - call.reserved_bytes),
-            host_budget_bytes=request.host_budget_bytes + stored_bytes,  # these come through the system's cache
+            # These come through the system's cache, or are in RAM until the first training step anyway.
+            host_budget_bytes=request.host_budget_bytes + apart_bytes,
         )
         return lambda margin_bytes: make_stream(
             model, call.args, call.kwargs, replace(request, margin_bytes=margin_bytes), say

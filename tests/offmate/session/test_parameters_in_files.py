@@ -210,6 +210,16 @@ def test_a_checkpoint_links_them_and_training_goes_on_in_other_files(path, tmp_p
     assert_same(again, plain)
 
 
+def test_an_evaluation_before_the_first_step_is_as_large_as_the_model_that_was_loaded(path):
+    pair, plain = in_files(path), made()
+    with torch.no_grad():
+        assert torch.equal(pair[0].eval()(batch(0))["loss"], plain[0].eval()(batch(0))["loss"])
+    for model in (pair[0], plain[0]):
+        model.train()
+    assert train(*pair, range(2)) == train(*plain, range(2))
+    check_stored(pair[0])
+
+
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_a_spoilt_file_ends_training_before_a_wrong_number(path, evaluates):
     pair = in_files(path)
