@@ -21,7 +21,7 @@ _EXAMPLES = """examples:
   offmate plan llama3-8b --lora 16 --card rtx3060 --ram 32GiB
   offmate plan mistral-7b --gpu-budget 22GiB --card rtx4090 --what-if
   offmate plan llama3-8b --dtype bf16-master --max-grad-norm 1 --accumulation 8
-  offmate plan llama2-7b --dtype bf16-master --batch 1 --accumulation auto --ram 128GiB
+  offmate plan llama2-7b --dtype bf16-master --accumulation auto --ram 128GiB
   offmate plan ./my-model --gpu-budget 10GiB --json plan.json
   offmate show plan.json --html plan.html
   offmate plan llama3-8b --sweep 6GiB:24GiB:2GiB --card rtx3090

@@ -245,9 +245,10 @@ def test_rates_that_hardly_change_change_no_plan(paths, monkeypatch):
     slowed(monkeypatch, factors)
     pair = compiled(paths)
     train(*pair, range(2))
-    before = pair[0]._offmate_session.storage.files_for_plans()
+    session = pair[0]._offmate_session
+    before = session.storage.files_for_plans(session.watch.parameters)
     train(*pair, range(2, 4))
-    assert pair[0]._offmate_session.storage.files_for_plans() is before
+    assert session.storage.files_for_plans(session.watch.parameters) == before
 
 
 def test_without_storage_there_are_no_paths():
