@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _MOST_POINTS = 64
 _MOST_COUNT = 10**9
+_MOST_MICRO_BATCHES = 1_000_000  # as `offmate.plan` takes, which needs torch to say so
 _RATES = r"([^/]*,)*[^/,]*\d *[kKMGTP]?i?[bB]/s *(,.*)?"  # one at least, and nothing before it that is a path
 _DIGITS = 40  # Python refuses to read thousands of digits
 
@@ -127,19 +128,19 @@ def _rates(text: str) -> float | StoragePath:
     return StoragePath("the drive", *map(rate, rates))
 
 
-def count(text: str) -> int:
-    """Parse a whole number of at least 1."""
-    if not text.isascii() or not text.isdigit() or len(text) > _DIGITS or not 1 <= int(text) <= _MOST_COUNT:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1 to {_MOST_COUNT:,}")
+def count(text: str, most: int = _MOST_COUNT) -> int:
+    """Parse a whole number from 1 to `most`."""
+    if not text.isascii() or not text.isdigit() or len(text) > _DIGITS or not 1 <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1 to {most:,}")
     return int(text)
 
 
-def count_or_auto(text: str) -> int | Literal["auto"]:
-    """Parse a whole number of at least 1, or "auto"."""
+def micro_batches(text: str) -> int | Literal["auto"]:
+    """Parse a number of micro-batches per update, or "auto"."""
     if text == "auto":
         return "auto"
     try:
-        return count(text)
+        return count(text, _MOST_MICRO_BATCHES)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{error}, or auto") from None
 

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from .arguments import Help, add_machine, count, count_or_auto, output_file, positive, size, sweep
+from .arguments import Help, add_machine, count, micro_batches, output_file, positive, size, sweep
 from .drives import planned_storage
 from .training import Training, check_packages, parse_adapter
 
@@ -104,7 +104,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--accumulation",
-        type=count_or_auto,
+        type=micro_batches,
         default=1,
         metavar="N|auto",
         help="micro-batches of --batch sequences per step; auto: the fewest after which one more adds less than 1 %% "
@@ -121,8 +121,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--speculate",
         action="store_true",
         help="let the CPU update before it is known whether gradients are clipped or a step is skipped, and undo what "
-        "turns out to be wrong; the predicted step is one that clips nothing, and a row says below which share of "
-        "steps that do this is faster",
+        "turns out to be wrong; the predicted step is one that clips nothing, and a row says at which share of "
+        "clipped steps both ways are equally fast",
     )
 
 

@@ -328,8 +328,10 @@ def test_a_norm_is_above_0(monkeypatch, cache, capsys, norm):
 def test_many_micro_batches_are_planned_and_absurdly_many_refused(monkeypatch, cache, capsys):
     assert run(monkeypatch, cache, "tiny-llama", "--gpu-budget", "12MiB", "--accumulation", "1000000") == 0
     assert "1000000 micro-batches" in " ".join(capsys.readouterr().out.split())
-    assert run(monkeypatch, cache, "tiny-llama", "--gpu-budget", "12MiB", "--accumulation", "9" * 9) == 2
-    assert "it must be a whole number from 1 to 1,000,000" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        run(monkeypatch, cache, "tiny-llama", "--gpu-budget", "12MiB", "--accumulation", "9" * 9)
+    assert caught.value.code == 2
+    assert "is not a whole number from 1 to 1,000,000" in capsys.readouterr().err
 
 
 def test_autocast_over_weights_in_lower_precision_is_refused(capsys):
