@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from . import items
 from .items import Item
@@ -58,7 +59,9 @@ class TensorPlan:
         for the update (device part).
     grad_back: its whole gradient returns from there (device part).
     lead_out: its gradient of the first pass is copied to the host (CPU part); those of the other passes but the last
-        follow at the same step of their pass.
+        follow at the same step of their pass. If the device adds all gradients up, its total leaves then, between two
+        passes (either part).
+    lead_back: this total returns before the next pass adds to it.
     cpu_update: its update starts on the host (CPU part; None if the user's own code updates).
     device_update: it is updated on the device (device part of a trainable group).
     back: it is copied to the device before its first use (CPU part, or device part that was dropped).
@@ -76,6 +79,7 @@ class TensorPlan:
     grad_out: int | None = None
     grad_back: int | None = None
     lead_out: int | None = None
+    lead_back: int | None = None
     cpu_update: int | None = None
     device_update: int | None = None
     back: int | None = None
@@ -178,6 +182,8 @@ def pending_steps(problem: Problem, group: Group, plan: TensorPlan) -> list[int]
     """List the steps in which a complete gradient, or a total, is on the device, except the steps that complete it."""
     first, last = group.grad_steps[-1], problem.last_gradient(group)
     n = problem.n_steps
+    if problem.sums_on_device:
+        return _pending_totals(problem, group, plan)
     if plan.cpu:
         waits = [(last, plan.grad_out)]
     elif plan.grad_back is None:
@@ -187,3 +193,22 @@ def pending_steps(problem: Problem, group: Group, plan: TensorPlan) -> list[int]
     if plan.cpu and plan.lead_out is not None:
         waits += list(zip(problem.each(first)[:-1], problem.each(plan.lead_out)[:-1]))
     return [step for made, until in waits if until not in (None, made) for step in cycle((made + 1) % n, until or 0, n)]
+
+
+def _pending_totals(problem: Problem, group: Group, plan: TensorPlan) -> list[int]:
+    """List the same steps where the device adds all gradients up, and totals may be away between passes."""
+    ends, n = problem.each(group.grad_steps[-1]), problem.n_steps
+    # The peak of a step that adds up has room for total and gradient, but a tied gradient is there before it.
+    shortly = 0 if group.is_tied else 1
+    steps: list[int] = []
+    for made, then in pairwise(ends):
+        there = [(made + 1, then - shortly)]
+        if plan.lead_out is not None and plan.lead_back is not None:
+            shift = made - ends[0]
+            there = [(made + 1, plan.lead_out + shift), (plan.lead_back + shift, then - shortly)]
+        steps += [step for first, end in there for step in range(first, end + 1)]
+    waits = [(ends[-1] + 1, plan.device_update)]
+    if plan.grad_out is not None:
+        waits = [(ends[-1] + 1, plan.grad_out)]
+        waits += [(plan.grad_back, plan.device_update)] if plan.grad_back is not None else []
+    return steps + [step for first, end in waits if end is not None for step in cycle(first % n, end, n)]

@@ -261,6 +261,8 @@ def _resident(schedule: Schedule) -> tuple[Item, ...]:
             brought.setdefault(item, False)
         for item in does.brings:
             brought.setdefault(item, True)
+            if item.kind is ItemKind.OUTPUT and item.slot >= schedule.last_slots:  # the last pass leaves none of these
+                brought.setdefault(items.after_pass(item), True)
     return tuple(sorted(item for item, by_action in brought.items() if not by_action))
 
 

@@ -1,11 +1,12 @@
-"""Fat steps: every step runs its block for all micro-batches of an update, one after the other.
+"""Fat steps: every step runs its block for several micro-batches, one after the other: for all of an update, or a part.
 
-Parameters then come to the device once per update and not once per micro-batch, and gradients add up on the device. The
-price is memory: what a forward leaves for its backward, and what blocks hand on, is there for all micro-batches at
-once. GreedySnake (section 4) calls this order vertical.
+Parameters then come to the device once per pass and not once per micro-batch, and gradients add up on the device. The
+price is memory: what a forward leaves for its backward, and what blocks hand on, is there for all micro-batches of the
+pass at once. GreedySnake (section 4) calls this order vertical.
 
-The program sees such an iteration as one micro-batch, whose sizes and seconds are those of all of them. Only the
-schedule knows the micro-batches of a step apart, as slots.
+The program sees such a pass as one micro-batch, whose sizes and seconds are those of all of them. Only the schedule
+knows the micro-batches of a step apart, as slots. In one pass of all, the first one's gradient becomes the sum. In
+several passes, a total of its own goes on from pass to pass, and each gradient is added to it as soon as it is complete.
 """
 
 from __future__ import annotations
@@ -29,21 +30,40 @@ class _More:
         return (slots - 1) * self.per_slot_bytes + (self.once_bytes if slots > 1 else 0)
 
 
-def for_all(problem: Problem, slots: int) -> Problem:
+def in_passes(problem: Problem, micro_batches: int, per_step: int) -> Problem:
+    """Return the problem of an update of several micro-batches, of which each pass takes some.
+
+    Parameters
+    ----------
+    problem: of one micro-batch per update; with a gate, unless one pass takes all. micro_batches: of the update.
+    per_step: k, micro-batches of a pass; the last pass has what is left. 1 runs them one after the other.
+
+    Source: GreedySnake, section 4.2, with a group size.
+    """
+    if per_step >= micro_batches:
+        return for_all(problem, micro_batches)
+    passes = -(-micro_batches // per_step)
+    return for_all(problem, per_step, passes, last=micro_batches - (passes - 1) * per_step)
+
+
+def for_all(problem: Problem, slots: int, passes: int = 1, *, last: int = 0) -> Problem:
     """Return the problem whose steps run each block for several micro-batches in turn.
 
     Parameters
     ----------
-    problem: of one micro-batch per update. slots: k, the number of micro-batches.
+    problem: of one micro-batch per update. slots: k, the number of micro-batches of a pass. passes: of an update.
+    last: micro-batches of the last pass; 0 if it has k.
 
     Source: GreedySnake, section 4.2.
     """
     if slots == 1:
-        return problem
+        return problem if passes == 1 else replace(problem, micro_batches=passes)
     values = tuple(replace(v, bytes=slots * v.bytes, grad_bytes=slots * v.grad_bytes) for v in problem.values)
     outputs = tuple(replace(o, bytes=slots * o.bytes, grad_bytes=slots * o.grad_bytes) for o in problem.outputs)
     shared = tuple(replace(s, bytes=slots * s.bytes) for s in problem.shared)
-    groups = tuple(replace(g, norm_s=g.norm_s + (slots - 1) * g.device_add_s) for g in problem.groups)
+    groups = problem.groups
+    if passes == 1:
+        groups = tuple(replace(g, norm_s=g.norm_s + (slots - 1) * g.device_add_s) for g in groups)
     return replace(
         problem,
         blocks=_blocks(problem, slots, _fat),
@@ -54,20 +74,24 @@ def for_all(problem: Problem, slots: int) -> Problem:
         user_bytes=problem.user_bytes + (slots - 1) * _handed_in(problem),
         start_s=slots * problem.start_s,
         start_peak_bytes=problem.start_peak_bytes + (slots - 1) * _shared_bytes(problem),
+        micro_batches=passes,
         per_step=slots,
+        last_per_step=last % slots,
     )
 
 
 def for_one(problem: Problem) -> Problem:
-    """Return the problem of one micro-batch of a step; the inverse of `for_all`."""
+    """Return the problem of one micro-batch of a step, in as many passes; the inverse of `for_all`."""
     slots = problem.per_step
     if slots == 1:
         return problem
     values = tuple(replace(v, bytes=v.bytes // slots, grad_bytes=v.grad_bytes // slots) for v in problem.values)
     outputs = tuple(replace(o, bytes=o.bytes // slots, grad_bytes=o.grad_bytes // slots) for o in problem.outputs)
     shared = tuple(replace(s, bytes=s.bytes // slots) for s in problem.shared)
-    groups = tuple(replace(g, norm_s=max(0.0, g.norm_s - (slots - 1) * g.device_add_s)) for g in problem.groups)
-    one = replace(problem, values=values, outputs=outputs, shared=shared, groups=groups, per_step=1)
+    groups = problem.groups
+    if not problem.adds_up:
+        groups = tuple(replace(g, norm_s=max(0.0, g.norm_s - (slots - 1) * g.device_add_s)) for g in groups)
+    one = replace(problem, values=values, outputs=outputs, shared=shared, groups=groups, per_step=1, last_per_step=0)
     return replace(
         one,
         blocks=_blocks(one, slots, _lean),

@@ -37,6 +37,8 @@ def to_dict(record: Problem | Solution) -> dict[str, Any]:
             del fields["host_in_time"]
         if record.per_step == 1:
             del fields["per_step"]
+        if not record.last_per_step:
+            del fields["last_per_step"]
         if not record.speculates:
             del fields["speculates"]
         for option in (option for block in fields["blocks"] for option in block["options"]):

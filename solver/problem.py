@@ -10,7 +10,7 @@ Steps of groups, values, shared values and outputs are given for the first pass,
 later.
 
 A pass may also run several micro-batches together: each step then runs its block for all of them in turn, and the
-sizes and seconds of a problem are those of all of them (see fat_steps.py).
+sizes and seconds of a problem are those of all of them (see fat_steps.py). The last pass may have fewer.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Problem:
         alone, so that it can share memory, or for the whole iteration.
     gate_s: seconds from the last gradient to the first update, for the verdict on all gradients.
     micro_batches: N, passes per update. More than one needs a gate.
-    per_step: k, the micro-batches for which every step runs its block in turn. More than one makes a pass of all
-        micro-batches, so that N is 1.
+    per_step: k, the micro-batches for which every step runs its block in turn.
+    last_per_step: those of the last pass, if they are fewer; 0 if they are as many.
     speculates: whether updates on the host may start before the gate, as soon as their gradients are there, and keep a
         log of the old values that undoes them; their gradients stay on the host until the gate opens. Needs a gate.
     """
@@ -86,6 +86,7 @@ class Problem:
     gate_s: float = 0.0
     micro_batches: int = 1
     per_step: int = 1
+    last_per_step: int = 0
     speculates: bool = False
 
     def __post_init__(self) -> None:
@@ -200,6 +201,24 @@ class Problem:
                 found[step.block][step.of_pass].append(number)
         return tuple(tuple((forward, backward) for forward, backward in block) for block in found)
 
+    def slots_at(self, step: int) -> int:
+        """Return the micro-batches for which a step runs its block in turn."""
+        return self.last_slots if self.steps[step].of_pass == self.n_passes - 1 else self.per_step
+
+    @property
+    def last_slots(self) -> int:
+        """The micro-batches of the last pass."""
+        return self.last_per_step or self.per_step
+
+    def share(self, step: int) -> float:
+        """Return the part of a pass's micro-batches that a step runs for."""
+        return self.slots_at(step) / self.per_step
+
+    @property
+    def per_update(self) -> int:
+        """The micro-batches of an update."""
+        return (self.micro_batches - 1) * self.per_step + self.last_slots
+
     def each(self, step: int) -> tuple[int, ...]:
         """The steps of all passes in which what is said of a step of the first pass happens."""
         return tuple(start + step for start in self.passes)
@@ -207,8 +226,12 @@ class Problem:
     @property
     def endless_s(self) -> float:
         """Seconds of an iteration with unlimited device memory: the fastest options, all updates on the device."""
-        passes_s = self.micro_batches * self.computes_s
-        return passes_s + sum(group.device_update_s + group.norm_s for group in self.groups)
+        return self.all_computes_s + sum(group.device_update_s + group.norm_s for group in self.groups)
+
+    @property
+    def all_computes_s(self) -> float:
+        """Seconds of all passes with the fastest options, of nothing but their computes."""
+        return (self.micro_batches - 1 + self.last_slots / self.per_step) * self.computes_s
 
     @property
     def computes_s(self) -> float:
@@ -219,6 +242,11 @@ class Problem:
     def adds_up(self) -> bool:
         """True if gradients of several micro-batches are added up."""
         return self.micro_batches > 1
+
+    @property
+    def sums_on_device(self) -> bool:
+        """True if gradients are added up over passes of several micro-batches, each of them on the device."""
+        return self.adds_up and self.per_step > 1
 
     def backward_step(self, block: int) -> int:
         """Return the step of the first pass in which `block` (0-based) runs backward."""
@@ -241,7 +269,7 @@ class Problem:
     def arrival_bytes(self) -> int:
         """Host bytes of the two buffers, each as large as the largest gradient, in which gradients arrive."""
         largest = max((t.grad_bytes for g in self.groups if g.trainable for t in g.tensors), default=0)
-        return 2 * largest if self.adds_up else 0
+        return 2 * largest if self.adds_up and not self.sums_on_device else 0
 
     def first_update(self, group: Group) -> int:
         """Return the first step in which the host may update a part of a trainable group."""
@@ -317,8 +345,9 @@ def check(problem: Problem) -> None:
     _require(count == 1 or problem.gate, f"micro_batches is {count}; more than one needs planned updates and a gate")
     slots = problem.per_step
     _require(slots >= 1, f"per_step is {slots}; at least 1 is needed")
-    both = f"per_step is {slots} and micro_batches {count}; where steps run several micro-batches, one pass runs all"
-    _require(slots == 1 or count == 1, both)
+    last = problem.last_per_step
+    _require(0 <= last < slots, f"last_per_step is {last}; it must be less than per_step, {slots}, or 0")
+    _require(last == 0 or count > 1, f"last_per_step is {last}, but there is one pass")
     for block in problem.blocks:
         _require(bool(block.options), f"block {block.name} has no options")
         for option in block.options:

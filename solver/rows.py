@@ -134,6 +134,11 @@ class Group:
     def trainable(self) -> bool:
         return bool(self.grad_steps)
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether several blocks add to its gradient."""
+        return len(self.grad_steps) > 1
+
     @cached_property
     def param_bytes(self) -> int:
         return sum(t.param_bytes for t in self.tensors)

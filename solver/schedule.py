@@ -170,7 +170,7 @@ class Schedule:
     log_cpu_s: seconds per tensor that an update on the host takes longer if it keeps a log of the old values; empty if
         no update may start before the gate.
     add_cpu_s, add_device_s: seconds per tensor to add a gradient to its total, for the tensors updated there; empty for
-        one micro-batch.
+        one pass. The device adds all of them if passes have several micro-batches.
     host_bytes: bytes in host memory if everything there has memory of its own; see `host_layout`.
     gate: no update starts in the backward part. Gradients stay on the device or go out as they are made. The
         turn-around part, which the executor takes in the optimizer's step, starts the updates: every `update-device`,
@@ -179,12 +179,15 @@ class Schedule:
         total) is then on the device, on the host, or on its way there, and "gate" waits for those on their way.
         Updates by `speculate-cpu` are the exception: they start in the last backward part or before the "gate", which
         keeps them or undoes them. New parameters leave the host behind the gate only.
-    per_step: the micro-batches for which every step runs its block in turn, in slots 0, 1, ...; the first one's
-        gradients become the sums of all.
+    per_step: the micro-batches for which every step runs its block in turn, in slots 0, 1, ...; in a single pass the
+        first one's gradients become the sums of all.
+    last_per_step: those of the last pass, if they are fewer; 0 if they are as many.
     micro_batches: M, passes per update; more than one needs a gate. Every pass then ends a gradient
         that the device will use with `begin-total`, or with `accumulate` in later passes, and one that the host will
         use with `offload`, `free` and `accumulate-cpu`. Gradients arrive on the host in two buffers used in turn: a
-        copy waits for the addition of the gradient before the previous one.
+        copy waits for the addition of the gradient before the previous one. If passes have several micro-batches, each
+        of their gradients ends with `begin-total` or `accumulate` before the next one is made, whoever will use the
+        total. Between two passes a total may leave and return.
     """
 
     options: tuple[int, ...]
@@ -207,6 +210,7 @@ class Schedule:
     add_device_s: dict[str, float] = field(default_factory=dict)
     homes: dict[Item, str] = field(default_factory=dict)
     per_step: int = 1
+    last_per_step: int = 0
     log_cpu_s: dict[str, float] = field(default_factory=dict)
 
     def path_of(self, item: Item) -> Path:
@@ -316,6 +320,21 @@ class Schedule:
     def adds_up(self) -> bool:
         """True if gradients of several micro-batches are added up."""
         return self.micro_batches > 1
+
+    @property
+    def sums_on_device(self) -> bool:
+        """True if gradients are added up over passes of several micro-batches, each of them on the device."""
+        return self.adds_up and self.per_step > 1
+
+    @property
+    def last_slots(self) -> int:
+        """The micro-batches of the last pass."""
+        return self.last_per_step or self.per_step
+
+    @property
+    def per_update(self) -> int:
+        """The micro-batches of an update."""
+        return (self.micro_batches - 1) * self.per_step + self.last_slots
 
     @property
     def passes(self) -> tuple[Pass, ...]:

@@ -44,7 +44,8 @@ class GroupFlow:
     ----------
     cpu_part: x_w, the fraction updated on the host.
     grad_out: GradOut, the CPU part's gradients of the last pass going to the host.
-    lead_out: the same for the first pass, and for every other but the last.
+    lead_out: the same for the first pass, and for every other but the last. If the device adds all gradients up: the
+        total that leaves between two passes, of either part; lead_back: and that returns.
     cpu_update: Opt, CPU part.
     cpu_back: ParInC, CPU part's new parameters coming in.
     out: ParOut, device part's new parameters going to the host.
@@ -62,6 +63,7 @@ class GroupFlow:
     cpu_part: float = 0.0
     grad_out: dict[int, float] = field(default_factory=dict)
     lead_out: dict[int, float] = field(default_factory=dict)
+    lead_back: dict[int, float] = field(default_factory=dict)
     cpu_update: dict[int, float] = field(default_factory=dict)
     cpu_back: dict[int, float] = field(default_factory=dict)
     out: dict[int, float] = field(default_factory=dict)

@@ -29,6 +29,7 @@ def to_dict(schedule: Schedule) -> dict[str, Any]:
     data |= {"gate": True} if schedule.gate else {}
     data |= {"homes": dict(schedule.homes)} if schedule.homes else {}
     data |= {"per_step": schedule.per_step} if schedule.per_step > 1 else {}
+    data |= {"last_per_step": schedule.last_per_step} if schedule.last_per_step else {}
     data |= {"log_cpu_s": dict(schedule.log_cpu_s)} if schedule.log_cpu_s else {}
     data["computes"] = {
         name: {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(spec).items()}

@@ -156,7 +156,8 @@ def _ready_updates(schedule: Schedule, actions: list[_Placed]) -> dict[int, int]
             sent[items.gradient(name)] = i
         elif entry.action.kind in (Kind.UPDATE_CPU, Kind.SPECULATE_CPU):
             soonest = 0 if entry.action.kind is Kind.SPECULATE_CPU else opens
-            ready[i] = max(soonest, sent.get(items.gradient(name), i - 1) + 1)
+            whole = items.total(name) if schedule.sums_on_device else items.gradient(name)
+            ready[i] = max(soonest, sent.get(whole, i - 1) + 1)
     return ready
 
 

@@ -57,8 +57,9 @@ def _add_block(problem: Problem, i: int, builder: Builder, account: Account) -> 
         if not account.host_in_time:
             account.keep(option.offloaded_bytes, column)
         for forward, backward in problem.runs[i]:
-            account.spend(Resource.COMPUTE, forward, option.forward_s, column)
-            account.spend(Resource.COMPUTE, backward, option.backward_s, column)
+            share = problem.share(forward)
+            account.spend(Resource.COMPUTE, forward, share * option.forward_s, column)
+            account.spend(Resource.COMPUTE, backward, share * option.backward_s, column)
             account.hold_over(range(forward + 1, backward), option.saved_bytes, column)
     if not columns:
         raise ProblemError(f"block {block.name}: every option offloads, but its backward follows its forward")
@@ -102,11 +103,11 @@ def _offload(
             gone, there = out.later(forward - first), back.later(backward - last)
             if tier == host and account.host_in_time:
                 account.pass_through(most_bytes, gone, there)
-            slots = problem.per_step
-            leave(most_bytes, forward, gone, account, tier.path.out, copies=slots, last=1 / slots)
+            slots, moved_bytes = problem.slots_at(forward), problem.share(forward) * most_bytes
+            leave(moved_bytes, forward, gone, account, tier.path.out, copies=slots, last=1 / slots)
             for step, moved in there.each():
                 serial = 1 / slots if step == backward else 0.0
-                account.move(tier.path.into, step, most_bytes, moved, copies=slots, serial=serial)
+                account.move(tier.path.into, step, moved_bytes, moved, copies=slots, serial=serial)
             account.hold_over(gone.span[1:], most_bytes, part)
             account.hold_sums(gone.span[1:], -most_bytes, gone.prior)
             account.hold_sums(there.span[:-1], most_bytes, there.sums)
@@ -136,13 +137,14 @@ def add_values(problem: Problem, builder: Builder, account: Account) -> tuple[Le
 
 
 def _count_leaving(problem: Problem, value: Value, start: int, leaving: Leaving, path: Path, account: Account) -> None:
-    slots, serial = problem.per_step, 1 / problem.per_step if leaving.out == value.made else 0.0
+    slots = problem.slots_at(start)
+    serial, moved_bytes = 1 / slots if leaving.out == value.made else 0.0, problem.share(start) * value.bytes
     out, back = start + leaving.out, start + leaving.back
     account.hold_over(range(out + 1, back), -value.bytes, leaving.column)
     if path.tier == HOST and account.host_in_time:
         account.stay(range(out, back + 1), value.bytes, leaving.column)
-    account.move(path.out, out, value.bytes, leaving.column, copies=slots, serial=serial)
-    account.move(path.into, back, value.bytes, leaving.column, copies=slots)
+    account.move(path.out, out, moved_bytes, leaving.column, copies=slots, serial=serial)
+    account.move(path.into, back, moved_bytes, leaving.column, copies=slots)
 
 
 def away_window(problem: Problem, value: Value) -> tuple[int, int] | None:

@@ -76,6 +76,7 @@ class GroupColumns:
     cpu_part: Terms
     grad_out: Flow | None = None
     lead_out: Flow | None = None
+    lead_back: Flow | None = None
     cpu_update: Flow | None = None
     cpu_back: Flow | None = None
     departures: tuple[Departure, ...] = ()
@@ -142,7 +143,9 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
         logging_s = group.cpu_log_s if problem.is_logged(group, step) else 0.0
         account.spend(updater, step, group.cpu_update_s + logging_s, part)
     _count_cpu_part(problem, group, span, x, grad_out, cpu_back, account)
-    lead_out = _sums(problem, group, span, x, grad_out, builder, account)
+    lead_out = lead_back = None
+    if problem.adds_up and not problem.sums_on_device:
+        lead_out = _sums(problem, group, span, x, grad_out, builder, account)
     if problem.adds_up:  # the total is there from the first pass on
         account.keep(group.grad_bytes, x)
     elif problem.speculates:  # a gradient is needed again if its update is undone
@@ -169,15 +172,19 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
         _count_departure(group, updated, after_update, one, account)
     for one in others:
         account.keep(group.param_bytes, one.part, one.path.tier)
-    for step in problem.each(span.points[-1])[1:]:
+    for step in problem.each(span.points[-1])[1:] if not problem.sums_on_device else ():
         account.spend(Resource.COMPUTE, step, group.device_add_s, rest)
 
     wait = _wait(problem, group, span, rest, builder, account)
+    if problem.sums_on_device:
+        lead_out, lead_back = _sums_on_device(problem, group, span, (x, wait), builder, account)
     states = _states(problem, group, updated, x, builder, account)
     sources = [Source(one.path, one.part if one is not to_host else hosted, one.part) for one in departures]
     away = _others(problem, group, span.between, sources, builder, account)
     several = tuple(sources) if others else ()
-    return GroupColumns(x, grad_out, lead_out, update, cpu_back, departures, wait, states, away, several)
+    return GroupColumns(
+        x, grad_out, lead_out, lead_back, update, cpu_back, departures, wait, states, away, several
+    )  # fmt: skip
 
 
 def _departure(
@@ -220,10 +227,8 @@ def _count_cpu_part(
 
 def _sums(
     problem: Problem, group: Group, span: Span, x: Terms, grad_out: Flow, builder: Builder, account: Account
-) -> Flow | None:
+) -> Flow:
     """Add the CPU part's gradients of all passes but the last, and the host's additions, one step after each copy."""
-    if not problem.adds_up:
-        return None
     end = span.points[-1]
     window = around(end, problem.pass_steps + group.grad_steps[0] - 1, problem.n_steps)
     lead_out = flow(builder, f"LeadOut[{group.name}]", window, leaving_steps(problem, window), x)
@@ -237,6 +242,48 @@ def _sums(
         for step, part in gone.each():
             account.spend(adder, (step + 1) % problem.n_steps, group.cpu_add_s, part)
     return lead_out
+
+
+def _sums_on_device(
+    problem: Problem,
+    group: Group,
+    span: Span,
+    goes: tuple[Terms, RoundTrip | None],
+    builder: Builder,
+    account: Account,
+) -> tuple[Flow, Flow]:
+    """Add the total of a group from the first pass to the last: it stays between passes, or leaves and returns.
+
+    Parameters
+    ----------
+    goes: the CPU part, and the device part's gradient that waits on the host for its update; both have memory there.
+
+    Returns: the flows out and back in the first pass, which recur in every other but the last.
+    """
+    end, name = span.points[-1], group.name
+    window = around(end, end + problem.pass_steps - 1, problem.n_steps)
+    away = builder.column(f"T[{name}]")
+    gone = flow(builder, f"LeadOut[{name}]", window, leaving_steps(problem, window, 2), away)
+    back = flow(builder, f"LeadIn[{name}]", window, coming_steps(problem, window, 2), away)
+    follows(builder, f"LeadIn after LeadOut[{name}]", back, gone)
+    x, wait = goes
+    more = builder.column(f"TH[{name}]")
+    held = ((-1.0, x), (-1.0, wait.out.total)) if wait is not None else ((-1.0, x),)
+    builder.at_most_zero(f"TH[{name}]", add((1.0, away), (-1.0, more), *held))
+    account.keep(group.grad_bytes, more)
+    for start in problem.passes[:-1]:
+        out, into = gone.later(start), back.later(start)
+        leave(group.grad_bytes, start + end, out, account, copies=group.grad_copies)
+        _come(group.grad_bytes, into, account, copies=group.grad_copies)
+        account.hold_over(out.span[1:], group.grad_bytes, WHOLE)
+        account.hold_sums(out.span[1:], -group.grad_bytes, out.prior)
+        account.hold_sums(out.span[1:], group.grad_bytes, into.sums)
+    for step in problem.each(end):
+        additions = problem.slots_at(step) - (step == end)
+        account.spend(Resource.COMPUTE, step, additions * group.device_add_s, WHOLE)
+        if group.is_tied and step > end:  # the gradient that is added is there before the step
+            account.hold(step, group.grad_bytes, WHOLE)
+    return gone, back
 
 
 def _log(problem: Problem, group: Group, idle: tuple[int, ...], update: Flow, account: Account) -> None:
@@ -255,7 +302,8 @@ def _wait(
     """Add the device part's whole gradient, which stays until its update or, behind a gate, leaves and returns."""
     updated = problem.device_update(group)
     # With several micro-batches the first one's gradient becomes the total.
-    account.hold_over(around(span.points[-1], updated, problem.n_steps)[1:], group.grad_bytes, rest)
+    since = span.end if problem.sums_on_device else span.points[-1]
+    account.hold_over(around(since, updated, problem.n_steps)[1:], group.grad_bytes, rest)
     waiting, returning = problem.waiting(group)
     if not returning or not rest:
         return None

@@ -11,6 +11,7 @@ Flow): `Flow.upto(t)` has moved by the end of step t, `Flow.before(t)` by its be
 | u | updated | step of the device's update; g without a gate | step | device part: flows begin at u, not g |
 | GradOut | grad_out | CPU part's gradient of the last pass leaves | idle gap | sum = x |
 | | lead_out | the same in all other passes | after g | sum = x, left before the next pass makes it again |
+| LeadIn | lead_back | the total returns, if the device adds up | before the next g | upto(t) <= LeadOut.before(t), sum = T |
 | GradOutD, GradInD | wait | device part's gradient waits on the host | g .. u - 1 | sums <= 1 - x, back from 2L on |
 | Opt | cpu_update | CPU part is updated | after g; behind a gate from 2L on | upto(t) <= GradOut.before(t), sum = x |
 | ParInC | cpu_back | CPU part's new parameters come in | after g | upto(t) <= Opt.before(t), sum = x |
@@ -34,6 +35,10 @@ With several micro-batches the steps hold up to three passes (see problem.py). D
 the gradients of all passes but the last) are made once and count in each pass; so are those about the gaps between
 passes. f is the first pass's, g the last's. The device part's total of gradients stays from the first pass's last
 gradient until u. For N micro-batches the seconds of the middle pass's steps count N - 2 times.
+
+If passes have several micro-batches, all gradients are added up on the device. Between two passes, T <= 1 of a group's
+total leaves (LeadOut) and returns, whoever updates. The last pass's seconds and copies are those of its micro-batches,
+its memory that of a full pass.
 
 Where updates are speculated (Problem.speculates), Opt begins after g although there is a gate, and ParInC from 2L on.
 
@@ -239,7 +244,7 @@ def _time_rows(problem: Problem, builder: Builder, account: Account, unit_s: flo
     """Add the time of every step, at least the seconds of each resource, in units of `unit_s`."""
     rates, times = problem.rates, []
     for begins in problem.each(0):
-        account.spend(Resource.COMPUTE, begins, problem.start_s, {ONE: 1.0})
+        account.spend(Resource.COMPUTE, begins, problem.share(begins) * problem.start_s, {ONE: 1.0})
     for resource in rates.working:  # updates wait for the gate
         account.spend(resource, problem.first_turn_around, problem.gate_s, {ONE: 1.0})
     ways = [(path, link, f"{word}{mark(path)}") for path in rates.paths.values() for link, word in _words(path)]
@@ -281,7 +286,7 @@ def _words(path: Path) -> tuple[tuple[Resource, str], ...]:
 
 def _unavoidable_s(problem: Problem) -> float:
     """Return the seconds that no plan avoids: each block's cheapest option, the start, and the gate."""
-    return problem.micro_batches * problem.computes_s + problem.gate_s
+    return problem.all_computes_s + problem.gate_s
 
 
 def _most(terms: Terms, builder: Builder) -> float:

@@ -52,6 +52,7 @@ def read_group(columns: GroupColumns, values: tuple[float, ...]) -> GroupFlow:
         cpu_part=_fraction(columns.cpu_part, values),
         grad_out=_steps([columns.grad_out], values),
         lead_out=_steps([columns.lead_out], values),
+        lead_back=_steps([columns.lead_back], values),
         cpu_update=_steps([columns.cpu_update], values),
         cpu_back=_steps([columns.cpu_back], values),
         out=_steps([flow for one in columns.departures for flow in (one.drop, one.keep)], values),

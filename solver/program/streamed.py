@@ -73,9 +73,18 @@ def _streamed(problem: Problem, group: Group) -> GroupFlow:
     if on_device:
         return replace(_on_device(problem, group, span), gaps=gaps)
     update = {problem.first_certain_update(group): 1.0}
-    led = {span.points[-1]: 1.0} if problem.adds_up else {}
+    led: dict[str, Any] = _led(problem, span)
     out, back = {span.end: 1.0}, {last: 1.0}
-    return GroupFlow(cpu_part=1.0, grad_out=out, lead_out=led, cpu_update=update, cpu_back=back, gaps=gaps)
+    return GroupFlow(cpu_part=1.0, grad_out=out, cpu_update=update, cpu_back=back, gaps=gaps, **led)
+
+
+def _led(problem: Problem, span: Span) -> dict[str, dict[int, float]]:
+    """Let gradients, or totals, leave in every pass but the last; totals return for the next pass."""
+    if not problem.adds_up:
+        return {}
+    out = {"lead_out": {span.points[-1]: 1.0}}
+    back = {"lead_back": {span.points[-1] + problem.pass_steps - 1: 1.0}}
+    return out | back if problem.sums_on_device else out
 
 
 def _on_device(problem: Problem, group: Group, span: Span) -> GroupFlow:
@@ -87,7 +96,8 @@ def _on_device(problem: Problem, group: Group, span: Span) -> GroupFlow:
     states: dict[str, Any] = {"state_out": {may[0]: 1.0}, "state_in": {may[-1]: 1.0}} if group.state_bytes else {}
     waiting, returning = problem.waiting(group)
     wait: dict[str, Any] = {"wait_out": {waiting[0]: 1.0}, "wait_in": {returning[-1]: 1.0}} if returning else {}
-    return GroupFlow(out={updated: 1.0}, **away, **wait, **states)
+    led = _led(problem, span) if problem.sums_on_device else {}
+    return GroupFlow(out={updated: 1.0}, **away, **wait, **states, **led)
 
 
 def _gap(stay: Stay, total: int, away: bool = True) -> Gap:
@@ -123,7 +133,8 @@ def _seconds(
 
 def _add_group(problem: Problem, group: Group, flow: GroupFlow, seconds: list[float]) -> None:
     rates = problem.rates
-    added_s = group.cpu_add_s if flow.lead_out else 0.0
+    summed = problem.sums_on_device
+    added_s = group.cpu_add_s if flow.lead_out and not summed else 0.0
     if group.trainable:
         seconds[problem.last_gradient(group)] += group.norm_s
     for step in (*flow.grad_out, *(again for out in flow.lead_out for again in problem.each(out)[:-1])):
@@ -132,8 +143,13 @@ def _add_group(problem: Problem, group: Group, flow: GroupFlow, seconds: list[fl
         seconds[step] += group.cpu_update_s
     if group.trainable and not flow.cpu_part:
         seconds[problem.device_update(group)] += group.device_update_s
-        for step in problem.each(group.grad_steps[-1])[1:]:
+        for step in problem.each(group.grad_steps[-1])[1:] if not summed else ():
             seconds[step] += group.device_add_s
+    if group.trainable and summed:
+        for step in problem.each(group.grad_steps[-1]):
+            seconds[step] += problem.slots_at(step) * group.device_add_s
+        for step in (again for into in flow.lead_back for again in problem.each(into)[:-1]):
+            seconds[step] += rates.copy_s(group.grad_bytes, Resource.IN, group.grad_copies)
     params, grads = (group.param_bytes, group.param_copies), (group.grad_bytes, group.grad_copies)
     states = group.state_bytes, group.state_copies
     leaving = (flow.out, params), (flow.wait_out, grads), (flow.state_out, states)

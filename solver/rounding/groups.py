@@ -97,6 +97,7 @@ def _round_group(
     plans = _states(problem, group, flow, allowance, plans, spread, host_is_full)
     allowance.use_states(plans)
     plans = _waits(problem, group, flow, allowance, plans)
+    plans = _passed_on(problem, group, flow, allowance, plans)
     plans = host_chain(problem, group, flow, plans, allowance)
     allowance.use_grads(plans)
     return plans
@@ -317,6 +318,30 @@ def _waits(
             plan,
             grad_out=_step_of(problem, last, out, plan.name),
             grad_back=_step_of(problem, last, back, plan.name),
+        )
+        for plan in plans
+    ]
+
+
+def _passed_on(
+    problem: Problem, group: Group, flow: GroupFlow, allowance: Allowance, plans: list[TensorPlan]
+) -> list[TensorPlan]:
+    """Return the plans with the steps of a pass in which totals leave, and in which they return for the next pass."""
+    if not problem.sums_on_device or not flow.lead_out:
+        return plans
+    first = group.grad_steps[-1]
+    sizes = {tensor.name: tensor.grad_bytes for tensor in group.tensors}
+    held = sum(sizes.values())
+    need = [
+        max(0, held - min(allowance.grads(again + k) for again in problem.each(first)[:-1]))
+        for k in range(1, problem.pass_steps)
+    ]
+    out, back = walk(sizes, envelope(need), frozenset(), lambda _: sizes, lambda _k, _: sizes)
+    return [
+        replace(
+            plan,
+            lead_out=first + out[plan.name] if plan.name in out else None,
+            lead_back=first + back[plan.name] if plan.name in out else None,
         )
         for plan in plans
     ]

@@ -38,12 +38,13 @@ def host_chain(
         last_out = {name: position - 2 for name, position in back.items()}
     outs = _grad_outs(problem, group, flow, plans, sizes, last_out, allowance)
     updates = {} if problem.update == "external" else _updates(problem, group, flow, sizes, outs, back)
-    led = _lead_outs(problem, group, flow, sizes, allowance) if problem.adds_up else {}
+    by_host = problem.adds_up and not problem.sums_on_device
+    led = _lead_outs(problem, group, flow, sizes, allowance) if by_host else {}
     return [
         replace(
             plan,
             grad_out=(last + outs[plan.name]) % problem.n_steps,
-            lead_out=group.grad_steps[-1] + led[plan.name] if led else None,
+            lead_out=group.grad_steps[-1] + led[plan.name] if led else plan.lead_out,
             cpu_update=(last + updates[plan.name]) % problem.n_steps if updates else None,
         )
         if plan.cpu

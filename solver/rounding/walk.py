@@ -87,16 +87,29 @@ class Allowance:
     def _add_totals(self, problem: Problem, group: Group, flow: GroupFlow) -> None:
         """Add the device part's gradients until its update, and the CPU part's of all passes but the last."""
         first, n, rest = group.grad_steps[-1], problem.n_steps, 1 - flow.cpu_part
+        if problem.sums_on_device:
+            self._add_passed_on(problem, group, flow)
+            first = self._last
         out, into = (Curve(problem, self._last, f) for f in (flow.wait_out, flow.wait_in))
         for k in range(1, (self._updated - first) % n + 1):
             step = (first + k) % n
             waited = (step - self._last) % n  # positions of passes before the last one lie behind all of the flows
             away = out.up_to(waited - 1) - into.up_to(waited)
             self._grads[step] += group.grad_bytes * (rest - away)
+        if problem.sums_on_device:
+            return
         gone = Curve(problem, first, flow.lead_out)
         for again in problem.each(first)[:-1]:
             for k in range(1, lead_window(problem, group)):
                 self._grads[again + k] += group.grad_bytes * (flow.cpu_part - gone.up_to(k - 1))
+
+    def _add_passed_on(self, problem: Problem, group: Group, flow: GroupFlow) -> None:
+        """Add the totals between passes, and before the additions to a tied group's, whose gradient is there, too."""
+        ends = problem.each(group.grad_steps[-1])
+        gone, back = (Curve(problem, ends[0], f) for f in (flow.lead_out, flow.lead_back))
+        for again in ends[:-1]:
+            for k in range(1, problem.pass_steps + group.is_tied):
+                self._grads[again + k] += group.grad_bytes * (1 - gone.up_to(k - 1) + back.up_to(k))
 
     def room(self) -> float:
         """Return the additional fraction of the group that fits on the device, by the spare bytes around its update."""

@@ -44,6 +44,8 @@ def item_sizes(problem: Problem, decisions: Decisions) -> dict[Item, int]:
                 partial = items.partial(tensor.name)
                 sizes |= {partial.at(slot): tensor.grad_bytes for slot in range(1, slots)}
     trained = {t.name: t for group in problem.groups for t in group.tensors if group.trainable}
+    if problem.sums_on_device:
+        sizes |= {items.total(name): tensor.grad_bytes for name, tensor in trained.items()}
     for plan in decisions.tensors:
         if not plan.cpu:
             if plan.name in trained:
@@ -83,14 +85,14 @@ def compute_specs(problem: Problem, decisions: Decisions, sizes: dict[Item, int]
     """
     one, specs = for_one(problem), dict[str, ComputeSpec]()
     for slot in range(problem.per_step):
-        specs |= _specs_of(one, decisions, sizes, slot, problem.per_step)
+        specs |= _specs_of(one, decisions, sizes, slot, problem)
     if problem.gate:
         specs[GATE] = ComputeSpec(problem.gate_s)
     return specs
 
 
 def _specs_of(
-    problem: Problem, decisions: Decisions, sizes: dict[Item, int], slot: int, slots: int
+    problem: Problem, decisions: Decisions, sizes: dict[Item, int], slot: int, of_all: Problem
 ) -> dict[str, ComputeSpec]:
     """Return the specifications of one micro-batch's computes; the problem is that of one micro-batch."""
 
@@ -111,7 +113,7 @@ def _specs_of(
             sized(_forward_makes(problem, i)),
             rise_bytes=option.forward_peak_bytes,
         )
-        specs[str(ComputeName(BACKWARD, i, slot))] = _backward_spec(problem, i, option, sizes, slot, slots)
+        specs[str(ComputeName(BACKWARD, i, slot))] = _backward_spec(problem, i, option, sizes, slot, of_all)
     grads = sized([items.value_gradient(output.name) for output in problem.outputs])
     handed_in = sum(sizes[item] for item in grads)
     rise = max(problem.user_bytes, handed_in)
@@ -133,12 +135,12 @@ def _forward_makes(problem: Problem, block: int) -> list[Item]:
 
 
 def _backward_spec(
-    problem: Problem, block: int, option: Option, sizes: dict[Item, int], slot: int, slots: int
+    problem: Problem, block: int, option: Option, sizes: dict[Item, int], slot: int, of_all: Problem
 ) -> ComputeSpec:
     """Return a backward's specification; its peak includes what it releases, so the rise is the rest.
 
     The gradients of the first micro-batch of a step become the sums, to which those of the others are added once they
-    are complete.
+    are complete. In several passes, each becomes the gradient that an action of its own then adds to a total.
     """
     _, step = problem.runs[block][0]
     drops = [items.kept(block), items.offloaded(block)]
@@ -155,13 +157,13 @@ def _backward_spec(
             elif not slot or not complete:
                 makes.append(own)
             if slot and complete:
-                adds.append(gradient)
+                (makes if of_all.sums_on_device else adds).append(gradient)
                 drops += [partial] if len(group.grad_steps) > 1 else []
     made, added, dropped = (tuple(i for i in (one.at(slot) for one in those) if i in sizes)
                             for those in (makes, adds, drops))  # fmt: skip
     ending = [group for group in problem.groups if group.grad_steps[-1:] == (step,)]
-    sums_s = sum(group.device_add_s for group in ending if slot)
-    norms_s = sum(group.norm_s for group in ending if slot == slots - 1)
+    sums_s = sum(group.device_add_s for group in ending if slot and not of_all.sums_on_device)
+    norms_s = sum(group.norm_s for group in ending if slot == of_all.last_slots - 1)
     reads = tuple(name for name in (item.at(slot) for item in _reads(problem, step)) if name in sizes)
     needs = tuple(dict.fromkeys((*reads, *added, *dropped)))
     rise = option.backward_peak_bytes - sum(sizes[name] for name in dropped if name.kind is not ItemKind.PARTIAL)

@@ -63,32 +63,34 @@ class _Emitter:
     def compute(self, step: int, place: _Order, name: ComputeName, slot: int, urgency: int = 0) -> None:
         self.add(step, place, Kind.COMPUTE, str(name), urgency, slot)
 
-    def each(self, item: Item) -> list[tuple[Item, int | None]]:
+    def each(self, item: Item, step: int) -> list[tuple[Item, int | None]]:
         """Return an item's items by micro-batch of a step; the item itself if it does not depend on the batch."""
         if not item.kind.by_batch:
             return [(item, None)] if item in self.sizes else []
-        return [(item.at(slot), slot) for slot in self.slots if item.at(slot) in self.sizes]
+        slots = range(self.problem.slots_at(step))
+        return [(item.at(slot), slot) for slot in slots if item.at(slot) in self.sizes]
 
     def offload(self, step: int, item: Item, made: int, tier: str = HOST) -> None:
         """Send `item`, made in step `made`, to a tier in `step`, and release it at the step's end."""
-        self.homes |= {one: tier for one, _ in self.each(item)} if tier != HOST else {}
+        self.homes |= {one: tier for one, _ in self.each(item, step)} if tier != HOST else {}
         self.copy_out(step, item, made)
         self.free(step, item)
 
     def copy_out(self, step: int, item: Item, made: int) -> None:
-        for one, slot in self.each(item):
+        for one, slot in self.each(item, step):
             self.add(step, _leaves(step, made), Kind.OFFLOAD, one, slot=slot)
 
     def prefetch(self, step: int, item: Item, needed: int) -> None:
         """Bring `item` to the device in `step`; items that are needed sooner come first."""
         urgency = (needed - step) % self.problem.n_steps
-        for one, slot in self.each(item):
+        for one, slot in self.each(item, step):
             # What its own step reads comes while that step computes for the micro-batch before.
             early = slot - 1 if slot and needed == step else slot
             self.add(step, _Order.PREFETCH, Kind.PREFETCH, one, urgency, early)
 
-    def free(self, step: int, item: Item) -> None:
-        for one, slot in self.each(item):
+    def free(self, step: int, item: Item, of: int | None = None) -> None:
+        """Release `item` at the end of a step; `of` is a step of the pass whose item it is, if another's."""
+        for one, slot in self.each(item, step if of is None else of):
             self.add(step, _Order.FREE, Kind.FREE, one, slot=slot)
 
 
@@ -116,7 +118,7 @@ def build_schedule(problem: Problem, decisions: Decisions) -> Schedule:
             _emit_tensor(emitter, group, tensor, plans[tensor.name])
     parts = _parts(problem, sorted(emitter.entries))
     computes = compute_specs(problem, decisions, sizes)
-    several = problem.adds_up
+    several, summed = problem.adds_up, problem.sums_on_device
     schedule = Schedule(
         options=decisions.options,
         item_bytes=sizes,
@@ -128,8 +130,9 @@ def build_schedule(problem: Problem, decisions: Decisions) -> Schedule:
         gate=problem.gate,
         micro_batches=problem.micro_batches,
         per_step=problem.per_step,
-        add_cpu_s=_shares(problem, plans, "cpu_add_s", cpu=True) if several else {},
-        add_device_s=_shares(problem, plans, "device_add_s", cpu=False) if several else {},
+        last_per_step=problem.last_per_step,
+        add_cpu_s=_shares(problem, plans, "cpu_add_s", cpu=True) if several and not summed else {},
+        add_device_s=_shares(problem, plans, "device_add_s", cpu=None if summed else False) if several else {},
         homes=emitter.homes,
         log_cpu_s=_shares(problem, plans, "cpu_log_s", cpu=True) if problem.speculates else {},
         **problem.machine,
@@ -143,18 +146,21 @@ def _emit_computes(emitter: _Emitter) -> None:
     for slot in emitter.slots:
         for i, runs in enumerate(problem.runs):
             for forward, backward in runs:
-                emitter.compute(forward, _Order.COMPUTE, ComputeName(FORWARD, i, slot), slot)
-                emitter.compute(backward, _Order.COMPUTE, ComputeName(BACKWARD, i, slot), slot)
+                if slot < problem.slots_at(forward):
+                    emitter.compute(forward, _Order.COMPUTE, ComputeName(FORWARD, i, slot), slot)
+                    emitter.compute(backward, _Order.COMPUTE, ComputeName(BACKWARD, i, slot), slot)
         for start in problem.passes:
+            if slot >= problem.slots_at(start):
+                continue
             # All batches come in first, when the device holds nothing of what they become.
             emitter.compute(start, _Order.COMPUTE, ComputeName(START, slot=slot), 0, urgency=-1)
             emitter.compute(start + n, _Order.FIRST, ComputeName(USER, slot=slot), 0)
-    for start in problem.passes:
+    for before, start in zip((problem.passes[-1], *problem.passes), problem.passes):
         for shared in problem.shared:
             last = shared.last_step if start == problem.passes[-1] else min(shared.last_step, problem.pass_steps - 1)
             emitter.free(start + last, items.shared(shared.name))
         for output in problem.outputs:
-            emitter.free(start + n - 1, items.old_output(output.name))
+            emitter.free(start + n - 1, items.old_output(output.name), before)
     if problem.gate:
         emitter.compute(problem.first_turn_around, _Order.FIRST, ComputeName(GATE), 0)
 
@@ -188,6 +194,8 @@ def _emit_tensor(emitter: _Emitter, group: Group, tensor: TensorSize, plan: Tens
             emitter.prefetch(gap.back, param, gap.before)
     if not group.trainable:
         return
+    if emitter.problem.sums_on_device:
+        _emit_sums(emitter, group, plan)
     if plan.back is not None:
         emitter.prefetch(plan.back, param, group.uses[0])
     if plan.cpu:
@@ -200,10 +208,12 @@ def _emit_host_update(emitter: _Emitter, group: Group, plan: TensorPlan) -> None
     problem = emitter.problem
     last = problem.last_gradient(group)
     emitter.free(problem.last_read(group), items.parameter(plan.name))
-    if plan.lead_out is not None:
+    if plan.lead_out is not None and not problem.sums_on_device:
         for start in problem.passes[:-1]:
             _emit_gradient(emitter, plan, start + plan.lead_out, start + group.grad_steps[-1])
-    if plan.grad_out is not None:
+    if plan.grad_out is not None and problem.sums_on_device:
+        emitter.offload(plan.grad_out, items.total(plan.name), last)
+    elif plan.grad_out is not None:
         _emit_gradient(emitter, plan, plan.grad_out, last)
     if plan.cpu_update is not None:
         assert plan.back is not None
@@ -219,11 +229,25 @@ def _emit_gradient(emitter: _Emitter, plan: TensorPlan, step: int, made: int) ->
         emitter.add(step, _leaves(step, made), Kind.ACCUMULATE_CPU, plan.name)
 
 
+def _emit_sums(emitter: _Emitter, group: Group, plan: TensorPlan) -> None:
+    """Add every micro-batch's gradient to the total as it is complete; between passes the total may be away."""
+    problem, total, made = emitter.problem, items.total(plan.name), group.grad_steps[-1]
+    for start in problem.passes:
+        for slot in range(problem.slots_at(start)):
+            first = start == problem.passes[0] and not slot
+            kind = Kind.BEGIN_TOTAL if first else Kind.ACCUMULATE
+            emitter.add(start + made, _Order.UPDATE_DEVICE, kind, plan.name, slot=slot)
+    if plan.lead_out is not None and plan.lead_back is not None:
+        for start in problem.passes[:-1]:
+            emitter.offload(start + plan.lead_out, total, start + made)
+            emitter.prefetch(start + plan.lead_back, total, start + made + problem.pass_steps)
+
+
 def _emit_device_update(emitter: _Emitter, group: Group, tensor: TensorSize, plan: TensorPlan) -> None:
     last, problem = plan.device_update, emitter.problem
     assert last is not None
     several = problem.adds_up
-    for start in problem.passes if several else ():
+    for start in problem.passes if several and not problem.sums_on_device else ():
         kind = Kind.BEGIN_TOTAL if start == problem.passes[0] else Kind.ACCUMULATE
         emitter.add(start + group.grad_steps[-1], _Order.UPDATE_DEVICE, kind, plan.name)
     emitter.add(last, _Order.UPDATE_DEVICE, Kind.UPDATE_DEVICE, plan.name)
@@ -255,8 +279,8 @@ def _parts(problem: Problem, entries: list[_Emitted]) -> list[tuple[Action, ...]
     return [*parts, steps(last, barrier)]
 
 
-def _shares(problem: Problem, plans: dict[str, TensorPlan], seconds: str, *, cpu: bool) -> dict[str, float]:
-    """Divide a group's seconds among its tensors, in proportion to their gradients, for the host's or the device's."""
+def _shares(problem: Problem, plans: dict[str, TensorPlan], seconds: str, *, cpu: bool | None) -> dict[str, float]:
+    """Divide a group's seconds among its tensors, in proportion to their gradients: the host's, the device's, or all."""
     if problem.update == "external":
         return {}
     return {
@@ -264,7 +288,7 @@ def _shares(problem: Problem, plans: dict[str, TensorPlan], seconds: str, *, cpu
         for group in problem.groups
         if group.trainable
         for tensor in group.tensors
-        if plans[tensor.name].cpu == cpu
+        if cpu is None or plans[tensor.name].cpu == cpu
     }
 
 
@@ -301,7 +325,8 @@ def _host_bytes_of(tensor: TensorSize, plan: TensorPlan, in_pieces: bool) -> int
         return tensor.param_bytes + tensor.grad_bytes + tensor.state_bytes
     to_ram = [tensor.piece_bytes(stay.rows) for stay in plan.states if stay.tier == HOST]
     states = sum(to_ram) if in_pieces else tensor.state_bytes * bool(to_ram)
-    return tensor.param_bytes * plan.hosted + tensor.grad_bytes * (plan.grad_back is not None) + states
+    gradient_leaves = plan.grad_back is not None or plan.lead_out is not None
+    return tensor.param_bytes * plan.hosted + tensor.grad_bytes * gradient_leaves + states
 
 
 def _log_bytes_of(problem: Problem, group: Group, tensor: TensorSize, plan: TensorPlan) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from .. import items
+from ..compute_names import parse
 from ..effects import Effect, effect
 from ..items import Item, ItemKind
 from ..schedule import Action, Kind, Schedule, takes_on_host
@@ -41,7 +42,7 @@ class State:
     host are those of the last update. `stale`: tensors whose values on the device are older than their gradient.
     `owed`: tensors whose gradient, or total of gradients, is complete and which are not updated yet. `fresh`: tensors
     whose gradient of this micro-batch is complete and not added to its total yet. `added`: by tensor, the number of
-    gradients added. `arriving`: tensors whose gradients have been sent to the host and not been added, in order.
+    gradients added, of `sums` in an iteration. `arriving`: tensors whose gradients have been sent to the host and not been added, in order.
     `tried`: tensors that the host updates before the gate, which opens yet.
     `held`: items that share host memory and whose values there are still needed.
     `known`: whether the iteration before this one has been walked. `walked`: number of micro-batches that are walked
@@ -65,6 +66,7 @@ class State:
     def __post_init__(self) -> None:
         schedule = self.schedule
         self.walked = min(schedule.micro_batches, 4)
+        self.sums = (self.walked - 1) * schedule.per_step + schedule.last_slots
         self.trained = items.names_of(schedule.item_bytes, ItemKind.GRADIENT)
         self.external = not (schedule.update_cpu_s or schedule.update_device_s)
         for name in self.trained if not self.external else ():
@@ -72,13 +74,13 @@ class State:
             require(updates == 1, f"tensor {name}", f"has {updates} updates per iteration, must have 1")
         self.current = items.names_of(schedule.item_bytes, ItemKind.PARAMETER) - self.trained
         self.complete: dict[str, set[str]] = {}  # by compute: tensors whose gradient it completes
-        last: dict[str, str] = {}
+        last: dict[tuple[str, int], str] = {}
         for action in schedule.actions:
             if action.kind is Kind.COMPUTE:
-                last.update(
-                    dict.fromkeys(items.names_of(effect(action, schedule).writes, ItemKind.GRADIENT), action.name)
-                )
-        for tensor, compute in last.items():
+                slot = parse(action.name).slot if schedule.sums_on_device else 0
+                made = items.names_of(effect(action, schedule).writes, ItemKind.GRADIENT)
+                last.update({(tensor, slot): action.name for tensor in made})
+        for (tensor, _), compute in last.items():
             self.complete.setdefault(compute, set()).add(tensor)
 
     def begin(self, known: bool) -> None:
@@ -147,7 +149,8 @@ class State:
             self.fresh.add(tensor)
         else:
             self.owed.add(tensor)
-        if self.batch + 1 == self.walked:
+        of_last = not self.schedule.sums_on_device or parse(action.name).slot == self.schedule.last_slots - 1
+        if self.batch + 1 == self.walked and of_last:
             self.stale.add(tensor)
             self.current.discard(tensor)
 
@@ -174,7 +177,7 @@ class State:
             self.current.add(item.name)
         elif item.kind in items.WHOLE_GRADIENTS:
             unused = self._unused if item.kind is ItemKind.GRADIENT else self.owed
-            early = self.known and item.name not in unused
+            early = self.known and item.name not in unused and not self._goes_on(item)
             require(not early, action, "the gradient is not complete, or its update is done")
             if self.walked > 1 and item.kind is ItemKind.GRADIENT:
                 full = len(self.arriving) >= _BUFFERS
@@ -195,6 +198,10 @@ class State:
         elif action.kind is Kind.PREFETCH and action.item.kind is not ItemKind.GRADIENT:
             self.held.discard(action.item)
 
+    def _goes_on(self, item: Item) -> bool:
+        """Return whether an item is a total to which later passes add."""
+        return self.schedule.sums_on_device and item.kind is ItemKind.TOTAL and self.added.get(item.name, 0) > 0
+
     @property
     def _unused(self) -> set[str]:
         """The tensors whose gradient is complete, and neither added to a total nor used by an update."""
@@ -207,7 +214,7 @@ class State:
             lost = item.name in self._unused and item not in self.copies
             require(not lost, action, "the gradient is neither used by an update nor on the host")
         if item.kind is ItemKind.TOTAL:
-            lost = item.name in self.owed and item not in self.copies
+            lost = (item.name in self.owed or self._goes_on(item)) and item not in self.copies
             require(not lost, action, "the total is neither used by an update nor on the host")
         by_computes = item.kind is ItemKind.VALUE_GRADIENT
         require(not by_computes, action, "only computes release gradients of values")
@@ -218,6 +225,7 @@ class State:
 
     def _accumulate(self, action: Action, does: Effect) -> None:
         self._check_sum(action, does, begun=True)
+        self.copies.discard(items.total(action.name))
         self._add(action.name)
 
     def _check_sum(self, action: Action, does: Effect, *, begun: bool) -> None:
@@ -245,7 +253,7 @@ class State:
     def _add(self, tensor: str) -> None:
         self.fresh.discard(tensor)
         self.added[tensor] = self.added.get(tensor, 0) + 1
-        if self.added[tensor] == self.walked:
+        if self.added[tensor] == self.sums:
             self.owed.add(tensor)
             self.added[tensor] = 0
 
@@ -253,9 +261,11 @@ class State:
         tensor, gradient = action.name, items.gradient(action.name)
         if self.known:
             require(tensor in self.owed, action, "there is no complete gradient to update from")
-            sent = self.walked > 1 or gradient in self.copies
+            summed = self.schedule.sums_on_device
+            whole = items.total(tensor) if summed else gradient
+            sent = whole in self.copies or (self.walked > 1 and not summed)
             require(sent, action, "the gradient was not sent to the host before")
-        self.copies.discard(gradient)
+        self.copies -= {gradient, items.total(tensor)}
         self.owed.discard(tensor)
         self.current.add(tensor)
 
@@ -264,7 +274,9 @@ class State:
         if self.known:
             require(tensor in self.owed, action, "there is no complete gradient to update from")
             require(tensor not in self.tried, action, "it was updated before the gate already")
-            require(self.walked > 1 or gradient in self.copies, action, "the gradient was not sent to the host before")
+            whole = items.total(tensor) if self.schedule.sums_on_device else gradient
+            sent = whole in self.copies or (self.walked > 1 and not self.schedule.sums_on_device)
+            require(sent, action, "the gradient was not sent to the host before")
         self.tried.add(tensor)
 
     def _keep_what_was_tried(self) -> None:

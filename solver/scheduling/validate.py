@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from math import inf
 
 from .. import items
+from ..compute_names import parse
 from ..effects import resident_at
 from ..items import Item, ItemKind
 from ..schedule import ABOUT_ITEMS, Action, Kind, Schedule
@@ -132,24 +133,31 @@ def _check_passes(schedule: Schedule) -> None:
     """Check the number of passes, and how often each compute, update and addition happens."""
     many, expected = schedule.micro_batches, min(schedule.micro_batches, 3) - 1
     require(many >= 1, "micro_batches", f"is {many}, must be at least 1")
+    slots, last = schedule.per_step, schedule.last_per_step
+    require(slots >= 1, "per_step", f"is {slots}, must be at least 1")
+    fewer = last == 0 or (0 < last < slots and many > 1)
+    require(fewer, "last_per_step", f"is {last}; it must be less than per_step, {slots}, in the last of several passes")
     found = len(schedule.lead)
     require(found == expected, "lead", f"has {found} passes, {many} micro-batches need {expected}")
     require(many == 1 or schedule.gate, "micro_batches", f"is {many}; more than one needs a gate")
-    for one in schedule.passes:
+    for one, runs in zip(schedule.passes, (*(slots for _ in schedule.lead), schedule.last_slots)):
         computes = [a for a in one.forward + one.backward if a.kind is Kind.COMPUTE]
-        _check_counts(computes, Kind.COMPUTE, [name for name in schedule.computes if name != "gate"], 1)
+        named = [name for name in schedule.computes if name != "gate" and (runs == slots or parse(name).slot < runs)]
+        _check_counts(computes, Kind.COMPUTE, named, 1)
     gate = [a for a in schedule.turn_around if a.kind is Kind.COMPUTE]
     _check_counts(gate, Kind.COMPUTE, ["gate"] if schedule.gate else [], 1)
     for kind, names, times in (
         (Kind.UPDATE_DEVICE, schedule.update_device_s, 1),
         (Kind.ACCUMULATE_CPU, schedule.add_cpu_s, expected + 1),
         (Kind.BEGIN_TOTAL, schedule.add_device_s, 1),
-        (Kind.ACCUMULATE, schedule.add_device_s, expected),
+        (Kind.ACCUMULATE, schedule.add_device_s, expected * slots + schedule.last_slots - 1 if many > 1 else 0),
     ):
         _check_counts([a for a in schedule.actions if a.kind is kind], kind, names, times)
     on_host = [a for a in schedule.actions if a.kind in (Kind.UPDATE_CPU, Kind.SPECULATE_CPU)]
     _check_counts(on_host, Kind.UPDATE_CPU, schedule.update_cpu_s, 1)
     sides = (schedule.update_cpu_s, schedule.update_device_s)
+    if schedule.sums_on_device:
+        sides = ({}, schedule.update_cpu_s | schedule.update_device_s)
     for adds, updates in zip((schedule.add_cpu_s, schedule.add_device_s), sides) if many > 1 else ():
         for name in sorted(adds.keys() ^ updates.keys()):
             require(False, f"tensor {name}", "is not added up where it is updated")
@@ -191,13 +199,26 @@ def _check_gate(schedule: Schedule) -> None:
     may = set(map(id, (*schedule.backward, *schedule.turn_around[:opens])))
     for action in speculated:
         require(id(action) in may, action, "keeps a log, but not between the last micro-batch's backward and the gate")
+    sums = _returning_sums(schedule)
     for action in before:
         require(action.kind not in _UPDATES, action, "updates before the last backward has ended and the gate is open")
-        back = action.kind is Kind.PREFETCH and action.item.kind in items.WHOLE_GRADIENTS
+        back = action.kind is Kind.PREFETCH and action.item.kind in items.WHOLE_GRADIENTS and id(action) not in sums
         require(not back, action, "returns before the gate, which scales it, is open")
     for action in schedule.passes[0].forward:
         require(action.kind is not Kind.UPDATE_DEVICE, action, "updates on the device outside the turn-around")
     require("gate" in schedule.computes, "gate", "there is no compute of that name")
+
+
+def _returning_sums(schedule: Schedule) -> set[int]:
+    """Return the actions, by identity, that bring back a total to which gradients are still to be added."""
+    found: set[int] = set()
+    added: set[str] = set()
+    for action in reversed(schedule.actions if schedule.sums_on_device else ()):
+        if action.kind is Kind.ACCUMULATE:
+            added.add(action.name)
+        elif action.kind is Kind.PREFETCH and action.item.kind is ItemKind.TOTAL and action.item.name in added:
+            found.add(id(action))
+    return found
 
 
 def _check_budgets(schedule: Schedule) -> None:
