@@ -196,7 +196,7 @@ def plan(
         measures=_measures(config, max_grad_norm, optimizer),
         scales=scaler is not None,
     )
-    if config.accumulation_order == "by block" and not fewest:
+    if config.named_order == "by block" and not fewest:
         request = request.by_block
     names = _planned_names(model, optimizer, config)
     _check_unscaling(scaler, names, request.device)

@@ -68,6 +68,10 @@ class Config:
         "by block": each block runs for all of them in turn, so that its parameters are copied to the GPU once per
         update; the loop has to announce its batches (`model.offmate.batches`). "auto": the order that is predicted to
         be faster, if the batches are announced; `offmate.plan` takes it for "by batch". Both have the same numbers.
+    micro_batches_per_pass: how many micro-batches each block runs for in turn, before the next block. Parameters are
+        copied to the GPU once for so many, and what lies between the blocks is kept for so many. The last pass of an
+        update runs what is left. 1 is "by batch", as many as the update has is "by block", and a number between them
+        needs announced batches, too. None leaves it to the planner: all with "by block", the fastest with "auto".
     measure_grad_norm: measure the norm of all gradients (`model.offmate.grad_norm`) without clipping. Nothing waits for
         it, unlike `max_grad_norm=float("inf")`, which makes updates wait for the step.
     shape_buckets: ascending sizes. A batch reuses the decisions of the plan for a larger one, without a search, if in
@@ -102,6 +106,7 @@ class Config:
     solver: Literal["highs", "cbc"] | None = None
     turn_around_steps: int | None = None
     accumulation_order: Literal["auto", "by batch", "by block"] = "auto"
+    micro_batches_per_pass: int | None = None
     measure_grad_norm: bool = False
     shape_buckets: tuple[int, ...] = ()
     max_plans: int = 16
@@ -134,6 +139,16 @@ class Config:
         _require(self.backend in _BACKENDS, "backend", self.backend, "'eager' or 'inductor'")
         orders = "'auto', 'by batch' or 'by block'"
         _require(self.accumulation_order in _ORDERS, "accumulation_order", self.accumulation_order, orders)
+        if self.micro_batches_per_pass is not None:
+            _check_count("micro_batches_per_pass", self.micro_batches_per_pass, 1)
+            contradicts = {"by batch": self.micro_batches_per_pass > 1, "by block": self.micro_batches_per_pass == 1}
+            _require(
+                not contradicts.get(self.accumulation_order, False),
+                "micro_batches_per_pass",
+                self.micro_batches_per_pass,
+                f"{'1' if self.accumulation_order == 'by batch' else 'at least 2'} or None with "
+                f"accumulation_order={self.accumulation_order!r}",
+            )
         known = isinstance(self.updates, Split) or self.updates in _UPDATES
         _require(known, "updates", self.updates, "'auto', 'host', 'device' or a Split, such as plan.split")
         for name in ("measure_again", "measure_grad_norm"):
@@ -148,6 +163,13 @@ class Config:
             raise ArgumentTypeError(
                 f"cache_dir is {self.cache_dir!r}; it must be the path of a folder as text, or None"
             )
+
+    @property
+    def named_order(self) -> Literal["auto", "by batch", "by block"]:
+        """The order of micro-batches that is named, in words or by the number per pass; "auto" if none is."""
+        if self.micro_batches_per_pass is None:
+            return self.accumulation_order
+        return "by batch" if self.micro_batches_per_pass == 1 else "by block"
 
     @property
     def figures_since_s(self) -> float | None:

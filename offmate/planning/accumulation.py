@@ -84,7 +84,7 @@ def _tried(subject: Subject) -> tuple[AccumulationTrial, ...]:
 
 def _orders(subject: Subject) -> tuple[Order, ...]:
     """Return the orders that may be tried. Raises: NotTogether if the only one that may cannot run."""
-    named = subject.request.config.accumulation_order
+    named = subject.request.config.named_order
     if named == "by batch":
         return (named,)
     try:

@@ -48,6 +48,7 @@ def fingerprint_of(
         parts += (request.budget_bytes, host, request.user_bytes, _planning(request.config))
         parts += (request.micro_batches, request.clips, *(("scales",) if request.scales else ()))
         parts += ("together", request.together) if request.together > 1 else ()
+        parts += ("last", request.last) if request.last else ()
         parts += ("measures",) if request.measures else ()
         if request.files is not None:  # a rate that was measured here is a figure like those of links
             rate = request.files.read_bytes_per_s if machine is not None else None
@@ -77,7 +78,7 @@ def differences(plan: Plan, request: Request, planned: bool) -> list[str]:
         found.append(f"plan for another machine (hardware=), now for {request.device}")
     if plan.problem is not None and (plan.problem.update == "planned") != planned:
         found.append("plan without optimizer=, now with" if planned else "plan with optimizer=, now without")
-    steps, now = there.micro_batches * there.per_step, request.micro_batches * request.together
+    steps, now = there.per_update, request.per_update
     if steps != now:
         found.append(f"accumulation_steps={steps} in the plan, {now} now")
     elif there.per_step != request.together:
@@ -115,8 +116,8 @@ def _of_device(request: Request, machine: Hardware | None) -> tuple[Any, ...]:
 
 def _planning(config: Config) -> Config:
     """Return a configuration with all fields that do not affect a plan set to fixed values."""
-    # Of the last three, the request says what follows from them.
+    # Of the last four, the request says what follows from them.
     return replace(
         config, cache_dir=None, shape_buckets=(), max_plans=1, backend="eager", accumulation_order="auto",
-        measure_grad_norm=False, speculate=config.speculate is True,
+        micro_batches_per_pass=None, measure_grad_norm=False, speculate=config.speculate is True,
     )  # fmt: skip

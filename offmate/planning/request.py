@@ -27,7 +27,8 @@ class Request:
     automatic: the device's budget is what is free now, and a smaller one serves if less remains.
     automatic_host: the host budget is what is available now; a stored plan only has to fit into it.
     micro_batches: how many passes make one planned update. together: how many micro-batches a pass runs in turn, block
-        by block. clips: whether gradients are clipped.
+        by block. last: those of the last pass, if they are fewer; 0 if they are as many. clips: whether gradients are
+        clipped.
     measures: whether the norm of all gradients is measured, without anything waiting for it.
     scales: whether losses are scaled, so that an update may be skipped.
     margin_bytes: the part of the budget that is left to the device's allocator.
@@ -45,6 +46,7 @@ class Request:
     automatic_host: bool = False
     micro_batches: int = 1
     together: int = 1
+    last: int = 0
     clips: bool = False
     measures: bool = False
     scales: bool = False
@@ -59,8 +61,20 @@ class Request:
 
     @property
     def by_block(self) -> Request:
-        """The request of plans whose steps run each block for all micro-batches of an update in turn."""
-        return replace(self, micro_batches=1, together=self.micro_batches)
+        """The request of plans whose steps run each block for all micro-batches of a pass in turn; all, if none is named."""
+        return self.in_passes(self.config.micro_batches_per_pass or self.per_update)
+
+    @property
+    def per_update(self) -> int:
+        """Return the micro-batches of an update."""
+        return (self.micro_batches - 1) * self.together + (self.last or self.together)
+
+    def in_passes(self, together: int) -> Request:
+        """Return the request of plans that run so many micro-batches of an update per pass, the last what is left."""
+        count = self.per_update
+        together = min(together, count)
+        passes = -(-count // together)
+        return replace(self, micro_batches=passes, together=together, last=count % together)
 
     @property
     def speculates(self) -> bool:

@@ -24,7 +24,7 @@ from ..programs.programs import NodeCost
 from ..progress import Progress
 from ..runtime.torch_names.tensors import storage_key
 from ..sizes import format_bytes
-from ..solver.fat_steps import for_all
+from ..solver.fat_steps import in_passes
 from ..solver.problem import Problem
 from ..solver.solve import LeastBudget, least_budget
 from ..split import side_of
@@ -171,20 +171,21 @@ def lower(
         user_bytes=request.user_bytes or 0,
         turn_around_steps=request.config.turn_around_steps,
         gate=request.gate,
-        together=request.together > 1,
-        micro_batches=request.micro_batches,
+        together=request.together > 1 and request.micro_batches == 1,
+        micro_batches=request.per_update if request.micro_batches > 1 else 1,
         speculates=request.speculates,
         gate_s=_VERDICT * min((c.device_norm_s for c in updates.values()), default=0.0) if looks else 0.0,
     )
-    return replace(lowered, problem=_together(lowered.problem, traced, request.together)), fixed
+    return replace(lowered, problem=_together(lowered.problem, traced, request)), fixed
 
 
-def _together(problem: Problem, traced: Traced, micro_batches: int) -> Problem:
-    """Return the problem whose steps run that many micro-batches, for which random numbers are drawn beforehand."""
-    if micro_batches == 1:
+def _together(problem: Problem, traced: Traced, request: Request) -> Problem:
+    """Return the problem whose steps run several micro-batches, for which random numbers are drawn beforehand."""
+    if request.together == 1:
         return problem
     start_bytes = max(problem.start_peak_bytes, drawn_bytes(traced))
-    return for_all(replace(problem, start_peak_bytes=start_bytes), micro_batches)
+    one = replace(problem, start_peak_bytes=start_bytes, micro_batches=1)
+    return in_passes(one, request.per_update, request.together)
 
 
 def _looks_s(request: Request, cost: UpdateCost) -> tuple[float, float]:

@@ -151,12 +151,17 @@ class Plan:
     @property
     def accumulation_steps(self) -> int:
         """The micro-batches of an update, as `offmate.compile` wants to know it."""
-        return self.schedule.micro_batches * self.schedule.per_step
+        return self.schedule.per_update
 
     @property
     def accumulation_order(self) -> Order:
         """The order in which the micro-batches of an update run."""
         return "by block" if self.schedule.per_step > 1 else "by batch"
+
+    @property
+    def micro_batches_per_pass(self) -> int:
+        """The micro-batches for which each block runs in turn; the last pass of an update may have fewer."""
+        return self.schedule.per_step
 
     @property
     def compared(self) -> OtherOrder:

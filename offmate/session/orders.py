@@ -34,13 +34,20 @@ class Orders:
     """
 
     def __init__(self, request: Request, choice: Choice, residence: Residence, given: Plan | None) -> None:
-        self._request, self._order = request, request.config.accumulation_order
+        self._request, self._order = request, request.config.named_order
+        self._per_pass = min(request.config.micro_batches_per_pass or request.micro_batches, request.micro_batches)
         if given is not None:
-            self._order = "by block" if given.schedule.per_step > 1 else "by batch"
-            if request.config.accumulation_order not in ("auto", self._order):
+            self._order, self._per_pass = given.accumulation_order, given.micro_batches_per_pass
+            named, per_pass = request.config.accumulation_order, request.config.micro_batches_per_pass
+            if named not in ("auto", self._order):
                 raise ArgumentValueError(
                     f"plan= runs the micro-batches of an update {self._order}, but config= has accumulation_order="
-                    f"{request.config.accumulation_order!r}; plan again with it, or leave it out"
+                    f"{named!r}; plan again with it, or leave it out"
+                )
+            if per_pass not in (None, self._per_pass) and min(per_pass, request.micro_batches) != self._per_pass:
+                raise ArgumentValueError(
+                    f"plan= runs {self._per_pass} micro-batches per pass, but config= has micro_batches_per_pass="
+                    f"{per_pass}; plan again with it, or leave it out"
                 )
         self._choice, self._residence, self._turns = choice, residence, residence.turns
         self.announced = Announced(1 if self._order == "by batch" else request.micro_batches)
@@ -58,7 +65,7 @@ class Orders:
         Raises: ProtocolError if the loop must announce its batches and did not.
         """
         variant = self._block_by_block(model, call)
-        request = self._request if variant is None else self._request.by_block
+        request = self._request if variant is None else self._request.in_passes(variant.kind.together)
         self._turns.begin_update(request.gate, together=variant is not None)
         return variant
 
@@ -89,11 +96,11 @@ class Orders:
             return None
         if self._order == "auto" and not self._is_faster(model, variant, call):
             return None
-        self.together = Together(variant, calls)
+        self.together = Together(variant, calls, self._per_pass)
         return variant
 
     def _planned(self, model: torch.nn.Module, call: Call) -> Variant:
-        own = replace(call, together=self._request.micro_batches)
+        own = replace(call, together=self._per_pass)
         return self._choice.variant_for(model, own, make_room=self._residence.bring_home)[0]
 
     def _is_faster(self, model: torch.nn.Module, variant: Variant, call: Call) -> bool:
@@ -111,9 +118,9 @@ class Orders:
 
     def _foreseen(self, model: torch.nn.Module, call: Call) -> list[Call]:
         """Return all calls of the update that begins with this one."""
-        count, arguments = self._request.micro_batches, self.announced.foreseen(*call.given)
+        arguments = self.announced.foreseen(*call.given)
         calls = (self._residence.preparer.call_of(model, *one, gradients=True) for one in arguments)
-        return [replace(one, together=count) for one in calls]
+        return [replace(one, together=self._per_pass) for one in calls]
 
     def _declined(self, why: str) -> None:
         if why not in self._said:

@@ -291,7 +291,7 @@ class Preparer:
             )
             early = ", with updates before the gate" if call.early else ""
             log.info("planning for batches with %s%s%s", shapes, early, changes)
-        request = self.request if call.together == 1 else self.request.by_block
+        request = self.request if call.together == 1 else self.request.in_passes(call.together)
         request = replace(
             request.speculating(call.early) if self.request.chooses else request,
             user_bytes=self.user_code.held_by(kind),

@@ -1,4 +1,7 @@
-"""An update whose micro-batches run block by block: all forwards at the first call, all backwards at the last one."""
+"""An update whose micro-batches run block by block, in one pass or several.
+
+All forwards of a pass run at its first call, and all its backwards at its last one.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +18,25 @@ Tensors = list[torch.Tensor | None]
 
 
 class Together:
-    """The micro-batches of one update, which a plan's steps run in turn.
+    """The micro-batches of one update, of which a plan's steps run those of a pass in turn.
 
-    State: `slot`, the micro-batch whose call or backward() is under way; the outputs that are still to be handed out,
-    and the gradients that were handed in. Changed by one thread at a time.
+    State: `number`, the micro-batch whose call or backward() is under way, from 0; of its pass, the outputs that are
+    still to be handed out, and the gradients that were handed in. Changed by one thread at a time.
 
     Parameters
     ----------
-    variant: the plan, of all of them. calls: foreseen, in order.
+    variant: the plan, of all of them. calls: foreseen, in order. per_pass: micro-batches of a pass.
     """
 
-    def __init__(self, variant: Variant, calls: Sequence[Call]) -> None:
-        self.variant = variant
-        self.slot = -1
+    def __init__(self, variant: Variant, calls: Sequence[Call], per_pass: int) -> None:
+        self.variant, self._per_pass = variant, per_pass
+        self.number = -1
         self._tensors = [call.tensors for call in calls]
         self._expected = [Expected(_arguments(call), number) for number, call in enumerate(calls, 1)]
-        self._outputs: list[dict[str, torch.Tensor]] = []
+        self._outputs: dict[int, dict[str, torch.Tensor]] = {}
         self._gradients: list[dict[str, torch.Tensor]] = []
         self._iterations: list[Iteration] = []
-        self._drawn: torch.Tensor | None = None  # the generator's state after all forwards, if they draw
+        self._drawn: torch.Tensor | None = None  # the generator's state after a pass's forwards, if they draw
 
     def called(self, call: Call) -> Tensors:
         """Note the next call, and return its tensors; raises ProtocolError if it was not foreseen like this."""
@@ -41,36 +44,47 @@ class Together:
         if call.kind._replace(together=own.together, early=own.early) != own:
             raise ProtocolError(
                 f"the model or torch's settings (modes, attributes, hooks, autocast) have changed before the call for "
-                f"micro-batch {self.slot + 2}, but its forward has run already, as they were at the first call. No "
+                f"micro-batch {self.number + 2}, but its forward {self._has_run}, as they were at the first call. No "
                 "update was made; zero_grad() drops it. Change them between updates, or compile with "
                 'config=offmate.Config(accumulation_order="by batch")'
             )
-        self._expected[self.slot + 1].check(_arguments(call))
+        self._expected[self.number + 1].check(_arguments(call))
         edited = [name for iteration in self._iterations[-1:] for name in iteration.edited_buffers()]
-        if edited:
+        if edited and not self._begins_pass:
             raise ProtocolError(
-                f"the buffer {edited[0]} was edited before the call for micro-batch {self.slot + 2}, whose forward has "
+                f"the buffer {edited[0]} was edited before the call for micro-batch {self.number + 2}, whose forward has "
                 "run already. No update was made; zero_grad() drops it. Edit buffers between updates, or compile with "
                 'config=offmate.Config(accumulation_order="by batch")'
             )
-        if self._drawn is not None and not torch.equal(self._drawn, torch.get_rng_state()):
+        drew = self._drawn is not None and not torch.equal(self._drawn, torch.get_rng_state())
+        if drew and not self._begins_pass:
             raise ProtocolError(
-                f"random numbers were drawn between the calls for micro-batches {self.slot + 1} and {self.slot + 2}, "
+                f"random numbers were drawn between the calls for micro-batches {self.number + 1} and {self.number + 2}, "
                 "whose forwards have drawn theirs already, so both would get other numbers than in plain PyTorch. Draw "
                 "them before the first call or after the last one, or compile with "
                 'config=offmate.Config(accumulation_order="by batch")'
             )
-        self.slot += 1
-        return self._tensors[self.slot]
+        self.number += 1
+        return self._tensors[self.number]
+
+    @property
+    def _begins_pass(self) -> bool:
+        """Return whether the next call is the first one of a pass."""
+        return (self.number + 1) % self._per_pass == 0
+
+    @property
+    def _has_run(self) -> str:
+        return "will run" if self._begins_pass else "has run already"
 
     def outputs(self) -> dict[str, torch.Tensor]:
-        """Return the outputs of the call under way; the first one runs all forwards."""
-        if self.slot == 0:
-            executor = self.variant.executor
-            self._outputs = executor.forwards([tuple(tensors) for tensors in self._tensors])
+        """Return the outputs of the call under way; the first one of a pass runs all forwards of it."""
+        number, executor = divmod(self.number, self._per_pass), self.variant.executor
+        if number[1] == 0:
+            own = self._tensors[self.number : self.number + self._per_pass]
+            outputs = executor.forwards([tuple(tensors) for tensors in own], number[0])
+            self._outputs = dict(enumerate(outputs, self.number))
             self._drawn = torch.get_rng_state() if executor.draws else None
-        outputs, self._outputs[self.slot] = self._outputs[self.slot], {}
-        return outputs
+        return self._outputs.pop(self.number)
 
     @property
     def ran_ahead(self) -> bool:
@@ -79,8 +93,8 @@ class Together:
 
     @property
     def is_last(self) -> bool:
-        """Return whether the call or backward() under way is that of the last micro-batch."""
-        return self.slot == len(self._tensors) - 1
+        """Return whether the call or backward() under way is that of the last micro-batch of its pass."""
+        return self._begins_pass or self.number == len(self._tensors) - 1
 
     def keep(self, gradients: dict[str, torch.Tensor], iteration: Iteration) -> None:
         """Keep the gradients of the outputs of the call under way, of which the caller may use the memory again."""
@@ -93,14 +107,14 @@ class Together:
         return next(changed, None)
 
     def run(self, gradients: dict[str, torch.Tensor], speculates: bool) -> None:
-        """Run all backwards; the gradients are those of the last call's outputs.
+        """Run all backwards of the pass; the gradients are those of its last call's outputs.
 
         Parameters
         ----------
         speculates: whether updates that the schedule places before the gate may begin there.
         """
         given, self._gradients, self._iterations = [*self._gradients, gradients], [], []
-        self.variant.executor.backwards(given, speculates=speculates)
+        self.variant.executor.backwards(given, self.number // self._per_pass, speculates)
 
 
 def _arguments(call: Call) -> Arguments:

@@ -38,8 +38,7 @@ class Computes:
         self._device, self._contents, self._gate, self._norms = world.device, world.contents, gate, norms
         self._on_host = world.device.torch_device.type == "cpu"
         self._seen_buffers: dict[str, tuple[int, int]] = {}
-        self._last = world.schedule.per_step - 1
-        self._draws = Draws(world.binding, world.device.ledger, world.schedule.per_step)
+        self._draws = Draws(world.binding, world.device.ledger, several=world.schedule.per_step > 1)
         self.batches: list[Batch] = []
         self.incoming: Sequence[dict[str, torch.Tensor]] = ()
 
@@ -56,6 +55,11 @@ class Computes:
             self._backward_block(compute, block, slot)
         else:
             self._gate.open()
+
+    @property
+    def _last(self) -> int:
+        """The last slot of the pass that runs."""
+        return len(self.batches) - 1
 
     @property
     def draws(self) -> bool:
@@ -99,7 +103,7 @@ class Computes:
 
     def _start(self, slot: int) -> None:
         if slot == 0:
-            self._draws.foresee()
+            self._draws.foresee(len(self.batches))
         start, ledger, batch = self._binding.start, self._device.ledger, self._contents.of(slot)
         batch_bytes: dict[str, int] = {}
         for name, tensor in zip(start.batch, self.batches[slot]):
@@ -163,22 +167,22 @@ class Computes:
             given[port.storage] = batch.grads[port.name].untyped_storage().nbytes()
             registers[port.register] = batch.grads.pop(port.name)
         live = run(block.backward, registers, self._device.ledger, given, self._device.arena)
-        needs = self._schedule.computes[str(compute)].needs if slot else ()
+        spec = self._schedule.computes[str(compute)]
         for port in block.grads:
             made = registers[port.register]
             if not port.name.startswith("param:"):
                 batch.grads[port.name] = made
                 continue
             name = port.name[6:]
-            if slot and items.gradient(name) in needs:  # complete, to be added to those of the micro-batches before
+            if slot and items.gradient(name) in spec.needs:  # complete, to be added to those of the micro-batches before
                 self._contents.grads[port.name].add_(made)
                 registers[port.register] = made = None
                 self._device.ledger.freed(live.pop(port.storage))
-            else:
-                batch.grads[port.name] = made
+            else:  # complete ones have one place, until they are used
+                (self._contents if items.gradient(name) in spec.makes else batch).grads[port.name] = made
             self._contents.pending.add(name)
-            # The gradient of the micro-batch before has left.
-            self._contents.grad_leaving.pop(name, None)
+            if not self._schedule.sums_on_device:  # the gradient of the micro-batch before has left
+                self._contents.grad_leaving.pop(name, None)
         if slot == self._last:
             self._norms.of_block(index)
 

@@ -23,23 +23,23 @@ class Draws:
 
     Parameters
     ----------
-    slots: micro-batches of a step.
+    several: whether steps run several micro-batches.
     """
 
-    def __init__(self, binding: Binding, ledger: Ledger, slots: int) -> None:
-        blocks = enumerate(binding.blocks) if slots > 1 else ()
+    def __init__(self, binding: Binding, ledger: Ledger, *, several: bool) -> None:
+        blocks = enumerate(binding.blocks) if several else ()
         found = ((i, tuple(one for one in b.forward.instructions if one.target is draw)) for i, b in blocks)
         self._drawing: dict[int, tuple[Instruction, ...]] = {i: those for i, those in found if those}
-        self._ledger, self._slots = ledger, slots
+        self._ledger = ledger
         self._states: dict[tuple[int, int], torch.Tensor] = {}
         self._end: torch.Tensor | None = None
 
-    def foresee(self) -> None:
-        """Draw once, before the first forward, what all forwards will draw."""
+    def foresee(self, slots: int) -> None:
+        """Draw once, before the first forward, what the forwards of so many micro-batches will draw."""
         if not self._drawing:
             return
         self._states = {}
-        for slot in range(self._slots):
+        for slot in range(slots):
             for block, drawing in self._drawing.items():
                 self._states[slot, block] = torch.get_rng_state()
                 for one in drawing:

@@ -90,7 +90,7 @@ class Executor:
         """Bring to the device the items with which a micro-batch starts."""
         self.device.ledger.add("b", self.fixed_bytes)
         for item in resident_at(self.schedule, micro_batch):
-            if item.kind in _OF_THE_LAST:
+            if item.kind in _OF_THE_LAST or (item.kind is ItemKind.TOTAL and micro_batch == 0):
                 self._transfers.count(item)
             else:
                 self._take(Action(0, Kind.PREFETCH, item))

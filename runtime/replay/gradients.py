@@ -48,6 +48,7 @@ class Gradients:
 
     With one micro-batch a gradient that leaves is copied to `HostState.grads`. With several, the first one becomes the
     total, on the host or on the device; later ones are added to it once they are complete, as autograd adds to `.grad`.
+    If passes have several micro-batches, the device adds all of them. A total may then be on the host between passes.
 
     State: `_arrivals`, used in turn; `_unbegun`, the totals on the device to which no micro-batch has added yet, since
     earlier ones ran by plans without that parameter. All other state is in `contents` and `host`.
@@ -58,6 +59,7 @@ class Gradients:
         self._shared = world.shared_host
         self._adder = world.schedule.rates.worker(Kind.ACCUMULATE_CPU.value)
         self._sizes, self._adds_up = world.schedule.item_bytes, world.schedule.adds_up
+        self._on_device = world.schedule.sums_on_device
         self._arrivals: list[_Arrival] = []
         self._unbegun: set[str] = set()
 
@@ -74,7 +76,7 @@ class Gradients:
         self._contents.grads.pop(f"param:{name}", None)
 
     def offload_total(self, name: str) -> None:
-        """Start the copy of a complete total to the host, where it waits for its update on the device."""
+        """Start the copy of a total to the host, where it waits for its update, or for further gradients."""
         if name in self._contents.pending and name not in self._contents.grad_leaving:
             self._copy(name, self._contents.totals[name].read())
 
@@ -102,6 +104,7 @@ class Gradients:
         """Make the first micro-batch's gradient the total on the device."""
         gradient, total = items.gradient(name), items.total(name)
         self._contents.totals[name] = Buffer({"": self._contents.grads.pop(f"param:{name}")})
+        self._contents.grad_leaving.pop(name, None)
         self._device.ledger.remove(gradient.kind.prefix, self._sizes[gradient])
         self._device.ledger.add(total.kind.prefix, self._sizes[total])
 
@@ -114,6 +117,7 @@ class Gradients:
             self._unbegun.discard(name)
         else:
             total.add_(grad)
+        contents.grad_leaving.pop(name, None)  # the host's copy, if there was one, lacks this gradient
         self._norms.of_total(name)
         self._device.ledger.remove(gradient.kind.prefix, self._sizes[gradient])
 
@@ -124,14 +128,17 @@ class Gradients:
                 self._add(arrival)
 
     def restore(self, name: str) -> Buffer:
-        """Bring a total back to the device in the middle of an iteration, or make room for one that has not begun."""
-        if name not in self._host.totals:
+        """Bring a total back to the device before further gradients, or make room for one that has not begun."""
+        leaving = self._contents.grad_leaving.get(name)
+        if name not in self._host.totals and leaving is None:
             self._unbegun.add(name)
             return Buffer({"": self._device.empty_like(self._host.params[name])})
         total = self._host.grads[name]
         tensor = self._device.empty_like(total)
-        copy = self._device.copy_in(tensor, total, ())
+        copy = self._device.copy_in(tensor, total, (leaving,) if leaving is not None else ())
         self._host.totals.discard(name)
+        if self._on_device:
+            self._contents.pending.add(name)
         return Buffer({"": tensor}, UnderWay(f"the copy of the total of {name} to the device", (copy,)))
 
     # -- the whole gradient -------------------------------------------------------------------------------------------

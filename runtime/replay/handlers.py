@@ -159,13 +159,13 @@ class OfGradients:
 
 
 class Totals:
-    """Sums of gradients on the device. They return for their update, or if an iteration continues by another plan."""
+    """Sums of gradients on the device. They return for their update, for further gradients, or for another plan."""
 
-    def __init__(self, contents: Contents, gradients: Gradients) -> None:
-        self._contents, self._gradients = contents, gradients
+    def __init__(self, world: World, gradients: Gradients) -> None:
+        self._host, self._contents, self._gradients = world.host, world.contents, gradients
 
     def bring(self, item: Item) -> None:
-        if item.name in self._contents.grad_leaving:
+        if item.name in self._contents.grad_leaving and self._host.gate_is_open:
             self._gradients.bring_back(item.name)
         else:
             self._contents.totals[item.name] = self._gradients.restore(item.name)
@@ -222,7 +222,7 @@ class Handlers:
             ItemKind.PARAMETER: Parameters(world, unmoved),
             ItemKind.GRADIENT: OfGradients(gradients),
             ItemKind.PARTIAL: Resting(),
-            ItemKind.TOTAL: Totals(world.contents, gradients),
+            ItemKind.TOTAL: Totals(world, gradients),
             ItemKind.STATE: self.states,
             ItemKind.VALUE: self._values,
             ItemKind.VALUE_GRADIENT: ValueGradients(world.contents),

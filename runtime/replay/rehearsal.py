@@ -42,7 +42,7 @@ def rehearse(
     walker = _Walker(schedule, binding, updated)
     walker.unborn = {item for item in schedule.item_bytes if fresh and item.kind is ItemKind.STATE}
     for item in schedule.resident:
-        if item not in walker.unborn and item.kind not in (ItemKind.GRADIENT, ItemKind.OLD_OUTPUT):
+        if item not in walker.unborn and item.kind not in (*items.WHOLE_GRADIENTS, ItemKind.OLD_OUTPUT):
             walker.bring(item)
     for size in buffer_bytes:
         walker.make(size)
@@ -169,6 +169,8 @@ class _Walker:
         live = self._run(block.backward, given)
         for port in block.grads:
             item = _gradient(port, slot)
+            if item.kind is ItemKind.PARTIAL and items.gradient(item.name) in spec.makes:
+                item = items.gradient(item.name)
             added = item.kind is ItemKind.PARTIAL and items.gradient(item.name) in spec.needs
             if port.storage in live and not added:
                 self.items[item] = [live.pop(port.storage)]
