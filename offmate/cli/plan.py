@@ -118,6 +118,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "(by-block), or what is faster (default: %(default)s)",
     )
     parser.add_argument(
+        "--micro-batches-per-pass",
+        type=count,
+        metavar="K",
+        help="how many micro-batches each block runs for in turn before the next block; the last pass of a step runs "
+        "what is left (default: all with --order by-block, the fastest number with auto)",
+    )
+    parser.add_argument(
         "--speculate",
         action="store_true",
         help="let the CPU update before it is known whether gradients are clipped or a step is skipped, and undo what "
@@ -177,6 +184,17 @@ def _check(arguments: argparse.Namespace) -> None:
             "--speculate is for updates that wait, but these wait for nothing; add --max-grad-norm, --grad-scaler or "
             "--accumulation, or leave it out"
         )
+    per_pass, order = arguments.micro_batches_per_pass, arguments.order
+    if per_pass is not None and not several:
+        raise ArgumentValueError(
+            f"--micro-batches-per-pass {per_pass} is for several micro-batches per step; add --accumulation, or leave "
+            "it out"
+        )
+    if per_pass is not None and order == ("by-block" if per_pass == 1 else "by-batch"):
+        raise ArgumentValueError(
+            f"--micro-batches-per-pass {per_pass} is {'by-batch' if per_pass == 1 else 'by-block'}, and --order is "
+            f"{order}; leave --order out"
+        )
     if arguments.sweep and arguments.accumulation == "auto":
         raise ArgumentValueError(
             "--accumulation auto has another answer for each budget, so it cannot be planned with --sweep; name a "
@@ -227,6 +245,7 @@ def _make(arguments: argparse.Namespace, training: Training, machine: Hardware, 
 
         from ..planning.orders import in_faster_order
         from ..plans.break_even import break_even
+        from ..plans.orders import way
         from .shapes import autocast
     with working("building the model"):
         model, batch = training.built()
@@ -247,7 +266,11 @@ def _make(arguments: argparse.Namespace, training: Training, machine: Hardware, 
             )
 
         order = arguments.order.replace("-", " ")
-        config = offmate.Config(accumulation_order=order, speculate=training.speculate)
+        config = offmate.Config(
+            accumulation_order=order,
+            micro_batches_per_pass=arguments.micro_batches_per_pass,
+            speculate=training.speculate,
+        )
         if auto:
             plan = planned(config, accumulation_steps="auto")
             training = replace(training, accumulation=plan.accumulation_steps)
@@ -261,7 +284,8 @@ def _make(arguments: argparse.Namespace, training: Training, machine: Hardware, 
     slow = machine.rate_words(training.matrix_dtype)
     about = training.about(plan.about)
     if plan.schedule.per_step > 1:
-        about = replace(about, batch=f"{about.batch}, block by block")
+        words = way(plan.micro_batches_per_pass, plan.accumulation_steps)
+        about = replace(about, batch=f"{about.batch}, {words}")
     said = f"{replace(about, made='').words()}{warning}\n"
     return replace(plan, about=about), f"{said}{slow}\n" if slow else said
 

@@ -12,6 +12,7 @@ import torch
 from ..machines.devices import accelerator, words
 from ..optim.masters import name_of
 from ..plans.about import About
+from ..plans.orders import way
 from ..plans.plan import Plan
 from ..runtime.torch_names import trees as pytree
 from .subject import Subject
@@ -70,8 +71,8 @@ def _batch(subject: Subject) -> str:
         shapes.append(f"{shape} ({named})" if named else shape)
     more = ["…"] if len(shapes) > _SHOWN_SHAPES else []
     batch = " and ".join([*shapes[:_SHOWN_SHAPES], *more])
-    times = subject.request.micro_batches * subject.request.together
-    order = ", block by block" if subject.request.together > 1 else ""
+    times, together = subject.request.per_update, subject.request.together
+    order = f", {way(together, times)}" if together > 1 else ""
     return batch if times == 1 else f"{times} micro-batches of {batch}{order}"
 
 

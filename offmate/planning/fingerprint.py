@@ -18,6 +18,7 @@ from ..machines.devices import EMULATED, accelerator, words
 from ..machines.hardware import Hardware
 from ..optim.identity import identity_of
 from ..optim.updater import Updater
+from ..plans.orders import way
 from ..plans.plan import Plan
 from ..sizes import format_bytes
 from ..split import Split
@@ -82,8 +83,8 @@ def differences(plan: Plan, request: Request, planned: bool) -> list[str]:
     if steps != now:
         found.append(f"accumulation_steps={steps} in the plan, {now} now")
     elif there.per_step != request.together:
-        orders = ("by block", "by batch") if there.per_step > 1 else ("by batch", "by block")
-        found.append("accumulation {} in the plan, {} now".format(*orders))
+        ways = way(there.per_step, steps), way(request.together, now)
+        found.append("micro-batches {} in the plan, {} now".format(*ways))
     looks = there.gate and (there.micro_batches == 1 or (plan.problem is not None and plan.problem.gate_s > 0))
     if looks != (request.clips or request.scales):
         found.append(f"plan {_with(looks)} max_grad_norm= or grad_scaler=, now {_with(not looks)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..capture.effects import is_random
@@ -14,6 +14,7 @@ from ..plans.orders import OtherOrder
 from ..plans.plan import Plan
 from ..runtime.operators.draws import draw
 from ..solver.accumulation import ORDERS
+from ..solver.passes import between
 
 _USUAL = 'Config(accumulation_order="by batch")'
 
@@ -66,27 +67,54 @@ def drawn_bytes(traced: Traced) -> int:
 
 
 def in_faster_order(planned: Callable[[Config], Plan], config: Config, accumulation_steps: int) -> tuple[Plan, Config]:
-    """Plan in both orders of micro-batches if the configuration leaves it open, and take the faster plan.
+    """Plan in both orders of micro-batches if the configuration leaves it open, and take the fastest plan.
+
+    A third plan, of passes between one and all, is made if it can be faster; see `passes_between`.
 
     Parameters
     ----------
     planned: plans by a configuration. accumulation_steps: micro-batches per update.
 
-    Returns: the plan, which knows the other one's figures, and the configuration that names its order. Raises: as
+    Returns: the plan, which knows the next one's figures, and the configuration that names its order. Raises: as
         `planned` for "by batch", if neither can be planned.
     """
-    if accumulation_steps == 1 or config.accumulation_order != "auto":
+    if accumulation_steps == 1 or config.named_order != "auto":
         return planned(config), config
     found: list[tuple[Plan, Config]] = []
     lacks: list[OffmateError] = []
-    for order in ORDERS:
-        own = replace(config, accumulation_order=order)
+
+    def try_to(own: Config) -> None:
         try:
             found.append((planned(own), own))
         except (InfeasibleBudget, NotTogether) as error:
             lacks.append(error)
+
+    for order in ORDERS:
+        try_to(replace(config, accumulation_order=order))
     if not found:
         raise lacks[0]
+    cannot = any(isinstance(error, NotTogether) for error in lacks)
+    number = None if cannot else passes_between([plan for plan, _ in found])
+    if number is not None:
+        try_to(replace(config, accumulation_order="by block", micro_batches_per_pass=number))
     (plan, own), *slower = sorted(found, key=lambda one: one[0].predicted_step_s)
-    other = slower[0][0].compared if slower else OtherOrder(None, why=str(lacks[0]).split(". ")[0])
-    return replace(plan, other_order=other), own
+    if not slower:
+        return replace(plan, other_order=OtherOrder(None, why=str(lacks[0]).split(". ")[0])), own
+    next_one = slower[0][0]
+    if number is not None:
+        return replace(plan, other_order=replace(next_one.compared, per_pass=next_one.micro_batches_per_pass)), own
+    return replace(plan, other_order=next_one.compared), own
+
+
+def passes_between(plans: Sequence[Plan]) -> int | None:
+    """Return a number of micro-batches per pass for which a plan may be faster than all of these; None if none may.
+
+    Parameters
+    ----------
+    plans: those for one micro-batch per pass and for all in one, as far as there are.
+    """
+    usual = next((plan for plan in plans if plan.micro_batches_per_pass == 1), None)
+    if usual is None or usual.problem is None:
+        return None
+    best_s = min(plan.predicted_step_s for plan in plans)
+    return between(usual.problem, best_s, all_fit=len(plans) > 1)

@@ -13,6 +13,13 @@ _SAME_BYTES = 1 << 20
 _NAMES: dict[Order, str] = {"by batch": "one after the other", "by block": "block by block"}
 
 
+def way(per_pass: int, count: int) -> str:
+    """Return how an update's micro-batches run, such as "block by block, 4 at a time"."""
+    if per_pass == 1:
+        return _NAMES["by batch"]
+    return _NAMES["by block"] if per_pass >= count else f"{_NAMES['by block']}, {per_pass} at a time"
+
+
 @dataclass(frozen=True)
 class OtherOrder:
     """The plan for the other order of micro-batches, as far as it is compared.
@@ -21,6 +28,7 @@ class OtherOrder:
     ----------
     step_s: seconds of an update; None if there is no such plan. device_bytes, host_bytes: the most on the GPU and in
         RAM. moved_bytes: that are copied to the GPU per update. why: the reason why there is no plan.
+    per_pass: micro-batches per pass; 0 if it is the only other order.
     """
 
     step_s: float | None
@@ -28,18 +36,22 @@ class OtherOrder:
     host_bytes: int = 0
     moved_bytes: int = 0
     why: str = ""
+    per_pass: int = 0
 
 
-def order_words(own_order: Order, own: OtherOrder, other: OtherOrder | None, trial: AccumulationTrial | None) -> str:
+def order_words(
+    per_pass: int, count: int, own: OtherOrder, other: OtherOrder | None, trial: AccumulationTrial | None
+) -> str:
     """Say in which order micro-batches run, and what that buys and costs.
 
     Parameters
     ----------
-    own: figures of the plan itself. other: of the plan in the other order; None if it was not planned. trial: what the
+    per_pass, count: micro-batches of a pass, and of an update. own: figures of the plan itself. other: of the plan in the other order; None if it was not planned. trial: what the
         program predicts for the other order in fractions of tensors; None if it was not solved.
     """
-    (order,) = (one for one in _NAMES if one != own_order)
-    begin, name = f"micro-batches run {_NAMES[own_order]}", _NAMES[order]
+    begin, name = f"micro-batches run {way(per_pass, count)}", way(count if per_pass == 1 else 1, count)
+    if other is not None and other.per_pass:
+        name = way(other.per_pass, count)
     if other is None:
         if trial is None:
             return f"{begin}; {name} was not planned, so it is not known what the order buys"

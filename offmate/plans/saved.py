@@ -74,7 +74,8 @@ def to_text(plan: Any) -> str:
     }
     trials, other, compared = (data.pop(name) for name in ("accumulation", "other_order", "break_even"))
     data |= {"accumulation": [asdict(trial) for trial in trials]} if trials else {}
-    data |= {"other_order": asdict(other)} if other is not None else {}
+    if other is not None:
+        data["other_order"] = {name: value for name, value in asdict(other).items() if name != "per_pass" or value}
     data |= {"break_even": compared.to_dict()} if compared is not None else {}
     return json.dumps(data)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..errors import ArgumentValueError, InfeasibleBudget, ProtocolError
-from ..planning.orders import NotTogether
+from ..planning.orders import NotTogether, passes_between
 from ..planning.request import Request
 from ..plans.plan import Plan
 from ..reports.units import format_seconds
@@ -16,7 +16,7 @@ from .announced import Announced
 from .choice import Choice
 from .residence import Residence
 from .together import Together
-from .variants import Call, Variant
+from .variants import Call, CallKind, Variant
 
 log = logging.getLogger("offmate")
 
@@ -25,7 +25,8 @@ class Orders:
     """Decides, as an update begins, in which order its micro-batches run.
 
     State: `announced`, the batches that the loop has announced; `together`, the last update whose micro-batches ran
-    block by block; `_said`, reasons that were logged. Changed by one thread at a time.
+    block by block; `_between`, by kind of call, a number of micro-batches per pass that is tried beside one and all;
+    `_said`, reasons that were logged. Changed by one thread at a time.
 
     Parameters
     ----------
@@ -53,6 +54,7 @@ class Orders:
         self.announced = Announced(1 if self._order == "by batch" else request.micro_batches)
         self.together: Together | None = None
         self._said: set[str] = set()
+        self._between: dict[CallKind, int | None] = {}
 
     @property
     def under_way(self) -> Together | None:
@@ -80,47 +82,57 @@ class Orders:
                     "model.offmate.batches(loader):"
                 )
             return None
-        if len({one.kind for one in self._foreseen(model, call)}) > 1:
+        if len({one.kind for one in self._foreseen(model, call, self._per_pass)}) > 1:
             self._declined("their batches have different shapes")
             return None
-        try:
-            variant = self._planned(model, call)
-        except (InfeasibleBudget, NotTogether) as error:
-            if self._order == "by block":
-                raise
-            self._declined(str(error))
+        variant = self._planned(model, call, self._per_pass) if self._order == "by block" else self._fastest(model, call)
+        if variant is None:
             return None
-        calls = self._foreseen(model, call)
+        per_pass = variant.kind.together
+        calls = self._foreseen(model, call, per_pass)
         if any(self._choice.known(one) is not variant for one in calls):
             self._declined("the model decides differently about their values")
             return None
-        if self._order == "auto" and not self._is_faster(model, variant, call):
-            return None
-        self.together = Together(variant, calls, self._per_pass)
+        self.together = Together(variant, calls, per_pass)
         return variant
 
-    def _planned(self, model: torch.nn.Module, call: Call) -> Variant:
-        own = replace(call, together=self._per_pass)
+    def _planned(self, model: torch.nn.Module, call: Call, per_pass: int) -> Variant:
+        own = replace(call, together=per_pass)
         return self._choice.variant_for(model, own, make_room=self._residence.bring_home)[0]
 
-    def _is_faster(self, model: torch.nn.Module, variant: Variant, call: Call) -> bool:
-        """Return whether a plan that runs block by block is predicted to be faster than one in the usual order."""
-        try:
-            usual, _ = self._choice.variant_for(model, call, make_room=self._residence.bring_home)
-        except InfeasibleBudget:
-            return True
-        own_s, usual_s = (one.prepared.plan.predicted_step_s for one in (variant, usual))
-        if own_s >= usual_s:
-            self._declined(f"the plans predict {format_seconds(own_s)} block by block, and {format_seconds(usual_s)}")
-            return False
-        self._planned(model, call)  # the plan in use is the one that was asked for last
-        return True
+    def _fastest(self, model: torch.nn.Module, call: Call) -> Variant | None:
+        """Return the variant that is predicted to be the fastest; None if that is the one in the usual order."""
+        found: dict[int, Variant] = {}
+        why = ""
+        for per_pass in (self._per_pass, 1):
+            try:
+                found[per_pass] = self._planned(model, call, per_pass)
+            except NotTogether as error:
+                self._declined(str(error))
+                return None
+            except InfeasibleBudget as error:
+                why = why or str(error)
+        seconds = {number: one.prepared.plan.predicted_step_s for number, one in found.items()}
+        if call.kind not in self._between:
+            self._between[call.kind] = passes_between([one.prepared.plan for one in found.values()])
+        between = self._between[call.kind]
+        if between is not None:
+            try:
+                seconds[between] = self._planned(model, call, between).prepared.plan.predicted_step_s
+            except InfeasibleBudget:
+                self._between[call.kind] = None
+        best = min(seconds, key=lambda number: seconds[number], default=1)
+        if best == 1:
+            own = f"{format_seconds(seconds[self._per_pass])} block by block" if self._per_pass in seconds else ""
+            self._declined(f"the plans predict {own}, and {format_seconds(seconds[1])}" if own else why)
+            return None
+        return self._planned(model, call, best)  # the plan in use is the one that was asked for last
 
-    def _foreseen(self, model: torch.nn.Module, call: Call) -> list[Call]:
+    def _foreseen(self, model: torch.nn.Module, call: Call, per_pass: int) -> list[Call]:
         """Return all calls of the update that begins with this one."""
         arguments = self.announced.foreseen(*call.given)
         calls = (self._residence.preparer.call_of(model, *one, gradients=True) for one in arguments)
-        return [replace(one, together=self._per_pass) for one in calls]
+        return [replace(one, together=per_pass) for one in calls]
 
     def _declined(self, why: str) -> None:
         if why not in self._said:

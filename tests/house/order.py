@@ -48,6 +48,7 @@ ROOMS = (
     "offmate.solver.plan",
     "offmate.solver.batch_size",
     "offmate.solver.accumulation",
+    "offmate.solver.passes",
     "offmate.solver.explain",
     "offmate.solver.files",
     "offmate.solver.old_text",

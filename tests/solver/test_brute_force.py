@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 import pytest
+from offmate.solver.fat_steps import in_passes
 from offmate.solver.instances.synthetic import speculating
 from offmate.solver.problem import Group, Option, Problem
 from offmate.solver.program.held import held_bytes
@@ -57,6 +58,12 @@ class Count:
         if serial:
             self.serial_s[step] += seconds
 
+    def move_slots(self, problem: Problem, way: str, step: int, amount: float, *, serial: bool = False) -> None:
+        """Count the copies of what each micro-batch of a step has; one of them cannot overlap the step's computes."""
+        one = amount / problem.per_step
+        self.move(problem, way, step, *[one] * (problem.slots_at(step) - 1))
+        self.move(problem, way, step, one, serial=serial)
+
 
 def params(group: Group) -> list[int]:
     return [tensor.param_bytes for tensor in group.tensors]
@@ -101,6 +108,9 @@ def count_idle_gap(problem: Problem, group: Group, rng: random.Random, count: Co
         for k in range(1, last + 1):
             count.memory[idle[k]] += group.grad_bytes * (k <= out) + group.param_bytes * (k >= back)
         count.keep(group.param_bytes + group.state_bytes)
+        if problem.sums_on_device:
+            _count_totals(problem, group, rng, count, kept=True)
+            return BY_HOST
         if external or problem.micro_batches > 1:
             count.keep(group.grad_bytes)
         else:
@@ -112,10 +122,13 @@ def count_idle_gap(problem: Problem, group: Group, rng: random.Random, count: Co
     updated = problem.device_update(group)
     count.compute[updated] += group.device_update_s
     away = _count_wait(problem, group, end, updated, rng, count)
-    for step in range(first_end + 1, updated + 1):
+    for step in range((end if problem.sums_on_device else first_end) + 1, updated + 1):
         count.memory[step] += group.grad_bytes * (step not in away)
-    for start in problem.passes[1:]:
-        count.compute[start + first_end] += group.device_add_s
+    if problem.sums_on_device:
+        _count_totals(problem, group, rng, count, kept=bool(away))
+    else:
+        for start in problem.passes[1:]:
+            count.compute[start + first_end] += group.device_add_s
     _count_states(problem, group, updated, rng, count)
     if rng.random() < 0.4:
         for step in idle[1:]:
@@ -142,11 +155,34 @@ def _count_wait(problem: Problem, group: Group, end: int, updated: int, rng: ran
     out = rng.randrange(end, back - 1)
     count.move(problem, "out", out, *grads(group), serial=out == end)
     count.move(problem, "in", back, *grads(group))
-    if problem.micro_batches > 1:
+    if problem.sums_on_device:
+        pass  # kept together with what the total needs between passes
+    elif problem.micro_batches > 1:
         count.keep(group.grad_bytes)
     else:
         count.stay([range(out, updated + 1)], group.grad_bytes)
     return range(out + 1, back)
+
+
+def _count_totals(problem: Problem, group: Group, rng: random.Random, count: Count, *, kept: bool) -> None:
+    """Each gradient is added on the device; between passes the total stays there, or leaves and returns.
+
+    A step that adds has room for a gradient beside the total, or beside the one that it makes of a tied gradient.
+    """
+    end, tied = group.grad_steps[-1], len(group.grad_steps) > 1
+    leaves = rng.random() < 0.5
+    out = rng.randrange(end, end + problem.pass_steps - 2)
+    back = rng.randrange(max(out + 1, end + 2), end + problem.pass_steps)
+    for start in problem.passes[:-1]:
+        for step in range(end + 1, end + problem.pass_steps + tied):
+            count.memory[start + step] += group.grad_bytes * (not leaves or step <= out or step >= back)
+        if leaves:
+            count.move(problem, "out", start + out, *grads(group), serial=out == end)
+            count.move(problem, "in", start + back, *grads(group))
+    for start in problem.passes:
+        count.compute[start + end] += (problem.slots_at(start) - (start == 0)) * group.device_add_s
+    if kept or leaves:
+        count.keep(group.grad_bytes)
 
 
 def _count_gradients_out(problem: Problem, group: Group, end: int, rng: random.Random, count: Count) -> None:
@@ -207,15 +243,15 @@ def count_block(problem: Problem, i: int, option: Option, stay: tuple[int, int],
     """A block whose option's offload leaves and returns so many steps after its forward and before its backward."""
     forward, backward = start + i, start + problem.backward_step(i)
     out, back = forward + stay[0], backward - stay[1]
-    count.compute[forward] += option.forward_s
-    count.compute[backward] += option.backward_s
+    count.compute[forward] += option.forward_s * problem.share(forward)
+    count.compute[backward] += option.backward_s * problem.share(backward)
     count.memory[forward] += option.forward_peak_bytes
     count.memory[backward] += option.backward_peak_bytes
     for step in range(forward + 1, backward):
         offloaded = step <= out or step >= back
         count.memory[step] += option.saved_bytes + option.offloaded_bytes * offloaded
-    count.move(problem, "out", out, option.offloaded_bytes, serial=out == forward)
-    count.move(problem, "in", back, option.offloaded_bytes, serial=back == backward)
+    count.move_slots(problem, "out", out, option.offloaded_bytes, serial=out == forward)
+    count.move_slots(problem, "in", back, option.offloaded_bytes, serial=back == backward)
 
 
 def count_values(problem: Problem, rng: random.Random, count: Count) -> None:
@@ -228,8 +264,8 @@ def count_values(problem: Problem, rng: random.Random, count: Count) -> None:
             count.stay([range(p + forwards[-1], p + backwards[0]) for p in problem.passes], value.bytes)
         for start in problem.passes:
             if leaves:
-                count.move(problem, "out", start + forwards[-1], value.bytes, serial=forwards[-1] == value.made)
-                count.move(problem, "in", start + backwards[0] - 1, value.bytes)
+                count.move_slots(problem, "out", start + forwards[-1], value.bytes, serial=forwards[-1] == value.made)
+                count.move_slots(problem, "in", start + backwards[0] - 1, value.bytes)
             for step in range(value.made + 1, value.uses[-1] + 1):
                 count.memory[start + step] += value.bytes * (step not in away)
 
@@ -262,10 +298,10 @@ def random_plan(problem: Problem, rng: random.Random) -> tuple[float, float, flo
         start_bytes = problem.start_peak_bytes - sum(s.bytes for s in problem.shared)
         device = max(device, at_start + held[start] + start_bytes)
         device = max(device, at_user + held[start + n] + problem.user_bytes - handed_in)
-        count.compute[start] += problem.start_s
+        count.compute[start] += problem.start_s * problem.share(start)
     count.compute[problem.first_turn_around] += problem.gate_s
     count.cpu[problem.first_turn_around] += problem.gate_s
-    if problem.micro_batches > 1:
+    if problem.micro_batches > 1 and not problem.sums_on_device:
         count.keep(2 * max((t.grad_bytes for g in problem.groups if g.trainable for t in g.tensors), default=0))
     count.keep(problem.buffers_bytes)
     seconds = sum(_step_s(problem, count, t) * problem.times(t) for t in range(total))
@@ -402,3 +438,12 @@ def test_no_whole_plan_is_better_where_parameters_may_leave_to_files(seed: int, 
     tier = Tier(path, 2**40, buffers_bytes=64, for_states=True, for_parameters=True)
     problem = replace(problem, rates=replace(problem.rates, tiers=(tier,)))
     check_no_whole_plan_is_better(gated(problem, rng, m) if m else problem, rng)
+
+
+@pytest.mark.parametrize(("m", "per_step"), [(3, 2), (4, 2), (8, 3)])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_whole_plan_is_better_in_passes_of_several_micro_batches(seed: int, m: int, per_step: int) -> None:
+    rng = random.Random(seed)
+    one = gated(random_problem(rng, n_blocks=2, tensors=rng.choice((1, 2)), tied=seed % 2 == 0), rng, 1)
+    problem = in_passes(with_seconds_per_copy(one, rng) if seed % 3 else one, m, per_step)
+    check_no_whole_plan_is_better(problem, rng)

@@ -18,7 +18,7 @@ from offmate.solver.files import to_dict as problem_to_dict
 from offmate.solver.instances.synthetic import Rates, Shape, Speeds, llama
 from offmate.solver.items import Item, ItemKind
 from offmate.solver.plan import plan
-from offmate.solver.problem import Block, Problem, ProblemError
+from offmate.solver.problem import Block, Problem
 from offmate.solver.program.streamed import streaming_solution
 from offmate.solver.rounding.spilled import whole_schedule
 from offmate.solver.schedule import Kind, Schedule
@@ -97,13 +97,6 @@ def test_bytes_and_seconds_are_those_of_all_micro_batches() -> None:
             # Temporaries are those of one; what is left for the backward is there for all.
             assert b.forward_peak_bytes - a.forward_peak_bytes >= 3 * (a.saved_bytes + a.offloaded_bytes)
     assert [g.param_bytes for g in fat.groups] == [g.param_bytes for g in one.groups]
-
-
-def test_several_passes_of_fat_steps_cannot_be() -> None:
-    with pytest.raises(ProblemError, match="per_step is 4 and micro_batches 2"):
-        replace(for_all(drawn(1, gate=True), 4), micro_batches=2)
-    with pytest.raises(ProblemError, match="per_step is 0"):
-        replace(drawn(1), per_step=0)
 
 
 def test_files_keep_the_number_of_micro_batches() -> None:

@@ -211,9 +211,9 @@ def test_auto_takes_the_order_that_is_predicted_to_be_faster(caplog: pytest.LogC
     with caplog.at_level(logging.INFO, logger="offmate"):
         trained(model, optimizer, model.offmate.batches(data))
     by_order = {plan.schedule.per_step: plan.predicted_step_s for plan in model.offmate.plans}
-    assert by_order.keys() == {1, MICRO_BATCHES}
+    assert {1, MICRO_BATCHES} <= by_order.keys() and len(by_order) <= 3
     taken = model.offmate.plan.schedule.per_step
-    assert (taken == MICRO_BATCHES) is (by_order[MICRO_BATCHES] < by_order[1])
+    assert by_order[taken] == min(by_order.values())
     if taken == 1:
         assert "one after the other, and not block by block: the plans predict" in caplog.text
 
