@@ -5,8 +5,8 @@ price is memory: what a forward leaves for its backward, and what blocks hand on
 pass at once. GreedySnake (section 4) calls this order vertical.
 
 The program sees such a pass as one micro-batch, whose sizes and seconds are those of all of them. Only the schedule
-knows the micro-batches of a step apart, as slots. In one pass of all, the first one's gradient becomes the sum. In
-several passes, a total of its own goes on from pass to pass, and each gradient is added to it as soon as it is complete.
+knows the micro-batches of a step apart, as slots. In one pass of all, the first one's gradient becomes the sum. With
+several passes, a total goes on from pass to pass, and each gradient is added to it as soon as it is complete.
 """
 
 from __future__ import annotations

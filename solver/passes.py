@@ -2,8 +2,8 @@
 
 More of them copy parameters and totals less often, and need memory for what lies between the blocks. If that is short,
 blocks have to compute again or to move what they keep. So the seconds of an update fall with their number while copies
-limit it, and rise once computes do. The number at which this turns is estimated without a solve: the least one for which
-the copies of parameters and totals, all of them streamed, take no longer than the computes.
+limit it, and rise once computes do. The number at which this turns is estimated without a solve: the least one for
+which the copies of parameters and totals, all of them streamed, take no longer than the computes.
 """
 
 from __future__ import annotations

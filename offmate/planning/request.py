@@ -61,7 +61,7 @@ class Request:
 
     @property
     def by_block(self) -> Request:
-        """The request of plans whose steps run each block for all micro-batches of a pass in turn; all, if none is named."""
+        """The request of plans that run each block for several micro-batches in turn: the named number, or all."""
         return self.in_passes(self.config.micro_batches_per_pass or self.per_update)
 
     @property

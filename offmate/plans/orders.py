@@ -46,8 +46,9 @@ def order_words(
 
     Parameters
     ----------
-    per_pass, count: micro-batches of a pass, and of an update. own: figures of the plan itself. other: of the plan in the other order; None if it was not planned. trial: what the
-        program predicts for the other order in fractions of tensors; None if it was not solved.
+    per_pass, count: micro-batches of a pass, and of an update. own: figures of the plan itself. other: of the
+        plan for the next best order; None if none was planned. trial: what the program predicts for the other order in
+        fractions of tensors; None if it was not solved.
     """
     begin, name = f"micro-batches run {way(per_pass, count)}", way(count if per_pass == 1 else 1, count)
     if other is not None and other.per_pass:

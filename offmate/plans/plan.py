@@ -174,9 +174,7 @@ class Plan:
         if self.accumulation_steps == 1:
             return ""
         trial = other_trial(self.accumulation, self.accumulation_steps, self.accumulation_order)
-        return order_words(
-            self.micro_batches_per_pass, self.accumulation_steps, self.compared, self.other_order, trial
-        )
+        return order_words(self.micro_batches_per_pass, self.accumulation_steps, self.compared, self.other_order, trial)
 
     @property
     def logged_bytes(self) -> int:

@@ -85,7 +85,8 @@ class Orders:
         if len({one.kind for one in self._foreseen(model, call, self._per_pass)}) > 1:
             self._declined("their batches have different shapes")
             return None
-        variant = self._planned(model, call, self._per_pass) if self._order == "by block" else self._fastest(model, call)
+        named = self._order == "by block"
+        variant = self._planned(model, call, self._per_pass) if named else self._fastest(model, call)
         if variant is None:
             return None
         per_pass = variant.kind.together

@@ -174,7 +174,7 @@ class Computes:
                 batch.grads[port.name] = made
                 continue
             name = port.name[6:]
-            if slot and items.gradient(name) in spec.needs:  # complete, to be added to those of the micro-batches before
+            if slot and items.gradient(name) in spec.needs:  # complete, to be added to those before
                 self._contents.grads[port.name].add_(made)
                 registers[port.register] = made = None
                 self._device.ledger.freed(live.pop(port.storage))

@@ -11,7 +11,7 @@ Flow): `Flow.upto(t)` has moved by the end of step t, `Flow.before(t)` by its be
 | u | updated | step of the device's update; g without a gate | step | device part: flows begin at u, not g |
 | GradOut | grad_out | CPU part's gradient of the last pass leaves | idle gap | sum = x |
 | | lead_out | the same in all other passes | after g | sum = x, left before the next pass makes it again |
-| LeadIn | lead_back | the total returns, if the device adds up | before the next g | upto(t) <= LeadOut.before(t), sum = T |
+| LeadIn | lead_back | total returns, if the device adds up | before next g | upto(t) <= LeadOut.before(t), sum = T |
 | GradOutD, GradInD | wait | device part's gradient waits on the host | g .. u - 1 | sums <= 1 - x, back from 2L on |
 | Opt | cpu_update | CPU part is updated | after g; behind a gate from 2L on | upto(t) <= GradOut.before(t), sum = x |
 | ParInC | cpu_back | CPU part's new parameters come in | after g | upto(t) <= Opt.before(t), sum = x |

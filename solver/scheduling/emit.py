@@ -280,7 +280,7 @@ def _parts(problem: Problem, entries: list[_Emitted]) -> list[tuple[Action, ...]
 
 
 def _shares(problem: Problem, plans: dict[str, TensorPlan], seconds: str, *, cpu: bool | None) -> dict[str, float]:
-    """Divide a group's seconds among its tensors, in proportion to their gradients: the host's, the device's, or all."""
+    """Divide a group's seconds among its tensors by their gradients, for the host's, the device's (False), or all."""
     if problem.update == "external":
         return {}
     return {

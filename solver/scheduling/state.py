@@ -42,7 +42,8 @@ class State:
     host are those of the last update. `stale`: tensors whose values on the device are older than their gradient.
     `owed`: tensors whose gradient, or total of gradients, is complete and which are not updated yet. `fresh`: tensors
     whose gradient of this micro-batch is complete and not added to its total yet. `added`: by tensor, the number of
-    gradients added, of `sums` in an iteration. `arriving`: tensors whose gradients have been sent to the host and not been added, in order.
+    gradients added; `sums`: of an iteration. `arriving`: tensors whose gradients have been sent to the host and not
+    been added, in order.
     `tried`: tensors that the host updates before the gate, which opens yet.
     `held`: items that share host memory and whose values there are still needed.
     `known`: whether the iteration before this one has been walked. `walked`: number of micro-batches that are walked

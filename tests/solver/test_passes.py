@@ -63,7 +63,7 @@ def additions(schedule: Schedule) -> dict[str, list[int]]:
 # -- the problem ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("count", "per_step", "passes", "last"), [(5, 2, 3, 1), (6, 2, 3, 0), (5, 3, 2, 2), (9, 4, 3, 1)])
+@pytest.mark.parametrize(("count", "per_step", "passes", "last"), [(5, 2, 3, 1), (6, 2, 3, 0), (5, 3, 2, 2)])
 def test_the_last_pass_runs_what_is_left(count: int, per_step: int, passes: int, last: int) -> None:
     problem = drawn(1, count, per_step)
     assert (problem.micro_batches, problem.last_per_step, problem.per_update) == (passes, last, count)
@@ -98,7 +98,9 @@ def test_problems_that_cannot_be(change: dict[str, object], words: str) -> None:
 
 @settings(max_examples=40)
 @given(SEEDS, COUNTS, st.booleans())
-def test_every_problem_gives_a_valid_schedule_that_adds_in_order(seed: int, counts: tuple[int, int], tied: bool) -> None:
+def test_every_problem_gives_a_valid_schedule_that_adds_in_order(
+    seed: int, counts: tuple[int, int], tied: bool
+) -> None:
     """Even the safe plan, which streams everything."""
     problem = drawn(seed, *counts, tied=tied)
     schedule = streamed(problem)
@@ -125,7 +127,9 @@ def test_no_compute_holds_more_than_the_program_counts(seed: int, counts: tuple[
 @given(SEEDS, COUNTS, st.booleans(), st.sampled_from([0.2, 0.5]))
 def test_a_tight_budget_is_kept_by_whole_tensors(seed: int, counts: tuple[int, int], tied: bool, part: float) -> None:
     problem = drawn(seed, *counts, tied=tied)
-    least, most = max(memory_highs(streamed(problem))), max(memory_highs(plan(problem, ladder=()).schedule or streamed(problem)))
+    ample = plan(problem, ladder=()).schedule
+    assert ample is not None
+    least, most = max(memory_highs(streamed(problem))), max(memory_highs(ample))
     tight = replace(problem, device_budget_bytes=int(least + part * max(0, most - least)))
     schedule = plan(tight, ladder=()).schedule
     assert schedule is not None and max(memory_highs(schedule)) <= tight.device_budget_bytes
