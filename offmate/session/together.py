@@ -53,15 +53,15 @@ class Together:
         if edited and not self._begins_pass:
             raise ProtocolError(
                 f"the buffer {edited[0]} was edited before the call for micro-batch {self.number + 2}, whose forward "
-                "has run already. No update was made; zero_grad() drops it. Edit buffers between updates, or compile with "
-                'config=offmate.Config(accumulation_order="by batch")'
+                "has run already. No update was made; zero_grad() drops it. Edit buffers between updates, or compile "
+                'with config=offmate.Config(accumulation_order="by batch")'
             )
         drew = self._drawn is not None and not torch.equal(self._drawn, torch.get_rng_state())
         if drew and not self._begins_pass:
             raise ProtocolError(
                 f"random numbers were drawn between the calls for micro-batches {self.number + 1} and "
-                f"{self.number + 2}, whose forwards have drawn theirs already, so both would get other numbers than in plain PyTorch. Draw "
-                "them before the first call or after the last one, or compile with "
+                f"{self.number + 2}, whose forwards have drawn theirs already, so both would get other numbers than in "
+                "plain PyTorch. Draw them before the first call or after the last one, or compile with "
                 'config=offmate.Config(accumulation_order="by batch")'
             )
         self.number += 1
