@@ -148,7 +148,7 @@ def _figures(problem: Problem, whole: bool) -> dict[str, Any]:
     solved_s = time.perf_counter() - started
     simulation = plan(problem, time_limit_s=_LIMIT_S).simulation if whole else None
     figures = (
-        problem.micro_batches * problem.computes_s,
+        problem.all_computes_s,
         _drive_s(problem, found),
         found.objective_s if found.options else None,
         simulation.step_s if simulation is not None else None,

@@ -252,8 +252,8 @@ def tried(problem: Problem, order: Order, solution: Solution) -> AccumulationTri
     ----------
     problem: of an update in this order.
     """
-    busy, count = solution.busy_s, problem.micro_batches * problem.per_step
-    fits, computes_s = bool(solution.options), problem.micro_batches * problem.computes_s
+    busy, count = solution.busy_s, problem.per_update
+    fits, computes_s = bool(solution.options), problem.all_computes_s
     paths = problem.rates.paths
     moved = {tier: path.seconds(*(busy.get(link, 0.0) for link in path.links)) for tier, path in paths.items()}
     on = max(moved, key=lambda tier: moved[tier])

@@ -165,10 +165,10 @@ def explanation(
 def _launching(problem: Problem, schedule: Schedule) -> Launching | None:
     chosen = [block.options[option] for block, option in zip(problem.blocks, schedule.options)]
     pairs = [option.launched for option in chosen if option.launched is not None]
-    times = problem.micro_batches * problem.per_step
+    times = problem.per_update
     bound = sum((x.forward_launch_s > x.forward_device_s) + (x.backward_launch_s > x.backward_device_s) for x in pairs)
     # Those of fat steps are of all their micro-batches.
-    seconds = problem.micro_batches * sum(option.launch_bound_s for option in chosen)
+    seconds = times / problem.per_step * sum(option.launch_bound_s for option in chosen)
     return Launching(times * bound, times * 2 * len(chosen), seconds) if bound else None
 
 

@@ -95,7 +95,7 @@ class ComputeSpec:
 
 @dataclass(frozen=True)
 class Pass:
-    """The forward and the backward of one micro-batch."""
+    """The forward and the backward of one micro-batch, or of those that a pass runs."""
 
     forward: tuple[Action, ...]
     backward: tuple[Action, ...]
@@ -153,8 +153,8 @@ class Schedule:
     The forward part runs inside the model's call, the backward part inside the user's backward, the turn-around part in
     the optimizer's step. After it the iteration starts again, with the items of `resident` on the device.
 
-    With several micro-batches these are the last one's parts, and `lead` holds the passes before it: none for one
-    micro-batch, one for two, two for three or more. The second of two is replayed for every micro-batch between the
+    With several passes these are the last one's parts, and `lead` holds the passes before it: none for one
+    pass, one for two, two for three or more. The second of two is replayed for every micro-batch between the
     first and the last, and ends with the same items on the device as it starts with. Step numbers continue through the
     passes; computes have the same names, and are the same, in each.
 

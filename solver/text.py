@@ -92,10 +92,11 @@ def to_text(schedule: Schedule) -> str:
 
 def _titled(schedule: Schedule) -> list[tuple[str, tuple[Action, ...]]]:
     """Return the parts in order with their titles."""
-    many = schedule.micro_batches
-    middle = f"each of {many - 2} middle micro-batches" if many > 3 else "the middle micro-batch"
-    of = {1: ("",), 2: (" of the first micro-batch", " of the last one")}
-    whose = of.get(many, (" of the first micro-batch", f" of {middle}", " of the last one"))
+    many, one = schedule.micro_batches, "micro-batch" if schedule.per_step == 1 else "pass"
+    several = "micro-batches" if schedule.per_step == 1 else "passes"
+    middle = f"each of {many - 2} middle {several}" if many > 3 else f"the middle {one}"
+    of = {1: ("",), 2: (f" of the first {one}", " of the last one")}
+    whose = of.get(many, (f" of the first {one}", f" of {middle}", " of the last one"))
     return [
         ("turn_around" if part.direction is Direction.TURN_AROUND else f"{part.direction.value}{whose[part.of_pass]}",
          part.actions)

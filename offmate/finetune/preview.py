@@ -208,7 +208,8 @@ class Preview:
         """
         found = self.work.doubts(self.settings)
         schedule = self.plan.schedule
-        compute_s = schedule.micro_batches * sum(c.seconds for c in schedule.computes.values())
+        share = schedule.per_update / schedule.per_step
+        compute_s = share * sum(c.seconds for c in schedule.computes.values())
         if self.plan.predicted_step_s > max(_SLOW * compute_s, _SLOW_S):
             found.append(
                 f"a step takes {self.plan.predicted_step_s / compute_s:.1f} times as long as its compute, so data "

@@ -52,10 +52,12 @@ def parts_of(schedule: Schedule) -> list[tuple[str, tuple[Action, ...]]]:
 
 
 def _which(schedule: Schedule, part: Part) -> str:
-    """Return the number of a part's micro-batch; for the middle ones, that of the first of them."""
+    """Return the number of a part's micro-batch, or its first and last; of the middle passes, those of the first."""
     if not schedule.adds_up or part.direction is Direction.TURN_AROUND:
         return ""
-    return f" {part.micro_batches[0] + 1}"
+    first = part.micro_batches[0] * schedule.per_step + 1
+    last = min(first + schedule.per_step - 1, schedule.per_update)
+    return f" {first}" if first == last else f" {first}-{last}"
 
 
 def describe_item(item: str) -> str:

@@ -166,7 +166,7 @@ class Expected:
     def _differs(self, what: str) -> ProtocolError:
         return ProtocolError(
             f"the call for micro-batch {self._number} differs from what its batch announced: {what}. With "
-            "model.offmate.batches(), the forwards of all micro-batches run at the first call. So each call's "
+            "model.offmate.batches(), the forwards of several micro-batches run at the first call. So each call's "
             "arguments must be parts of its batch, or the same in every call. No update was made. Compute inputs in "
             'the data loader or its collate_fn, or compile with config=offmate.Config(accumulation_order="by batch")'
         )

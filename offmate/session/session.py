@@ -315,8 +315,9 @@ class Session:
         if together is not None and (changed := together.changed_output()) is not None:
             self.residence.give_up()
             raise ProtocolError(
-                f"the output {changed!r} was changed in place after its backward(). With model.offmate.batches(), all "
-                "backwards run after the last one, and may read it. This update was dropped. Change outputs after "
+                f"the output {changed!r} was changed in place after its backward(). With model.offmate.batches(), "
+                "backwards of several micro-batches run after the last one, and may read it. This update was dropped. "
+                "Change outputs after "
                 'optimizer.step(), or compile with config=offmate.Config(accumulation_order="by batch")'
             )
         iteration.ends()
@@ -364,12 +365,13 @@ class Session:
     def read(self, what: str) -> None:
         """Make `what` current for the user, and warn if plain PyTorch would show other values now."""
         together = self.orders.under_way
-        written = together.variant.prepared.binding.written_buffers if together is not None else None
+        ahead = together is not None and together.is_ahead
+        written = together.variant.prepared.binding.written_buffers if together is not None and ahead else None
         if written and self.turns.is_together and "ahead" not in self._said:
             self._said.add("ahead")
             log.warning(
                 "%s between the micro-batches of an update that run together: buffers such as %s have the values after "
-                "all of them. Plain PyTorch would show earlier ones. Read them after optimizer.step()",
+                "later ones. Plain PyTorch would show earlier ones. Read them after optimizer.step()",
                 what, min(written),
             )  # fmt: skip
         if self.turns.reads_early():

@@ -44,7 +44,7 @@ class Together:
         if call.kind._replace(together=own.together, early=own.early) != own:
             raise ProtocolError(
                 f"the model or torch's settings (modes, attributes, hooks, autocast) have changed before the call for "
-                f"micro-batch {self.number + 2}, but its forward {self._has_run}, as they were at the first call. No "
+                f"micro-batch {self.number + 2}, but {self._goes_on}, as they were at the first call. No "
                 "update was made; zero_grad() drops it. Change them between updates, or compile with "
                 'config=offmate.Config(accumulation_order="by batch")'
             )
@@ -73,8 +73,8 @@ class Together:
         return (self.number + 1) % self._per_pass == 0
 
     @property
-    def _has_run(self) -> str:
-        return "will run" if self._begins_pass else "has run already"
+    def _goes_on(self) -> str:
+        return "the plan goes on" if self._begins_pass else "its forward has run already"
 
     def outputs(self) -> dict[str, torch.Tensor]:
         """Return the outputs of the call under way; the first one of a pass runs all forwards of it."""
@@ -90,6 +90,11 @@ class Together:
     def ran_ahead(self) -> bool:
         """Return whether forwards of later calls have drawn random numbers or written buffers already."""
         return self._drawn is not None or bool(self.variant.prepared.binding.written_buffers)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Return whether forwards have run whose calls are still to come."""
+        return bool(self._outputs)
 
     @property
     def is_last(self) -> bool:

@@ -146,8 +146,9 @@ class Turns:
         if self.is_together:
             raise ProtocolError(
                 f"optimizer.step() after backward() of {self.micro_batches} of the {self._per_update} micro-batches "
-                "that model.offmate.batches() announced. Their backwards run together after the last of them, so there "
-                "are no gradients yet. Call backward() for each before the step, or zero_grad() to drop this update. "
+                "that model.offmate.batches() announced. Their backwards run together after the last of several, so "
+                "gradients are not complete yet. Call backward() for each before the step, or zero_grad() to drop this "
+                "update. "
                 'To leave some out, compile with config=offmate.Config(accumulation_order="by batch")'
             )
 
@@ -163,8 +164,8 @@ class Turns:
         """Raise if the loop may not call the model now, in the middle of micro-batches that run together."""
         if not call.trains:
             raise ProtocolError(
-                "a forward without gradients between the micro-batches of one update, whose activations are on the "
-                "device together. Call it after optimizer.step(), or compile with "
+                "a forward without gradients between the micro-batches of one update, which run together. Call it "
+                "after optimizer.step(), or compile with "
                 'config=offmate.Config(accumulation_order="by batch")'
             )
         if self.turn is Turn.BACKWARD:

@@ -181,13 +181,13 @@ class Updates:
         self.turns.cleared(early > 0)
 
     def _warn_of_buffers(self) -> None:
-        """Say that buffers keep what the forwards of all micro-batches have written, if they ran together."""
+        """Say that buffers keep what the forwards of several micro-batches have written, if they ran together."""
         active = self.residence.active
         written = active.prepared.binding.written_buffers if active is not None else frozenset()
         if self.turns.is_together and written:
             log.warning(
-                "the update is dropped, but the buffer %s (%d in all) keeps what the forwards of all its micro-batches "
-                "have written",
+                "the update is dropped, but the buffer %s (%d in all) keeps what the forwards of its micro-batches, "
+                "which ran together, have written",
                 min(written), len(written),
             )  # fmt: skip
 
