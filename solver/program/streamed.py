@@ -96,7 +96,7 @@ def _on_device(problem: Problem, group: Group, span: Span) -> GroupFlow:
     states: dict[str, Any] = {"state_out": {may[0]: 1.0}, "state_in": {may[-1]: 1.0}} if group.state_bytes else {}
     waiting, returning = problem.waiting(group)
     wait: dict[str, Any] = {"wait_out": {waiting[0]: 1.0}, "wait_in": {returning[-1]: 1.0}} if returning else {}
-    led = _led(problem, span) if problem.sums_on_device else {}
+    led: dict[str, Any] = _led(problem, span) if problem.sums_on_device else {}
     return GroupFlow(out={updated: 1.0}, **away, **wait, **states, **led)
 
 

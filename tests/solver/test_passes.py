@@ -18,6 +18,7 @@ from offmate.solver.fat_steps import for_all, for_one, in_passes
 from offmate.solver.files import problem_from_dict
 from offmate.solver.files import to_dict as problem_to_dict
 from offmate.solver.items import ItemKind
+from offmate.solver.passes import between
 from offmate.solver.plan import plan
 from offmate.solver.problem import Problem, ProblemError
 from offmate.solver.program.streamed import streaming_solution
@@ -206,3 +207,40 @@ def test_schedules_broken_in_one_way_are_refused() -> None:
         validate(changed(schedule, returns_whole, len(schedule.parts) - 2))
     with pytest.raises(ScheduleError, match="last_per_step"):
         validate(replace(schedule, last_per_step=2))
+
+
+# -- the number that is tried -----------------------------------------------------------------------------------------
+
+
+def slow_link(part: float) -> Problem:
+    """Sixteen micro-batches whose parameters take, for each of them, this many times as long as their computes."""
+    one = replace(decoder(84_000_000), gate=True, turn_around_steps=4)
+    moved = sum(len({step < one.n_blocks for step in g.uses}) * g.param_bytes for g in one.groups)
+    rate = moved / (part * one.computes_s)
+    return replace(one, micro_batches=16, rates=replace(one.rates, in_bytes_per_s=rate))
+
+
+@pytest.mark.parametrize(("part", "number"), [(0.9, None), (1.5, 4), (2.5, 4), (5.0, 8), (20.0, None)])
+def test_the_least_number_that_hides_the_copies_is_tried(part: float, number: int | None) -> None:
+    """Of totals, too, from two per pass on. One or all of the update have been tried already."""
+    assert between(slow_link(part), 100.0, all_fit=True) == number
+
+
+def test_a_number_that_fits_is_tried_where_all_do_not() -> None:
+    problem = slow_link(20.0)
+    assert between(problem, 100.0, all_fit=False) == 8
+    one, least = replace(problem, micro_batches=1), dict[int, int]()
+    for number in (2, 4, 8):
+        least[number] = max(memory_highs(streamed(in_passes(one, 16, number))))
+    assert least[2] < least[4] < least[8]
+    for budget, number in ((least[4], 4), (least[2], 2), (least[2] - 1, None)):
+        tight = replace(problem, device_budget_bytes=budget)
+        assert between(tight, 100.0, all_fit=False) == number
+
+
+def test_nothing_is_tried_where_computes_take_all_the_time() -> None:
+    problem = slow_link(5.0)
+    alone_s = problem.all_computes_s + problem.gate_s
+    assert between(problem, 1.005 * alone_s, all_fit=True) is None
+    assert between(problem, 1.05 * alone_s, all_fit=True) == 8
+    assert between(replace(problem, micro_batches=2), 100.0, all_fit=True) is None

@@ -280,9 +280,7 @@ def test_the_fastest_of_three_plans_is_taken(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_number_that_contradicts_the_order_or_the_plan_is_refused() -> None:
-    with pytest.raises(
-        ArgumentValueError, match=r"is 2; it must be 1 or None with .*'by batch'"
-    ):
+    with pytest.raises(ArgumentValueError, match=r"is 2; it must be 1 or None with .*'by batch'"):
         passes(2, accumulation_order="by batch")
     with pytest.raises(ArgumentValueError, match="micro_batches_per_pass is 1; it must be at least 2 or None"):
         passes(1, accumulation_order="by block")
@@ -297,9 +295,7 @@ def test_a_number_that_contradicts_the_order_or_the_plan_is_refused() -> None:
     model, optimizer = compiled(tiny(), plan=plan, config=Config(cache_dir=None))
     trained(model, optimizer, model.offmate.batches(data))
     assert model.offmate.plan.fingerprint == plan.fingerprint
-    with pytest.raises(
-        ArgumentValueError, match=r"plan= runs 2 micro-batches per pass, .*micro_batches_per_pass=3"
-    ):
+    with pytest.raises(ArgumentValueError, match=r"plan= runs 2 micro-batches per pass, .*micro_batches_per_pass=3"):
         compiled(tiny(), plan=plan, config=passes(3))
 
 
