@@ -19,6 +19,7 @@ from .rounding.spilled import whole_schedule
 from .scheduling.validate import ScheduleError
 from .simulate import keeps_budgets
 
+MOST = 64  # micro-batches per pass that are tried
 WORTH = 1.01  # an update must be able to become faster by this factor
 
 
@@ -35,7 +36,7 @@ def between(problem: Problem, best_s: float, *, all_fit: bool) -> int | None:
     """
     count = problem.per_update
     one = replace(problem, micro_batches=1)
-    numbers = [2**i for i in range(1, count.bit_length()) if 2**i < count]
+    numbers = [2**i for i in range(1, count.bit_length()) if 2**i < count and 2**i <= MOST]
     if not numbers or best_s <= WORTH * (problem.all_computes_s + problem.gate_s):
         return None
     if _streamed_s(problem, 1) <= problem.all_computes_s:

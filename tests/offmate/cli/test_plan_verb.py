@@ -334,6 +334,22 @@ def test_many_micro_batches_are_planned_and_absurdly_many_refused(monkeypatch, c
     assert "is not a whole number from 1 to 1,000,000" in capsys.readouterr().err
 
 
+def test_the_micro_batches_of_a_pass(monkeypatch, cache, tmp_path, capsys):
+    target, words = tmp_path / "plan.json", ["--accumulation", "5", "--micro-batches-per-pass", "2"]
+    assert run(monkeypatch, cache, "tiny-llama", "--gpu-budget", "64MiB", "--json", str(target), *words) == 0
+    plan = load_plan(target)
+    assert (plan.accumulation_steps, plan.micro_batches_per_pass, plan.schedule.last_per_step) == (5, 2, 1)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "5 micro-batches of 4 × 512 tokens, block by block, 2 at a time" in said
+    assert "micro-batches run block by block, 2 at a time; one after the other was not planned" in said
+    for refused, message in (
+        ("--micro-batches-per-pass 2", "--micro-batches-per-pass 2 is for several micro-batches per step"),
+        ("--accumulation 5 --micro-batches-per-pass 2 --order by-batch", "is by-block, and --order is by-batch"),
+    ):
+        assert run(monkeypatch, cache, "tiny-llama", *refused.split()) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_autocast_over_weights_in_lower_precision_is_refused(capsys):
     assert cli.main(["plan", "gpt2", "--autocast"]) == 2
     assert "--autocast casts float32 weights, and --dtype is bf16; for mixed precision" in capsys.readouterr().err
