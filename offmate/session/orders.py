@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import torch
 from ..errors import ArgumentValueError, InfeasibleBudget, ProtocolError
 from ..planning.orders import NotTogether, passes_between
 from ..planning.request import Request
+from ..plans.orders import way
 from ..plans.plan import Plan
 from ..reports.units import format_seconds
 from .announced import Announced
@@ -25,8 +27,8 @@ class Orders:
     """Decides, as an update begins, in which order its micro-batches run.
 
     State: `announced`, the batches that the loop has announced; `together`, the last update whose micro-batches ran
-    block by block; `_between`, by kind of call, a number of micro-batches per pass that is tried beside one and all;
-    `_said`, reasons that were logged. Changed by one thread at a time.
+    block by block; `_compared`, by kind of call, the one or two numbers of micro-batches per pass that were the fastest
+    at first, so that no more plans are kept; `_said`, reasons that were logged. Changed by one thread at a time.
 
     Parameters
     ----------
@@ -54,7 +56,7 @@ class Orders:
         self.announced = Announced(1 if self._order == "by batch" else request.micro_batches)
         self.together: Together | None = None
         self._said: set[str] = set()
-        self._between: dict[CallKind, int | None] = {}
+        self._compared: dict[CallKind, tuple[int, ...]] = {}
 
     @property
     def under_way(self) -> Together | None:
@@ -105,7 +107,7 @@ class Orders:
         """Return the variant that is predicted to be the fastest; None if that is the one in the usual order."""
         found: dict[int, Variant] = {}
         why = ""
-        for per_pass in (self._per_pass, 1):
+        for per_pass in self._compared.get(call.kind, (self._per_pass, 1)):
             try:
                 found[per_pass] = self._planned(model, call, per_pass)
             except NotTogether as error:
@@ -114,20 +116,21 @@ class Orders:
             except InfeasibleBudget as error:
                 why = why or str(error)
         seconds = {number: one.prepared.plan.predicted_step_s for number, one in found.items()}
-        if call.kind not in self._between:
-            self._between[call.kind] = passes_between([one.prepared.plan for one in found.values()])
-        between = self._between[call.kind]
-        if between is not None:
-            try:
-                seconds[between] = self._planned(model, call, between).prepared.plan.predicted_step_s
-            except InfeasibleBudget:
-                self._between[call.kind] = None
-        best = min(seconds, key=lambda number: seconds[number], default=1)
-        if best == 1:
-            own = f"{format_seconds(seconds[self._per_pass])} block by block" if self._per_pass in seconds else ""
-            self._declined(f"the plans predict {own}, and {format_seconds(seconds[1])}" if own else why)
+        if call.kind not in self._compared:
+            between = passes_between([one.prepared.plan for one in found.values()])
+            with contextlib.suppress(InfeasibleBudget):
+                if between is not None:
+                    seconds[between] = self._planned(model, call, between).prepared.plan.predicted_step_s
+        fastest = sorted(seconds, key=lambda number: seconds[number])[:2]
+        if fastest:
+            self._compared.setdefault(call.kind, tuple(fastest))
+        if not fastest or fastest[0] == 1:
+            own = [f"{format_seconds(seconds[k])} {way(k, self._per_pass)}" for k in fastest[1:]]
+            why = f"the plans predict {own[0]}, and {format_seconds(seconds[1])}" if own else why
+            if why:
+                self._declined(why)
             return None
-        return self._planned(model, call, best)  # the plan in use is the one that was asked for last
+        return self._planned(model, call, fastest[0])  # the plan in use is the one that was asked for last
 
     def _foreseen(self, model: torch.nn.Module, call: Call, per_pass: int) -> list[Call]:
         """Return all calls of the update that begins with this one."""
