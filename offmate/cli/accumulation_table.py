@@ -16,14 +16,15 @@ from .screen import NARROW
 _BESIDE_BAR = 63  # screen columns beside the bar
 
 
-def accumulation_table(plan: Plan, tokens: int, width: int) -> Table:
+def accumulation_table(plan: Plan, width: int) -> Table:
     """Tabulate what was tried: seconds of an update, tokens per second, and those that one resource alone would allow.
 
     Parameters
     ----------
-    plan: one whose planner chose the number. tokens: of one update of the plan; 0 if unknown, which counts
-        micro-batches. width: of the screen, in columns.
+    plan: one whose planner chose the number; if its tokens are not known, micro-batches are counted. width: of the
+        screen, in columns.
     """
+    tokens = plan.about.tokens
     each = tokens / plan.accumulation_steps if tokens else 1.0
     unit = "tokens/s" if tokens else "micro-\nbatches/s"
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))

@@ -224,14 +224,13 @@ def _plan(arguments: argparse.Namespace, training: Training, machine: Hardware) 
     budget_bytes = arguments.gpu_budget or machine.default_budget_bytes
     try:
         plan, headline = _make(arguments, training, machine, budget_bytes)
-        training = replace(training, accumulation=plan.accumulation_steps)
     except InfeasibleBudget as error:
         if not arguments.quiet:
             print_refusal(screen, error, training, arguments, machine, budget_bytes)
         return _DOES_NOT_FIT
     if arguments.json is not None:
         plan.save(arguments.json)
-    print_plan(screen, plan, tokens=training.tokens, offers=arguments.what_if, headline=headline)
+    print_plan(screen, plan, offers=arguments.what_if, headline=headline)
     return 0
 
 

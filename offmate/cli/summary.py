@@ -42,7 +42,6 @@ def print_plan(
     console: Console,
     plan: Plan,
     *,
-    tokens: int = 0,
     offers: bool = False,
     every_block: bool = False,
     headline: str = "",
@@ -51,20 +50,20 @@ def print_plan(
 
     Parameters
     ----------
-    headline: what is planned, if known. tokens: number that one step sees, 0 if unknown.
+    headline: what is planned, if known.
     offers: also solve for what other changes would gain.
     every_block: print a row per set of blocks that are treated alike, instead of per class.
     """
     console.print(verdict(plan))
     if headline:
         console.print(headline, markup=False)
-    rows = list(summary(plan, tokens))
+    rows = list(summary(plan))
     if plan.problem is not None:
         rows += _limit_rows(plan.limits(offers))
     console.print(pairs(rows))
     console.print()
     if plan.accumulation:
-        console.print(accumulation_table(plan, tokens, console.width))
+        console.print(accumulation_table(plan, console.width))
         console.print()
     print_blocks(console, plan, every_block=every_block)
     console.print(f"classes, by their largest parameter: {', '.join(_classes(plan))}", style="dim", markup=False)
@@ -151,11 +150,12 @@ def verdict(plan: Plan) -> Text:
     return Text.assemble(("fits", "green"), f": {device} of GPU memory and ", (ram, style))
 
 
-def summary(plan: Plan, tokens: int = 0) -> Iterator[tuple[str, str | Text]]:
+def summary(plan: Plan) -> Iterator[tuple[str, str | Text]]:
     """Yield the most important figures, each as a label and a text."""
     step_s, endless_s = plan.predicted_step_s, plan.endless_s
     into, out = plan.moved_bytes
     peak, budget = format_bytes(plan.predicted_peak_bytes), format_bytes(plan.budget_bytes)
+    tokens = plan.about.tokens
     rate = f", {tokens / step_s:,.0f} tokens/s" if tokens else ""
     yield "one step", f"{format_seconds(step_s)} predicted{rate}"
     yield "overhead", _overhead(step_s / endless_s - 1, format_seconds(endless_s))

@@ -93,7 +93,9 @@ class Training:
         ----------
         known: what `offmate.plan` found out.
         """
-        return replace(known, model=self.model, dtype=self._dtype, optimizer=self._updates, batch=self._batch)
+        return replace(
+            known, model=self.model, dtype=self._dtype, optimizer=self._updates, batch=self._batch, tokens=self.tokens
+        )
 
     @property
     def _dtype(self) -> str:

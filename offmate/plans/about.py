@@ -16,7 +16,7 @@ class About:
     ----------
     model: name of its class or shape. n_parameters: number of its parameters. dtype: theirs. optimizer: name of its
         class. batch: its shape. machine: the card, or the machine that was measured. made: the date, as 2026-01-31.
-    storage: the storage paths that optimizer states may leave to.
+    storage: the storage paths that optimizer states may leave to. tokens: that one step sees.
     """
 
     model: str = ""
@@ -27,6 +27,7 @@ class About:
     machine: str = ""
     made: str = ""
     storage: tuple[StatePath, ...] = ()
+    tokens: int = 0
 
     def title(self, shown: str) -> str:
         """Return the title of a picture, such as "llama2-7b on RTX 3060 12 GB: one step in 10 GiB".

@@ -81,8 +81,8 @@ def to_text(plan: Any) -> str:
 
 
 def _about(about: About) -> dict[str, Any]:
-    """Return what a plan is of as JSON's own types, without storage paths where there are none."""
-    return {name: value for name, value in asdict(about).items() if name != "storage" or value}
+    """Return what a plan is of as JSON's own types, without storage paths and tokens where there are none."""
+    return {name: value for name, value in asdict(about).items() if name not in ("storage", "tokens") or value}
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from offmate.solver.accumulation import AccumulationTrial
 from offmate.solver.simulate import memory_highs
 
 from offmate.cli import main
@@ -57,6 +58,24 @@ def test_a_saved_plan_and_its_page_say_what_it_is_of(tmp_path, capsys):
     assert f"<title>{title}</title>" in page and f"<h2>{title}</h2>" in page
     assert "6.74 B parameters in bf16, adamw, 4 × 512 tokens, planned 2026-01-31" in page
     assert str(read).startswith("<b>llama2-7b</b>: 6.74 B")
+
+
+def test_tokens_are_counted_where_the_plan_knows_them(tmp_path, capsys):
+    """Of the step, and of the numbers of micro-batches that were tried; else these are counted."""
+    trial = AccumulationTrial(2, "by batch", 0.5, 0.25, 0.125, "host")
+    plan = replace(tiny_plan(), about=about(tokens=3_000), accumulation=(trial,))
+    plan.save(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json").about.tokens == 3_000
+    assert main(["show", str(tmp_path / "plan.json")]) == 0
+    said = capsys.readouterr().out
+    assert f"{3_000 / plan.predicted_step_s:,.0f} tokens/s" in said and "batches/s" not in said
+    assert f" {2 * 3_000 / plan.accumulation_steps / 0.5:,.0f} " in said
+
+    replace(plan, about=about()).save(tmp_path / "plan.json")
+    assert "tokens" not in json.loads((tmp_path / "plan.json").read_text())["about"]
+    assert main(["show", str(tmp_path / "plan.json")]) == 0
+    said = capsys.readouterr().out
+    assert "predicted, " not in said and "batches/s" in said
 
 
 def test_an_older_file_has_no_description_and_the_day_does_not_make_plans_differ(tmp_path):
