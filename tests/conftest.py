@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,14 @@ from hypothesis import settings
 
 # Two processes share two cores, and a part of the suite does as all of it. Where threads matter tests set their number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# One folder for a run of the suite, however many processes share it: the caches of plans of those who name none, which
+# must not be the user's, and what is solved once (tests/fuzz/solved.py).
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _OF_THE_RUN = tempfile.TemporaryDirectory(prefix="offmate-tests-", ignore_cleanup_errors=True)
+    for _name in ("OFFMATE_CACHE_DIR", "OFFMATE_TESTS_SOLVED"):
+        os.environ[_name] = str(Path(_OF_THE_RUN.name, _name.lower()))
+        Path(os.environ[_name]).mkdir()
 
 # `make test` tries the same examples every time; `make fuzz` tries others, and more. A test whose examples are cheap
 # says how many it takes itself.
@@ -48,13 +57,14 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def lasting_cpsat(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Plans are made without starting CP-SAT for every class of blocks; the solver's own tests start it."""
+    """Plans are made without starting CP-SAT for every class of blocks, and once; not in the solver's own tests."""
     if SOLVER in request.path.parents:
         yield
         return
     from .fuzz.lasting_cpsat import one_cpsat
+    from .fuzz.solved import remembered
 
-    with one_cpsat():
+    with one_cpsat(), remembered():
         yield
 
 

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from offmate.runtime.devices.emulated import EmulatedDevice
 from offmate.runtime.ledger import LimitExceeded
+from offmate.solver import plan as planning
 from offmate.solver.items import ItemKind
-from offmate.solver.plan import plan
 from offmate.solver.problem import Problem
 from offmate.solver.resources import Path, Rates, Resource, Tier
 from offmate.solver.schedule import Kind
@@ -32,6 +32,7 @@ from ..fuzz.figures import from_hardware_file
 from ..offmate.loops import Loop, adamw, assert_same, batch, plain, tiny
 from ..solver.random_problems import gated, in_rows, random_problem
 
+plan = functools.cache(planning.plan)  # several tests begin with the same plans
 PEER = "peer"
 INTO, OUT = Path(PEER, 1.0, 1.0, 1.0).links
 

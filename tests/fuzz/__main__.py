@@ -43,7 +43,7 @@ def _replay(seed: int, verbose: bool, smaller: int) -> int:
 
     torch.set_num_threads(1)
     folder = campaign.cache_dir()
-    with from_hardware_file():
+    with from_hardware_file(all_passes=True):
         given = sequence.sequence(seed)
         outcome = sequence.run(given, folder)
         print(sequence.text(given, outcome) if verbose else f"seed {seed}: {outcome.result} {outcome.kind}")

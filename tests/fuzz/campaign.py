@@ -104,7 +104,7 @@ def work(pipe: Any, folder: str) -> None:
 
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)
-    with from_hardware_file():
+    with from_hardware_file(all_passes=True):
         while (asked := pipe.recv()) is not None:
             what, seed = asked
             given = sequence.sequence(seed)

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from offmate.runtime.storage.files import SystemFiles
 from offmate.solver.rows import log_share
 
 from offmate.capture.spec import Joint
@@ -27,6 +28,9 @@ from offmate.profile.store import Measured
 from offmate.programs.programs import NodeCost
 
 from .lasting_cpsat import one_cpsat
+from .solved import solved_once
+
+_ROOM_BYTES = 1 << 30  # more than a test writes
 
 _kept: dict[tuple[str, bool], dict[str, Measured]] = {}  # by hardware file, and whether workspaces are measured
 
@@ -64,22 +68,27 @@ def _in_rated_seconds(
 
 
 @contextlib.contextmanager
-def from_hardware_file(name: str = "emulated", workspaces: bool = False) -> Iterator[None]:
+def from_hardware_file(name: str = "emulated", workspaces: bool = False, all_passes: bool = False) -> Iterator[None]:
     """Inside, plans rest on a hardware file's rates instead of on measured times.
 
     Parameters
     ----------
     workspaces: whether operators are measured all the same, for the bytes that their kernels take meanwhile.
+    all_passes: whether schedules go through all passes, as a user's do, and not only through the quick ones.
     """
     machine = load(name)
     rates = LinkRates(machine.in_bytes_per_s, machine.out_bytes_per_s, machine.both_bytes_per_s)
+    free_bytes = SystemFiles.free_bytes
     measure = functools.partial(_in_rated_seconds, profile._measure) if workspaces else _measure
     with (
         one_cpsat(),
+        contextlib.nullcontext() if all_passes else solved_once(),
         # What was measured for the same model elsewhere in this process is neither used nor replaced.
         mock.patch.object(store, "_kept", _kept.setdefault((name, workspaces), {})),
         mock.patch.object(profile, "_measure", functools.partial(measure, machine)),
         mock.patch.object(figures, "measure_link", lambda device: rates),
+        # What is free on a disk changes all the time, and would make each plan another one.
+        mock.patch.object(SystemFiles, "free_bytes", lambda *args: min(free_bytes(*args), _ROOM_BYTES)),
         mock.patch.object(Updater, "cost", lambda *args: _update_cost(machine, *args)),
     ):
         yield

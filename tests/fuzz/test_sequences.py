@@ -22,7 +22,7 @@ SEEDS = range(25)
 
 @pytest.fixture(scope="module", autouse=True)
 def rates() -> Iterator[None]:
-    with from_hardware_file():
+    with from_hardware_file(all_passes=True):
         yield
 
 

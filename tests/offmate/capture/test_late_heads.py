@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,9 +12,17 @@ from torch import nn
 import offmate
 from offmate.capture import late_heads, model
 
+from ...fuzz.figures import from_hardware_file
 from ..loops import CPU_BUDGET
 
 CLASSES, HIDDEN, ROWS = 4096, 64, 5000  # three tiles
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rates() -> Iterator[None]:
+    """The options of blocks, and with them the least budget, do not hang on what was measured."""
+    with from_hardware_file():
+        yield
 
 
 class Net(nn.Module):
