@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +19,12 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # One folder for a run of the suite, however many processes share it: the caches of plans of those who name none, which
-# must not be the user's, and what is solved once (tests/fuzz/solved.py).
-if "PYTEST_XDIST_WORKER" not in os.environ:
-    _OF_THE_RUN = tempfile.TemporaryDirectory(prefix="offmate-tests-", ignore_cleanup_errors=True)
+# must not be the user's, and what is solved once (tests/fuzz/solved.py). A module of tests may make a Config when it is
+# imported, before any fixture.
+_OF_THE_RUN = tempfile.mkdtemp(prefix="offmate-tests-") if "PYTEST_XDIST_WORKER" not in os.environ else None
+if _OF_THE_RUN is not None:
     for _name in ("OFFMATE_CACHE_DIR", "OFFMATE_TESTS_SOLVED"):
-        os.environ[_name] = str(Path(_OF_THE_RUN.name, _name.lower()))
+        os.environ[_name] = str(Path(_OF_THE_RUN, _name.lower()))
         Path(os.environ[_name]).mkdir()
 
 # `make test` tries the same examples every time; `make fuzz` tries others, and more. A test whose examples are cheap
@@ -42,6 +44,12 @@ LONG = {
     "test_accelerator.py", "test_finetune_runs.py", "test_parity_language.py", "test_parity_gate.py",
     "test_reports_notebooks.py", "test_protocol.py",
 }  # fmt: skip
+
+
+def pytest_unconfigure() -> None:
+    """The folder of the run goes with it."""
+    if _OF_THE_RUN is not None:
+        shutil.rmtree(_OF_THE_RUN, ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,11 +1,15 @@
 import dataclasses
 import pickle
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from offmate.config import Config
 from offmate.errors import BudgetExceeded, DeviceError, InfeasibleBudget, OffmateError
 from offmate.split import Split
+
+MADE_ON_IMPORT = Config()
 
 
 def test_defaults_hold(monkeypatch):
@@ -14,6 +18,11 @@ def test_defaults_hold(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     assert Config().cache_dir == "/home/someone/.cache/offmate"
     assert Config() == Config()
+
+
+def test_tests_have_a_cache_of_their_own():
+    assert MADE_ON_IMPORT.cache_dir is not None
+    assert Path(tempfile.gettempdir()) in Path(MADE_ON_IMPORT.cache_dir).parents
 
 
 def test_cache_folder_follows_the_environment(monkeypatch):
