@@ -14,6 +14,7 @@ import torch
 from offmate.runtime.devices import ring as ring_buffers
 from offmate.runtime.devices import streams
 from offmate.runtime.storage.engine import Engine
+from offmate.runtime.storage.measure import PathRates
 
 import offmate
 from offmate.session import state_storage
@@ -275,6 +276,7 @@ def test_loaded_states_move_to_the_files(path):
 
 def test_a_relative_folder_stays_where_it_was(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("offmate.planning.storage.rates", lambda path, n_bytes: PathRates(1e9, 1e9, 1e9))
     pair, plain = compiled("disk"), made()
     monkeypatch.chdir("/")
     assert train(*pair, range(STEPS)) == train(*plain, range(STEPS))
