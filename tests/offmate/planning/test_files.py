@@ -14,7 +14,6 @@ from offmate import cli
 from offmate.planning import files
 from offmate.plans.plan import load_plan
 
-from ...fuzz.solved import solved_once
 from ..session.test_checkpoint_files import (
     CPU_BUDGET,
     GPU_BUDGET,
@@ -46,14 +45,12 @@ def run(monkeypatch, cache, *argv: str) -> int:
 
 def test_a_drive_makes_up_for_ram(monkeypatch, cache, tmp_path, capsys):
     """What does not fit fits with a drive, and the slower the drive, the longer the step; the screen says how busy."""
-    with solved_once():
-        assert run(monkeypatch, cache, *TIGHT) == 1
+    assert run(monkeypatch, cache, *TIGHT) == 1
     capsys.readouterr()
     seconds = []
     for rate in ("1GB/s", "100MB/s"):
         target = tmp_path / "plan.json"
-        with solved_once():
-            assert run(monkeypatch, cache, *TIGHT, "--storage", rate, "--json", str(target)) == 0
+        assert run(monkeypatch, cache, *TIGHT, "--storage", rate, "--json", str(target)) == 0
         said, plan = " ".join(capsys.readouterr().out.split()), load_plan(target)
         assert f"storage {plan.read_words}" in said and "of frozen parameters are read from the checkpoint" in said
         assert plan.schedule.homes and plan.host_bytes <= 210 << 20
