@@ -8,7 +8,8 @@ RAM and the drives of `benchmarks/storage_plans.py`. Gradients are clipped, clip
 what the drive takes at least for the bytes that the plan moves there.
 
 Then GreedySnake's first machine and GPT-65B (its sections 4.5 and 6): how many micro-batches hide the optimizer's
-storage. "alpha" is the part of the stored states' traffic that is under way outside the backwards (its section 4.4).
+storage. The GPU updates what lies there. "alpha" is the part of the stored states' traffic that is under way outside
+the backwards (its section 4.4).
 Where 195 GB of RAM do not suffice, the row has as much as it needs: parameters stay in RAM here, and so does what the
 half-layer blocks hand on, for each micro-batch.
 
@@ -244,7 +245,8 @@ def snake_problem() -> Problem:
     speeds = Speeds(_SNAKE_FLOPS, _SNAKE_MEMORY, *updates, rates)
     problem = llama(shape, speeds, _SNAKE_GPU_BYTES, _SNAKE_RAM_BYTES, precision=precision)
     both = 2 / (1 / _SNAKE_READ + 1 / _SNAKE_WRITE)
-    return _with_drive(problem, _SNAKE_READ, _SNAKE_WRITE, both, ram_bytes=_SNAKE_RAM_BYTES)
+    problem = _with_drive(problem, _SNAKE_READ, _SNAKE_WRITE, both, ram_bytes=_SNAKE_RAM_BYTES)
+    return problem.with_host_updates_in_ram
 
 
 def _snake_figures(problem: Problem) -> dict[str, Any]:

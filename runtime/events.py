@@ -67,6 +67,31 @@ class ActionFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Ended:
+    """The end of others, whether they have happened or failed; whoever waits for these themselves is told."""
+
+    parts: tuple[Event, ...]
+
+    def wait(self, stream: torch.Stream | None = None) -> None:
+        """Block until all have ended."""
+        self.synchronize()
+
+    def ready(self) -> bool:
+        """Return whether all have ended."""
+        return self.done()
+
+    def synchronize(self) -> None:
+        """Block until all have ended."""
+        for part in self.parts:
+            with contextlib.suppress(Exception):
+                part.synchronize()
+
+    def done(self) -> bool:
+        """Return whether all have ended."""
+        return all(part.done() for part in self.parts)
+
+
+@dataclass(frozen=True)
 class UnderWay:
     """The copies of one item, or its update, as one event that names itself when it fails.
 

@@ -69,6 +69,8 @@ class TensorPlan:
     drop: it is released at the end of this step (device part).
     gaps: all other gaps between its uses; a gap that recurs in several passes is listed once per pass.
     states: the pieces of its optimizer state that leave and return, first rows first (device part).
+    states_from: the tier that has its optimizer state, which the host updates piece by piece (CPU part); None for the
+        host's own memory.
     source: the tier that it comes from after it was released; that of a tensor that the device updates gets its new
         values, too.
     """
@@ -88,6 +90,7 @@ class TensorPlan:
     gaps: tuple[TensorGap, ...] = ()
     states: tuple[StateStay, ...] = ()
     source: str = HOST
+    states_from: str | None = None
 
     @property
     def leaves(self) -> bool:
@@ -145,6 +148,12 @@ def state_parts(tensor: TensorSize, plan: TensorPlan) -> tuple[StatePart, ...]:
                 parts.append(StatePart(items.state(tensor.name, cut), tensor.piece_bytes(rows), moves))
         row = end
     return tuple(parts)
+
+
+def stored_parts(tensor: TensorSize) -> dict[Item, int]:
+    """Return the items, with their bytes, of a state in files that the host updates, first rows first."""
+    cuts = tensor.pieces if len(tensor.pieces) > 1 else (None,)
+    return {items.state(tensor.name, rows): tensor.piece_bytes(rows or (0, tensor.rows)) for rows in cuts}
 
 
 def cycle(first: int, last: int, n_steps: int) -> list[int]:

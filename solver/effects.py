@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,6 +11,24 @@ from .compute_names import GATE
 from .items import Item, ItemKind
 from .resources import Resource
 from .schedule import Action, Kind, Pass, Schedule
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A piece of a state that an update on the host reads from files, updates and writes back.
+
+    Parameters
+    ----------
+    into, out: the links on which it is read and written. read_s, update_s, write_s: seconds of each.
+    """
+
+    item: Item
+    bytes: int
+    into: Resource
+    out: Resource
+    read_s: float
+    update_s: float
+    write_s: float
 
 
 @dataclass(frozen=True)
@@ -31,6 +49,7 @@ class Effect:
     moved_bytes: bytes copied between tiers.
     rise_bytes: the most by which the bytes on the device exceed their level at its start while it runs.
     growth_bytes: the level at its end minus that at its start; negative if bytes are released.
+    stages: of an update on the host whose state comes from files, its pieces in order; their seconds make up its own.
     """
 
     resource: Resource | None
@@ -46,6 +65,7 @@ class Effect:
     growth_bytes: int = 0
     beyond: Resource | None = None
     beyond_s: float = 0.0
+    stages: tuple[Stage, ...] = ()
 
     @cached_property
     def blocks(self) -> bool:
@@ -146,7 +166,19 @@ def _update_cpu(action: Action, schedule: Schedule) -> Effect:
         schedule.update_cpu_s[action.name],
         host_reads=(gradient, parameter),
         host_writes=(parameter,),
+        stages=tuple(_stages(action.name, schedule)),
     )
+
+
+def _stages(tensor: str, schedule: Schedule) -> Iterator[Stage]:
+    if tensor not in schedule.updated_from_files:
+        return
+    rates, own = schedule.rates, schedule.states[tensor]
+    total = sum(schedule.item_bytes[item] for item in own)
+    for item in own:
+        size, path = schedule.item_bytes[item], schedule.path_of(item)
+        read_s, write_s = (rates.copy_s(size, link) for link in path.links)
+        yield Stage(item, size, path.into, path.out, read_s, schedule.update_cpu_s[tensor] * size / total, write_s)
 
 
 def _speculate_cpu(action: Action, schedule: Schedule) -> Effect:

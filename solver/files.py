@@ -48,6 +48,11 @@ def to_dict(record: Problem | Solution) -> dict[str, Any]:
             for absent in ("in_files", "cpu_log_s"):
                 if not group[absent]:
                     del group[absent]
+            if group["in_pieces_on_host"]:
+                del group["in_pieces_on_host"]
+    for flow in fields["groups"].values() if isinstance(record, Solution) else ():
+        if not flow["from_files"]:
+            del flow["from_files"]
     return {"format": name, "version": version} | _plain(fields)
 
 

@@ -171,6 +171,20 @@ class Flow:
             self.total,
         )
 
+    def plus(self, other: Flow) -> Flow:
+        """Return the flow of what moves in either of two, over the span of both."""
+        may = {*self.steps, *other.steps}
+        sums: dict[int, Terms] = {}
+        prior: dict[int, Terms] = {}
+        last: Terms = {}
+        for step in self.span:
+            prior[step] = last
+            if step in may:
+                last = add((1.0, self.sums[step]), (1.0, other.sums[step]))
+            sums[step] = last
+        steps = tuple(step for step in self.span if step in may)
+        return Flow(self.span, steps, sums, prior, add((1.0, self.total), (1.0, other.total)))
+
     def each(self) -> Iterable[tuple[int, Terms]]:
         """Yield, for each step in which it may move, the expression of what moves in it."""
         last: Terms = {}

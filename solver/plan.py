@@ -21,6 +21,7 @@ from .solve import fills_host, least_host_within_device, solve
 
 _WORTH_SHARING = 0.01  # of the host's budget; for less than that no second search is made
 _WORTH_FILES = 0.05  # of a step that the program must gain from parameters in files before they are tried
+_WORTH_HOST_UPDATES = 0.02  # the same, from updates on the host of states in files
 # Host budgets that are tried for whole tensors, in those that fractions need.
 _SHARES = (1.02, 1.05, 1.1, 1.3, 2.0)
 
@@ -61,8 +62,8 @@ def plan(
     the program is then solved again with smaller budgets. Where whole tensors cost time, passes look for a faster
     schedule (see refinements.py), and the fastest is taken. Where the host's memory limits copies and updates together,
     the schedule that is planned without this limit is taken if it is faster under it. Where the host's memory is full,
-    a second search lets what is there at different times share it. Trained parameters leave to files only where there
-    is no plan without that, or a faster one with it.
+    a second search lets what is there at different times share it. Trained parameters leave to files, and the host
+    updates states in files, only where there is no plan without that, or a faster one with it.
 
     Parameters
     ----------
@@ -75,23 +76,39 @@ def plan(
     Source: OffMate, section 4.2 and appendix B.
     """
     limits, ladder = Limits(time_limit_s, gap, backend), tuple(ladder)
-    if not problem.parameter_tiers:
-        return _in_time(problem, limits, ladder, report)
-    found = _in_time(problem.with_parameters_in_ram, limits, ladder, report)
-    if found.schedule is not None and not _gains_from_files(problem, found, limits):
-        return found
-    in_files = _in_time(problem, limits, ladder, report)
-    if found.simulation is None or in_files.simulation is None:
-        return in_files if found.simulation is None else found
-    return min(found, in_files, key=lambda one: one.simulation.step_s if one.simulation is not None else inf)
+    in_ram = problem.with_host_updates_in_ram
+    ways = [in_ram.with_parameters_in_ram]
+    ways += [in_ram] if problem.parameter_tiers else []
+    if problem.host_update_tier is not None:
+        ways += [problem.with_parameters_in_ram, *([problem] if problem.parameter_tiers else [])]
+    found = _in_time(ways[0], limits, ladder, report)
+    for way in ways[1:]:
+        worth = _WORTH_FILES if way.host_update_tier is None else _WORTH_HOST_UPDATES
+        if found.schedule is None or _gains_from_files(way, found, limits, worth):
+            other = _in_time(way, limits, ladder, report)
+            found = other if found.simulation is None or _seconds(other) < _seconds(found) else found
+    return found
 
 
-def _gains_from_files(problem: Problem, found: Planned, limits: Limits) -> bool:
-    """Return whether parameters that leave to files make a program clearly faster, in fractions."""
-    if not (found.host_is_full or fills_host(problem, found.solution)):
+def _seconds(found: Planned) -> float:
+    return found.simulation.step_s if found.simulation is not None else inf
+
+
+def _gains_from_files(problem: Problem, found: Planned, limits: Limits, worth: float) -> bool:
+    """Return whether more of what files may hold makes a program clearly faster, in fractions.
+
+    Parameters
+    ----------
+    worth: the part of a plan's seconds that the program must gain.
+    """
+    full = found.host_is_full or fills_host(problem, found.solution)
+    if problem.host_update_tier is not None:
+        full = full or (found.schedule is not None and bool(found.schedule.states_in_files))
+        problem = replace(problem, host_in_time=True)  # gradients wait in RAM
+    if not full:
         return False
     best = solve(problem, time_limit_s=limits.time_limit_s, gap=limits.gap, backend=limits.backend)
-    return bool(best.options) and best.objective_s < (1 - _WORTH_FILES) * found.solution.objective_s
+    return bool(best.options) and best.objective_s < (1 - worth) * found.solution.objective_s
 
 
 def _in_time(

@@ -35,6 +35,7 @@ from .rows import log_share as log_share
 from .steps import Step, passes_of, steps_of
 
 MOST_TURN_AROUND_STEPS = 10_000
+RING_PIECES = 3  # of states in the host's memory at a time: one is read, one updated, one written
 _SHARES = 6  # parts of the device budget, one for the states of a turn-around step; see `update_steps`
 
 
@@ -126,6 +127,28 @@ class Problem:
     def parameter_tiers(self) -> tuple[Tier, ...]:
         """The tiers beside the host that trained parameters may leave to."""
         return tuple(tier for tier in self.rates.tiers if tier.for_parameters) if self.update == "planned" else ()
+
+    @property
+    def host_update_tier(self) -> Tier | None:
+        """The tier that may hold states that the host updates, if there is one."""
+        planned = self.update == "planned"
+        return next((t for t in self.state_tiers[1:] if t.for_host_updates), None) if planned else None
+
+    def may_update_from_files(self, group: Group) -> bool:
+        """Return whether the host may update a group whose states lie in files."""
+        return self.host_update_tier is not None and group.in_pieces_on_host and group.state_bytes > 0
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of the host's memory through which states pass that it updates from files."""
+        groups = [group for group in self.groups if group.trainable and self.may_update_from_files(group)]
+        return RING_PIECES * max((t.largest_piece_bytes for group in groups for t in group.tensors), default=0)
+
+    @property
+    def with_host_updates_in_ram(self) -> Problem:
+        """The problem in which the states that the host updates lie in its memory."""
+        tiers = tuple(replace(tier, for_host_updates=False) for tier in self.rates.tiers)
+        return replace(self, rates=replace(self.rates, tiers=tiers))
 
     def sources(self, group: Group) -> tuple[Tier, ...]:
         """Return the tiers beside the host from which a group's parameters can come."""

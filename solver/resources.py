@@ -128,6 +128,8 @@ class Tier:
     buffers_bytes: bytes of the host's memory that copies through the host take.
     for_states: whether nothing but optimizer states leaves to it, and trained parameters if it is for these, too.
     for_parameters: whether trained parameters that the device updates may leave to it.
+    for_host_updates: whether it may hold optimizer states that the host updates. They come to the host's memory piece
+        by piece, are updated there and written back, without the host's link.
     """
 
     path: Path
@@ -136,6 +138,7 @@ class Tier:
     buffers_bytes: int = 0
     for_states: bool = False
     for_parameters: bool = False
+    for_host_updates: bool = False
 
     @property
     def name(self) -> str:
@@ -273,7 +276,7 @@ class Rates:
         for tier in tiers:
             may_be_absent = ((tier["path"], "per_copy_s"), (tier["path"], "through_host"),
                              (tier, "holds_frozen"), (tier, "buffers_bytes"), (tier, "for_states"),
-                             (tier, "for_parameters"))  # fmt: skip
+                             (tier, "for_parameters"), (tier, "for_host_updates"))  # fmt: skip
             for row, name in may_be_absent:
                 if not row[name]:
                     del row[name]

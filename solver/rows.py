@@ -73,8 +73,8 @@ class TensorSize:
     Parameters
     ----------
     rows: number of rows into which its state can be cut; 1 if it leaves the device, and returns, whole.
-    piece_rows: rows of each piece in which its state leaves and returns if the device updates it; the last piece may
-        have fewer.
+    piece_rows: rows of each piece in which its state leaves and returns if the device updates it, or comes from files
+        if the host does; the last piece may have fewer.
     """
 
     name: str
@@ -88,6 +88,11 @@ class TensorSize:
     def pieces(self) -> tuple[Rows, ...]:
         """The rows of every piece of its state, as half-open ranges."""
         return tuple((row, min(row + self.piece_rows, self.rows)) for row in range(0, self.rows, self.piece_rows))
+
+    @property
+    def largest_piece_bytes(self) -> int:
+        """Bytes of the largest piece of its state."""
+        return self.piece_bytes(self.pieces[0])
 
     @property
     def log_bytes(self) -> int:
@@ -115,6 +120,7 @@ class Group:
     side: where it is updated; without effect on frozen groups and on those that the user's own code updates.
     in_files: whether it is frozen, and every tier that holds frozen parameters holds it.
     cpu_log_s: seconds that an update of the whole group on the host takes longer if it keeps a log of the old values.
+    in_pieces_on_host: whether the host, too, may update its tensors piece by piece of their states.
     """
 
     name: str
@@ -129,6 +135,7 @@ class Group:
     norm_s: float = 0.0
     in_files: bool = False
     cpu_log_s: float = 0.0
+    in_pieces_on_host: bool = True
 
     @property
     def trainable(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from .items import Item, ItemKind
 from .items import names_of as items_named
 from .packing import Tenant, packed, span_of
+from .problem import RING_PIECES
 from .resources import HOST, Path, Rates, Tier
 from .steps import Direction as Direction
 from .steps import passes_of
@@ -166,7 +167,8 @@ class Schedule:
     computes: specification of every compute action by name.
     update_cpu_s, update_device_s: seconds per tensor for the tensors updated there.
     homes: by item, the tier that it leaves to, if that is not the host. A frozen parameter with such a home comes from
-        there, and never leaves to it. A trained one is updated by the device.
+        there, and never leaves to it. A trained one is updated by the device. The state of a tensor that the host
+        updates has one if it lies in files: its pieces are read for the update, one after another, and written back.
     log_cpu_s: seconds per tensor that an update on the host takes longer if it keeps a log of the old values; empty if
         no update may start before the gate.
     add_cpu_s, add_device_s: seconds per tensor to add a gradient to its total, for the tensors updated there; empty for
@@ -221,16 +223,30 @@ class Schedule:
     def states_in_files(self) -> frozenset[str]:
         """The tensors whose optimizer states have their homes in files, and not in RAM.
 
-        As soon as any state leaves to a tier for states, RAM is short. So all states have their homes there but those
-        that the host updates and those of which everything leaves to RAM. Of the others, RAM has only the pieces that
-        leave to it, while they are away.
+        As soon as any state has its home on a tier for states, RAM is short. So all states have their homes there but
+        those that the host updates in RAM and those of which everything leaves to RAM. Of the others, RAM has only the
+        pieces that leave to it, while they are away.
         """
         files = {tier.name for tier in self.rates.tiers if tier.for_states}
         leaving = {action.item for action in self.actions if action.kind is Kind.OFFLOAD}
-        if not any(item.kind is ItemKind.STATE and self.homes.get(item) in files for item in leaving):
+        from_files = self.updated_from_files
+        leave = any(item.kind is ItemKind.STATE and self.homes.get(item) in files for item in leaving)
+        if not (leave or from_files):
             return frozenset()
         to_ram = {item for item in leaving if self.homes.get(item) not in files}
-        return frozenset(self.update_device_s) - {name for name, own in self.states.items() if to_ram.issuperset(own)}
+        in_ram = {name for name, own in self.states.items() if to_ram.issuperset(own)}
+        return frozenset(self.update_device_s.keys() - in_ram) | from_files
+
+    @cached_property
+    def updated_from_files(self) -> frozenset[str]:
+        """The tensors that the host updates and whose optimizer states lie in files."""
+        return frozenset(items_named(self.homes, ItemKind.STATE) & self.update_cpu_s.keys())
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of the host's memory through which these states pass, one piece after another."""
+        pieces = (self.item_bytes[i] for name in self.updated_from_files for i in self.states[name])
+        return RING_PIECES * max(pieces, default=0)
 
     @cached_property
     def trained_homes(self) -> frozenset[Item]:

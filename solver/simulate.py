@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
@@ -9,7 +10,7 @@ from itertools import groupby
 from .effects import Effect, effect
 from .items import Item, ItemKind
 from .machine import Job, Machine, Stall
-from .problem import Problem
+from .problem import RING_PIECES, Problem
 from .resources import Resource
 from .schedule import Action, Kind, Schedule, takes_on_host
 
@@ -129,7 +130,8 @@ class DryRun:
 
     State: the machine's queues. `arriving`, `leaving`: by item, its latest copy to the device, and to the host.
     `on_host`: by item, the latest job that makes or changes its copy on the host. `used_up`: by item that shares host
-    memory, the latest job after which its place is free. `jobs` and `taken`: those of this iteration.
+    memory, the latest job after which its place is free. `jobs` and `taken`: those of this iteration. `_ring`: the
+    writes after which pieces of states in the ring make room; `_updated`: the latest update of such a piece.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -140,6 +142,8 @@ class DryRun:
         self.on_host: dict[Item, Job] = {}
         self.used_up: dict[Item, Job] = {}
         self.buffers = _Buffers()
+        self._ring: deque[Job] = deque()
+        self._updated: Job | None = None
         self.jobs: list[tuple[Action, Job]] = []
         self.taken: list[tuple[float, float]] = []
         self._step: int | None = None
@@ -213,6 +217,9 @@ class DryRun:
         if place is not None:
             waits += _undone(self.used_up, self.schedule.host_layout.neighbours.get(place, ()))
         assert does.resource is not None
+        if does.stages:
+            self._update_from_files(action, does, waits)
+            return
         job = self.machine.submit(does.resource, does.seconds, does.moved_bytes, waits)
         self.jobs.append((action, job))
         last = job
@@ -229,6 +236,26 @@ class DryRun:
             self.on_host[item] = last
         if action.kind is not Kind.OFFLOAD:
             self.used_up.update(dict.fromkeys(does.host_reads, job))
+
+    def _update_from_files(self, action: Action, does: Effect, waits: list[Job]) -> None:
+        """Submit an update on the host whose state passes the ring, piece by piece, after those submitted before."""
+        assert does.resource is not None
+        job = self._updated
+        for stage in does.stages:
+            free = [self._ring.popleft()] if len(self._ring) == RING_PIECES else []
+            read = self.machine.submit(
+                stage.into, stage.read_s, stage.bytes, free + _undone(self.on_host, (stage.item,))
+            )
+            after = [read, *waits, *([job] if job is not None else [])]
+            job = self.machine.submit(does.resource, stage.update_s, 0, after)
+            written = self.machine.submit(stage.out, stage.write_s, stage.bytes, (job,))
+            self.jobs += [(action, read), (action, job), (action, written)]
+            self._ring.append(written)
+            self.on_host[stage.item] = written
+        assert job is not None
+        self._updated = job
+        self.on_host.update(dict.fromkeys(does.host_writes, job))
+        self.used_up.update(dict.fromkeys(does.host_reads, job))
 
 
 class _Buffers:

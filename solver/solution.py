@@ -58,6 +58,7 @@ class GroupFlow:
     state_tiers: by tier, the fraction of the states that leave which goes there; empty if all goes to the host.
     sources: by tier, the part of a frozen group that comes from there after it was dropped; empty if all of it comes
         from the host.
+    from_files: of the CPU part, the fraction of the group whose states lie in files.
     """
 
     cpu_part: float = 0.0
@@ -76,6 +77,7 @@ class GroupFlow:
     state_in: dict[int, float] = field(default_factory=dict)
     state_tiers: dict[str, float] = field(default_factory=dict)
     sources: dict[str, float] = field(default_factory=dict)
+    from_files: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Trainable:
 
     Parameters
     ----------
-    by_rows: whether its rows can be updated separately.
+    by_rows: whether its rows can be updated separately. by_rows_on_host: whether the host can do so, too.
     cpu_update_s, device_update_s: seconds to update it. cpu_add_s, device_add_s: to add a micro-batch's gradient.
     side: which side may update it. cpu_norm_s, device_norm_s: seconds to unscale its gradient and to take its norm, as
         far as scaling and clipping ask for it.
@@ -51,6 +51,7 @@ class Trainable:
     cpu_norm_s: float = 0.0
     device_norm_s: float = 0.0
     cpu_log_s: float = 0.0
+    by_rows_on_host: bool = True
 
     def add_s(self, micro_batches: int) -> tuple[float, float]:
         """Return the seconds of an addition on the host, and on the device, a share of the total's norm included.
@@ -270,6 +271,7 @@ class Lowering:
                 norm_s=sum(t.device_norm_s for _, t in tensors) if micro_batches == 1 else 0.0,
                 in_files=in_files,
                 cpu_log_s=sum(t.cpu_log_s for _, t in tensors),
+                in_pieces_on_host=all(t.by_rows_on_host or not t.by_rows for _, t in tensors),
             )
             for (uses, grads, _, side, in_files), tensors in members.items()
         )

@@ -52,5 +52,5 @@ class StateFiles:
         """The tier that they are."""
         rates = self.read_bytes_per_s, self.write_bytes_per_s, self.both_bytes_per_s
         path = Path(STATE_STORAGE, *rates, through_host=True).moving_alike(self.both_bytes_per_s)
-        kinds = {"for_states": True, "for_parameters": self.for_parameters}
+        kinds = {"for_states": True, "for_parameters": self.for_parameters, "for_host_updates": True}
         return Tier(path, self.capacity_bytes, buffers_bytes=self.buffers_bytes, **kinds)

@@ -124,7 +124,11 @@ class Updater:
 
     def by_rows(self, name: str, dtype: torch.dtype) -> bool:
         """Return whether the device can update rows of a parameter separately, with the bits of one whole update."""
-        return self.by_element and not (self.emulated and depends_on_threads(self.base, self.groups[name], dtype))
+        return (self.by_element and not self.emulated) or self.by_rows_on_host(name, dtype)
+
+    def by_rows_on_host(self, name: str, dtype: torch.dtype) -> bool:
+        """Return whether the CPU can update rows of a parameter separately, with the bits of one whole update."""
+        return not depends_on_threads(self.base, self.groups[name], dtype)
 
     def snapshot(self) -> None:
         """Copy the current hyperparameters, and the training thread's number of threads."""

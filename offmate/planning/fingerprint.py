@@ -57,6 +57,7 @@ def fingerprint_of(
         if request.storage is not None:
             parts += (request.storage if machine is not None else "storage",)
             parts += ("parameters in files",) if request.storage.for_parameters else ()
+            parts += ("host updates from files",)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
 
 

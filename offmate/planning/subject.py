@@ -155,6 +155,7 @@ def lower(
             c.state_bytes, updater is not None and updater.by_rows(n, params[n].dtype),
             c.cpu_update_s, c.device_update_s, c.cpu_add_s, c.device_add_s, side_of(request.config.updates, n),
             *_looks_s(request, c), cpu_log_s=c.cpu_log_s if request.speculates else 0.0,
+            by_rows_on_host=updater is not None and updater.by_rows_on_host(n, params[n].dtype),
         )
         for n, c in updates.items()
     }  # fmt: skip

@@ -222,7 +222,14 @@ class Plan:
         moved = [(times, a) for times, a in self._all_actions if a.kind in (Kind.PREFETCH, Kind.OFFLOAD)]
         stored = [(times, a) for times, a in moved if homes.get(a.item) in files]
         read = sum(times * sizes[a.item] for times, a in stored if a.kind is Kind.PREFETCH)
-        return read, sum(times * sizes[a.item] for times, a in stored) - read
+        written = sum(times * sizes[a.item] for times, a in stored) - read
+        return read + self.updated_from_files_bytes, written + self.updated_from_files_bytes
+
+    @property
+    def updated_from_files_bytes(self) -> int:
+        """Bytes of states that the host reads from the storage paths, updates and writes back per step."""
+        there, sizes = self.schedule.updated_from_files, self.schedule.item_bytes
+        return sum(sizes[item] for name in there for item in self.schedule.states[name])
 
     @property
     def stored_words(self) -> str:
@@ -271,6 +278,9 @@ class Plan:
             lines.append(self.break_even.words())
         if self.read_bytes:
             lines.append(f"{self.read_words}; they pass RAM, which does not keep them")
+        if self.updated_from_files_bytes:
+            moved = format_bytes(self.updated_from_files_bytes)
+            lines.append(f"the CPU updates {moved} of states in files, which pass RAM and do not go to the GPU")
         if any(self.stored_bytes):
             lines += [self.stored_words, *self.path_words]
         if self.batch_size is not None:

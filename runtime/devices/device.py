@@ -103,6 +103,15 @@ class Device(Protocol):
         """
         ...
 
+    def transfer(self, start: Callable[[], Event], size: int, link: Resource, after: tuple[Event, ...]) -> Event:
+        """Have files read to the host's memory, or written from there, over a link and not over the host's.
+
+        Parameters
+        ----------
+        start: submits the transfer, on a thread. size: its bytes. after: events before it.
+        """
+        ...
+
     def copy_out(
         self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...], link: Resource = Resource.OUT
     ) -> Event:

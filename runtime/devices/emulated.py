@@ -95,7 +95,7 @@ class EmulatedDevice:
             with self._at_rate(Resource.IN, size):
                 pass
 
-        there = self._transfer(lambda: source.read(into, 0), size, link, after)
+        there = self.transfer(lambda: source.read(into, 0), size, link, after)
         return self._lane(Resource.IN).submit(self._watched(Resource.IN, size, arrive), (there,))
 
     def write_out(
@@ -110,15 +110,12 @@ class EmulatedDevice:
                 pass
 
         ready = self._lane(Resource.OUT).submit(self._watched(Resource.OUT, size, leave), after)
-        written = self._transfer(lambda: target.write(own, 0), size, link, (ready,))
+        written = self.transfer(lambda: target.write(own, 0), size, link, (ready,))
         return written, written
 
-    def _transfer(self, start: Callable[[], Event], size: int, link: Resource, after: tuple[Event, ...]) -> Event:
-        """Have the engine transfer bytes of files over a link, after some events.
-
-        Several transfers go on at once, since each of a few bytes keeps one disk busy at most. Those whose seconds are
-        emulated or recorded go one by one.
-        """
+    def transfer(self, start: Callable[[], Event], size: int, link: Resource, after: tuple[Event, ...]) -> Event:
+        # Several go on at once, since each of a few bytes keeps one disk busy at most. Those whose seconds are emulated
+        # or recorded go one by one.
 
         def whole() -> None:
             with self._at_rate(link, size):

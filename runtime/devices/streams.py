@@ -127,6 +127,7 @@ class StreamDevice:
         self._from_files: FromFiles | None = None
         self._to_files: ToFiles | None = None
         self._file_lanes: list[Lane] = []
+        self._host_lanes: dict[Resource, Lane] = {}
         self.update_threads = worker_threads()
         self._worker(Resource.CPU)
         lanes = tuple(way.lane for way in self._ways.values())
@@ -222,6 +223,17 @@ class StreamDevice:
         left, written = self._to_files.send(target, own, after, launch, self.recorder, link)
         self.arena.copied(source, left)
         return left, written
+
+    def transfer(self, start: Callable[[], Event], size: int, link: Resource, after: tuple[Event, ...]) -> Event:
+        if link not in self._host_lanes:
+            self._host_lanes[link] = Lane(link.replace(" ", "-"), 1, self.changed)
+            self._file_lanes.append(self._host_lanes[link])
+
+        def whole() -> None:
+            start().synchronize()
+
+        work = whole if self.recorder is None else self.recorder.watched(link, size, whole)
+        return self._host_lanes[link].submit(work, after)
 
     def copy_out(
         self, target: torch.Tensor, source: torch.Tensor, after: tuple[Event, ...], link: Resource = Resource.OUT

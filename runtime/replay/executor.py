@@ -307,6 +307,7 @@ class Executor:
             lost = self._updates.rescue(after_failure=True) | self._updates.unread()
         except torch.AcceleratorError:
             lost = self._updates.give_up_on_device()
+        lost |= self._updates.lost_from_files()
         self._by_kind.release_host()
         self._gradients.forget()
         self._empty()
@@ -318,6 +319,7 @@ class Executor:
         self._contents.clear()
         self._norms.clear()
         self._speculation.clear()
+        self._updates.forget()
         if self.device.arena is not None:
             self.device.arena.let_go()
         self.loaded = False

@@ -17,6 +17,7 @@ from .binding import Update
 from .contents import Buffer, is_bulk
 from .gate import Gate
 from .gradients import Gradients
+from .state_ring import StateRing
 from .states import States, in_rows
 from .world import World
 
@@ -35,6 +36,7 @@ class Updates:
         self._update, self._unmoved, self._updated = world.update, unmoved, world.updated
         self._planned, self._shared = world.schedule.item_bytes, world.shared_host
         self._worker = world.schedule.rates.worker(Kind.UPDATE_CPU.value)
+        self._ring = StateRing(world, states)
 
     def on_host(self, name: str, first: Callable[[], None] | None = None, after: tuple[Event, ...] = ()) -> None:
         """Start the update of a parameter on a worker, unless it has been started already.
@@ -49,6 +51,11 @@ class Updates:
         update, grad = self._known(), host.grads[name]
         scale = self._gate.scale_of(name, grad.device)
         done = contents.updated_rows.pop(name, 0)
+        arrived = (contents.grad_leaving.get(name), contents.grad_adding.get(name))
+        after = (*(event for event in arrived if event is not None), *after)
+        if first is None and not done and self._ring.takes(name):
+            self.adopt(name, self._ring.start(name, update, grad, scale, after))
+            return
         # The last rows are never among those that have been updated.
         known = frozenset(contents.states[self._states.items(name)[-1]].tensors if done else ())
 
@@ -64,8 +71,6 @@ class Updates:
             _update_rest(update, name, param, grad, state, done, known)
             self._made(name)
 
-        arrived = (contents.grad_leaving.get(name), contents.grad_adding.get(name))
-        after = (*(event for event in arrived if event is not None), *after)
         self.adopt(name, self._device.update_on_host(work, after, self._worker))
 
     def make(self, name: str, grad: torch.Tensor, scale: torch.Tensor | None = None) -> None:
@@ -243,6 +248,14 @@ class Updates:
             except ActionFailed as error:
                 lost |= {name} if isinstance(error.__cause__, StorageError) else set()
         return frozenset(lost)
+
+    def lost_from_files(self) -> frozenset[str]:
+        """Return, after a failure, the tensors updated in part, or whose new states are not in their files."""
+        return self._ring.lost()
+
+    def forget(self) -> None:
+        """Forget the updates from files; none may be under way."""
+        self._ring.clear()
 
     def rescue_buffers(self) -> None:
         """Copy to the host the model's buffers of which only the device has the newest values."""

@@ -25,6 +25,7 @@ class Account:
     tiers: dict[str, Terms]  # bytes on each tier other than the device, for the whole iteration
     passing: list[Terms] | None  # as `rise`, of what is on the host for some steps; None if it counts in `tiers`
     traffic: Terms = field(default_factory=dict)  # all bytes that move, for the objective
+    ring: Terms = field(default_factory=dict)  # 1 if the host updates whole groups from files
 
     @staticmethod
     def of(rates: Rates, n_steps: int, host_in_time: bool = False) -> Account:
@@ -113,7 +114,15 @@ class Account:
         accumulate(self.seconds[resource][step], seconds, terms)
 
     def move(
-        self, link: Resource, step: int, amount_bytes: float, terms: Terms, *, copies: int = 1, serial: float = 0.0
+        self,
+        link: Resource,
+        step: int,
+        amount_bytes: float,
+        terms: Terms,
+        *,
+        copies: int = 1,
+        serial: float = 0.0,
+        ends_on_host: bool = False,
     ) -> None:
         """Send amount * terms over a link in `step`, and over the host's if copies pass it.
 
@@ -121,8 +130,9 @@ class Account:
         ----------
         copies: number of copies that the whole amount takes; a fraction of it takes that fraction of their seconds.
         serial: the part of it that must precede (in) or follow (out) the step's computes, which read or make the bytes.
+        ends_on_host: whether the copies begin or end in the host's memory, and so do not take its link.
         """
-        beyond = self.rates.beyond(link)
+        beyond = None if ends_on_host else self.rates.beyond(link)
         for one in (link,) if beyond is None else (link, beyond):
             load_bytes = self.rates.load_bytes(amount_bytes, one, copies)
             accumulate(self.moved[one][step], load_bytes, terms)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..linear import ONE, Builder, Flow, Terms, add, flow, follows
 from ..problem import Group, Problem
@@ -84,6 +84,7 @@ class GroupColumns:
     states: tuple[RoundTrip, ...] = ()
     away: tuple[Away, ...] = ()
     sources: tuple[Source, ...] = ()
+    from_files: Terms = field(default_factory=dict)
 
 
 def add_group(problem: Problem, group: Group, builder: Builder, account: Account) -> GroupColumns:
@@ -133,13 +134,17 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     before_use = around(first_update, span.first - 1, problem.n_steps)
     x = builder.column(f"x[{name}]") if group.side == "any" else WHOLE if group.side == "host" else NONE
     grad_out = flow(builder, f"GradOut[{name}]", idle, leaving_steps(problem, idle, 2), x)
-    update = flow(builder, f"Opt[{name}]", idle, updating_steps(problem, group, before_use[:-1]), x)
+    stored = _stored_part(problem, group, x, builder, account)
+    in_ram = add((1.0, x), (-1.0, stored)) if stored else x
+    logged = update = flow(builder, f"Opt[{name}]", idle, updating_steps(problem, group, before_use[:-1]), in_ram)
+    if stored:
+        update = logged.plus(_from_files(problem, group, span, stored, builder, account))
     returns = before_use[before_use.index(problem.first_return(group)) :]
     cpu_back = flow(builder, f"ParInC[{name}]", idle, coming_steps(problem, returns), x)
     follows(builder, f"Opt after GradOut[{name}]", update, grad_out)
     follows(builder, f"ParInC after Opt[{name}]", cpu_back, update)
     updater = problem.rates.worker("update-cpu")
-    for step, part in update.each():
+    for step, part in logged.each():
         logging_s = group.cpu_log_s if problem.is_logged(group, step) else 0.0
         account.spend(updater, step, group.cpu_update_s + logging_s, part)
     _count_cpu_part(problem, group, span, x, grad_out, cpu_back, account)
@@ -154,7 +159,7 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     else:
         account.pass_through(group.grad_bytes, grad_out, update)
     if problem.speculates:
-        _log(problem, group, idle, update, account)
+        _log(problem, group, idle, logged, account)
 
     after_update = around(updated, span.first - 1, problem.n_steps)
     paths = (problem.rates.host, *(tier.path for tier in problem.parameter_tiers))
@@ -183,8 +188,34 @@ def _planned(problem: Problem, group: Group, span: Span, builder: Builder, accou
     away = _others(problem, group, span.between, sources, builder, account)
     several = tuple(sources) if others else ()
     return GroupColumns(
-        x, grad_out, lead_out, lead_back, update, cpu_back, departures, wait, states, away, several
+        x, grad_out, lead_out, lead_back, update, cpu_back, departures, wait, states, away, several, stored
     )  # fmt: skip
+
+
+def _stored_part(problem: Problem, group: Group, x: Terms, builder: Builder, account: Account) -> Terms:
+    """Add the column of the CPU part whose states lie in files; nothing if none may."""
+    if not problem.may_update_from_files(group) or not x:
+        return NONE
+    stored = builder.column(f"y[{group.name}]")
+    builder.at_most_zero(f"y[{group.name}]", add((1.0, stored), (-1.0, x)))
+    builder.at_most_zero(f"ring[{group.name}]", add((1.0, stored), (-1.0, account.ring)))
+    return stored
+
+
+def _from_files(problem: Problem, group: Group, span: Span, stored: Terms, builder: Builder, account: Account) -> Flow:
+    """Add the updates on the host whose states are read from files and written back, in the same step."""
+    tier = problem.host_update_tier
+    assert tier is not None
+    certain = around(problem.first_certain_update(group), span.first - 1, problem.n_steps)[:-1]
+    update = flow(builder, f"OptF[{group.name}]", span.idle, updating_steps(problem, group, certain), stored)
+    updater = problem.rates.worker("update-cpu")
+    for step, part in update.each():
+        account.spend(updater, step, group.cpu_update_s, part)
+        for link in tier.path.links:
+            account.move(link, step, group.state_bytes, part, copies=group.state_copies, ends_on_host=True)
+    account.keep(-group.state_bytes, stored)
+    account.keep(group.state_bytes, stored, tier.name)
+    return update
 
 
 def _departure(

@@ -14,6 +14,8 @@ Flow): `Flow.upto(t)` has moved by the end of step t, `Flow.before(t)` by its be
 | LeadIn | lead_back | total returns, if the device adds up | before next g | upto(t) <= LeadOut.before(t), sum = T |
 | GradOutD, GradInD | wait | device part's gradient waits on the host | g .. u - 1 | sums <= 1 - x, back from 2L on |
 | Opt | cpu_update | CPU part is updated | after g; behind a gate from 2L on | upto(t) <= GradOut.before(t), sum = x |
+| OptF, y | from_files | part of Opt, of x: states from files, read and written in its step | as Opt | sum = y <= x |
+| Ring | ring | what passes the host's memory from files and back has room there | [0, 1] | y <= Ring |
 | ParInC | cpu_back | CPU part's new parameters come in | after g | upto(t) <= Opt.before(t), sum = x |
 | ParOut | departures | device part's new parameters leave, to the host or files | idle gap | sum = v = D + K <= 1 - x |
 | Drop | Departure.drop | those of them that are released once they have left | idle gap | sum = D |
@@ -115,6 +117,9 @@ def state_program(problem: Problem, goal: Goal = "time") -> Program:
     """
     builder, account = Builder(), Account.of(problem.rates, problem.n_steps, problem.host_in_time)
     account.keep(problem.arrival_bytes + problem.buffers_bytes, {ONE: 1.0})
+    if problem.ring_bytes:
+        account.ring = builder.column("Ring")
+        account.keep(problem.ring_bytes, account.ring)
     choices = add_blocks(problem, builder, account)
     leaving = add_values(problem, builder, account)
     groups = {g.name: add_group(problem, g, builder, account) for g in problem.groups}

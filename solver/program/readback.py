@@ -65,6 +65,7 @@ def read_group(columns: GroupColumns, values: tuple[float, ...]) -> GroupFlow:
         state_in=_steps([trip.back for trip in columns.states], values),
         state_tiers=_tiers(columns.states, values),
         sources=_sources(columns, values),
+        from_files=_fraction(columns.from_files, values),
     )
 
 

@@ -75,6 +75,7 @@ def _streamed(problem: Problem, group: Group) -> GroupFlow:
     update = {problem.first_certain_update(group): 1.0}
     led: dict[str, Any] = _led(problem, span)
     out, back = {span.end: 1.0}, {last: 1.0}
+    led["from_files"] = float(problem.may_update_from_files(group))
     return GroupFlow(cpu_part=1.0, grad_out=out, cpu_update=update, cpu_back=back, gaps=gaps, **led)
 
 

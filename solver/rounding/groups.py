@@ -21,6 +21,7 @@ from .host import host_chain
 from .kept import keep
 from .knapsack import select
 from .sources import Sources, read_least
+from .stored import Stored
 from .tiers import Spread
 from .walk import NOISE, Allowance, Curve, at_least, envelope, walk
 
@@ -44,12 +45,13 @@ def round_solution(problem: Problem, solution: Solution, *, host_is_full: bool =
     plans: dict[str, TensorPlan] = {}
     spread = Spread.of(problem, solution)
     activations, spare = whole_activations(problem, solution, spread)
-    excess_s, sources = 0.0, Sources()
+    excess_s, sources, stored = 0.0, Sources(), Stored.of(problem, solution)
+    spread.in_pieces |= stored.any
     for group in sorted(problem.groups, key=_last_step):
         flow = solution.groups.get(group.name, GroupFlow())
         # A byte of a state that leaves to files costs more than one of a parameter, which leaves to RAM.
         allowance = Allowance(problem, group, flow, spare, for_states=spread.in_pieces)
-        rounded = _round_group(problem, group, flow, allowance, excess_s, spread, host_is_full)
+        rounded = _round_group(problem, group, flow, allowance, excess_s, spread, stored, host_is_full)
         rounded = sources.choose(group, flow, rounded)
         plans |= {plan.name: plan for plan in rounded}
         spare = allowance.spare
@@ -72,6 +74,7 @@ def _round_group(
     allowance: Allowance,
     excess_s: float,
     spread: Spread,
+    stored: Stored,
     host_is_full: bool,
 ) -> list[TensorPlan]:
     """Round one group: parameters first, then states, then gradients: the device's, then the host's."""
@@ -80,6 +83,7 @@ def _round_group(
     most = max((need[0] for need in needs if need), default=0)
     if group.trainable:
         plans = _idle_gap(problem, group, flow, allowance, plans, excess_s, most)
+        plans = stored.choose(problem, group, flow, plans)
         may_leave = {t.name: t.param_bytes for t, p in zip(group.tensors, plans) if p.hosted}
     else:
         sizes = {tensor.name: tensor.param_bytes for tensor in group.tensors}

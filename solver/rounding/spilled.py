@@ -21,9 +21,9 @@ _TRIES = 4  # the first states in files need buffers in RAM, and items that shar
 def whole_schedule(problem: Problem, tried: Problem, solution: Solution, *, host_is_full: bool = False) -> Schedule:
     """Round a solution to whole tensors and schedule them.
 
-    If they take more RAM than there is, further pieces of states leave to a tier for states instead, and then
-    parameters, if there is one for these. That costs less than what the program gives up if it is solved again for less
-    RAM.
+    If they take more RAM than there is, further pieces of states leave to a tier for states instead, then the host
+    updates further states from files, and then parameters leave there, as far as the tier is for these. That costs less
+    than what the program gives up if it is solved again for less RAM.
 
     Parameters
     ----------
@@ -38,11 +38,39 @@ def whole_schedule(problem: Problem, tried: Problem, solution: Solution, *, host
         if further is None:
             break
         decisions, schedule = further, build_schedule(problem, further)
+    stored = problem.host_update_tier
+    for _ in range(_TRIES if stored is not None else 0):
+        over = schedule.host_layout.used_bytes - problem.host_budget_bytes
+        further = _updated_from(problem, decisions, stored, over) if stored is not None and over > 0 else None
+        if further is None:
+            break
+        decisions, schedule = further, build_schedule(problem, further)
     over = schedule.host_layout.used_bytes - problem.host_budget_bytes
     for tier in problem.parameter_tiers if over > 0 else ():
         further = _parameters_in(problem, decisions, tier, over)
         schedule = build_schedule(problem, further) if further is not None else schedule
     return schedule
+
+
+def _updated_from(problem: Problem, decisions: Decisions, files: Tier, over_bytes: int) -> Decisions | None:
+    """Have the host update further states from files instead of RAM, by whose bytes it exceeds its budget.
+
+    Returns: None if none can go.
+    """
+    groups = [group for group in problem.groups if group.trainable and problem.may_update_from_files(group)]
+    sizes = {tensor.name: tensor.state_bytes for group in groups for tensor in group.tensors}
+    by_name = {group.name: group for group in groups}
+    on_host = [plan for plan in decisions.tensors if plan.cpu and sizes.get(plan.name)]
+    certain = (p for p in on_host if not problem.is_logged(by_name[p.group], p.cpu_update or 0))
+    here = {plan.name: sizes[plan.name] for plan in certain if plan.states_from is None}
+    there = sum(sizes[plan.name] for plan in on_host if plan.states_from is not None)
+    if not there:  # the first one needs the ring
+        over_bytes += problem.ring_bytes
+    going = select(here, min(over_bytes, sum(here.values())))
+    if not going or there + sum(sizes[name] for name in going) > files.capacity_bytes:
+        return None
+    tensors = (replace(plan, states_from=files.name) if plan.name in going else plan for plan in decisions.tensors)
+    return replace(decisions, tensors=tuple(tensors))
 
 
 def _parameters_in(problem: Problem, decisions: Decisions, files: Tier, over_bytes: int) -> Decisions | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from .. import items
 from ..compute_names import BACKWARD, FORWARD, GATE, START, USER, ComputeName
-from ..decisions import Decisions, state_parts
+from ..decisions import Decisions, state_parts, stored_parts
 from ..fat_steps import for_one
 from ..items import Item, ItemKind
 from ..problem import Option, Problem, Value
@@ -52,6 +52,8 @@ def item_sizes(problem: Problem, decisions: Decisions) -> dict[Item, int]:
                 sizes |= {part.item: part.bytes for part in state_parts(trained[plan.name], plan)}
             if problem.adds_up:
                 sizes[items.total(plan.name)] = sizes.get(items.gradient(plan.name), 0)
+        elif plan.states_from is not None:
+            sizes |= stored_parts(trained[plan.name])
         elif problem.speculates:
             sizes[items.log(plan.name)] = trained[plan.name].log_bytes
     by_batch = _sizes_by_batch(problem, decisions)

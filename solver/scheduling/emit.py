@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from .. import items
 from ..compute_names import BACKWARD, FORWARD, GATE, START, USER, ComputeName
-from ..decisions import Decisions, TensorPlan, state_parts
+from ..decisions import Decisions, TensorPlan, state_parts, stored_parts
 from ..effects import with_actions
 from ..items import Item
-from ..problem import Group, Problem, TensorSize
+from ..problem import RING_PIECES, Group, Problem, TensorSize
 from ..resources import HOST
 from ..schedule import Action, Kind, Schedule
 from .computes import compute_specs, item_sizes, value_uses
@@ -134,7 +134,7 @@ def build_schedule(problem: Problem, decisions: Decisions) -> Schedule:
         add_cpu_s=_shares(problem, plans, "cpu_add_s", cpu=True) if several and not summed else {},
         add_device_s=_shares(problem, plans, "device_add_s", cpu=None if summed else False) if several else {},
         homes=emitter.homes,
-        log_cpu_s=_shares(problem, plans, "cpu_log_s", cpu=True) if problem.speculates else {},
+        log_cpu_s=_logs(problem, plans) if problem.speculates else {},
         **problem.machine,
     )
     return with_actions(schedule, parts)
@@ -199,6 +199,8 @@ def _emit_tensor(emitter: _Emitter, group: Group, tensor: TensorSize, plan: Tens
     if plan.back is not None:
         emitter.prefetch(plan.back, param, group.uses[0])
     if plan.cpu:
+        if plan.states_from is not None:
+            emitter.homes |= dict.fromkeys(stored_parts(tensor), plan.states_from)
         _emit_host_update(emitter, group, plan)
     elif emitter.problem.update == "planned":
         _emit_device_update(emitter, group, tensor, plan)
@@ -292,6 +294,11 @@ def _shares(problem: Problem, plans: dict[str, TensorPlan], seconds: str, *, cpu
     }
 
 
+def _logs(problem: Problem, plans: dict[str, TensorPlan]) -> dict[str, float]:
+    found = _shares(problem, plans, "cpu_log_s", cpu=True)
+    return {name: seconds for name, seconds in found.items() if plans[name].states_from is None}
+
+
 def host_bytes(problem: Problem, decisions: Decisions) -> int:
     """Return the bytes in host memory that decisions need if everything there has memory of its own."""
     plans = {plan.name: plan for plan in decisions.tensors}
@@ -304,13 +311,16 @@ def host_bytes(problem: Problem, decisions: Decisions) -> int:
         total += block.options[o].offloaded_bytes if stay is None or stay.tier == HOST else 0
     used = {plan.source for plan in plans.values() if plan.has_copy} | tiers
     total += sum(tier.buffers_bytes for tier in problem.rates.tiers if tier.name in used)
+    stored = [tensor.largest_piece_bytes for _, tensor, plan in trained if plan.states_from is not None]
+    total += RING_PIECES * max(stored, default=0)
     on_host = decisions.offloaded_values - decisions.value_tiers.keys()
     total += sum(v.bytes for v in problem.values if v.name in on_host)
     return total + problem.arrival_bytes
 
 
 def _tiers_of_states(decisions: Decisions) -> set[str]:
-    return {stay.tier for plan in decisions.tensors for stay in plan.states}
+    leaving = {stay.tier for plan in decisions.tensors for stay in plan.states}
+    return leaving | {plan.states_from for plan in decisions.tensors if plan.states_from is not None}
 
 
 def _host_bytes_of(tensor: TensorSize, plan: TensorPlan, in_pieces: bool) -> int:
@@ -322,7 +332,7 @@ def _host_bytes_of(tensor: TensorSize, plan: TensorPlan, in_pieces: bool) -> int
         reserves the whole state for any piece, which leaves to its place in it.
     """
     if plan.cpu:
-        return tensor.param_bytes + tensor.grad_bytes + tensor.state_bytes
+        return tensor.param_bytes + tensor.grad_bytes + tensor.state_bytes * (plan.states_from is None)
     to_ram = [tensor.piece_bytes(stay.rows) for stay in plan.states if stay.tier == HOST]
     states = sum(to_ram) if in_pieces else tensor.state_bytes * bool(to_ram)
     gradient_leaves = plan.grad_back is not None or plan.lead_out is not None

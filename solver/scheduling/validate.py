@@ -90,6 +90,8 @@ def _check_names(schedule: Schedule) -> None:
         require(tier in schedule.rates.paths, f"home of {item}", f"there is no tier {tier!r}")
         if item.kind is ItemKind.PARAMETER:
             _check_home(schedule, item, tier)
+        elif item.name in schedule.updated_from_files:
+            _check_update_from_files(schedule, item, tier)
         else:
             require(item.kind.roams, f"home of {item}", "items of this kind may leave only to the host")
     resident = schedule.resident
@@ -118,6 +120,15 @@ def _check_home(schedule: Schedule, item: Item, home: str) -> None:
     else:
         why = "only a frozen parameter may come from a tier other than the host, and from one that holds it"
         require(tier.holds_frozen, f"home of {item}", why)
+
+
+def _check_update_from_files(schedule: Schedule, item: Item, home: str) -> None:
+    """Check that a state that the host updates in files lies, with all of its pieces, on a tier for that."""
+    tier = next((one for one in schedule.rates.tiers if one.name == home), None)
+    why = "the host updates it, which takes a tier for host updates"
+    require(tier is not None and tier.for_host_updates, f"home of {item}", why)
+    for other in schedule.states[item.name]:
+        require(schedule.homes.get(other) == home, f"home of {other}", f"is not that of {item}; a state has one home")
 
 
 def _seconds(schedule: Schedule) -> Iterator[tuple[str, float]]:

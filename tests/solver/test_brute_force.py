@@ -32,6 +32,7 @@ class Count:
     passing: list[float]  # bytes on the host by step, of what is there for a part of the iteration only
     host: float = 0.0  # all bytes on the host, if each has memory of its own
     always: float = 0.0  # those of them that are there for the whole iteration
+    ring: bool = False  # whether states come from a drive for updates on the host
 
     def keep(self, amount: float) -> None:
         """Count bytes on the host for the whole iteration."""
@@ -44,6 +45,14 @@ class Count:
         for steps in stays:
             for step in steps:
                 self.passing[step] += amount
+
+    def pass_through(self, problem: Problem, step: int, *amounts: float) -> None:
+        """Count states that come from a drive for an update on the host, and go back there; the first needs room."""
+        path = problem.rates.tiers[0].path
+        for link, name in zip(path.links, DRIVE.values()):
+            self.link_s[name][step] += sum(amounts) / path.bytes_per_s(link)
+        self.keep(problem.ring_bytes if not self.ring else 0)
+        self.ring = True
 
     def move(
         self, problem: Problem, way: str, step: int, *amounts: float, serial: bool = False, drive: bool = False
@@ -107,7 +116,11 @@ def count_idle_gap(problem: Problem, group: Group, rng: random.Random, count: Co
             count.stay([idle[update : barrier + 1]], group.log_bytes)
         for k in range(1, last + 1):
             count.memory[idle[k]] += group.grad_bytes * (k <= out) + group.param_bytes * (k >= back)
-        count.keep(group.param_bytes + group.state_bytes)
+        if problem.may_update_from_files(group) and not speculated and rng.random() < 0.6:
+            count.pass_through(problem, idle[update], *states(group))
+            count.keep(group.param_bytes)
+        else:
+            count.keep(group.param_bytes + group.state_bytes)
         if problem.sums_on_device:
             _count_totals(problem, group, rng, count, kept=True)
             return BY_HOST
@@ -447,3 +460,18 @@ def test_no_whole_plan_is_better_in_passes_of_several_micro_batches(seed: int, m
     one = gated(random_problem(rng, n_blocks=2, tensors=rng.choice((1, 2)), tied=seed % 2 == 0), rng, 1)
     problem = in_passes(with_seconds_per_copy(one, rng) if seed % 3 else one, m, per_step)
     check_no_whole_plan_is_better(problem, rng)
+
+
+@pytest.mark.parametrize("m", [0, 1, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_whole_plan_is_better_where_the_host_updates_states_in_files(seed: int, m: int) -> None:
+    """Read, updated and written in one step, behind the gate if there is one, through a ring in the host's memory."""
+    rng = random.Random(seed)
+    problem = random_problem(rng, n_blocks=2, tensors=rng.choice((1, 2)), tied=seed % 2 == 0)
+    problem = in_rows(problem) if seed % 2 else problem
+    rate = problem.rates.in_bytes_per_s
+    path = Path("drive", rate * rng.choice((0.5, 2.0)), rate, rate * 1.2, through_host=True)
+    tier = Tier(path, 2**40, buffers_bytes=64, for_states=True, for_host_updates=True)
+    problem = replace(problem, rates=replace(problem.rates, tiers=(tier,)))
+    problem = gated(problem, rng, m) if m else problem
+    check_no_whole_plan_is_better(speculating(problem) if m and seed == 3 else problem, rng)

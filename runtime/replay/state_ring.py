@@ -1,0 +1,211 @@
+"""Updates on the host whose optimizer states lie in files: each piece is read, updated and written back in turn."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+
+import torch
+
+from ...errors import StorageError
+from ...solver.items import Item
+from ...solver.problem import RING_PIECES
+from ..devices.pinned import flat_bytes
+from ..events import Ended, Event, UnderWay
+from ..storage.file_bytes import StoredBytes
+from ..storage.host_bytes import ALIGNMENT_BYTES, empty_aligned, round_up
+from .binding import Update
+from .contents import is_bulk
+from .states import States, in_rows
+from .world import World
+
+_NOTHING = UnderWay("nothing", ())
+
+
+@dataclass
+class _Piece:
+    """A piece of a state on its way.
+
+    Parameters
+    ----------
+    homes: by part of the state, these rows in the files; empty before the first update, which makes them.
+    slot: the memory that they are read to. tensors: the same there, from its read until it has been written.
+    """
+
+    item: Item
+    homes: Mapping[str, torch.Tensor]
+    slot: _Slot
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class _Slot:
+    """Memory of one piece at a time; `_memory` is made when a piece is first read, and grows with larger ones."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, stored: list[StoredBytes], sizes: list[int]) -> list[torch.Tensor]:
+        """Return flat bytes for the parts of a piece, each as far from a page's beginning as it is in its file."""
+        ends = list(accumulate(round_up(s.start % ALIGNMENT_BYTES + size) for s, size in zip(stored, sizes)))
+        if self._memory.numel() < ends[-1]:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # not both at a time
+            self._memory = empty_aligned(ends[-1])
+        firsts = [end + s.start % ALIGNMENT_BYTES for end, s in zip((0, *ends), stored)]
+        return [self._memory[first : first + size] for first, size in zip(firsts, sizes)]
+
+
+@dataclass
+class _Passing:
+    """The update of a tensor that has been submitted: the events of its pieces, and whether any has been updated."""
+
+    events: list[Event] = field(default_factory=list)
+    begun: bool = False
+
+
+class StateRing:
+    """A few pieces of states in the host's memory: while one is updated, another is read and a third is written.
+
+    Updates are made in the order in which they are submitted. A read waits until the piece that was read so many pieces
+    before has been written. So no more than these are in memory, and nothing waits for a later update.
+
+    State: `_written`, the events of the latest writes, one for each piece that is in memory; `_updated`, that of the
+    latest update; `_slots`, the memory, that of the next piece first; `_passing`, by parameter, its update since the
+    last `clear`. The thread that replays changes them, workers only what belongs to their piece.
+    """
+
+    def __init__(self, world: World, states: States) -> None:
+        self._world, self._states = world, states
+        self._written: deque[Event] = deque([_NOTHING] * RING_PIECES, maxlen=RING_PIECES)
+        self._updated: Event = _NOTHING
+        self._slots = deque(_Slot() for _ in range(RING_PIECES))
+        self._passing: dict[str, _Passing] = {}
+
+    def takes(self, name: str) -> bool:
+        """Return whether a parameter is updated here: the plan has its state in files, and that is where it is."""
+        return name in self._world.schedule.updated_from_files and name in self._world.host.in_store
+
+    def start(
+        self, name: str, update: Update, grad: torch.Tensor, scale: torch.Tensor | None, after: tuple[Event, ...]
+    ) -> Event:
+        """Start the update of a parameter on the host, after those that were started before.
+
+        Parameters
+        ----------
+        scale: multiplies the gradient first. after: events before it.
+
+        Returns: the event of the parameter being updated. Its state may still be on its way to the files.
+        """
+        world, passing = self._world, _Passing()
+        self._passing[name] = passing
+        path, worker = world.store_path, world.schedule.rates.worker("update-cpu")
+        assert path is not None, "what lies in files has a path to them"
+        pieces = [self._piece(item) for item in self._states.items(name)]
+        before: Event = Ended((self._updated,))
+        last = pieces[-1].item
+        for piece in pieces:
+            item, size = piece.item, world.schedule.item_bytes[piece.item]
+            # A failed write is known here at the latest; that of another piece is for whoever needs that one.
+            earlier = (world.contents.written[item],) if item in world.contents.written else ()
+            free, work = Ended((self._written[0],)), _Work(self, piece, passing, update, grad, scale, item == last)
+            there = world.device.transfer(partial(self._read, piece), size, path.into, (free, *earlier))
+            before = self._updated = world.device.update_on_host(work, (*after, before, there), worker)
+            written = world.device.transfer(partial(self._write, piece), size, path.out, (before,))
+            self._written.append(written)
+            passing.events += [before, written]
+            world.contents.written[item] = UnderWay(f"the write of {item} to its files", (written,))
+        return before
+
+    def _piece(self, item: Item) -> _Piece:
+        state = self._world.host.states.get(item.name, {})
+        bulk = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and is_bulk(v)}
+        self._slots.rotate(-1)
+        homes = {k: v if item.rows is None else in_rows(v, item.rows) for k, v in bulk.items()}
+        return _Piece(item, homes, self._slots[-1])
+
+    def _read(self, piece: _Piece) -> Event:
+        """Start to read a piece; before the first update there is none."""
+        homes = piece.homes.values()
+        stored = [self._stored(home) for home in homes]
+        memory = piece.slot.take(stored, [home.numel() * home.element_size() for home in homes]) if homes else []
+        parts = zip(piece.homes.items(), memory)
+        piece.tensors = {k: raw.view(home.dtype).as_strided(home.shape, home.stride()) for (k, home), raw in parts}
+        reads = [source.read(raw, 0) for source, raw in zip(stored, memory)]
+        return UnderWay(f"the read of {piece.item} from its files", tuple(reads))
+
+    def update(self, work: _Work) -> None:
+        """Update the rows of a piece, on a worker."""
+        host, item, name = self._world.host, work.piece.item, work.piece.item.name
+        param, grad, known = host.params[name], work.grad, host.states.setdefault(name, {})
+        shared = {key: value for key, value in known.items() if not is_bulk(value)}
+        if not work.last:  # what all rows share advances once, with the last rows
+            shared = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in shared.items()}
+        state: dict[str, object] = {**shared, **work.piece.tensors}
+        if item.rows is not None:
+            param, grad = in_rows(param, item.rows), in_rows(grad, item.rows)
+        work.passing.begun = True
+        work.make(name, param, grad, state, work.scale)
+        work.piece.tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and is_bulk(v)}
+        if not work.last:
+            return
+        known.update({key: value for key, value in state.items() if not is_bulk(value)})
+        host.written((host.params[name],))
+        host.updates[name] = host.updates.get(name, 0) + 1
+
+    def _write(self, piece: _Piece) -> Event:
+        """Start to write a piece that has been updated."""
+        homes, writes = self._states.homes(piece.item, piece.tensors), []
+        for key, tensor in piece.tensors.items():
+            flat = flat_bytes(tensor)
+            assert flat is not None, "what lies in one piece in a file does so in memory"
+            writes.append(self._stored(homes[key]).write(flat, 0))
+        return UnderWay(f"the write of {piece.item} to its files", tuple(writes))
+
+    def _stored(self, home: torch.Tensor) -> StoredBytes:
+        store = self._world.host.store
+        stored = store.bytes_of(home) if store is not None else None
+        assert stored is not None, "its state lies in files"
+        return stored
+
+    def lost(self) -> frozenset[str]:
+        """Wait for all updates, and return the parameters of which one was made in part or left no state in files."""
+        found = set()
+        for name, passing in self._passing.items():
+            failures = [error for event in passing.events if (error := _failure(event)) is not None]
+            on_disk = any(isinstance(cause, StorageError) for error in failures for cause in (error, error.__cause__))
+            if on_disk or (failures and passing.begun):
+                found.add(name)
+        return frozenset(found)
+
+    def clear(self) -> None:
+        """Forget all updates; none may be under way."""
+        self._passing.clear()
+        self._slots = deque(_Slot() for _ in range(RING_PIECES))
+        self._written.extend([_NOTHING] * RING_PIECES)
+        self._updated = _NOTHING
+
+
+@dataclass
+class _Work:
+    """The update of one piece, as a worker calls it."""
+
+    ring: StateRing
+    piece: _Piece
+    passing: _Passing
+    make: Update
+    grad: torch.Tensor
+    scale: torch.Tensor | None
+    last: bool
+
+    def __call__(self) -> None:
+        self.ring.update(self)
+
+
+def _failure(event: Event) -> Exception | None:
+    try:
+        event.synchronize()
+    except Exception as error:
+        return error
+    return None
