@@ -91,6 +91,9 @@ class Config:
         A step that clips nothing is faster then, and one that clips is slower. "auto": both ways are planned, and
         training begins with updates that wait. It changes to the other way, and back, by how many steps clip. Without
         clipping, accumulation or a scaler, updates wait for nothing, and this has no effect.
+    low_copies: whether float32 weights that torch.autocast casts to a lower precision may be cast on the CPU, once per
+        update, so that they and their gradients are copied in that precision. This changes no bits. A plan without such
+        copies is made, too, and the faster one is used. Planned updates of one micro-batch can have them.
 
     Raises: ArgumentTypeError, ArgumentValueError naming the field, its value and the values that are allowed.
     """
@@ -113,6 +116,7 @@ class Config:
     backend: Literal["eager", "inductor"] = "eager"
     updates: Updates | Split = "auto"
     speculate: bool | Literal["auto"] = False
+    low_copies: bool = True
     # When this was made: one run measures a model once, although it may plan for it more often.
     _made_s: float = field(default_factory=time.monotonic, init=False, repr=False, compare=False)
 
@@ -151,7 +155,7 @@ class Config:
             )
         known = isinstance(self.updates, Split) or self.updates in _UPDATES
         _require(known, "updates", self.updates, "'auto', 'host', 'device' or a Split, such as plan.split")
-        for name in ("measure_again", "measure_grad_norm"):
+        for name in ("measure_again", "measure_grad_norm", "low_copies"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentTypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if not isinstance(self.speculate, bool) and self.speculate != "auto":

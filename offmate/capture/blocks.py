@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from .captured import Captured
@@ -39,6 +40,7 @@ def trace_blocks(
     trainable: frozenset[str],
     incoming: Mapping[str, tuple[int, ...]],
     progress: Callable[[int, int], None] = lambda done, total: None,
+    low: Mapping[str, torch.dtype] | None = None,
 ) -> tuple[TracedBlock, ...]:
     """Specify every block from the last to the first, tracing each class once.
 
@@ -47,10 +49,11 @@ def trace_blocks(
     trainable: placeholder names of parameters that require a gradient.
     incoming: strides of the gradients that output nodes receive from the user's backward, by the nodes' names.
     progress: called with the number of blocks done, and of all blocks.
+    low: parameters that come in a lower precision, by canonical name.
 
     Returns: the blocks in chain order.
     """
-    layout = _Layout(captured, chain, trainable, incoming)
+    layout = _Layout(captured, chain, trainable, incoming, low or {})
     joints: dict[str, Joint] = {}
     traced: list[TracedBlock] = []
     for index in reversed(range(len(chain.blocks))):
@@ -69,9 +72,14 @@ class _Layout:
     """Dependences across blocks; `gradients` (strides by node) grows while blocks are traced from last to first."""
 
     def __init__(
-        self, captured: Captured, chain: Chain, trainable: frozenset[str], incoming: Mapping[str, tuple[int, ...]]
+        self,
+        captured: Captured,
+        chain: Chain,
+        trainable: frozenset[str],
+        incoming: Mapping[str, tuple[int, ...]],
+        low: Mapping[str, torch.dtype],
     ) -> None:
-        self.captured = captured
+        self.captured, self.low = captured, low
         self.chain = chain
         self.trainable = trainable
         self.outputs = {o for o in captured.outputs if isinstance(o, str)}
@@ -153,6 +161,7 @@ class _Layout:
             final=index == readers[0],
             rounded=rounded,
             changes=bool(self.changing & set(self.chain.facts[node].storages)),
+            low=self.low.get(self.captured.params.get(node.name, "")),
         )
 
     def note_gradients(self, spec: BlockSpec, joint: Joint) -> None:

@@ -113,13 +113,19 @@ class _Run:
         for external in spec.externals:
             like = external.node.meta["fake"]
             for _ in range(external.leaves):
-                leaf = self._fake(like, like.stride(), like.storage_offset(), like.untyped_storage().nbytes())
+                leaf = self._leaf(like, external.low)
                 arguments.append(leaf.requires_grad_(external.differentiable))
         arguments += [self._fake(spec.results[i].meta["fake"], stride) for i, stride in spec.tangents]
         arguments += [
             self._fake(e.node.meta["fake"], e.accumulates) for e in spec.externals if e.accumulates is not None
         ]
         return arguments
+
+    def _leaf(self, like: torch.Tensor, low: torch.dtype | None) -> torch.Tensor:
+        if low is None:
+            return self._fake(like, like.stride(), like.storage_offset(), like.untyped_storage().nbytes())
+        with self.mode:
+            return torch.empty_strided(like.shape, like.stride(), dtype=low, device=like.device)
 
     def _fake(
         self, like: torch.Tensor, stride: tuple[int, ...], offset: int = 0, storage_bytes: int | None = None

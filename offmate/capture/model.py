@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,12 +45,17 @@ class Traced:
     Parameters
     ----------
     incoming: strides of the gradients that output nodes receive from the user's backward, by the nodes' names.
+    trainable: placeholders of the parameters that get a gradient. castable: parameters of which a copy in a lower
+        precision may come to the device, with that precision; empty without a backward. low: those of which one comes.
     """
 
     captured: Captured
     chain: Chain
     blocks: tuple[TracedBlock, ...]
     incoming: Mapping[str, tuple[int, ...]]
+    trainable: frozenset[str] = frozenset()
+    castable: Mapping[str, torch.dtype] = field(default_factory=dict)
+    low: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     @property
     def differentiated(self) -> frozenset[str]:
@@ -94,15 +99,33 @@ def trace_model(
     with named():
         chain = partition(captured, trainable)
     check_shared_buffers(model, captured, chain, gradients)
-    if gradients:
-        _advise(model, captured, chain)
+    castable = _convertible(model, captured, chain.only_cast) if gradients else {}
+    _advise(model, castable)
     differentiated = choose_differentiated(captured, chain, config) if trainable else frozenset()
     for node, facts in chain.facts.items():
         node.meta["fake"] = facts.value
     into = {node.name: node for node in captured.graph.nodes if node.name in differentiated}
     incoming = incoming_strides(captured, into, config.gradient_layouts if gradients else {})
     blocks = trace_blocks(captured, chain, trainable, incoming, lambda done, total: say("tracing blocks", done / total))
-    return Traced(captured, chain, blocks, incoming)
+    return Traced(captured, chain, blocks, incoming, trainable, castable)
+
+
+def with_low_copies(traced: Traced, low: Mapping[str, torch.dtype]) -> Traced:
+    """Return a traced model of which copies of some parameters come to the device in a lower precision.
+
+    The host casts them, once per update, as autocast would do on the device for every use. Their gradients leave in
+    this precision, in which autocast makes them.
+
+    Parameters
+    ----------
+    low: precisions by canonical name; all of them are castable.
+
+    Source: SuperOffload, section 4.5 (where to cast).
+    """
+    if low == traced.low:
+        return traced
+    blocks = trace_blocks(traced.captured, traced.chain, traced.trainable, traced.incoming, low=low)
+    return replace(traced, blocks=blocks, low=low)
 
 
 def only_cast_of(model: torch.nn.Module, captured: Captured, held: Collection[torch.Tensor]) -> dict[str, torch.dtype]:
@@ -137,11 +160,10 @@ def _convertible(
     }
 
 
-def _advise(model: torch.nn.Module, captured: Captured, chain: Chain) -> None:
+def _advise(model: torch.nn.Module, castable: Mapping[str, torch.dtype]) -> None:
     """Say how to halve the bytes of frozen parameters, if they are many."""
     params = dict(model.named_parameters())
-    convertible = _convertible(model, captured, chain.only_cast)
-    found = {name: dtype for name, dtype in convertible.items() if not params[name].requires_grad}
+    found = {name: dtype for name, dtype in castable.items() if not params[name].requires_grad}
     size = sum(params[name].nbytes for name in found)
     if size > _MANY * sum(param.nbytes for param in params.values()):
         to = ", ".join(sorted({str(dtype) for dtype in found.values()}))

@@ -29,6 +29,8 @@ class External:
     final: whether this block adds the last part of the gradient (a parameter's gradient then takes its layout).
     rounded: the lower precision in which eager mode adds up its parts, None if it does not round.
     changes: whether some block's forward writes into its memory, so that a backward would find other values there.
+    low: the lower precision in which a parameter comes and its gradient goes, since autocast would cast both anyway;
+        None for its own.
     """
 
     node: fx.Node
@@ -39,6 +41,7 @@ class External:
     final: bool = True
     rounded: torch.dtype | None = None
     changes: bool = False
+    low: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ def class_key(spec: BlockSpec) -> str:
         marks = (
             external.kind, external.leaves, external.differentiable, external.accumulates, external.final,
             external.rounded, external.changes,
+            *((external.low,) if external.low is not None else ()),
         )  # fmt: skip
         lines.append(f"{marks} {_signature(external.node, storages)}")
     for node in spec.nodes:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from ..capture.blocks import TracedBlock
@@ -87,7 +88,8 @@ class Lowering:
     ----------
     incoming: strides of the gradients that output nodes receive from the user, by the nodes' names.
     trainable: the cost of training, per canonical parameter name. files: of frozen parameters; None without any.
-    storage: files that optimizer states may leave to; None without any.
+    storage: files that optimizer states may leave to; None without any. low: parameters of which copies in a lower
+        precision move, with that precision.
     """
 
     def __init__(
@@ -101,10 +103,11 @@ class Lowering:
         trainable: dict[str, Trainable],
         files: FrozenFiles | None = None,
         storage: StateFiles | None = None,
+        low: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         self.captured, self.chain, self.blocks, self.classes = captured, chain, blocks, classes
         self.prelude, self.incoming, self.trainable, self.files = prelude, incoming, trainable, files
-        self.storage = storage
+        self.storage, self.low = storage, low or {}
         steps = steps_of(len(blocks), micro_batches=1, turn_around_steps=0)
         backwards = ((n, step) for n, step in enumerate(steps) if step.direction is Direction.BACKWARD)
         self.backward = {step.block: number for number, step in backwards}
@@ -252,10 +255,11 @@ class Lowering:
             training = self.trainable.get(name, nothing) if grads else nothing
             grid = grid_of(fake, _PAGE_ELEMENTS if self.storage is not None else 1) if training.by_rows else None
             grids |= {name: grid} if grid else {}
-            nbytes = _dense_bytes(fake)
+            dtype = self.low.get(name, fake.dtype)
+            nbytes = _dense_bytes(fake) * dtype.itemsize // fake.dtype.itemsize
             size = TensorSize(name, nbytes, nbytes if grads else 0, training.state_bytes)
             in_files = self.files is not None and not grads and name in self.files.names
-            members.setdefault((uses, grads, fake.dtype, training.side, in_files), []).append((size, training))
+            members.setdefault((uses, grads, dtype, training.side, in_files), []).append((size, training))
         groups = (
             Group(
                 name=tensors[0][0].name,

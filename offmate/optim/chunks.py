@@ -15,9 +15,9 @@ CHUNK_ELEMENTS = 2**21
 _memory = threading.local()
 
 
-def may_be_cut(param: torch.Tensor, master: torch.Tensor, state: dict[str, Any]) -> bool:
+def may_be_cut(param: torch.Tensor, grad: torch.Tensor, master: torch.Tensor, state: dict[str, Any]) -> bool:
     """Return whether a tensor on the host can be updated in chunks: a long one, in one piece as its state is."""
-    tensors = [param, param.grad, master, *(value for value in state.values() if is_bulk(value))]
+    tensors = [param, grad, master, *(value for value in state.values() if is_bulk(value))]
     return param.numel() > CHUNK_ELEMENTS and all(
         t.device.type == "cpu" and t.is_contiguous() and t.shape == param.shape for t in tensors
     )
@@ -25,27 +25,36 @@ def may_be_cut(param: torch.Tensor, master: torch.Tensor, state: dict[str, Any])
 
 @torch.no_grad()
 def step_in_chunks(
-    kind: Any, inner: Any, leaf: torch.nn.Parameter, param: torch.Tensor, factor: torch.Tensor | None = None
+    kind: Any,
+    inner: Any,
+    leaf: torch.nn.Parameter,
+    param: torch.Tensor,
+    gradient: torch.Tensor,
+    factor: torch.Tensor | None = None,
+    *,
+    widened: bool = False,
 ) -> None:
     """Update a float32 copy by an element-wise optimizer, with the bits of one whole update; the parameter follows it.
 
     Parameters
     ----------
     kind: class of the optimizer. inner: an instance of it that holds only `leaf`, the copy, with its state, which the
-        first update makes. param: of lower precision, with its gradient. factor: multiplies the gradient first, in
-        place; None for 1.
+        first update makes. param: of lower precision. factor: multiplies the gradient first, in place, or its float32
+        values if it is to be `widened` before; None for 1.
     """
     master, state = leaf.data, inner.state[leaf]
-    grad, low, whole = param.grad.view(-1), param.view(-1), master.view(-1)  # type: ignore[union-attr]
+    grad, low, whole = gradient.view(-1), param.view(-1), master.view(-1)
     bulk = {key: value for key, value in state.items() if is_bulk(value)}
     made: dict[str, torch.Tensor] = {}
     starts = range(0, master.numel(), CHUNK_ELEMENTS)
     for start in starts:
         chunk = slice(start, start + CHUNK_ELEMENTS)
         leaf.data = whole[chunk]
-        if factor is not None:  # here, while the chunk is in the processor's cache
+        if factor is not None and not widened:  # here, while the chunk is in the processor's cache
             grad[chunk].mul_(factor)
         leaf.grad = _scratch(leaf.numel()).copy_(grad[chunk])
+        if factor is not None and widened:
+            leaf.grad.mul_(factor)
         # Scalars, such as the number of updates, advance once: with the last chunk.
         advances = start == starts[-1]
         given = inner.state[leaf] = {

@@ -99,10 +99,10 @@ class WithMasters:
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    self._step_one(group, param)
+                    self._step_one(group, param, param.grad)
         return loss
 
-    def _step_one(self, group: dict[str, Any], param: torch.Tensor) -> None:
+    def _step_one(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor) -> None:
         state = self.state[param]
         low = has_master(type(self), param)
         if low:
@@ -110,12 +110,12 @@ class WithMasters:
         leaf = torch.nn.Parameter(state[MASTER] if low else param.data)
         own = {leaf: {k: v for k, v in state.items() if k != MASTER}}
         inner = lone(self._kind, self.__dict__, [{**group, "params": [leaf]}], own)
-        if low and works_by_element(self._kind) and may_be_cut(param, leaf, own[leaf]):
-            step_in_chunks(self._kind, inner, leaf, param, self.factor)
+        if low and works_by_element(self._kind) and may_be_cut(param, grad, leaf, own[leaf]):
+            step_in_chunks(self._kind, inner, leaf, param, grad, self.factor)
         else:
             if self.factor is not None:
-                param.grad.mul_(self.factor)  # type: ignore[union-attr]
-            leaf.grad = param.grad.float() if low else param.grad  # type: ignore[union-attr]
+                grad.mul_(self.factor)
+            leaf.grad = grad.float() if low else grad
             bare_step(self._kind)(inner)
             if low:
                 param.copy_(leaf)

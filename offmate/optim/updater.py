@@ -15,9 +15,11 @@ from ..machines.devices import EMULATED
 from ..machines.stopwatch import clock_of, launching_s
 from ..runtime.devices.cores import as_a_worker
 from ..runtime.replay.contents import is_bulk
+from ..runtime.replay.low_copies import WHOLE
 from ..runtime.torch_names.modules import bare_step
 from ..runtime.torch_names.scalers import can_unscale, check_and_unscale
 from .lone import lone
+from .low import step_low
 from .masters import WithMasters, first_state
 from .rows import depends_on_threads, works_by_element
 
@@ -108,7 +110,7 @@ class Updater:
         group = self.optimizer.param_groups[0]
         like = torch.empty(_SHOWN_ELEMENTS, dtype=group["params"][0].dtype, device="meta")
         plain_s, fused_s = (
-            self._times(like, {**_hyper(group), **form}, _CPU).update_s for form in ({}, {"fused": True})
+            self._times(like, {**_hyper(group), **form}, _CPU, None).update_s for form in ({}, {"fused": True})
         )
         log.info(
             "%s updates as plain PyTorch does on a CPU, since neither fused nor foreach was given. With %s(..., "
@@ -175,7 +177,8 @@ class Updater:
         """Update `param` in place; see `Update`."""
         # A worker has one thread; for these updates it needs as many as plain PyTorch takes. The default for new
         # threads does not change.
-        if torch.get_num_threads() != self.threads and depends_on_threads(self.base, self.groups[name], param.dtype):
+        dtype = state.get(WHOLE, param).dtype
+        if torch.get_num_threads() != self.threads and depends_on_threads(self.base, self.groups[name], dtype):
             torch.set_num_threads(self.threads)
         self.step_one(self.groups[name], param, grad, state, factor=factor)
 
@@ -198,8 +201,13 @@ class Updater:
 
         Parameters
         ----------
+        param: or its copy in a lower precision, where `state` has the parameter itself under `WHOLE`.
         skips: a fused kernel then changes nothing. factor: by which the gradient is multiplied first, None for 1.
         """
+        if WHOLE in state:
+            _place_scalars(state, param.device if hyper.get("fused") or hyper.get("capturable") else _CPU)
+            step_low(self.base, self.optimizer.__dict__, hyper, param, grad, state, factor)
+            return
         leaf = torch.nn.Parameter(param.data)
         leaf.grad = grad
         if not state:
@@ -219,19 +227,26 @@ class Updater:
         if single.state[leaf] is not state:
             state.update(single.state[leaf])
 
-    def cost(self, like: torch.Tensor, hyper: dict[str, Any], device: torch.device = _CPU) -> UpdateCost:
+    def cost(
+        self,
+        like: torch.Tensor,
+        hyper: dict[str, Any],
+        device: torch.device = _CPU,
+        low: torch.dtype | None = None,
+    ) -> UpdateCost:
         """Measure bytes of state and seconds for a tensor, by updating a stand-in of its shape.
 
         Parameters
         ----------
         like: shape and dtype; no data are read. hyper: the group's hyperparameters. device: where operators run; on the
             CPU a worker has one thread and the training thread has all, unless bits depend on their number.
+        low: the precision of the copy that is updated with it, None for none. The tensor is then a part of its state.
         """
-        on_device = self._times(like, hyper, device)
+        on_device = self._times(like, hyper, device, low)
         on_cpu = on_device
         if device != _CPU:
             with as_a_worker():
-                on_cpu = self._times(like, hyper, _CPU)
+                on_cpu = self._times(like, hyper, _CPU, low)
         share = torch.get_num_threads() if device == _CPU else 1
         update_share = 1 if depends_on_threads(self.base, hyper, like.dtype) else share
         tensors = [v for v in on_device.state.values() if isinstance(v, torch.Tensor)]
@@ -249,17 +264,21 @@ class Updater:
             cpu_log_s=share * on_cpu.log_s,
         )
 
-    def _times(self, like: torch.Tensor, hyper: dict[str, Any], device: torch.device) -> _Times:
-        state: dict[str, Any] = {}
-        param, grad = (torch.zeros(like.shape, dtype=like.dtype, device=device) for _ in range(2))
+    def _times(
+        self, like: torch.Tensor, hyper: dict[str, Any], device: torch.device, low: torch.dtype | None
+    ) -> _Times:
+        own = torch.zeros(like.shape, dtype=like.dtype, device=device)
+        state: dict[str, Any] = {} if low is None else {WHOLE: own}
+        param = own if low is None else own.to(low)
+        grad = torch.zeros_like(param)
         found, half = torch.zeros((), device=device), torch.full((), 0.5, device=device)
         repeats = _REPEATS if like.numel() <= _TIMED_ELEMENTS else 2
-        unscales = can_unscale(like.dtype, device)
+        unscales = low is None and can_unscale(like.dtype, device)
         return _Times(
             state,
             _seconds(lambda: self.step_one(hyper, param, grad, state), repeats, device),
             _seconds(lambda: param.add_(grad), repeats, device),
-            _seconds(lambda: torch.linalg.vector_norm(grad), repeats, device),
+            _seconds(lambda: torch.linalg.vector_norm(grad, dtype=like.dtype), repeats, device),
             _seconds(lambda: check_and_unscale([grad], found, half), repeats, device) if unscales else 0.0,
             _log_s(param, state, repeats, device),
         )

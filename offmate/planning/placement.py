@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..plans.plan import Plan
 from ..runtime.memory.changes import Rehearsal
 from ..runtime.memory.reserve import MemoryLayout, Reserved, make_pockets, reserve
 from ..runtime.memory.updated import Updated
+from ..runtime.replay.low_copies import WHOLE
 from ..runtime.replay.rehearsal import rehearse
 from ..runtime.torch_names import trees as pytree
 from ..sizes import format_bytes, format_least_bytes
@@ -49,7 +51,7 @@ def fitted(
     """
     margin, prepared, tried = 0, make(0), 1
     while True:
-        updated, plan = holdings(model, updater, device), prepared.plan
+        updated, plan = holdings(model, updater, device, prepared.low), prepared.plan
         found = reserve(device, rehearsals(prepared, model, updated), budget_bytes)
         if isinstance(found, Reserved):
             place = replace(found.place, updated={name: updated(name) for name in plan.schedule.update_device_s})
@@ -132,8 +134,18 @@ def rehearsals(prepared: Prepared, model: torch.nn.Module, updated: Callable[[st
     )
 
 
-def holdings(model: torch.nn.Module, updater: Updater | None, device: torch.device) -> Callable[[str], Updated]:
-    """Return a function that tells what an optimizer holds of a parameter, measured on the device once per kind."""
+def holdings(
+    model: torch.nn.Module,
+    updater: Updater | None,
+    device: torch.device,
+    low: Mapping[str, torch.dtype] = MappingProxyType({}),
+) -> Callable[[str], Updated]:
+    """Return a function that tells what an optimizer holds of a parameter, measured on the device once per kind.
+
+    Parameters
+    ----------
+    low: parameters of which a copy in a lower precision is moved, and they themselves as a part of their state.
+    """
     params = dict(model.named_parameters())
     held: dict[str, Updated] = {}
     per_element: dict[Any, int] = {}
@@ -142,20 +154,25 @@ def holdings(model: torch.nn.Module, updater: Updater | None, device: torch.devi
         if name not in held:
             assert updater is not None, "without an optimizer no schedule moves states"
             param, hyper = params[name], updater.groups[name]
-            key = param.dtype, id(hyper)
+            key = param.dtype, low.get(name), id(hyper)
             if key not in per_element:
-                per_element[key] = _workspace_share(updater, param.dtype, hyper, device)
+                per_element[key] = _workspace_share(updater, param.dtype, hyper, device, low.get(name))
             parts, _ = state_parts(updater, param, hyper)
-            held[name] = Updated(tuple(parts), param.numel() * per_element[key])
+            whole = (param.nbytes,) if name in low else ()
+            held[name] = Updated((*whole, *parts), param.numel() * per_element[key], len(whole))
         return held[name]
 
     return updated
 
 
-def _workspace_share(updater: Updater, dtype: torch.dtype, hyper: dict[str, Any], device: torch.device) -> int:
+def _workspace_share(
+    updater: Updater, dtype: torch.dtype, hyper: dict[str, Any], device: torch.device, low: torch.dtype | None
+) -> int:
     """Measure the bytes per element that an update takes on the device while it runs."""
-    param, grad = (torch.zeros(_PROBED_ELEMENTS, dtype=dtype, device=device) for _ in range(2))
-    state: dict[str, Any] = {}
+    own = torch.zeros(_PROBED_ELEMENTS, dtype=dtype, device=device)
+    param = own if low is None else own.to(low)
+    grad = torch.zeros_like(param)
+    state: dict[str, Any] = {} if low is None else {WHOLE: own}
     updater.step_one(hyper, param, grad, state)
     with DeviceAllocationLog(device) as log:
         log.stretch("update", lambda: updater.step_one(hyper, param, grad, state))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,8 +14,8 @@ from typing import Any
 import torch
 
 from ..capture.arrivals import arrivals
-from ..capture.model import Traced, structure, trace_model
-from ..errors import PlanFileError
+from ..capture.model import Traced, structure, trace_model, with_low_copies
+from ..errors import InfeasibleBudget, PlanFileError
 from ..files import keep
 from ..lowering.bind import bind
 from ..lowering.inductor import compiled
@@ -36,13 +37,14 @@ from .describe import described
 from .elsewhere import as_elsewhere
 from .fingerprint import differences, fingerprint_of
 from .garbage import fewer_collections
+from .low_copies import choices, precisions_of, words_of
 from .orders import check_together
 from .phases import searching
 from .refusal import block_rows, refusal
 from .request import Prepared, Request
 from .restore import cached, fitting, kernel_bytes, other_rates, restore_class
 from .solver_errors import solver_errors
-from .subject import Subject, fits, fixed_bytes, lower, relower, stated_to_fit, user_bytes_of, with_steps
+from .subject import Subject, fits, fixed_bytes, in_low, lower, relower, stated_to_fit, user_bytes_of, with_steps
 
 log = logging.getLogger("offmate")
 
@@ -88,13 +90,14 @@ def make_plan(
     if given is not None:
         _check_given(given, known_as, subject)
     plan, lowered = _planned(subject, known_as, given, near, kept or {}, start)
+    traced = with_low_copies(traced, precisions_of(plan))
     plan = plan if given is not None else described(plan, subject)
     if request.config.backend == "inductor":
         lowered = compiled(lowered, plan.schedule, request.device, say)
     binding = bind(traced.captured, lowered, plan.schedule.options)
     keys = tuple(b.key for b in traced.blocks)
     arrive = arrivals(traced.blocks, traced.captured.params)
-    return Prepared(traced.captured, plan, binding, _gradient_like(traced), arrive, keys, structure(traced))
+    return Prepared(traced.captured, plan, binding, _gradient_like(traced), arrive, keys, structure(traced), traced.low)
 
 
 def _known_as(subject: Subject) -> list[str]:
@@ -145,7 +148,7 @@ def _planned(
         plan, lowered = followed
         return replace(plan, fingerprint=fingerprint, plan_s=time.perf_counter() - start), lowered
     with solver_errors():
-        plan, lowered = _search(subject, fingerprint, start)
+        plan, lowered = _fastest(subject, fingerprint, start)
     path = _path(request, fingerprint)
     if path is not None:
         keep(path, to_text(described(plan, subject)))
@@ -236,9 +239,11 @@ def _gradient_like(traced: Traced) -> dict[str, torch.Tensor]:
 
 def _follow(subject: Subject, near: tuple[Prepared, ...]) -> tuple[Plan, Lowered] | None:
     """Reuse the decisions of a larger batch's plan: bytes and seconds are measured anew, nothing is solved."""
-    traced, request = subject.traced, subject.request
-    own = structure(traced) if near else ""
+    request = subject.request
     for known in near:
+        subject = in_low(subject, precisions_of(known.plan))
+        traced = subject.traced
+        own = structure(traced)
         taken = {b.key: key for b, key in zip(traced.blocks, known.keys)}
         if known.structure != own or any(taken[b.key] != key for b, key in zip(traced.blocks, known.keys)):
             continue
@@ -285,6 +290,21 @@ def _follow(subject: Subject, near: tuple[Prepared, ...]) -> tuple[Plan, Lowered
     return None
 
 
+def _fastest(subject: Subject, fingerprint: str, start: float) -> tuple[Plan, Lowered]:
+    """Search for a plan, and for one that moves low copies where it may; return the faster one."""
+    found, refused = [], list[InfeasibleBudget]()
+    for low in choices(subject.traced, subject.request, subject.updater):
+        try:
+            found.append(_search(in_low(subject, low), fingerprint, start))
+        except InfeasibleBudget as error:
+            refused.append(error)
+    if not found:
+        raise min(refused, key=lambda error: error.least_budget_bytes or math.inf)
+    plan, lowered = min(found, key=lambda one: one[0].predicted_step_s)
+    least = min(one.least_budget_bytes for one, _ in found)
+    return replace(plan, least_budget_bytes=least, plan_s=time.perf_counter() - start), lowered
+
+
 def _search(subject: Subject, fingerprint: str, start: float) -> tuple[Plan, Lowered]:
     """Measure, solve the options, and formulate and solve the problem."""
     request, say = subject.request, subject.say
@@ -318,5 +338,6 @@ def _search(subject: Subject, fingerprint: str, start: float) -> tuple[Plan, Low
         plan_s=time.perf_counter() - start,
         problem=problem,
         allocator_bytes=request.margin_bytes,
+        low=words_of(subject.traced.low),
     )
     return plan, lowered

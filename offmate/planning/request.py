@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -103,7 +104,7 @@ class Prepared:
     ----------
     gradient_like: per output that receives a gradient from the user, a meta tensor laid out like that gradient.
     arrivals: of the gradients in plain PyTorch. keys: class of every block. structure: that of the traced model without
-        sizes; "" if no other plan may reuse the decisions.
+        sizes; "" if no other plan may reuse the decisions. low: parameters that move as copies in a lower precision.
     """
 
     captured: Captured
@@ -113,3 +114,4 @@ class Prepared:
     arrivals: Arrivals = field(default_factory=Arrivals)
     keys: tuple[str, ...] = ()
     structure: str = ""
+    low: Mapping[str, torch.dtype] = field(default_factory=dict)

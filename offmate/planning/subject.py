@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..capture.captured import Captured
-from ..capture.model import Traced
+from ..capture.model import Traced, with_low_copies
 from ..errors import InfeasibleBudget, PlanFileError
 from ..lowering.options import BlockClass, stored_options
 from ..lowering.problem import Lowered, Lowering, Trainable
@@ -30,6 +31,7 @@ from ..solver.solve import LeastBudget, least_budget
 from ..split import side_of
 from .files import states_need_files
 from .fingerprint import fingerprint_of
+from .low_copies import precisions_of
 from .orders import drawn_bytes
 from .request import Request
 from .restore import restore_class
@@ -51,6 +53,11 @@ class Subject:
     updater: Updater | None
     machine: Hardware | None
     say: Progress
+
+
+def in_low(subject: Subject, low: Mapping[str, torch.dtype]) -> Subject:
+    """Return the subject with copies in a lower precision of these parameters."""
+    return replace(subject, traced=with_low_copies(subject.traced, low))
 
 
 def user_bytes_of(traced: Traced, request: Request) -> int:
@@ -162,7 +169,9 @@ def lower(
     blocks, files = traced.blocks, request.files
     sizes = {name: param.nbytes for name, param in params.items()}
     storage = request.storage if states_need_files(sizes, updates, request.host_budget_bytes) else None
-    lowering = Lowering(captured, traced.chain, blocks, classes, prelude, traced.incoming, trainable, files, storage)
+    lowering = Lowering(
+        captured, traced.chain, blocks, classes, prelude, traced.incoming, trainable, files, storage, traced.low
+    )
     lowered = lowering.problem(
         rates,
         shared_cores=request.device == "emulated",
@@ -216,6 +225,7 @@ def relower(subject: Subject, plan: Plan) -> Lowered:
 
     Raises: PlanFileError if what is stored of a block's class does not belong to the model.
     """
+    subject = in_low(subject, precisions_of(plan))
     stored = {
         key: (c.options, {n: NodeCost(0.0, work, tuple(held)) for n, (work, *held) in c.kernel_bytes.items()})
         for key, c in plan.classes.items()

@@ -66,6 +66,7 @@ class Plan:
     about: what it is of, in words. batch_size: samples per micro-batch, if `offmate.plan` was asked for one.
     accumulation: all numbers and orders of micro-batches that were tried, if the planner chose them; else empty.
     other_order: figures of the plan for the other order of micro-batches; None if it was not planned.
+    low: parameters of which a copy in a lower precision is moved instead of them -> that precision.
     break_even: how it compares with a plan whose updates wait for the gate, or with one whose updates do not; None if
         only one was made. from_cache: whether it was read from disk.
     """
@@ -84,6 +85,7 @@ class Plan:
     plan_s: float
     problem: Problem | None = None
     allocator_bytes: int = 0
+    low: dict[str, str] = field(default_factory=dict)
     about: About = field(default=UNKNOWN, compare=False)
     batch_size: int | None = field(default=None, compare=False)
     accumulation: tuple[AccumulationTrial, ...] = field(default=(), compare=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class Figures:
     plan_s: float
     blocks: tuple[BlockRow, ...]
     allocator_bytes: int = 0
+    low: dict[str, str] = field(default_factory=dict)
     about: About = UNKNOWN
     accumulation: tuple[AccumulationTrial, ...] = ()
     other_order: OtherOrder | None = None
@@ -77,6 +78,8 @@ def to_text(plan: Any) -> str:
     if other is not None:
         data["other_order"] = {name: value for name, value in asdict(other).items() if name != "per_pass" or value}
     data |= {"break_even": compared.to_dict()} if compared is not None else {}
+    if not plan.low:
+        del data["low"]
     return json.dumps(data)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,7 +62,7 @@ def measure_all(
     say("measuring operators", 0.0)
     rates, costs = measure(model, args, kwargs, traced, say, device)
     where = accelerator(device)
-    updates = _update_costs(model, updater, where or _CPU)
+    updates = _update_costs(model, updater, where or _CPU, traced.low)
     if where is not None:
         params = dict(model.named_parameters())
         others = sum(params[name].nbytes + cost.state_bytes for name, cost in updates.items())
@@ -93,9 +94,13 @@ def work_out(
     for name, param in model.named_parameters() if updater is not None else ():
         if param.requires_grad and updater is not None:
             bulk, scalars = state_bytes(updater, param, updater.groups[name])
+            low = traced.low.get(name)
+            copy_bytes = param.nbytes if low is None else param.numel() * low.itemsize
+            bulk += 0 if low is None else param.nbytes
             plain_s = machine.update_s(param.numel(), masters=False)
-            seconds = machine.update_s(param.numel(), masters=has_master(updater.base, param))
-            log_s = seconds[0] * log_share(param.nbytes, param.nbytes, bulk)
+            masters = low is not None or has_master(updater.base, param)
+            seconds = machine.update_s(param.numel(), masters=masters)
+            log_s = seconds[0] * log_share(copy_bytes, copy_bytes, bulk)
             # Adding reads two tensors and writes one where AdamW reads four and writes three; a norm reads one, and
             # unscaling writes it again.
             looks = [part * s for part in (3 / 7, 1 / 7, 2 / 7) for s in plain_s]
@@ -144,8 +149,15 @@ def measure(
     return rates, costs | {"": prelude_costs}
 
 
-def _update_costs(model: torch.nn.Module, updater: Updater | None, device: torch.device) -> dict[str, UpdateCost]:
-    """Measure the cost of updating each trainable parameter, once per shape, dtype and group."""
+def _update_costs(
+    model: torch.nn.Module, updater: Updater | None, device: torch.device, low: Mapping[str, torch.dtype]
+) -> dict[str, UpdateCost]:
+    """Measure the cost of updating each trainable parameter, once per shape, dtype and group.
+
+    Parameters
+    ----------
+    low: parameters of which a copy in a lower precision is updated with them.
+    """
     if updater is None:
         return {}
     measured: dict[tuple[Any, ...], UpdateCost] = {}
@@ -154,8 +166,8 @@ def _update_costs(model: torch.nn.Module, updater: Updater | None, device: torch
         if not param.requires_grad:
             continue
         hyper = updater.groups[name]
-        key = (tuple(param.shape), param.dtype, id(hyper))
+        key = (tuple(param.shape), param.dtype, id(hyper), low.get(name))
         if key not in measured:
-            measured[key] = updater.cost(param, hyper, device)
+            measured[key] = updater.cost(param, hyper, device, low.get(name))
         found[name] = measured[key]
     return found

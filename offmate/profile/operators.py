@@ -58,7 +58,7 @@ def profile_classes(
         return written[node] if node in written else _on(read(node), device)
 
     for index, block in enumerate(blocks):
-        inputs = [fetch(e.node) for e in block.spec.externals]
+        inputs = [fetch(e.node) if e.low is None else fetch(e.node).to(e.low) for e in block.spec.externals]
         if block.key not in costs:
             costs[block.key] = _measure(block.joint, inputs, device)
         results, writes = _run_forward(block.joint, inputs)

@@ -18,6 +18,7 @@ from ..runtime.replay.binding import HostState
 from ..runtime.torch_names.autograd import without_torch_function
 from ..runtime.torch_names.tensors import version_of
 from .copies import Copies
+from .low_copies import LowCopies
 from .parameters import WrittenBuffer
 from .published import Published
 
@@ -34,7 +35,8 @@ class Truth:
     changed while newer ones were under way; `current`, whether nothing newer is on the device or under way; `shown`,
     whether the user was shown parameters, and may have written into those that lie in files; `torn`, the tensors that a
     failure left one update ahead of the others or, if `lost`, behind them; the last seen versions of all parameters,
-    which reveal the user's edits; `copies`, which float32 copies may have to follow them; which parameters are trained.
+    which reveal the user's edits; `copies`, which float32 copies may have to follow them; `low`, copies of parameters
+    in a lower precision; which parameters are trained.
     Changed on the training thread, `host` also by the executor and its workers.
 
     Parameters
@@ -60,6 +62,7 @@ class Truth:
         self._late: tuple[str, ...] = ()
         written = () if self.states is None else self.states.with_written_copies()
         self.copies = Copies(updater, self.host, written)
+        self.low = LowCopies(self.host)
         self.accept()
 
     # -- the user's edits ---------------------------------------------------------------------------------------------
@@ -137,6 +140,7 @@ class Truth:
         """
         with without_torch_function():
             named = dict(self._named())
+            self.low.forget()
             if self._updater is not None:
                 self._check_held(named)
                 self._rename({param: name for name, param in named.items()})
@@ -168,7 +172,7 @@ class Truth:
             )
 
     def _adopt(self, name: str, param: torch.nn.Parameter) -> None:
-        own = self.host.params[name]
+        own = self.host.whole(name)
         if self._updater is not None and param.requires_grad and param not in self._updater.names:
             raise ProtocolError(
                 f"{name} was replaced by another parameter, which is not in the optimizer; copy into the old one, or "
@@ -183,7 +187,7 @@ class Truth:
                 f"{name} changed from {before} to {after} (dtype, shape, strides, device) after offmate.compile; the "
                 "plan counts its bytes. Convert the model first, then compile it"
             )
-        self.host.params[name] = _data(param)
+        self.low.move(name, _data(param))
 
     def pin(self, device: Device, but: Collection[str] = ()) -> None:
         """Move parameters, one after another, into host memory from which copies run concurrently with compute.
@@ -215,7 +219,7 @@ class Truth:
 
     def _move(self, name: str, param: torch.nn.Parameter, own: torch.Tensor) -> None:
         param.data = own
-        self.host.params[name] = param.data
+        self.low.move(name, param.data)
 
     # -- optimizer states ---------------------------------------------------------------------------------------------
 

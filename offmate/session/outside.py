@@ -137,6 +137,8 @@ def add_up(host: HostState, gradients: list[dict[str, torch.Tensor]], like: Call
         for found in gradients:
             for name, grad in found.items():
                 if name in host.totals:
+                    if host.grads[name].dtype != grad.dtype:  # autocast would have cast it before the sum
+                        host.grads[name] = like(grad).copy_(host.grads[name])
                     host.grads[name].add_(grad)
                 else:
                     host.grads[name] = like(grad).copy_(grad)

@@ -11,6 +11,7 @@ from ..optim.updater import Updater
 from ..runtime.layouts import on_storage
 from ..runtime.replay.binding import HostState
 from ..runtime.replay.contents import is_bulk
+from ..runtime.replay.low_copies import WHOLE
 from ..runtime.torch_names.tensors import version_of
 
 _State = dict[str, Any]
@@ -52,12 +53,16 @@ class Published:
         for param, name in self._updater.names.items():
             if self._differs(visible.get(param), name):
                 continue
-            own = self._host.states.get(name)
+            own = self._of(name)
             if own:
                 self._show_one(visible.setdefault(param, {}), own)
             else:
                 visible.pop(param, None)
             self._note(param, name)
+
+    def _of(self, name: str) -> _State:
+        """Return a parameter's state without the parameter itself, which is no part of it for the user."""
+        return {key: value for key, value in self._host.states.get(name, {}).items() if key != WHOLE}
 
     def _show_one(self, entry: _State, own: _State) -> None:
         for key in entry.keys() - own.keys():
@@ -124,16 +129,17 @@ class Published:
         self.show()
 
     def _adopt_one(self, param: torch.Tensor, name: str, entry: _State) -> None:
-        self._host.states[name] = {key: _taken(value) for key, value in entry.items()}
+        hidden = {WHOLE: self._host.whole(name)} if name in self._host.low else {}
+        self._host.states[name] = {**hidden, **{key: _taken(value) for key, value in entry.items()}}
         if entry:
-            self._show_one(entry, self._host.states[name])
+            self._show_one(entry, self._of(name))
         self._note(param, name)
 
     def uncounted(self, names: tuple[str, ...]) -> dict[str, str]:
         """Describe, per parameter among these, a tensor in its state that has another size than planned."""
         found: dict[str, str] = {}
         for param, name in self._updater.names.items():
-            own = self._host.states.get(name) if name in names else None
+            own = self._of(name) if name in names else None
             for key, value in (self._visible.get(param) or {}).items() if own else ():
                 before = own.get(key) if own else None
                 if is_bulk(value) and _counted(value) != _counted(before):

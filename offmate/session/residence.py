@@ -75,9 +75,12 @@ class Residence:
             if variant.place is not None and self.device.arena is not None:
                 with self.stream.entered():
                     self.device.arena.take(variant.place.segment_bytes)
+            self.truth.low.settle(variant.prepared.low, self.device)
             self.active, self._replays = variant, 0
             if variant.kind.trains:  # a forward alone leaves them where they are
                 self._settle(variant)
+        elif self.truth.low.seen:
+            self.truth.low.renew()
         if give_buffer_classes(model, self, variant.prepared.binding.written_buffers):
             self.truth.adopt_buffers()
         if self._replays < _FREES and not self.turns.micro_batches:
@@ -143,7 +146,7 @@ class Residence:
         """Wait for everything under way; afterwards parameters and optimizer states on the host are current."""
         if self.truth.host.stored:
             self.process.check_reading_files()
-        self.truth.shown = True
+        self.truth.shown = self.truth.low.seen = True
         if self.truth.current:
             return
         self.process.check_reading()

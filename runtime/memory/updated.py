@@ -12,8 +12,9 @@ class Updated:
     Parameters
     ----------
     state_bytes: bytes of each tensor of its state, in the order in which the first update makes them. workspace_bytes:
-        additional bytes during its update.
+        additional bytes during its update. n_known: how many of these tensors, the first ones, exist before.
     """
 
     state_bytes: tuple[int, ...]
     workspace_bytes: int = 0
+    n_known: int = 0

@@ -12,6 +12,7 @@ import torch
 from ...solver.items import Item
 from ..storage.file_bytes import FileBytes
 from ..storage.mapped import MappedStore
+from .low_copies import WHOLE
 from .program import BlockProgram
 from .unscaling import Unscaling
 
@@ -123,6 +124,7 @@ class HostState:
     unscaling: unscales gradients once they are complete; None if no loss is scaled.
     files: frozen parameters that can be read from files, byte for byte as in `params`.
     store: host memory in files; None if there is none. in_store: the parameters whose states are kept there.
+    low: parameters of which `params` holds a copy in a lower precision; they themselves are in `states`, under `WHOLE`.
     """
 
     params: dict[str, torch.Tensor]
@@ -137,6 +139,7 @@ class HostState:
     files: dict[str, FileBytes] = field(default_factory=dict)
     store: MappedStore | None = None
     in_store: frozenset[str] = frozenset()
+    low: set[str] = field(default_factory=set)
 
     @property
     def stored(self) -> bool:
@@ -146,6 +149,12 @@ class HostState:
     def stores(self, name: str) -> bool:
         """Return whether the memory of a parameter lies in files of the store."""
         return self.store is not None and self.store.holds(self.params[name])
+
+    def whole(self, name: str) -> torch.Tensor:
+        """Return a parameter in its own precision."""
+        own = self.states[name][WHOLE] if name in self.low else self.params[name]
+        assert isinstance(own, torch.Tensor)
+        return own
 
     def written(self, tensors: Iterable[object]) -> None:
         """Note that host memory was written to in another way than by copies from the device."""

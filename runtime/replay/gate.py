@@ -59,7 +59,8 @@ class Gate:
     """A gate that is closed from an iteration's first backward to its optimizer step, or always open without one.
 
     State: `HostState.gate_is_open`, `HostState.norm` and `HostState.unscaling`; `_scales`, by place, the factor that
-    has yet to be applied to the gradients in `_unclipped`, which had left for the host when the gate opened.
+    has yet to be applied to the gradients in `_unclipped`: those that had left for the host when the gate opened, and
+    those of low copies.
 
     Parameters
     ----------
@@ -97,11 +98,13 @@ class Gate:
         scale = torch.clamp(self._clip.max_norm / (norm + 1e-6), max=1.0)
         if bool(scale == 1.0):  # scaling would change nothing
             return
-        for gradient in gradients.values():
-            if not gradient.on_host:
+        # Those of low copies are scaled in their parameters' own precision, when these are updated.
+        later = {name for name, gradient in gradients.items() if gradient.on_host or name in self._host.low}
+        for name, gradient in gradients.items():
+            if name not in later:
                 gradient.tensor.mul_(scale.to(gradient.tensor.device))
         self._scales = {place: scale.to(place) for place in {scale.device, torch.device("cpu")}}
-        self._unclipped = frozenset(name for name, gradient in gradients.items() if gradient.on_host)
+        self._unclipped = frozenset(later)
 
     def measure(self) -> None:
         """Take the norm of all gradients, for which no update has waited, from those taken as they became complete."""

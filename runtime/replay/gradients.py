@@ -132,7 +132,7 @@ class Gradients:
         leaving = self._contents.grad_leaving.get(name)
         if name not in self._host.totals and leaving is None:
             self._unbegun.add(name)
-            return Buffer({"": self._device.empty_like(self._host.params[name])})
+            return Buffer({"": self._device.empty_like(self._host.whole(name))})
         total = self._host.grads[name]
         tensor = self._device.empty_like(total)
         copy = self._device.copy_in(tensor, total, (leaving,) if leaving is not None else ())
@@ -221,7 +221,7 @@ class Gradients:
         item = items.gradient(name)
         if self._shared.has_place(item):
             self._host.grads[name] = self._shared.take(item, {"": grad})[""]
-        elif name not in self._host.grads:
+        elif name not in self._host.grads or self._host.grads[name].dtype != grad.dtype:
             self._host.grads[name] = self._device.empty_host_like(grad)
         copy = self._device.copy_out(self._host.grads[name], grad, self._shared.free_after(item))
         self._leaves(name, copy)

@@ -97,11 +97,17 @@ class Norms:
 
     def take(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Take the norms of complete gradients, by parameter."""
-        for kind in {(gradient.device, gradient.dtype) for gradient in gradients.values()}:
-            own = {name: one for name, one in gradients.items() if (one.device, one.dtype) == kind}
-            norms = torch.stack(norms_of(list(own.values())))
+        found = {name: (one.device, one.dtype, self._precision(name, one)) for name, one in gradients.items()}
+        for kind in set(found.values()):
+            own = {name: one for name, one in gradients.items() if found[name] == kind}
+            norms = torch.stack(norms_of(list(own.values()), dtype=kind[-1]))
             self._found |= zip(own, norms.unbind())
             self._watch(norms)
+
+    def _precision(self, name: str, gradient: torch.Tensor) -> torch.dtype | None:
+        """Return the precision in which a norm is taken, None for the gradient's: that of a low copy is cast first."""
+        whole = self._host.whole(name).dtype if name in self._host.low else gradient.dtype
+        return whole if whole != gradient.dtype else None
 
     def _watch(self, norms: torch.Tensor) -> None:
         if not self._watched:

@@ -42,7 +42,7 @@ def rehearse(
     walker = _Walker(schedule, binding, updated)
     walker.unborn = {item for item in schedule.item_bytes if fresh and item.kind is ItemKind.STATE}
     for item in schedule.resident:
-        if item not in walker.unborn and item.kind not in (*items.WHOLE_GRADIENTS, ItemKind.OLD_OUTPUT):
+        if item.kind not in (*items.WHOLE_GRADIENTS, ItemKind.OLD_OUTPUT):
             walker.bring(item)
     for size in buffer_bytes:
         walker.make(size)
@@ -82,15 +82,16 @@ class _Walker:
             else:
                 does = effect(action, self.schedule)
                 for item in does.brings:
-                    if item not in self.unborn:
-                        self.bring(item)
+                    self.bring(item)
                 for item in does.releases:
                     self._end(self.items.pop(item, ()))
 
     def bring(self, item: Item) -> None:
         """Allocate an item as a prefetch does."""
         if item.kind is ItemKind.STATE:
-            sizes = [self.schedule.share_of_state(item, size) for size in self.updated(item.name).state_bytes]
+            updated = self.updated(item.name)
+            there = updated.state_bytes[: updated.n_known] if item in self.unborn else updated.state_bytes
+            sizes = [self.schedule.share_of_state(item, size) for size in there]
         elif item.kind in (ItemKind.KEPT, ItemKind.OFFLOADED):
             block = self.binding.blocks[item.block]
             wanted = block.kept if item.kind is ItemKind.KEPT else block.offloaded
@@ -108,8 +109,9 @@ class _Walker:
             passing = share(item, updated.workspace_bytes)
             if item in self.unborn:
                 self.unborn.discard(item)
-                together = (*(share(item, size) for size in updated.state_bytes), passing)
-                self.items[item] = [self.make(size, together[i + 1 :]) for i, size in enumerate(together[:-1])]
+                together = (*(share(item, size) for size in updated.state_bytes[updated.n_known :]), passing)
+                made = [self.make(size, together[i + 1 :]) for i, size in enumerate(together[:-1])]
+                self.items[item] = [*self.items.get(item, ()), *made]
             self._pass(passing)
         if not parts:
             self._pass(updated.workspace_bytes)

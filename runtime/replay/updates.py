@@ -17,6 +17,7 @@ from .binding import Update
 from .contents import Buffer, is_bulk
 from .gate import Gate
 from .gradients import Gradients
+from .low_copies import WHOLE
 from .state_ring import StateRing
 from .states import States, in_rows
 from .world import World
@@ -66,9 +67,9 @@ class Updates:
                 self.make(name, grad, scale)
                 return
             param, state = host.params[name], host.states.setdefault(name, {})
-            if scale is not None:
+            if scale is not None and name not in host.low:
                 grad.mul_(scale)
-            _update_rest(update, name, param, grad, state, done, known)
+            _update_rest(update, name, param, grad, state, done, known, scale if name in host.low else None)
             self._made(name)
 
         self.adopt(name, self._device.update_on_host(work, after, self._worker))
@@ -102,8 +103,9 @@ class Updates:
         arrived = returned.arrived if returned is not None else None
         param, grad = contents.params[name], self._gradients.whole(name).tensor
         scale = self._gate.scale_of(name, grad.device)
-        if scale is not None:  # it has come back from the host, whose own copy stays as it is
+        if scale is not None and name not in self._host.low:  # it has come back from the host, whose own copy stays
             grad.mul_(scale)
+            scale = None
         parts = self._states.items(name)
         buffers = [contents.states.setdefault(item, Buffer({})) for item in parts]
         # A copy to the host may still read the memory that the update overwrites (see contents.py).
@@ -115,9 +117,9 @@ class Updates:
             contents.on_tiers.pop(item, None)  # an older copy from now on
         contents.states_at_home.setdefault(name, dict(host))
         if len(parts) > 1:
-            self._on_device_in_rows(name, param.read(), grad, dict(zip(parts, buffers)), host)
+            self._on_device_in_rows(name, param.read(), grad, dict(zip(parts, buffers)), host, scale)
         else:
-            self._on_device_whole(name, param.read(), grad, buffers[0], host)
+            self._on_device_whole(name, param.read(), grad, buffers[0], host, scale)
         self._host.updates[name] = self._host.updates.get(name, 0) + 1
         contents.pending.discard(name)
         contents.grad_leaving.pop(name, None)
@@ -125,11 +127,17 @@ class Updates:
         self._shared.freed(items.gradient(name), arrived)
 
     def _on_device_whole(
-        self, name: str, param: torch.Tensor, grad: torch.Tensor, buffer: Buffer, host: dict[str, object]
+        self,
+        name: str,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        buffer: Buffer,
+        host: dict[str, object],
+        factor: torch.Tensor | None,
     ) -> None:
         state: dict[str, object] = {**host, **buffer.tensors}
         self._make_room(name, self._states.items(name)[0], buffer)
-        self._known()(name, param, grad, state)
+        self._known()(name, param, grad, state, factor)
         self._keep(self._states.items(name)[0], buffer, state)
         for key, value in state.items():
             if not is_bulk(value) or not isinstance(host.get(key), torch.Tensor):
@@ -139,7 +147,7 @@ class Updates:
         """Make room for what the update of an item's rows allocates, including their state if there is none yet."""
         if self._device.arena is not None and name in self._updated:
             updated, share = self._updated[name], self._states.share
-            made = () if buffer.tensors else tuple(share(item, size) for size in updated.state_bytes)
+            made = tuple(share(item, size) for size in updated.state_bytes[len(buffer.tensors) :])
             self._device.arena.room((*made, share(item, updated.workspace_bytes)))
 
     def _keep(self, item: Item, buffer: Buffer, state: dict[str, object]) -> None:
@@ -155,7 +163,13 @@ class Updates:
                 self._device.arena.note(tensor)
 
     def _on_device_in_rows(
-        self, name: str, param: torch.Tensor, grad: torch.Tensor, buffers: dict[Item, Buffer], host: dict[str, object]
+        self,
+        name: str,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        buffers: dict[Item, Buffer],
+        host: dict[str, object],
+        factor: torch.Tensor | None,
     ) -> None:
         """Update rows item by item; the values that all rows share advance once, with the last rows."""
         last = next(reversed(buffers))
@@ -167,7 +181,7 @@ class Updates:
                 shared = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in shared.items()}
             state: dict[str, object] = {**shared, **buffer.tensors}
             self._make_room(name, item, buffer)
-            self._known()(name, in_rows(param, rows), in_rows(grad, rows), state)
+            self._known()(name, in_rows(param, rows), in_rows(grad, rows), state, factor)
             self._keep(item, buffer, state)
             self._contents.updated_rows[name] = rows[1]
         host.update({k: v for k, v in state.items() if not is_bulk(v)})
@@ -281,6 +295,7 @@ class Updates:
             if partly or any(key not in known for key in away):
                 # The device made its first update, and an incomplete state is useless.
                 state.clear()
+                state.update({WHOLE: known[WHOLE]} if name in self._host.low else {})
             else:
                 state.update({key: known[key] for key in away})
         contents.newer.clear()
@@ -344,19 +359,20 @@ def _update_rest(
     state: dict[str, object],
     done: int,
     known: frozenset[str],
+    factor: torch.Tensor | None = None,
 ) -> None:
     """Update the rows that an update on the device has not reached.
 
     Parameters
     ----------
     state: the whole state, whose first `done` rows are updated. known: its parts that existed before that update; the
-        remaining rows of other parts are made here.
+        remaining rows of other parts are made here. factor: multiplies the gradient first, None for 1.
     """
     rows = (done, param.shape[0])
     bulk = _bulk(state)
     rest: dict[str, object] = {key: in_rows(whole, rows) for key, whole in bulk.items() if key in known}
     rest |= {key: value for key, value in state.items() if key not in bulk}
-    update(name, in_rows(param, rows), in_rows(grad, rows), rest)
+    update(name, in_rows(param, rows), in_rows(grad, rows), rest, factor)
     for key, value in rest.items():
         if key not in bulk:
             state[key] = value

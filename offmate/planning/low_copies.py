@@ -1,0 +1,39 @@
+"""Whether a plan moves parameters, or copies of them in the precision to which autocast casts them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ..capture.model import Traced
+from ..optim.updater import Updater
+from ..plans.plan import Plan
+from .request import Request
+
+_PREFIX = "torch."
+
+
+def choices(traced: Traced, request: Request, updater: Updater | None) -> tuple[Mapping[str, torch.dtype], ...]:
+    """Return the sets of low copies for which plans are made: none, and all if any are possible.
+
+    An update of one micro-batch makes a gradient in the lower precision, as it leaves. The sum over several is one in
+    the parameter's own, and so is one that a scaler unscales. They would travel in four bytes, with which low copies
+    were not seen to save time.
+    """
+    several = request.micro_batches * request.together > 1
+    if not request.config.low_copies or updater is None or several or request.scales or request.storage is not None:
+        return ({},)
+    trained = {traced.captured.params[node] for node in traced.trainable}.intersection(updater.names.values())
+    low = {name: dtype for name, dtype in traced.castable.items() if name in trained}
+    return ({}, low) if low else ({},)
+
+
+def words_of(low: Mapping[str, torch.dtype]) -> dict[str, str]:
+    """Return the precisions of low copies as a plan's file has them."""
+    return {name: str(dtype).removeprefix(_PREFIX) for name, dtype in low.items()}
+
+
+def precisions_of(plan: Plan) -> dict[str, torch.dtype]:
+    """Return the precisions of a plan's low copies."""
+    return {name: getattr(torch, word) for name, word in plan.low.items()}
