@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from ..optim.chunks import was_edited
 from ..runtime.devices.device import Device
 from ..runtime.replay.binding import HostState
 from ..runtime.replay.low_copies import WHOLE
@@ -17,8 +18,8 @@ class LowCopies:
     Such a copy takes the parameter's place in `HostState.params`, and the parameter itself that of a part of its
     optimizer state: updates alone read it, and write both. The user sees the parameter.
 
-    State: that of `host`; `_memory`, the copies' memory, kept for plans to come; `seen`, whether the user may have
-    written into parameters since the copies were made. Changed on the training thread, between iterations.
+    State: that of `host`; `_memory`, the copies' memory, kept for plans to come; `seen`, whether the user has read
+    parameters, and may have written into them, since that was last looked for. Changed on the training thread.
     """
 
     def __init__(self, host: HostState) -> None:
@@ -35,7 +36,7 @@ class LowCopies:
 
     def settle(self, precisions: Mapping[str, torch.dtype], device: Device) -> None:
         """Have copies of these parameters, with their present values, and no others; nothing may be under way."""
-        host, self.seen = self._host, False
+        host = self._host
         for name in sorted(host.low - precisions.keys()):
             host.low.discard(name)
             host.params[name] = self._taken_out(name)
@@ -50,14 +51,18 @@ class LowCopies:
                 host.states[name] = {WHOLE: own, **others}
                 host.params[name] = self._memory[name]
                 host.low.add(name)
-        self.renew()
-
-    def renew(self) -> None:
-        """Give the copies the present values of their parameters."""
         self.seen = False
         with torch.no_grad():
-            for name in self._host.low:
-                self._host.params[name].copy_(self._host.whole(name))
+            for name in host.low:
+                host.params[name].copy_(host.whole(name))
+
+    def differ(self) -> bool:
+        """Return whether parameters were written into in a way that no version reveals, as by numpy.
+
+        Only values that the user has read can have been; the host must hold the newest ones.
+        """
+        seen, self.seen = self.seen, False
+        return seen and any(was_edited(self._host.params[name], self._host.whole(name)) for name in self._host.low)
 
     def forget(self) -> None:
         """Have no copies any more, since parameters are to be adopted anew."""

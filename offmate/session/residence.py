@@ -70,6 +70,7 @@ class Residence:
             or self.truth.copies.are_unmatched(variant.updates)
             or self.active is not variant
             or self._is_worn(variant)
+            or self.truth.low.differ()
         ):
             self.bring_home()
             if variant.place is not None and self.device.arena is not None:
@@ -79,8 +80,6 @@ class Residence:
             self.active, self._replays = variant, 0
             if variant.kind.trains:  # a forward alone leaves them where they are
                 self._settle(variant)
-        elif self.truth.low.seen:
-            self.truth.low.renew()
         if give_buffer_classes(model, self, variant.prepared.binding.written_buffers):
             self.truth.adopt_buffers()
         if self._replays < _FREES and not self.turns.micro_batches:

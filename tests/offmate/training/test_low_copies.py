@@ -1,0 +1,288 @@
+"""Weights that autocast casts move as copies in its precision: plain PyTorch's numbers under autocast, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from offmate.runtime.replay.low_copies import WHOLE
+
+import offmate
+from offmate.planning import planner
+
+from ..parity import AMPLE_BYTES, Case, check, least_bytes
+from .test_parity_models import Decoder, token_case
+
+Optimizers = Callable[[Any], torch.optim.Optimizer]
+TESTED: dict[str, Optimizers] = {
+    "adamw": lambda given: torch.optim.AdamW(given, lr=1e-2),
+    "fused": lambda given: torch.optim.AdamW(given, lr=1e-2, fused=True),
+    "sgd": lambda given: torch.optim.SGD(given, lr=1e-2, momentum=0.9),
+    "adagrad": lambda given: torch.optim.Adagrad(given, lr=1e-2),
+    "adafactor": lambda given: torch.optim.Adafactor(given, lr=1e-2),
+}
+
+
+def in_bfloat16() -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.fixture(params=[True])
+def low(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plans have low copies wherever they may, faster or not."""
+    every = planner.choices
+    monkeypatch.setattr(planner, "choices", lambda *given: every(*given)[-1:])
+    yield
+
+
+def case(name: str, **settings: Any) -> Case:
+    own = settings.pop("optimizer", "fused")
+    return token_case(
+        f"low-{name}-{own}",
+        lambda: Decoder(tied="tied" in name),
+        around=in_bfloat16,
+        optimizer=lambda model: TESTED[own](model.parameters()),
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("updates", ["auto", "host", "device"])
+@pytest.mark.parametrize("clip", [None, 0.05, 1e9])
+@pytest.mark.parametrize("name", ["decoder", "tied"])
+def test_numbers_states_and_peak(low: None, name: str, clip: float | None, updates: str) -> None:
+    """Losses, gradients' norms, parameters and states are plain PyTorch's, and the ledger is the plan's to the byte."""
+    own = case(f"{name}-{clip}-{updates}", max_grad_norm=clip, config={"updates": updates})
+    assert check(own, AMPLE_BYTES, None).plan.low
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("optimizer", TESTED)
+def test_in_the_least_budget(low: None, optimizer: str, clip: float | None) -> None:
+    own = case(f"least-{clip}", max_grad_norm=clip, optimizer=optimizer)
+    run = check(own, least_bytes(own, None), None)
+    assert run.plan.low
+    assert "embed.weight" not in run.plan.low, "an embedding reads it as it is"
+
+
+@pytest.mark.parametrize("clip", [0.05, 1e9])
+def test_updates_before_the_gate(low: None, clip: float) -> None:
+    """Those that were wrong are undone, with the copies."""
+    own = case(f"early-{clip}", max_grad_norm=clip, config={"speculate": True, "updates": "host"})
+    assert check(own, AMPLE_BYTES, None).plan.low
+
+
+def test_tensors_that_are_updated_in_chunks(low: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offmate.optim.chunks.CHUNK_ELEMENTS", 192)
+    own = case("chunks", max_grad_norm=0.05, config={"updates": "host"})
+    assert check(own, AMPLE_BYTES, None).plan.low
+
+
+class Loop:
+    """A decoder that is trained step by step, compiled or not."""
+
+    def __init__(self, compiled: bool, clip: float | None = None, **config: Any) -> None:
+        torch.manual_seed(0)
+        self.model: Any = Decoder()
+        self.optimizer = TESTED["adamw"](self.model.parameters())
+        self.clip, self.compiled, self.at = clip, compiled, 0
+        self.seen: list[torch.Tensor] = []
+        if compiled:
+            offmate.compile(
+                self.model, "1GiB", optimizer=self.optimizer, device="emulated", max_grad_norm=clip,
+                config=offmate.Config(cache_dir=None, **config),
+            )  # fmt: skip
+
+    def forward(self, length: int = 12) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.at)
+        ids, y = (torch.randint(0, 40, (3, length), generator=generator) for _ in range(2))
+        with in_bfloat16():
+            loss: torch.Tensor = self.model(ids=ids, y=y)
+        self.seen.append(loss.detach().clone())
+        return loss
+
+    def step(self, length: int = 12, outside: bool = False) -> None:
+        self.forward(length).backward()
+        if outside:
+            (0.01 * self.model.layers[0][1].weight.square().sum()).backward()
+        if self.clip is not None and not self.compiled:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.at += 1
+
+    def result(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], Any]:
+        return self.seen, self.model.state_dict(), self.optimizer.state_dict()["state"]
+
+
+def assert_alike(first: Loop, second: Loop) -> None:
+    (losses, state, optimizer), (others, other_state, other_optimizer) = first.result(), second.result()
+    assert all(map(torch.equal, losses, others)) and len(losses) == len(others)
+    assert state.keys() == other_state.keys() and all(torch.equal(state[n], other_state[n]) for n in state)
+    assert optimizer.keys() == other_optimizer.keys()
+    for key, own in optimizer.items():
+        assert own.keys() == other_optimizer[key].keys(), "the parameter itself is no part of its state for the user"
+        assert all(torch.equal(own[part], other_optimizer[key][part]) for part in own)
+
+
+def evaluate(loop: Loop) -> None:
+    loop.model.eval()
+    with torch.no_grad():
+        loop.forward()
+        loop.seen.append(loop.model(ids=torch.zeros(1, 4).long(), y=torch.zeros(1, 4).long()))  # without autocast
+    loop.model.train()
+
+
+def edit(loop: Loop) -> None:
+    with torch.no_grad():
+        for param in loop.model.parameters():
+            param.mul_(1.01)
+
+
+def write_by_numpy(loop: Loop) -> None:
+    for param in loop.model.parameters():
+        param.detach().numpy()[...] *= 1.5
+
+
+def replace_memory(loop: Loop) -> None:
+    for param in loop.model.parameters():
+        param.data = param.data * 0.99
+
+
+def halve_moments(loop: Loop) -> None:
+    for param in loop.model.parameters():
+        loop.optimizer.state[param]["exp_avg"].mul_(0.5)
+
+
+def load(loop: Loop) -> None:
+    states = copy.deepcopy(loop.optimizer.state_dict())
+    loop.model.load_state_dict({name: 0.9 * value for name, value in loop.model.state_dict().items()})
+    loop.optimizer.load_state_dict(states)
+
+
+def freeze(loop: Loop) -> None:
+    loop.model.layers[1].requires_grad_(False)
+
+
+def drop_a_backward(loop: Loop) -> None:
+    loop.forward().backward()
+    loop.optimizer.zero_grad()
+
+
+def add_a_term(loop: Loop) -> None:
+    loop.step(outside=True)
+
+
+def change_the_shape(loop: Loop) -> None:
+    loop.step(length=7)
+
+
+BETWEEN = (
+    evaluate, edit, write_by_numpy, replace_memory, halve_moments, load, freeze, drop_a_backward, add_a_term,
+    change_the_shape,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("updates", ["host", "device"])
+@pytest.mark.parametrize("between", BETWEEN)
+def test_what_happens_between_steps(low: None, between: Callable[[Loop], None], updates: str) -> None:
+    loops = [Loop(compiled, clip=0.05, updates=updates) for compiled in (False, True)]
+    for loop in loops:
+        for _ in range(3):
+            loop.step()
+            loop.step()
+            between(loop)
+    assert_alike(*loops)
+    assert loops[1].model.offmate.plan.low
+
+
+@pytest.mark.parametrize("updates", ["host", "device"])
+def test_an_interrupted_backward(low: None, updates: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in an update: what was updated is so whole, with its copy, and training goes on from there."""
+    loops = [Loop(compiled, clip=1e9, updates=updates) for compiled in (False, True)]
+    for loop in loops:
+        loop.step()
+    loop = loops[1]
+    loop.forward().backward()
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
+        patched.setattr(type(loop.model._offmate_session.updater), "snapshot", interrupt)
+        loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    host = loop.model._offmate_session.truth.host
+    assert all(torch.equal(host.params[name], host.whole(name).bfloat16()) for name in host.low)
+    loop.seen.pop()
+    for one in loops:
+        one.step()
+    assert_alike(*loops)
+
+
+def interrupt(*given: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_plan_is_kept_with_its_copies(low: None, tmp_path: Any) -> None:
+    """In its file, for another run."""
+    first = Loop(True)
+    first.step()
+    plan = first.model.offmate.plan
+    plan.save(tmp_path / "plan.json")
+    assert offmate.load_plan(tmp_path / "plan.json") == plan
+    assert set(plan.low.values()) == {"bfloat16"}
+    first.model.offmate.save_plans(tmp_path / "plans")
+    again = Loop(True)
+    again.model.offmate.load_plans(tmp_path / "plans")
+    again.step()
+    assert again.model.offmate.plan.from_cache
+    assert again.model.offmate.plan.low == plan.low
+    assert_alike(first, again)
+
+
+def test_the_faster_plan_is_taken() -> None:
+    plans = []
+    for may in (False, True):
+        loop = Loop(True, low_copies=may)
+        loop.step()
+        plans.append(loop.model.offmate.plan)
+    assert not plans[0].low
+    assert plans[1].predicted_step_s <= plans[0].predicted_step_s or not plans[1].low
+
+
+@pytest.mark.parametrize("settings", [{"accumulation_steps": 2}, {"optimizer": None}])
+def test_where_gradients_are_wider_there_are_none(low: None, settings: dict[str, Any]) -> None:
+    """A sum over micro-batches is in the parameter's own precision, and so is a gradient that the user's code takes."""
+    model = Decoder()
+    given = {"optimizer": TESTED["adamw"](model.parameters())} | settings
+    batch = {"ids": torch.zeros(2, 8).long(), "y": torch.zeros(2, 8).long()}
+    with in_bfloat16():
+        plan = offmate.plan(
+            model, "1GiB", example_inputs=batch, device="emulated", config=offmate.Config(cache_dir=None), **given
+        )
+    assert not plan.low
+
+
+def test_bytes_that_move(low: None) -> None:
+    """A weight and its gradient take two bytes each; the weight itself is four more of its state."""
+    loop = Loop(True)
+    loop.step()
+    problem = loop.model.offmate.plan.problem
+    sizes = {tensor.name: tensor for group in problem.groups for tensor in group.tensors}
+    for name, param in loop.model.named_parameters():
+        own, low_copy = sizes[name], name in loop.model.offmate.plan.low
+        assert own.param_bytes == own.grad_bytes == (2 if low_copy else 4) * param.numel()
+        assert own.state_bytes == (12 if low_copy else 8) * param.numel()
+    assert WHOLE not in loop.optimizer.state[loop.model.head.weight]
+
+
+def test_no_copy_of_a_weight_is_kept_for_the_backward(low: None) -> None:
+    """Under autocast without copies, blocks save the weights that they cast as activations."""
+    saved = {}
+    for may in (False, True):
+        loop = Loop(True, low_copies=may)
+        loop.step()
+        blocks = loop.model.offmate.plan.problem.blocks
+        saved[may] = sum(next(o for o in block.options if o.name == "keep").saved_bytes for block in blocks)
+    weights = sum(2 * loop.model.get_parameter(name).numel() for name in loop.model.offmate.plan.low)
+    assert saved[False] - saved[True] >= 0.9 * weights
