@@ -45,9 +45,15 @@ def _measure(machine: Hardware, joint: Joint, inputs: list[torch.Tensor], device
 
 
 def _update_cost(
-    machine: Hardware, updater: Updater, like: torch.Tensor, hyper: dict[str, Any], device: torch.device
+    machine: Hardware,
+    updater: Updater,
+    like: torch.Tensor,
+    hyper: dict[str, Any],
+    device: torch.device,
+    low: torch.dtype | None = None,
 ) -> UpdateCost:
     bulk, scalars = state_bytes(updater, like, hyper)
+    bulk += 0 if low is None else like.nbytes
     size = 4 * like.numel()
     host_s, device_s = size / machine.cpu_update_bytes_per_s, size / machine.device_update_bytes_per_s
     parts = (1 / 2, 1 / 7, 2 / 7)  # to add a gradient, to take its norm, to unscale it
