@@ -11,7 +11,7 @@ from ..runtime.replay.low_copies import WHOLE
 from ..runtime.torch_names.modules import bare_step
 from .chunks import may_be_cut, step_in_chunks
 from .lone import lone
-from .masters import WithMasters, first_state
+from .masters import bare_kind, first_state
 from .rows import depends_on_threads, works_by_element
 
 
@@ -36,7 +36,7 @@ def step_low(
     state: the parameter itself under `WHOLE`, and its state, which the first update makes.
     factor: by which the gradient is multiplied first, None for 1.
     """
-    kind = kind._kind if issubclass(kind, WithMasters) else kind
+    kind = bare_kind(kind)
     leaf = torch.nn.Parameter(state[WHOLE])
     own = {key: value for key, value in state.items() if key != WHOLE} or first_state(kind, hyper, leaf)
     inner = lone(kind, attributes, [{**hyper, "params": [leaf]}], {leaf: own})

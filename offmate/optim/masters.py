@@ -64,6 +64,11 @@ def first_state(kind: type, hyper: dict[str, Any], param: torch.Tensor) -> dict[
     return state_at_construction(kind, hyper, like)
 
 
+def bare_kind(kind: Any) -> Any:
+    """Return the class that a class of optimizers was made from to update float32 copies, or the class itself."""
+    return getattr(kind, "_kind", kind)
+
+
 def name_of(kind: type[torch.optim.Optimizer]) -> str:
     """Return an optimizer class's name; of one that updates float32 copies, that of the class it was made from."""
     return f"{kind._kind.__name__} on float32 copies" if issubclass(kind, WithMasters) else kind.__name__

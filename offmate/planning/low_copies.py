@@ -14,8 +14,8 @@ from .request import Request
 _PREFIX = "torch."
 
 
-def choices(traced: Traced, request: Request, updater: Updater | None) -> tuple[Mapping[str, torch.dtype], ...]:
-    """Return the sets of low copies for which plans are made: none, and all if any are possible.
+def possible(traced: Traced, request: Request, updater: Updater | None) -> dict[str, torch.dtype]:
+    """Return the parameters that may move as copies in a lower precision, with that precision.
 
     An update of one micro-batch makes a gradient in the lower precision, as it leaves. The sum over several is one in
     the parameter's own, and so is one that a scaler unscales. They would travel in four bytes, with which low copies
@@ -23,10 +23,18 @@ def choices(traced: Traced, request: Request, updater: Updater | None) -> tuple[
     """
     several = request.micro_batches * request.together > 1
     if not request.config.low_copies or updater is None or several or request.scales or request.storage is not None:
-        return ({},)
+        return {}
     trained = {traced.captured.params[node] for node in traced.trainable}.intersection(updater.names.values())
-    low = {name: dtype for name, dtype in traced.castable.items() if name in trained}
-    return ({}, low) if low else ({},)
+    return {name: dtype for name, dtype in traced.castable.items() if name in trained}
+
+
+def on_the_host(low: Mapping[str, torch.dtype], plan: Plan) -> dict[str, torch.dtype]:
+    """Return the low copies of what a plan has updated on the host.
+
+    Their parameters then stay there, while one that the device updates takes its copy along: 14 bytes in place of 12.
+    """
+    hosted = set(plan.split.host)
+    return {name: dtype for name, dtype in low.items() if name in hosted}
 
 
 def words_of(low: Mapping[str, torch.dtype]) -> dict[str, str]:

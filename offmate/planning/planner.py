@@ -37,7 +37,7 @@ from .describe import described
 from .elsewhere import as_elsewhere
 from .fingerprint import differences, fingerprint_of
 from .garbage import fewer_collections
-from .low_copies import choices, precisions_of, words_of
+from .low_copies import on_the_host, possible, precisions_of, words_of
 from .orders import check_together
 from .phases import searching
 from .refusal import block_rows, refusal
@@ -291,16 +291,29 @@ def _follow(subject: Subject, near: tuple[Prepared, ...]) -> tuple[Plan, Lowered
 
 
 def _fastest(subject: Subject, fingerprint: str, start: float) -> tuple[Plan, Lowered]:
-    """Search for a plan, and for one that moves low copies where it may; return the faster one."""
-    found, refused = [], list[InfeasibleBudget]()
-    for low in choices(subject.traced, subject.request, subject.updater):
+    """Search for a plan without low copies, with all, and with those of what the faster one updates on the host.
+
+    Returns: the fastest of them.
+    """
+    found, refused = list[tuple[Plan, Lowered]](), list[InfeasibleBudget]()
+
+    def search(low: Mapping[str, torch.dtype]) -> None:
         try:
             found.append(_search(in_low(subject, low), fingerprint, start))
         except InfeasibleBudget as error:
             refused.append(error)
+
+    def fastest() -> tuple[Plan, Lowered]:
+        return min(found, key=lambda one: one[0].predicted_step_s)
+
+    every = possible(subject.traced, subject.request, subject.updater)
+    for low in ({}, every) if every else ({},):
+        search(low)
     if not found:
         raise min(refused, key=lambda error: error.least_budget_bytes or math.inf)
-    plan, lowered = min(found, key=lambda one: one[0].predicted_step_s)
+    if 0 < len(some := on_the_host(every, fastest()[0])) < len(every):
+        search(some)
+    plan, lowered = fastest()
     least = min(one.least_budget_bytes for one, _ in found)
     return replace(plan, least_budget_bytes=least, plan_s=time.perf_counter() - start), lowered
 

@@ -271,6 +271,13 @@ class Plan:
             f"{format_bytes(self.host_bytes)} of RAM are needed",
             f"{updated}; {len(recomputing)} of {len(self.blocks)} blocks recompute",
         ]
+        if self.low:
+            sizes = self.schedule.item_bytes
+            moved = sum(sizes[items.parameter(name)] for name in self.low)
+            lines.append(
+                f"{len(self.low)} parameters are cast to {' and '.join(sorted(set(self.low.values())))} on the CPU, as "
+                f"autocast would do on the GPU: {format_bytes(moved)} of them are copied, and as much of gradients"
+            )
         if self.logged_bytes:
             lines.append(
                 "a step that clips and skips nothing is predicted: the CPU updates before that is known, and keeps "

@@ -60,12 +60,12 @@ def test_what_does_not_lie_in_one_piece_is_updated_whole(monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", 16)
     wide = torch.nn.Parameter(torch.randn(30, 40).bfloat16().T)
     wide.grad = torch.ones_like(wide)
-    assert not chunks.may_be_cut(wide, wide.float(), {})
+    assert not chunks.may_be_cut(wide, wide.grad, wide.float(), {})
     tall = torch.nn.Parameter(torch.randn(30, 40).bfloat16())
     tall.grad = torch.ones_like(tall)
-    assert chunks.may_be_cut(tall, tall.float(), {})
-    assert not chunks.may_be_cut(tall, tall.float(), {"exp_avg": torch.zeros(30, 40).T.contiguous().T})
-    assert not chunks.may_be_cut(tall, tall.float(), {"row": torch.zeros(30)})
+    assert chunks.may_be_cut(tall, tall.grad, tall.float(), {})
+    assert not chunks.may_be_cut(tall, tall.grad, tall.float(), {"exp_avg": torch.zeros(30, 40).T.contiguous().T})
+    assert not chunks.may_be_cut(tall, tall.grad, tall.float(), {"row": torch.zeros(30)})
 
 
 def stepped(state, monkeypatch, chunk_elements, around=contextlib.nullcontext, momentum=0.9):

@@ -25,8 +25,13 @@ def rates() -> Iterator[None]:
 
 @pytest.fixture
 def low(monkeypatch: pytest.MonkeyPatch) -> None:
-    every = planner.choices
-    monkeypatch.setattr(planner, "choices", lambda *given: every(*given)[-1:])
+    alone = planner._search
+
+    def search(subject: Any, *given: Any) -> Any:
+        every = planner.possible(subject.traced, subject.request, subject.updater)
+        return alone(planner.in_low(subject, every), *given)
+
+    monkeypatch.setattr(planner, "_search", search)
 
 
 def steps(model: Any, optimizer: torch.optim.Optimizer, clip: float | None) -> list[float]:
@@ -79,7 +84,11 @@ def test_an_iteration_allocates_what_was_rehearsed(sim: Any, low: None) -> None:
     """A parameter comes with its state before its first update, which makes the rest of the state."""
     model = built("llama")
     optimizer = adamw(model)
-    settings: dict[str, Any] = {"device": "sim", "cpu_budget": HOST_BYTES, "config": replace(NO_CACHE, updates="device")}
+    settings: dict[str, Any] = {
+        "device": "sim",
+        "cpu_budget": HOST_BYTES,
+        "config": replace(NO_CACHE, updates="device"),
+    }
     offmate.compile(model, AMPLE_BYTES, optimizer=optimizer, **settings)
     try:
         seen = []
