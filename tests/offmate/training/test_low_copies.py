@@ -245,14 +245,32 @@ def test_a_plan_is_kept_with_its_copies(low: None, tmp_path: Any) -> None:
     assert_alike(first, again)
 
 
-def test_the_faster_plan_is_taken() -> None:
-    plans = []
-    for may in (False, True):
-        loop = Loop(True, low_copies=may)
-        loop.step()
-        plans.append(loop.model.offmate.plan)
-    assert not plans[0].low
-    assert plans[1].predicted_step_s <= plans[0].predicted_step_s or not plans[1].low
+def test_the_fastest_plan_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three: without copies, with all, and with those of what the faster of these two updates on the host."""
+    tried: list[offmate.Plan] = []
+    alone = planner._search
+
+    def search(*given: Any) -> Any:
+        found = alone(*given)
+        tried.append(found[0])
+        return found
+
+    monkeypatch.setattr(planner, "_search", search)
+    own = case("fastest")
+    run = check(own, least_bytes(own, None), None)
+    without, every, *some = tried[-3:]
+    assert not without.low
+    assert "head.weight" in every.low
+    best = min((without, every), key=lambda plan: plan.predicted_step_s)
+    assert [set(plan.low) for plan in some] == [set(every.low) & set(best.split.host)]
+    assert run.plan is not None
+    assert run.plan.predicted_step_s == min(plan.predicted_step_s for plan in (without, every, *some))
+
+
+def test_none_if_they_are_not_wanted() -> None:
+    loop = Loop(True, low_copies=False)
+    loop.step()
+    assert not loop.model.offmate.plan.low
 
 
 @pytest.mark.parametrize("settings", [{"accumulation_steps": 2}, {"optimizer": None}])
