@@ -121,7 +121,7 @@ class _Run:
         ]
         return arguments
 
-    def _leaf(self, like: torch.Tensor, low: torch.dtype | None) -> torch.Tensor:
+    def _leaf(self, like: Any, low: torch.dtype | None) -> torch.Tensor:
         if low is None:
             return self._fake(like, like.stride(), like.storage_offset(), like.untyped_storage().nbytes())
         with self.mode:
