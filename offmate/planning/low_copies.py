@@ -21,7 +21,7 @@ def possible(traced: Traced, request: Request, updater: Updater | None) -> dict[
     the parameter's own, and so is one that a scaler unscales. They would travel in four bytes, with which low copies
     were not seen to save time.
     """
-    several = request.micro_batches * request.together > 1
+    several = request.per_update > 1
     if not request.config.low_copies or updater is None or several or request.scales or request.storage is not None:
         return {}
     trained = {traced.captured.params[node] for node in traced.trainable}.intersection(updater.names.values())
