@@ -91,6 +91,8 @@ def differences(plan: Plan, request: Request, planned: bool) -> list[str]:
         found.append(f"plan {_with(looks)} max_grad_norm= or grad_scaler=, now {_with(not looks)}")
     if plan.problem is not None and plan.problem.speculates != request.speculates:
         found.append(f"plan {_with(plan.problem.speculates)} Config(speculate=True), now {_with(request.speculates)}")
+    if plan.low and not request.config.low_copies:
+        found.append("plan with copies of parameters in a lower precision, now Config(low_copies=False)")
     if plan.budget_bytes != request.budget_bytes:
         found.append(f"budget {format_bytes(plan.budget_bytes)} in the plan, {format_bytes(request.budget_bytes)} now")
     if any(plan.stored_bytes) and request.storage is None:

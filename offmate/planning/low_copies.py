@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from ..capture.model import Traced
+from ..errors import PlanFileError
 from ..optim.updater import Updater
 from ..plans.plan import Plan
 from .request import Request
@@ -42,6 +43,16 @@ def words_of(low: Mapping[str, torch.dtype]) -> dict[str, str]:
     return {name: str(dtype).removeprefix(_PREFIX) for name, dtype in low.items()}
 
 
-def precisions_of(plan: Plan) -> dict[str, torch.dtype]:
-    """Return the precisions of a plan's low copies."""
-    return {name: getattr(torch, word) for name, word in plan.low.items()}
+def precisions_of(plan: Plan, traced: Traced) -> dict[str, torch.dtype]:
+    """Return the precisions of a plan's low copies.
+
+    Raises: PlanFileError if a parameter of the model is not cast to the precision of its copy wherever it is read.
+    """
+    for name, word in plan.low.items():
+        dtype = traced.castable.get(name)
+        if dtype is None or words_of({name: dtype})[name] != word:
+            raise PlanFileError(
+                f"the plan moves a copy of {name} in {word[:40]}, but the model reads this parameter in another way; "
+                "plan again"
+            )
+    return {name: traced.castable[name] for name in plan.low}

@@ -90,7 +90,7 @@ def make_plan(
     if given is not None:
         _check_given(given, known_as, subject)
     plan, lowered = _planned(subject, known_as, given, near, kept or {}, start)
-    traced = with_low_copies(traced, precisions_of(plan))
+    traced = with_low_copies(traced, precisions_of(plan, traced))
     plan = plan if given is not None else described(plan, subject)
     if request.config.backend == "inductor":
         lowered = compiled(lowered, plan.schedule, request.device, say)
@@ -241,7 +241,10 @@ def _follow(subject: Subject, near: tuple[Prepared, ...]) -> tuple[Plan, Lowered
     """Reuse the decisions of a larger batch's plan: bytes and seconds are measured anew, nothing is solved."""
     request = subject.request
     for known in near:
-        subject = in_low(subject, precisions_of(known.plan))
+        try:
+            subject = in_low(subject, precisions_of(known.plan, subject.traced))
+        except PlanFileError:  # that batch was under another autocast
+            continue
         traced = subject.traced
         own = structure(traced)
         taken = {b.key: key for b, key in zip(traced.blocks, known.keys)}

@@ -225,7 +225,7 @@ def relower(subject: Subject, plan: Plan) -> Lowered:
 
     Raises: PlanFileError if what is stored of a block's class does not belong to the model.
     """
-    subject = in_low(subject, precisions_of(plan))
+    subject = in_low(subject, precisions_of(plan, subject.traced))
     stored = {
         key: (c.options, {n: NodeCost(0.0, work, tuple(held)) for n, (work, *held) in c.kernel_bytes.items()})
         for key, c in plan.classes.items()

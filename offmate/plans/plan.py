@@ -274,9 +274,11 @@ class Plan:
         if self.low:
             sizes = self.schedule.item_bytes
             moved = sum(sizes[items.parameter(name)] for name in self.low)
+            precisions = " and ".join(sorted(set(self.low.values())))
             lines.append(
-                f"{len(self.low)} parameters are cast to {' and '.join(sorted(set(self.low.values())))} on the CPU, as "
-                f"autocast would do on the GPU: {format_bytes(moved)} of them are copied, and as much of gradients"
+                f"{len(self.low)} parameters come to the GPU in {precisions}, to which "
+                f"autocast would cast them there: {format_bytes(moved)} instead of "
+                f"{format_bytes(2 * moved)}, and their gradients are as large"
             )
         if self.logged_bytes:
             lines.append(

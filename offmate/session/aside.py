@@ -56,7 +56,7 @@ def aside(
                 "before the training forward"
             ) from error
         raise
-    with residence.whole():
+    with residence.whole(), residence.truth.low.aside():
         try:
             residence.device.ledger.add("o", stays)
             outputs = variant.executor.forward(tensors)

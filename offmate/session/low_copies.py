@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from ..optim.chunks import was_edited
+from ..runtime import interrupts
 from ..runtime.devices.device import Device
 from ..runtime.replay.binding import HostState
 from ..runtime.replay.low_copies import WHOLE
@@ -36,25 +38,44 @@ class LowCopies:
 
     def settle(self, precisions: Mapping[str, torch.dtype], device: Device) -> None:
         """Have copies of these parameters, with their present values, and no others; nothing may be under way."""
-        host = self._host
-        for name in sorted(host.low - precisions.keys()):
-            host.low.discard(name)
-            host.params[name] = self._taken_out(name)
-        for name, dtype in precisions.items():
-            own = host.whole(name)
-            kept = self._memory.get(name)
-            if kept is None or (kept.dtype, kept.shape, kept.stride()) != (dtype, own.shape, own.stride()):
-                like = torch.empty_strided(own.shape, own.stride(), dtype=dtype, device="meta")
-                self._memory[name] = device.empty_host_like(like)
-            if name not in host.low:
-                others = dict(host.states.get(name, {}))
-                host.states[name] = {WHOLE: own, **others}
-                host.params[name] = self._memory[name]
-                host.low.add(name)
-        self.seen = False
-        with torch.no_grad():
-            for name in host.low:
-                host.params[name].copy_(host.whole(name))
+        host, self.seen = self._host, False
+        with interrupts.held(), torch.no_grad():
+            for name in sorted(host.low - precisions.keys()):
+                self._lift(name)
+            for name, dtype in precisions.items():
+                own = host.whole(name)
+                kept = self._memory.get(name)
+                if kept is None or (kept.dtype, kept.shape, kept.stride()) != (dtype, own.shape, own.stride()):
+                    like = torch.empty_strided(own.shape, own.stride(), dtype=dtype, device="meta")
+                    kept = self._memory[name] = device.empty_host_like(like)
+                self._lower(name, own, kept)
+                kept.copy_(own)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Have no copies in the body, which only reads parameters, and afterwards the same ones again."""
+        copies = {name: self._host.params[name] for name in sorted(self._host.low)}
+        for name in copies:
+            self._lift(name)
+        try:
+            yield
+        finally:
+            for name, own in copies.items():
+                self._lower(name, self._host.params[name], own)
+
+    def _lower(self, name: str, own: torch.Tensor, low: torch.Tensor) -> None:
+        others = {key: value for key, value in self._host.states.get(name, {}).items() if key != WHOLE}
+        self._host.states[name] = {WHOLE: own, **others}
+        self._host.low.add(name)
+        self._host.params[name] = low
+
+    def _lift(self, name: str) -> None:
+        own = self._host.whole(name)
+        self._host.params[name] = own
+        self._host.low.discard(name)
+        del self._host.states[name][WHOLE]
+        if not self._host.states[name]:
+            del self._host.states[name]
 
     def differ(self) -> bool:
         """Return whether parameters were written into in a way that no version reveals, as by numpy.
@@ -65,15 +86,7 @@ class LowCopies:
         return seen and any(was_edited(self._host.params[name], self._host.whole(name)) for name in self._host.low)
 
     def forget(self) -> None:
-        """Have no copies any more, since parameters are to be adopted anew."""
+        """Have no copies any more, and no memory for them, since parameters are to be adopted anew."""
         for name in sorted(self._host.low):
-            self._taken_out(name)
-        self._host.low.clear()
+            self._lift(name)
         self._memory.clear()
-
-    def _taken_out(self, name: str) -> torch.Tensor:
-        own = self._host.states[name].pop(WHOLE)
-        assert isinstance(own, torch.Tensor)
-        if not self._host.states[name]:
-            del self._host.states[name]
-        return own

@@ -11,6 +11,7 @@ from ...solver.items import Item
 from ...solver.problem import Rows
 from ..devices.pinned import flat_bytes
 from .contents import is_bulk
+from .low_copies import WHOLE
 from .world import World
 
 
@@ -49,6 +50,8 @@ class States:
     def _settled(self, name: str, key: str, own: torch.Tensor) -> torch.Tensor:
         """Return a part of a state in memory of the kind that the plan gives it, moved there if it is not."""
         store = self._host.store
+        if key == WHOLE:  # the user's own memory
+            return own
         if store is None or store.holds(own) == (name in self._host.in_store):
             return own if name in self._host.in_store else self._device.pinned(own)
         moved = self._empty(name, key, own)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -92,7 +93,8 @@ class Loop:
     def __init__(self, compiled: bool, clip: float | None = None, **config: Any) -> None:
         torch.manual_seed(0)
         self.model: Any = Decoder()
-        self.optimizer = TESTED["adamw"](self.model.parameters())
+        self.model.extra = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.optimizer = TESTED["adamw"]([p for p in self.model.parameters() if p.requires_grad])
         self.clip, self.compiled, self.at = clip, compiled, 0
         self.seen: list[torch.Tensor] = []
         if compiled:
@@ -101,16 +103,16 @@ class Loop:
                 config=offmate.Config(cache_dir=None, **config),
             )  # fmt: skip
 
-    def forward(self, length: int = 12) -> torch.Tensor:
+    def forward(self, length: int = 12, around: Callable[[], Any] = in_bfloat16) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self.at)
         ids, y = (torch.randint(0, 40, (3, length), generator=generator) for _ in range(2))
-        with in_bfloat16():
+        with around():
             loss: torch.Tensor = self.model(ids=ids, y=y)
         self.seen.append(loss.detach().clone())
         return loss
 
-    def step(self, length: int = 12, outside: bool = False) -> None:
-        self.forward(length).backward()
+    def step(self, length: int = 12, outside: bool = False, around: Callable[[], Any] = in_bfloat16) -> None:
+        self.forward(length, around).backward()
         if outside:
             (0.01 * self.model.layers[0][1].weight.square().sum()).backward()
         if self.clip is not None and not self.compiled:
@@ -141,6 +143,31 @@ def evaluate(loop: Loop) -> None:
     loop.model.train()
 
 
+def evaluate_before_the_backward(loop: Loop) -> None:
+    loss = loop.forward()
+    with torch.no_grad():
+        loop.seen.append(loop.model(ids=torch.zeros(1, 4).long(), y=torch.zeros(1, 4).long()))  # without autocast
+    loss.backward()
+    if loop.clip is not None and not loop.compiled:
+        torch.nn.utils.clip_grad_norm_(loop.model.parameters(), loop.clip)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def train_in_float16(loop: Loop) -> None:
+    loop.step(around=lambda: torch.autocast("cpu", torch.float16))
+
+
+def unfreeze_in_vain(loop: Loop) -> None:
+    """A parameter that the optimizer does not hold."""
+    extra = loop.model.extra
+    if loop.compiled:
+        extra.requires_grad_(True)
+        with pytest.raises(offmate.ProtocolError, match="is not in the planned optimizer"):
+            loop.forward()
+        extra.requires_grad_(False)
+
+
 def edit(loop: Loop) -> None:
     with torch.no_grad():
         for param in loop.model.parameters():
@@ -158,8 +185,8 @@ def replace_memory(loop: Loop) -> None:
 
 
 def halve_moments(loop: Loop) -> None:
-    for param in loop.model.parameters():
-        loop.optimizer.state[param]["exp_avg"].mul_(0.5)
+    for state in loop.optimizer.state.values():
+        state["exp_avg"].mul_(0.5)
 
 
 def load(loop: Loop) -> None:
@@ -186,8 +213,8 @@ def change_the_shape(loop: Loop) -> None:
 
 
 BETWEEN = (
-    evaluate, edit, write_by_numpy, replace_memory, halve_moments, load, freeze, drop_a_backward, add_a_term,
-    change_the_shape,
+    evaluate, evaluate_before_the_backward, edit, write_by_numpy, replace_memory, halve_moments, load, freeze,
+    unfreeze_in_vain, drop_a_backward, add_a_term, change_the_shape, train_in_float16,
 )  # fmt: skip
 
 
@@ -196,10 +223,11 @@ BETWEEN = (
 def test_what_happens_between_steps(low: None, between: Callable[[Loop], None], updates: str) -> None:
     loops = [Loop(compiled, clip=0.05, updates=updates) for compiled in (False, True)]
     for loop in loops:
-        for _ in range(3):
+        for _ in range(2):
             loop.step()
             loop.step()
             between(loop)
+        loop.step()
     assert_alike(*loops)
     assert loops[1].model.offmate.plan.low
 
@@ -243,6 +271,37 @@ def test_a_plan_is_kept_with_its_copies(low: None, tmp_path: Any) -> None:
     assert again.model.offmate.plan.from_cache
     assert again.model.offmate.plan.low == plan.low
     assert_alike(first, again)
+
+
+def test_a_plan_for_weights_that_are_read_otherwise_is_refused(low: None, tmp_path: Any) -> None:
+    """By name if it is given, and with a warning if it was kept."""
+    loop = Loop(True)
+    loop.step()
+    plan = loop.model.offmate.plan
+    name = next(iter(plan.low))
+    wrong = replace(plan, low={**plan.low, name: "bfloat17"})
+    model = Decoder()
+    optimizer = TESTED["adamw"](model.parameters())
+    given = replace(wrong, fingerprint=plan.fingerprint)
+    with pytest.raises(offmate.PlanFileError), in_bfloat16():
+        offmate.compile(
+            model, "1GiB", optimizer=optimizer, device="emulated", plan=given, config=offmate.Config(cache_dir=None)
+        )
+        model(ids=torch.zeros(3, 12).long(), y=torch.zeros(3, 12).long())
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_states_in_rows(low: None, monkeypatch: pytest.MonkeyPatch, clip: float | None) -> None:
+    """The device updates rows of a weight, with those of its state, the weight itself among it."""
+    monkeypatch.setattr("offmate.solver.options.pieces._LEAST_BYTES", 1 << 11)
+    monkeypatch.setattr("offmate.profile.store._kept", {})
+    own = token_case(
+        f"low-rows-{clip}", lambda: Decoder(width=256), around=in_bfloat16, max_grad_norm=clip,
+        config={"updates": "device"},
+    )  # fmt: skip
+    run = check(own, least_bytes(own, None), None)
+    assert run.plan is not None
+    assert any(len(run.plan.schedule.states[name]) > 1 for name in run.plan.low)
 
 
 def test_the_fastest_plan_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,6 +352,8 @@ def test_bytes_that_move(low: None) -> None:
     problem = loop.model.offmate.plan.problem
     sizes = {tensor.name: tensor for group in problem.groups for tensor in group.tensors}
     for name, param in loop.model.named_parameters():
+        if name == "extra":
+            continue
         own, low_copy = sizes[name], name in loop.model.offmate.plan.low
         assert own.param_bytes == own.grad_bytes == (2 if low_copy else 4) * param.numel()
         assert own.state_bytes == (12 if low_copy else 8) * param.numel()

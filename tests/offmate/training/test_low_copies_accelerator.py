@@ -108,3 +108,22 @@ def test_an_iteration_allocates_what_was_rehearsed(sim: Any, low: None) -> None:
     finally:
         model._offmate_session.residence.bring_home()
         model._offmate_session.device.close()
+
+
+def test_where_no_memory_can_be_pinned(sim: Any, low: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's memory stays the parameter's: what the device has updated is in the state_dict."""
+    plain = built("llama").to("sim")
+    losses = steps(plain, adamw(plain), None)
+    model = built("llama")
+    optimizer = adamw(model)
+    monkeypatch.setattr("offmate.session.host_state.Truth.pin", lambda *given, **more: None)
+    config = replace(NO_CACHE, updates="device")
+    offmate.compile(model, AMPLE_BYTES, optimizer=optimizer, device="sim", cpu_budget=HOST_BYTES, config=config)
+    try:
+        assert steps(model, optimizer, None) == losses
+        for name, value in plain.state_dict().items():
+            assert torch.equal(model.state_dict()[name].cpu(), value.cpu()), name
+        assert model.offmate.plan.low
+    finally:
+        model._offmate_session.residence.bring_home()
+        model._offmate_session.device.close()
