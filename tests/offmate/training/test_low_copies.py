@@ -15,6 +15,7 @@ from offmate.runtime.replay.low_copies import WHOLE
 import offmate
 from offmate.planning import planner
 
+from ...fuzz.figures import from_hardware_file
 from ..parity import AMPLE_BYTES, Case, check, least_bytes
 from .test_parity_models import Decoder, token_case
 
@@ -30,6 +31,13 @@ TESTED: dict[str, Optimizers] = {
 
 def in_bfloat16() -> contextlib.AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rates() -> Iterator[None]:
+    """What a plan moves does not hang on how busy the machine was."""
+    with from_hardware_file():
+        yield
 
 
 @pytest.fixture
@@ -294,12 +302,11 @@ def test_a_plan_for_weights_that_are_read_otherwise_is_refused(low: None, tmp_pa
 def test_states_in_rows(low: None, monkeypatch: pytest.MonkeyPatch, clip: float | None) -> None:
     """The device updates rows of a weight, with those of its state, the weight itself among it."""
     monkeypatch.setattr("offmate.solver.options.pieces._LEAST_BYTES", 1 << 11)
-    monkeypatch.setattr("offmate.profile.store._kept", {})
     own = token_case(
         f"low-rows-{clip}", lambda: Decoder(width=256), around=in_bfloat16, max_grad_norm=clip,
         config={"updates": "device"},
     )  # fmt: skip
-    run = check(own, least_bytes(own, None), None)
+    run = check(own, least_bytes(own, None) * (120 if clip is None else 104) // 100, None)
     assert run.plan is not None
     assert any(len(run.plan.schedule.states[name]) > 1 for name in run.plan.low)
 
@@ -316,8 +323,10 @@ def test_the_fastest_plan_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(planner, "_search", search)
     own = case("fastest")
-    run = check(own, least_bytes(own, None), None)
-    without, every, *some = tried[-3:]
+    budget = least_bytes(own, None) * 3 // 2
+    tried.clear()
+    run = check(own, budget, None)
+    without, every, *some = tried
     assert not without.low
     assert "head.weight" in every.low
     best = min((without, every), key=lambda plan: plan.predicted_step_s)
