@@ -273,12 +273,12 @@ class Plan:
         ]
         if self.low:
             sizes = self.schedule.item_bytes
-            moved = sum(sizes[items.parameter(name)] for name in self.low)
+            low_bytes = sum(sizes[items.parameter(name)] for name in self.low)
             precisions = " and ".join(sorted(set(self.low.values())))
             lines.append(
                 f"{len(self.low)} parameters come to the GPU in {precisions}, to which "
-                f"autocast would cast them there: {format_bytes(moved)} instead of "
-                f"{format_bytes(2 * moved)}, and their gradients are as large"
+                f"autocast would cast them there: {format_bytes(low_bytes)} instead of "
+                f"{format_bytes(2 * low_bytes)}, and their gradients are as large"
             )
         if self.logged_bytes:
             lines.append(
