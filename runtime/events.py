@@ -115,7 +115,8 @@ class UnderWay:
         return all(part.ready() for part in self.parts)
 
     def synchronize(self) -> None:
-        """Block until all parts have happened; raise ActionFailed if one could not."""
+        """Block until all parts have ended; raise ActionFailed if one could not happen."""
+        Ended(self.parts).synchronize()  # once this has failed, the memory of the other parts may be used again
         for part in self.parts:
             with self._named():
                 part.synchronize()

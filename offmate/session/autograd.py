@@ -10,7 +10,7 @@ import torch
 
 from ..errors import ProtocolError
 from ..guards.surroundings import AUTOCAST_KINDS
-from ..runtime.torch_names.autograd import will_run
+from ..runtime.torch_names.autograd import will_run, without_torch_function
 from ..runtime.torch_names.tensors import gradient_hooks, version_of
 from .gradients import alone_first
 
@@ -20,13 +20,19 @@ _GRAD_REFUSED = (
 )
 
 
+def _values_of(buffer: torch.Tensor) -> tuple[int, int]:
+    """Return what changes if a buffer is written into, or given other memory."""
+    with without_torch_function():
+        return version_of(buffer), buffer.data_ptr()
+
+
 class Iteration:
     """A forward, and the backward that it waits for.
 
     State: `graph`, dead once nothing can call backward() through this forward any more; `dropped`, whether the model
     was called again before that; `_outputs`, the outputs that the user was given, by name, with their versions at that
     time; `_read`, the memory of outputs that the backward reads; `_used`, outputs that the model itself uses further;
-    `_buffers_then`, buffers that the backward may read, with their versions.
+    `_buffers_then`, buffers that the backward may read, with their versions and addresses.
 
     Parameters
     ----------
@@ -41,7 +47,7 @@ class Iteration:
         self._outputs: dict[str, tuple[torch.Tensor, int]] = {}
         self._read: set[int] = set()
         self._used: dict[str, weakref.ref[torch.Tensor]] = {}
-        self._buffers_then: dict[str, tuple[torch.Tensor, int]] = {}
+        self._buffers_then: dict[str, tuple[torch.Tensor, tuple[int, int]]] = {}
 
     @property
     def runs_now(self) -> bool:
@@ -76,11 +82,11 @@ class Iteration:
     def reads(self, buffers: dict[str, torch.Tensor] | None = None) -> None:
         """Note buffers that the backward may read in their present version; None renews the versions of known ones."""
         known = {name: buffer for name, (buffer, _) in self._buffers_then.items()} if buffers is None else buffers
-        self._buffers_then = {name: (buffer, version_of(buffer)) for name, buffer in known.items()}
+        self._buffers_then = {name: (buffer, _values_of(buffer)) for name, buffer in known.items()}
 
     def edited_buffers(self) -> list[str]:
         """Return the buffers that the user has written into since then."""
-        return [name for name, (buffer, version) in self._buffers_then.items() if version_of(buffer) != version]
+        return [name for name, (buffer, values) in self._buffers_then.items() if _values_of(buffer) != values]
 
     def asked_gradients(self) -> list[str]:
         """Return outputs that the model uses further and whose whole gradient the user has asked for."""

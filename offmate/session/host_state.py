@@ -28,6 +28,13 @@ _TENSOR: Any = torch.Tensor
 _data = _TENSOR.data.__get__  # bypasses the `data` of a parameter's own class
 
 
+def _same_memory(buffer: torch.Tensor, own: torch.Tensor | None) -> bool:
+    with without_torch_function():
+        return own is not None and (buffer.data_ptr(), buffer.dtype, buffer.shape, buffer.stride()) == (
+            own.data_ptr(), own.dtype, own.shape, own.stride(),
+        )  # fmt: skip
+
+
 class Truth:
     """The state of a model on the host.
 
@@ -124,6 +131,14 @@ class Truth:
                 (n, b.detach() if isinstance(b, WrittenBuffer) else b)
                 for n, b in model.named_buffers(remove_duplicate=False)
             )
+
+    def replaced_buffers(self) -> list[str]:
+        """Return the buffers that the user has replaced, or given other memory, since they were adopted."""
+        model = self._model()
+        assert model is not None
+        with without_torch_function():
+            named = dict(model.named_buffers(remove_duplicate=False))
+        return [name for name, buffer in named.items() if not _same_memory(buffer, self.host.buffers.get(name))]
 
     def has_other_parameters(self, trains: bool) -> bool:
         """Return whether parameters were added, removed or renamed or, if a call `trains`, others are trained now."""

@@ -36,7 +36,7 @@ from .gradients import fed, take_in
 from .host_state import Truth
 from .orders import Orders
 from .pace import Pace
-from .parameters import give_classes
+from .parameters import give_buffer_classes, give_classes
 from .preparer import Preparer
 from .residence import Residence
 from .scaling import Scaling
@@ -149,6 +149,7 @@ class Session:
         under_way = self._continued(call)
         if under_way is not None:
             self.turns.check_next(call)
+            self._follow_buffers(under_way)
             return self._handed_over(under_way.variant, self._train(under_way.variant, under_way.called(call)))
         if call.trains and self.updates is not None:
             self.updates.assigned.check_none()
@@ -176,6 +177,20 @@ class Session:
             with self.residence.whole():
                 outputs = variant.executor.forward(tensors)
         return self._handed_over(variant, outputs)
+
+    def _follow_buffers(self, under_way: Together) -> None:
+        """Adopt buffers that the user has replaced before a pass of an update.
+
+        Raises: ProtocolError if the forward of the next call has run already, with the old ones.
+        """
+        replaced = self.truth.replaced_buffers()
+        if not replaced:
+            return
+        under_way.check_begins_pass(replaced[0])
+        self.truth.adopt_buffers()
+        written = under_way.variant.prepared.binding.written_buffers
+        if give_buffer_classes(self.model, self.residence, written):
+            self.truth.adopt_buffers()
 
     def _continued(self, call: Call) -> Together | None:
         """Return the update whose micro-batches run together and that goes on with this call.

@@ -50,12 +50,8 @@ class Together:
             )
         self._expected[self.number + 1].check(_arguments(call))
         edited = [name for iteration in self._iterations[-1:] for name in iteration.edited_buffers()]
-        if edited and not self._begins_pass:
-            raise ProtocolError(
-                f"the buffer {edited[0]} was edited before the call for micro-batch {self.number + 2}, whose forward "
-                "has run already. No update was made; zero_grad() drops it. Edit buffers between updates, or compile "
-                'with config=offmate.Config(accumulation_order="by batch")'
-            )
+        if edited:
+            self.check_begins_pass(edited[0])
         drew = self._drawn is not None and not torch.equal(self._drawn, torch.get_rng_state())
         if drew and not self._begins_pass:
             raise ProtocolError(
@@ -66,6 +62,15 @@ class Together:
             )
         self.number += 1
         return self._tensors[self.number]
+
+    def check_begins_pass(self, buffer: str) -> None:
+        """Raise ProtocolError if a buffer was edited whose values the forward of the next call has read already."""
+        if not self._begins_pass:
+            raise ProtocolError(
+                f"the buffer {buffer} was edited before the call for micro-batch {self.number + 2}, whose forward has "
+                "run already. No update was made; zero_grad() drops it. Edit buffers between updates, or compile with "
+                'config=offmate.Config(accumulation_order="by batch")'
+            )
 
     @property
     def _begins_pass(self) -> bool:

@@ -6,9 +6,11 @@ from collections.abc import Iterable
 
 import torch
 
+from ...errors import StorageError
 from ...solver.items import Item
 from ...solver.resources import Path
 from ..events import Event, UnderWay
+from ..layouts import steps_of
 from ..storage.file_bytes import BytesInFile
 from .contents import Buffer
 from .world import World
@@ -81,6 +83,14 @@ def _start_out(world: World, target: torch.Tensor, source: torch.Tensor, after: 
     if stored is None:
         return world.device.copy_out(target, source, after, path.out)
     assert world.store_path is not None, "a plan that keeps nothing in files has everything in RAM"
+    if (source.dtype, source.shape, steps_of(source.shape, source.stride())) != (
+        target.dtype, target.shape, steps_of(target.shape, target.stride()),
+    ):  # fmt: skip
+        raise StorageError(
+            f"the optimizer has replaced a tensor of {target.dtype} {tuple(target.shape)}, strides {target.stride()}, "
+            f"by one of {source.dtype} {tuple(source.shape)}, strides {source.stride()}, in a state that lies in "
+            "files; compile without storage= for this optimizer"
+        )
     return world.device.write_out(stored, source, after, world.store_path.out)[1]
 
 

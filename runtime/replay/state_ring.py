@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -13,13 +13,12 @@ import torch
 from ...errors import StorageError
 from ...solver.items import Item
 from ...solver.problem import RING_PIECES
-from ..devices.pinned import flat_bytes
 from ..events import Ended, Event, UnderWay
 from ..storage.file_bytes import StoredBytes
 from ..storage.host_bytes import ALIGNMENT_BYTES, empty_aligned, round_up
 from .binding import Update
 from .contents import is_bulk
-from .states import States, in_rows
+from .states import States, as_in_file, in_rows
 from .world import World
 
 _NOTHING = UnderWay("nothing", ())
@@ -59,10 +58,16 @@ class _Slot:
 
 @dataclass
 class _Passing:
-    """The update of a tensor that has been submitted: the events of its pieces, and whether any has been updated."""
+    """The update of a tensor that has been submitted.
+
+    Parameters
+    ----------
+    events: of its pieces. begun: whether any has been updated. makes_state: whether it is the first update.
+    """
 
     events: list[Event] = field(default_factory=list)
     begun: bool = False
+    makes_state: bool = False
 
 
 class StateRing:
@@ -98,7 +103,8 @@ class StateRing:
 
         Returns: the event of the parameter being updated. Its state may still be on its way to the files.
         """
-        world, passing = self._world, _Passing()
+        self._settle(name)
+        world, passing = self._world, _Passing(makes_state=not self._parts(name))
         self._passing[name] = passing
         path, worker = world.store_path, world.schedule.rates.worker("update-cpu")
         assert path is not None, "what lies in files has a path to them"
@@ -118,10 +124,22 @@ class StateRing:
             world.contents.written[item] = UnderWay(f"the write of {item} to its files", (written,))
         return before
 
+    def _settle(self, name: str) -> None:
+        """Have the whole state of a parameter in files, as an update finds it there."""
+        earlier = self._passing.get(name)
+        if earlier is not None and earlier.makes_state:
+            for event in earlier.events:  # only its writes make the state's places in files
+                event.synchronize()
+        if self._parts(name):
+            self._states.settle(name)  # the user may have replaced a part
+
+    def _parts(self, name: str) -> dict[str, torch.Tensor]:
+        state = self._world.host.states.get(name, {})
+        return {k: v for k, v in list(state.items()) if isinstance(v, torch.Tensor) and is_bulk(v)}
+
     def _piece(self, item: Item) -> _Piece:
-        state = self._world.host.states.get(item.name, {})
-        bulk = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and is_bulk(v)}
         self._slots.rotate(-1)
+        bulk = self._parts(item.name)
         homes = {k: v if item.rows is None else in_rows(v, item.rows) for k, v in bulk.items()}
         return _Piece(item, homes, self._slots[-1])
 
@@ -132,14 +150,15 @@ class StateRing:
         memory = piece.slot.take(stored, [home.numel() * home.element_size() for home in homes]) if homes else []
         parts = zip(piece.homes.items(), memory)
         piece.tensors = {k: raw.view(home.dtype).as_strided(home.shape, home.stride()) for (k, home), raw in parts}
-        reads = [source.read(raw, 0) for source, raw in zip(stored, memory)]
-        return UnderWay(f"the read of {piece.item} from its files", tuple(reads))
+        reads = _begun(partial(source.read, raw, 0) for source, raw in zip(stored, memory))
+        return UnderWay(f"the read of {piece.item} from its files", reads)
 
     def update(self, work: _Work) -> None:
         """Update the rows of a piece, on a worker."""
         host, item, name = self._world.host, work.piece.item, work.piece.item.name
         param, grad, known = host.params[name], work.grad, host.states.setdefault(name, {})
-        shared = {key: value for key, value in known.items() if not is_bulk(value)}
+        # The writes of earlier pieces may add parts meanwhile.
+        shared = {key: value for key, value in list(known.items()) if not is_bulk(value)}
         if not work.last:  # what all rows share advances once, with the last rows
             shared = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in shared.items()}
         state: dict[str, object] = {**shared, **work.piece.tensors}
@@ -156,12 +175,10 @@ class StateRing:
 
     def _write(self, piece: _Piece) -> Event:
         """Start to write a piece that has been updated."""
-        homes, writes = self._states.homes(piece.item, piece.tensors), []
-        for key, tensor in piece.tensors.items():
-            flat = flat_bytes(tensor)
-            assert flat is not None, "what lies in one piece in a file does so in memory"
-            writes.append(self._stored(homes[key]).write(flat, 0))
-        return UnderWay(f"the write of {piece.item} to its files", tuple(writes))
+        homes = self._states.homes(piece.item, piece.tensors)
+        flat = {key: as_in_file(piece.item.name, key, tensor, homes[key]) for key, tensor in piece.tensors.items()}
+        writes = _begun(partial(self._stored(homes[key]).write, own, 0) for key, own in flat.items())
+        return UnderWay(f"the write of {piece.item} to its files", writes)
 
     def _stored(self, home: torch.Tensor) -> StoredBytes:
         store = self._world.host.store
@@ -201,6 +218,18 @@ class _Work:
 
     def __call__(self) -> None:
         self.ring.update(self)
+
+
+def _begun(starts: Iterable[Callable[[], Event]]) -> tuple[Event, ...]:
+    """Start all of these; if one cannot be started, those before it have ended when this raises."""
+    events: list[Event] = []
+    try:
+        for start in starts:
+            events.append(start())
+    except BaseException:
+        Ended(tuple(events)).synchronize()
+        raise
+    return tuple(events)
 
 
 def _failure(event: Event) -> Exception | None:

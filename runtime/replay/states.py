@@ -6,10 +6,12 @@ from collections.abc import Mapping
 
 import torch
 
+from ...errors import StorageError
 from ...solver import items
 from ...solver.items import Item
 from ...solver.problem import Rows
 from ..devices.pinned import flat_bytes
+from ..layouts import steps_of
 from .contents import is_bulk
 from .low_copies import WHOLE
 from .world import World
@@ -110,12 +112,27 @@ class States:
             home.copy_(values)
             self._host.written((home,))
             return
-        flat = flat_bytes(values.cpu())
-        assert flat is not None, "what lies in one piece in a file does so on the device"
-        stored.write(flat, 0).synchronize()
+        stored.write(as_in_file("", "", values.cpu(), home), 0).synchronize()
 
     def _part(self, item: Item, whole: torch.Tensor) -> torch.Tensor:
         return whole if item.rows is None else in_rows(whole, item.rows)
+
+
+def as_in_file(name: str, key: str, values: torch.Tensor, home: torch.Tensor) -> torch.Tensor:
+    """Return the flat bytes of a part of a state as its place in a file has them.
+
+    Raises: StorageError if the optimizer has made a tensor of another shape or precision than there.
+    """
+    if (values.dtype, values.shape) != (home.dtype, home.shape):
+        raise StorageError(
+            f"the optimizer has replaced {key!r} in the state of {name} by {values.dtype} {tuple(values.shape)}, but "
+            f"its files hold {home.dtype} {tuple(home.shape)}; compile without storage= for this optimizer"
+        )
+    if steps_of(values.shape, values.stride()) != steps_of(home.shape, home.stride()):
+        values = torch.empty_strided(home.shape, home.stride(), dtype=home.dtype).copy_(values)
+    flat = flat_bytes(values)
+    assert flat is not None, "what lies in one piece in a file does so in memory"
+    return flat
 
 
 def _stored_name(name: str, key: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +107,84 @@ def test_whole_tensors_of_other_optimizers(path, monkeypatch):
     schedule = pair[0].offmate.plan.schedule
     assert schedule.updated_from_files and all(len(schedule.states[n]) == 1 for n in schedule.updated_from_files)
     assert_same(pair, plain)
+
+
+class Transposed(ByRow):
+    """Like its parent, but its state is replaced at each update by one in another order of memory."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        super().step(closure)
+        for state in self.state.values():
+            if state["mean"].dim() == 2:
+                state["mean"] = state["mean"].mT.contiguous().mT
+
+
+def test_states_that_an_optimizer_replaces(path, monkeypatch):
+    """Their values go to the files in the order that is there."""
+    monkeypatch.setattr(test_state_storage, "LAYERS", 8)
+
+    def make(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return Transposed(model.parameters())
+
+    pair, plain = from_files(path, make=make, cpu_budget=3_300_000), made(make)
+    assert train(*pair, range(STEPS)) == train(*plain, range(STEPS))
+    assert pair[0].offmate.plan.schedule.updated_from_files
+    assert_same(pair, plain)
+
+
+def test_a_state_that_the_user_replaces_before_the_step(path):
+    """It goes to the files before its update."""
+    settings = {"max_grad_norm": float("inf")}
+    pair, plain = from_files(path, **settings), made()
+    for step in range(STEPS):
+        for model, optimizer in (pair, plain):
+            torch.manual_seed(step)
+            model(batch(step))["loss"].backward()
+            for state in optimizer.state.values():
+                state["exp_avg"] = state["exp_avg"] * 0.5
+            optimizer.step()
+            optimizer.zero_grad()
+    check_from_files(pair[0])
+    assert_same(pair, plain)
+
+
+class ByKey(ByRow):
+    """Makes each part of its state where it is missing."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                for key in ("mean", "square"):
+                    self.state[param].setdefault(key, torch.zeros_like(param))
+        super().step(closure)
+
+
+def _late(write: Callable[..., int], *given: Any) -> int:
+    time.sleep(0.02)
+    return write(*given)
+
+
+def test_the_second_update_comes_while_the_first_is_being_written(path, sim, ring, monkeypatch):
+    """It reads what the first one has made, however slow the drive is."""
+    monkeypatch.setattr(test_state_storage, "LAYERS", 8)
+    faulty = Faulty()
+    monkeypatch.setattr(
+        state_storage, "Engine", functools.partial(Engine, files=faulty, n_threads=2, request_bytes=1 << 14)
+    )
+    faulty.faults["pwritev"] = _late
+    with without_allocator():
+
+        def make(model: torch.nn.Module) -> torch.optim.Optimizer:
+            return ByKey(model.parameters())
+
+        plain = made(make)
+        pair = from_files(path, make=make, device="sim", cpu_budget=3_300_000 + 6 * (1 << 14))
+        assert train(*pair, range(STEPS)) == train(*plain, range(STEPS))
+        assert pair[0].offmate.plan.schedule.updated_from_files
+        assert_same(pair, plain)
+        pair[0]._offmate_session.device.close()
 
 
 def test_as_many_bytes_are_read_and_written_as_planned(path):

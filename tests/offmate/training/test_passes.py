@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -173,6 +173,43 @@ def test_between_passes_the_loop_may_draw_and_edit_buffers() -> None:
     steps(model, batches, 3)
     torch.rand(1)
     with pytest.raises(ProtocolError, match="random numbers were drawn between the calls for micro-batches 3 and 4"):
+        steps(model, batches, 1)
+
+
+def replace_it(model: Any) -> None:
+    model.norm.running_mean = model.norm.running_mean * 0.5
+
+
+def put_another(model: Any) -> None:
+    model.norm._buffers["running_mean"] = torch.full_like(model.norm.running_mean, 0.5)
+
+
+def give_it_memory(model: Any) -> None:
+    model.norm.running_mean.data = model.norm.running_mean.data * 0.5
+
+
+@pytest.mark.parametrize("change", [replace_it, put_another, give_it_memory])
+def test_a_buffer_that_is_replaced_counts_from_the_next_pass_on(change: Callable[[Any], None]) -> None:
+    """Within a pass, whose forwards have read the old one, it is refused."""
+
+    def train(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
+        for count in (2, 2, 1):
+            steps(model, batches, count)
+            change(model)
+        optimizer.step()
+
+    data = words(MICRO_BATCHES)
+    reference = tied(norm=True).eval()
+    theirs = optimizer_of(reference)
+    train(reference, theirs, iter(data))
+    model, optimizer = compiled(tied(norm=True).eval(), config=passes(2))
+    train(model, optimizer, iter(model.offmate.batches(data)))
+    assert_alike(model, optimizer, reference, theirs)
+    optimizer.zero_grad()
+    batches = iter(model.offmate.batches(data))
+    steps(model, batches, 3)
+    change(model)
+    with pytest.raises(ProtocolError, match="running_mean was edited before the call for micro-batch 4"):
         steps(model, batches, 1)
 
 
