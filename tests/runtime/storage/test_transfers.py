@@ -358,3 +358,23 @@ def test_limits_that_cannot_work_are_refused(given):
     ((name, _),) = given.items()
     with pytest.raises(ArgumentValueError, match=name):
         Engine(**given)
+
+
+def test_what_has_failed_in_part_ends_with_its_last_part():
+    """Until then, the memory of the other parts is in use."""
+    failed, other = LaneEvent(), LaneEvent()
+    failed.settle(OSError("no"))
+    ended = []
+
+    def wait() -> None:
+        with pytest.raises(ActionFailed, match="reading failed: OSError: no"):
+            UnderWay("reading", (failed, other)).synchronize()
+        ended.append(other.done())
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    other.settle()
+    waiting.join()
+    assert ended == [True]
