@@ -116,10 +116,15 @@ class UnderWay:
 
     def synchronize(self) -> None:
         """Block until all parts have ended; raise ActionFailed if one could not happen."""
-        Ended(self.parts).synchronize()  # once this has failed, the memory of the other parts may be used again
-        for part in self.parts:
-            with self._named():
-                part.synchronize()
+        failures: list[ActionFailed] = []
+        for part in self.parts:  # all of them: once this has failed, their memory may be used again
+            try:
+                with self._named():
+                    part.synchronize()
+            except ActionFailed as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
