@@ -82,7 +82,7 @@ def problem_of(
     Parameters
     ----------
     layers, hidden: of the model, whose other widths are in Llama's proportions. whole_layers: one block per layer.
-    precision: bf16 with fp32 masters, or fp32.
+    precision: bf16 with fp32 masters, or fp32; with activations of two bytes, products are in bf16.
     """
     masters = precision == MASTERS
     cpu_s, device_s = hardware.update_s(1, masters=masters)
@@ -95,7 +95,7 @@ def problem_of(
         worker_bytes_per_s=(_UPDATE_BYTES if masters else _FP32_UPDATE_BYTES) / cpu_s,
     )
     speeds = Speeds(
-        hardware.flops_per_s("bfloat16" if masters else "float32"),
+        hardware.flops_per_s("bfloat16" if precision.activation_bytes == 2 else "float32"),
         hardware.memory_bytes_per_s,
         precision.param_bytes / cpu_s,
         precision.param_bytes / device_s,

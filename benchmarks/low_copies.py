@@ -16,25 +16,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from offmate.solver.instances.synthetic import Precision, Shape, Speeds, llama
+from offmate.solver.instances.synthetic import Precision
 from offmate.solver.plan import Planned, plan
-from offmate.solver.problem import Problem, Rates, update_steps
+from offmate.solver.problem import Problem, update_steps
 
 from offmate.machines.hardware import load
 
-from .desktop import GB, gated
+from .desktop import GB, MASTERS, gated, problem_of
 from .overhead import machine
 from .tables import show
 
 FLOAT32 = Precision(param_bytes=4, grad_bytes=4, state_bytes=8, activation_bytes=2)
-COPIES = Precision(param_bytes=2, grad_bytes=2, state_bytes=12, activation_bytes=2)
-_UPDATE_BYTES = {FLOAT32: 28, COPIES: 30}  # of host memory that an update of a parameter moves
 CARDS = (
     ("rtx3060", 11 * GB), ("rtx3090", 22 * GB), ("rtx4090", 22 * GB), ("rtx5090", 30 * GB), ("a100-40", 36 * GB),
     ("h100", 72 * GB),
 )  # fmt: skip
-_HOST_BYTES = 512 * GB
-_MANAGE_S = 1e-3
 
 
 def main() -> None:
@@ -51,7 +47,7 @@ def main() -> None:
 def _rows() -> Iterator[dict[str, Any]]:
     for card, budget_bytes in CARDS:
         for clipped in (False, True):
-            problems = [_problem(card, budget_bytes, precision, clipped) for precision in (FLOAT32, COPIES)]
+            problems = [_problem(card, budget_bytes, precision, clipped) for precision in (FLOAT32, MASTERS)]
             plans = [plan(problem) for problem in problems]
             faster = min(plans, key=_seconds)
             some = plan(_mixed(*problems, faster))
@@ -61,17 +57,7 @@ def _rows() -> Iterator[dict[str, Any]]:
 
 
 def _problem(card: str, budget_bytes: int, precision: Precision, clipped: bool) -> Problem:
-    hardware = load(card)
-    cpu_s, device_s = hardware.update_s(1, masters=precision == COPIES)
-    rates = Rates(
-        hardware.in_bytes_per_s, hardware.out_bytes_per_s, hardware.both_bytes_per_s,
-        max(hardware.manage_s, _MANAGE_S), host_memory_bytes_per_s=hardware.host_memory_bytes_per_s,
-        worker_bytes_per_s=_UPDATE_BYTES[precision] / cpu_s,
-    )  # fmt: skip
-    of_updates = precision.param_bytes / cpu_s, precision.param_bytes / device_s
-    speeds = Speeds(hardware.flops_per_s("bfloat16"), hardware.memory_bytes_per_s, *of_updates, rates)
-    shape = Shape(32, 4096, 11008, vocab=32000, batch=4, sequence=512)
-    problem = llama(shape, speeds, budget_bytes, _HOST_BYTES, precision=precision)
+    problem = problem_of(load(card), 4, 512, budget_bytes, precision=precision)
     return gated(problem, update_steps(problem.groups, budget_bytes)) if clipped else problem
 
 
