@@ -111,6 +111,7 @@ def compile(
     if plan is not None:
         check_plan(plan)
     _check_gate(max_grad_norm, accumulation_steps, optimizer is not None)
+    _check_passes(config, accumulation_steps)
     scaler = _enabled(grad_scaler, optimizer is not None)
     _check_speculation(config, scaler, optimizer, max_grad_norm)
     check_model(model)
@@ -180,6 +181,7 @@ def plan(
     check_accumulation(accumulation_steps, optimizer is not None)
     steps = 1 if accumulation_steps == "auto" else accumulation_steps
     _check_gate(max_grad_norm, steps, optimizer is not None)
+    _check_passes(config, accumulation_steps)
     scaler = _enabled(grad_scaler, optimizer is not None)
     _check_speculation(config, scaler, optimizer, max_grad_norm)
     check_batch_size(batch_size)
@@ -408,6 +410,14 @@ def _check_gate(max_grad_norm: float | None, accumulation_steps: int, planned: b
         raise OffmateError(
             f"accumulation_steps={accumulation_steps} needs optimizer=. Leave it out to accumulate yourself: without "
             "an optimizer, gradients of several backward() calls add up in .grad as usual"
+        )
+
+
+def _check_passes(config: Config, accumulation_steps: int | Literal["auto"]) -> None:
+    if (config.micro_batches_per_pass or 1) > 1 and accumulation_steps == 1:
+        raise ArgumentValueError(
+            f"micro_batches_per_pass is {config.micro_batches_per_pass}, but an update has one micro-batch; name their "
+            "number with accumulation_steps=, or leave micro_batches_per_pass out"
         )
 
 

@@ -149,6 +149,7 @@ class Session:
         under_way = self._continued(call)
         if under_way is not None:
             self.turns.check_next(call)
+            self._check_parameters(under_way)
             self._follow_buffers(under_way)
             return self._handed_over(under_way.variant, self._train(under_way.variant, under_way.called(call)))
         if call.trains and self.updates is not None:
@@ -177,6 +178,17 @@ class Session:
             with self.residence.whole():
                 outputs = variant.executor.forward(tensors)
         return self._handed_over(variant, outputs)
+
+    def _check_parameters(self, under_way: Together) -> None:
+        """Raise ProtocolError, and drop the update, if a parameter was edited between two of its passes."""
+        edited = self.truth.edited() if under_way.begins_pass else ()
+        if edited:
+            self.residence.give_up()
+            raise ProtocolError(
+                f"{edited[0]} was edited between two passes of one update. The gradients of the earlier passes were "
+                "dropped, no update was made, and the edit counts from the next forward on. Edit parameters after "
+                "optimizer.step()"
+            )
 
     def _follow_buffers(self, under_way: Together) -> None:
         """Adopt buffers that the user has replaced before a pass of an update.

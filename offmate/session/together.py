@@ -53,7 +53,7 @@ class Together:
         if edited:
             self.check_begins_pass(edited[0])
         drew = self._drawn is not None and not torch.equal(self._drawn, torch.get_rng_state())
-        if drew and not self._begins_pass:
+        if drew and not self.begins_pass:
             raise ProtocolError(
                 f"random numbers were drawn between the calls for micro-batches {self.number + 1} and "
                 f"{self.number + 2}, whose forwards have drawn theirs already, so both would get other numbers than in "
@@ -65,7 +65,7 @@ class Together:
 
     def check_begins_pass(self, buffer: str) -> None:
         """Raise ProtocolError if a buffer was edited whose values the forward of the next call has read already."""
-        if not self._begins_pass:
+        if not self.begins_pass:
             raise ProtocolError(
                 f"the buffer {buffer} was edited before the call for micro-batch {self.number + 2}, whose forward has "
                 "run already. No update was made; zero_grad() drops it. Edit buffers between updates, or compile with "
@@ -73,13 +73,13 @@ class Together:
             )
 
     @property
-    def _begins_pass(self) -> bool:
+    def begins_pass(self) -> bool:
         """Return whether the next call is the first one of a pass."""
         return (self.number + 1) % self._per_pass == 0
 
     @property
     def _goes_on(self) -> str:
-        return "the plan goes on" if self._begins_pass else "its forward has run already"
+        return "the plan goes on" if self.begins_pass else "its forward has run already"
 
     def outputs(self) -> dict[str, torch.Tensor]:
         """Return the outputs of the call under way; the first one of a pass runs all forwards of it."""
@@ -104,7 +104,7 @@ class Together:
     @property
     def is_last(self) -> bool:
         """Return whether the call or backward() under way is that of the last micro-batch of its pass."""
-        return self._begins_pass or self.number == len(self._tensors) - 1
+        return self.begins_pass or self.number == len(self._tensors) - 1
 
     def keep(self, gradients: dict[str, torch.Tensor], iteration: Iteration) -> None:
         """Keep the gradients of the outputs of the call under way, of which the caller may use the memory again."""

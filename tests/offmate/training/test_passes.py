@@ -219,9 +219,17 @@ def test_an_edit_of_a_parameter_between_passes_is_refused() -> None:
     steps(model, batches, 2)
     with torch.no_grad():
         next(model.parameters()).mul_(2)
-    with pytest.raises(ProtocolError, match="was edited between the forward and backward"):
+    with pytest.raises(ProtocolError, match="was edited between two passes of one update"):
         steps(model, batches, 1)
     optimizer.zero_grad()
+    data, reference = numbers(MICRO_BATCHES), tiny()
+    theirs = optimizer_of(reference)
+    with torch.no_grad():
+        next(reference.parameters()).mul_(2)
+    for one, own, given in ((model, optimizer, iter(model.offmate.batches(data))), (reference, theirs, iter(data))):
+        steps(one, given, MICRO_BATCHES)
+        own.step()
+    assert_alike(model, optimizer, reference, theirs)
 
 
 def test_an_edit_before_the_step_counts() -> None:
@@ -321,6 +329,8 @@ def test_a_number_that_contradicts_the_order_or_the_plan_is_refused() -> None:
         passes(2, accumulation_order="by batch")
     with pytest.raises(ArgumentValueError, match="micro_batches_per_pass is 1; it must be at least 2 or None"):
         passes(1, accumulation_order="by block")
+    with pytest.raises(ArgumentValueError, match="micro_batches_per_pass is 2, but an update has one micro-batch"):
+        compiled(tiny(), config=passes(2), accumulation_steps=1)
     with pytest.raises(ArgumentValueError, match="micro_batches_per_pass is 0"):
         passes(0)
     data, model = numbers(MICRO_BATCHES), tiny()
