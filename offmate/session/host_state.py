@@ -40,7 +40,7 @@ class Truth:
 
     State: `host`; `states`, the optimizer's states as the user sees them; `_late`, the parameters whose states were
     changed while newer ones were under way; `current`, whether nothing newer is on the device or under way; `shown`,
-    whether the user was shown parameters, and may have written into those that lie in files; `torn`, the tensors that a
+    whether the user was shown parameters, and may have written as no version reveals; `torn`, the tensors that a
     failure left one update ahead of the others or, if `lost`, behind them; the last seen versions of all parameters,
     which reveal the user's edits; `copies`, which float32 copies may have to follow them; `low`, copies of parameters
     in a lower precision; which parameters are trained.
@@ -290,11 +290,16 @@ class Truth:
         self.states.adopt(changed)
         return changed
 
+    def take_shown(self) -> bool:
+        """Return whether the user was shown parameters since the last call; the device's copies may then be old."""
+        if not (self.current and self.shown):
+            return False
+        self.shown = False
+        self._parameters_may_be_written()
+        return True
+
     def take_reads(self) -> bool:
         """Return whether the user has read the optimizer's states since the last call; the device's may then be old."""
-        if self.current and self.shown:
-            self.shown = False
-            self._parameters_may_be_written()
         if self.states is None or not self.states.read or not self.current:
             return False
         self.states.read = False

@@ -175,10 +175,15 @@ class Residence:
         self.preparer.user_code.forget()
         self.bring_home()
 
-    def renew_states(self) -> None:
-        """Send the optimizer's states to the device again if the user may have written them."""
-        if self.truth.take_reads() and self.active is not None:
-            with self.whole():
+    def renew(self) -> None:
+        """Send parameters and states to the device again if the user may have written into them, as through numpy."""
+        shown, read = self.truth.take_shown(), self.truth.take_reads()
+        if self.active is None or not (shown or read):
+            return
+        with self.whole():
+            if shown and self.updater is not None:
+                self.active.executor.renew_parameters(self.updater.names.values())
+            if read:
                 self.active.executor.renew_states()
 
     @alone

@@ -170,7 +170,7 @@ class Session:
         self.truth.adopt_tensors()
         self.truth.copies.doubt(edited)  # before anything that may fail, and after which edits no longer show
         variant, tensors = self._variant_for(call)
-        self.residence.renew_states()
+        self.residence.renew()
         self.residence.activate(self.model, variant, edited)
         if call.trains:
             outputs = self._train(variant, tensors)
@@ -329,7 +329,7 @@ class Session:
         except ProtocolError:
             self.residence.give_up()
             raise
-        self.residence.renew_states()
+        self.residence.renew()
         if self.updates is not None:
             self.updates.backward_begins(variant, wanted)
         into = self.request.config.gradients_into

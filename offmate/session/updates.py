@@ -125,7 +125,7 @@ class Updates:
             raise late_edit(edited[0])
         active = self.residence.active
         assert active is not None
-        self.residence.renew_states()
+        self.residence.renew()
         with self.residence.whole():
             self.truth.current = False
             active.executor.turn_around()

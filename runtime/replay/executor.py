@@ -253,6 +253,10 @@ class Executor:
         """Copy the model's buffers that are newer on the device to the host."""
         self._updates.rescue_buffers()
 
+    def renew_parameters(self, names: Iterable[str]) -> None:
+        """Copy the host's values of these parameters, the newest after `sync`, to the device again."""
+        self._by_kind.parameters.renew(names)
+
     def renew_states(self) -> None:
         """Copy the host's optimizer states, the newest after `sync`, to the device again."""
         self._by_kind.states.renew()

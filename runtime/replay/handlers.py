@@ -5,7 +5,7 @@ To add a kind of item, register an `ItemKind`, write a handler, and enter it in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -74,6 +74,16 @@ class Parameters:
         self._contents.params[item.name].settle()
         del self._contents.params[item.name]
         self._contents.newer.discard(item)
+
+    def renew(self, names: Iterable[str]) -> None:
+        """Copy the values of parameters that are on the device from the host again, but for those in files."""
+        host = self._world.host
+        for name in names:
+            buffer = self._contents.params.get(name)
+            if buffer is not None and name not in self._unmoved and not host.stores(name):
+                buffer.settle()
+                with torch.no_grad():
+                    next(iter(buffer.tensors.values())).copy_(host.params[name])
 
 
 class OfStates:
@@ -217,9 +227,10 @@ class Handlers:
     """
 
     def __init__(self, world: World, states: States, gradients: Gradients, unmoved: frozenset[str]) -> None:
-        self.states, self._values, self._offloaded = OfStates(world, states), Values(world), Offloaded(world)
+        self.parameters, self.states = Parameters(world, unmoved), OfStates(world, states)
+        self._values, self._offloaded = Values(world), Offloaded(world)
         self.of: dict[ItemKind, Handler] = {
-            ItemKind.PARAMETER: Parameters(world, unmoved),
+            ItemKind.PARAMETER: self.parameters,
             ItemKind.GRADIENT: OfGradients(gradients),
             ItemKind.PARTIAL: Resting(),
             ItemKind.TOTAL: Totals(world, gradients),

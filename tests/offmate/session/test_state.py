@@ -49,6 +49,22 @@ def test_safetensors_pass_both_ways(tmp_path):
             assert fresh.steps(2, 4) == plain(2).steps(2, 4)
 
 
+@pytest.mark.parametrize("budget", ["ample", "middle", "least"])
+@pytest.mark.parametrize("earlier", [False, True], ids=["now", "before"])
+def test_what_numpy_writes_into_weights_between_steps_counts(budget, earlier):
+    """Into an array of now, or after a `sync()` into one from before: copies that the device has are renewed."""
+    ours, reference = compiled(budget), plain()
+    for loop in (ours, reference):
+        arrays = [param.detach().numpy() for param in loop.model.parameters()]
+        loop.steps(0, 2)
+        if earlier and loop is ours:
+            loop.model.offmate.sync()
+        for array in arrays if earlier else [param.detach().numpy() for param in loop.model.parameters()]:
+            array *= 1.5
+    assert ours.steps(2, 5) == reference.steps(2, 5)
+    assert_same(ours, reference)
+
+
 def test_gradients_assigned_between_iterations():
     ours, reference = trained("least", steps=2), plain(2)
     for loop in (ours, reference):
