@@ -1,10 +1,11 @@
-"""A step of a 7B model in float32 under autocast: `python -m benchmarks.low_copies [--json FILE]`.
+"""A step of a 7B model in float32 under autocast: `python -m benchmarks.low_copies [--json FILE] [--only CARD ...]`.
 
 All seconds are predictions for synthetic chains of half-layer blocks (Llama-2-7B, 4 x 512 tokens, products in bf16) and
 the rates of the hardware files; nothing was run on such a card. "float32": weights and gradients cross the link in four
-bytes. "all": every weight has a copy in bf16 that the host casts, and gradients leave in two bytes. "some": only the
-weights that the faster of these two plans updates on the host. offmate takes the fastest. What autocast's casts cost on
-the device is left out of all three.
+bytes. "gradients": the latter do in two, as autocast makes them. "all": every weight has a copy in bf16, too, which the
+host casts. "some": only the weights that the faster of the last two plans updates on the host. offmate takes the
+fastest of the last three. Where weights come in float32, the device casts them in the forward and again in the
+backward, and the gradients of "float32" in the backward.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from offmate.solver.instances.synthetic import Precision
 from offmate.solver.plan import Planned, plan
-from offmate.solver.problem import Problem, update_steps
+from offmate.solver.problem import Block, Problem, update_steps
 
 from offmate.machines.hardware import load
 
@@ -27,38 +28,75 @@ from .overhead import machine
 from .tables import show
 
 FLOAT32 = Precision(param_bytes=4, grad_bytes=4, state_bytes=8, activation_bytes=2)
-CARDS = (
-    ("rtx3060", 11 * GB), ("rtx3090", 22 * GB), ("rtx4090", 22 * GB), ("rtx5090", 30 * GB), ("a100-40", 36 * GB),
-    ("h100", 72 * GB),
-)  # fmt: skip
+GRADIENTS = replace(FLOAT32, grad_bytes=2)
+CARDS = {
+    "rtx3060": 11 * GB, "rtx3090": 22 * GB, "rtx4090": 22 * GB, "rtx5090": 30 * GB, "a100-40": 36 * GB, "h100": 72 * GB,
+}  # fmt: skip
+_CAST_BYTES = 6  # of the device's memory, read and written per element
+_UPDATE_SHARE = 26 / 28  # of the bytes of RAM that an update moves with gradients of four bytes
 
 
 def main() -> None:
     """Plan every row, print the table, and write it if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", nargs="*", choices=CARDS, default=tuple(CARDS))
     arguments = parser.parse_args()
-    rows = list(_rows())
+    rows = list(_rows(arguments.only))
     show("A step of Llama-2-7B in float32 under autocast, predicted", rows, ".3f")
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
 
 
-def _rows() -> Iterator[dict[str, Any]]:
-    for card, budget_bytes in CARDS:
+def _rows(cards: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    for card in cards:
         for clipped in (False, True):
-            problems = [_problem(card, budget_bytes, precision, clipped) for precision in (FLOAT32, MASTERS)]
-            plans = [plan(problem) for problem in problems]
-            faster = min(plans, key=_seconds)
-            some = plan(_mixed(*problems, faster))
-            seconds = {word: _seconds(found) for word, found in zip(("float32", "all", "some"), (*plans, some))}
-            best = min(seconds.values())
+            float32, alone, copies = (_problem(card, one, clipped) for one in (FLOAT32, GRADIENTS, MASTERS))
+            moved_per_s = load(card).memory_bytes_per_s
+            float32, alone = _with_casts(float32, moved_per_s, (1, 2)), _with_casts(alone, moved_per_s, (1, 1))
+            plans = {"float32": plan(float32), "gradients": plan(alone), "all": plan(copies)}
+            faster = min(plans["gradients"], plans["all"], key=_seconds)
+            plans["some"] = plan(_mixed(alone, copies, faster))
+            seconds = {word: _seconds(found) for word, found in plans.items()}
+            best = min(seconds[word] for word in ("gradients", "all", "some"))
             yield {"card": card, "clipped": clipped} | seconds | {"best / float32": best / seconds["float32"]}
 
 
-def _problem(card: str, budget_bytes: int, precision: Precision, clipped: bool) -> Problem:
+def _problem(card: str, precision: Precision, clipped: bool) -> Problem:
+    budget_bytes = CARDS[card]
     problem = problem_of(load(card), 4, 512, budget_bytes, precision=precision)
+    if precision == GRADIENTS:  # in the seconds of float32
+        rate = _UPDATE_SHARE * problem.rates.worker_bytes_per_s
+        problem = replace(problem, rates=replace(problem.rates, worker_bytes_per_s=rate))
     return gated(problem, update_steps(problem.groups, budget_bytes)) if clipped else problem
+
+
+def _with_casts(problem: Problem, bytes_per_s: float, casts: tuple[int, int]) -> Problem:
+    """Return the problem with casts of weights and gradients in its computes.
+
+    Parameters
+    ----------
+    casts: how many elements each forward and each backward casts, per element of its weights.
+    """
+    made = _elements_made(problem)
+    one_s = [_CAST_BYTES * elements / bytes_per_s for elements in made]
+
+    def cast(block: Block, i: int) -> Block:
+        forward_s, backward_s = (count * one_s[i] for count in casts)
+        options = (
+            replace(o, forward_s=o.forward_s + forward_s, backward_s=o.backward_s + backward_s) for o in block.options
+        )
+        return replace(block, options=tuple(options))
+
+    return replace(problem, blocks=tuple(cast(block, i) for i, block in enumerate(problem.blocks)))
+
+
+def _elements_made(problem: Problem) -> list[int]:
+    """Return, by block, the elements of the gradients that its backward completes."""
+    made = [0] * problem.n_blocks
+    for group in problem.groups:
+        made[problem.pass_steps - 1 - group.grad_steps[-1]] += group.param_bytes // FLOAT32.param_bytes
+    return made
 
 
 def _mixed(whole: Problem, low: Problem, faster: Planned) -> Problem:

@@ -66,6 +66,7 @@ def _cell(value: Any) -> str:
 def _cases() -> Iterator[tuple[str, Throughputs, Problem]]:
     """Yield the case in which equation 1's assumptions hold, then cases in which one of them does not."""
     yield "as equation 1 assumes", V100, update_phase(V100, room=1.01)
+    yield "subgroups of four tensors", V100, update_phase(V100, room=1.01, tensors=4)
     quick = replace(V100, link=6.25e9)
     yield "a link of 25 GB/s", quick, update_phase(quick, room=1.01)
     slow = replace(V100, cpu_update=1e9)

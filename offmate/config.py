@@ -92,8 +92,8 @@ class Config:
         training begins with updates that wait. It changes to the other way, and back, by how many steps clip. Without
         clipping, accumulation or a scaler, updates wait for nothing, and this has no effect.
     low_copies: whether float32 weights that torch.autocast casts to a lower precision may be cast on the CPU, once per
-        update, so that they and their gradients are copied in that precision. This changes no bits. A plan without such
-        copies is made, too, and the faster one is used. Planned updates of one micro-batch can have them.
+        update, so that they are copied in that precision, as their gradients are. This changes no bits. A plan without
+        such copies is made, too, and the faster one is used. Planned updates of one micro-batch can have them.
 
     Raises: ArgumentTypeError, ArgumentValueError naming the field, its value and the values that are allowed.
     """

@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from .captured import Captured
 from .chain import Chain, written_storages
 from .joint import trace
-from .spec import BlockSpec, External, Joint, class_key
+from .spec import BlockSpec, External, Joint, LowPrecision, class_key
 
 log = logging.getLogger("offmate")
 
@@ -40,7 +39,7 @@ def trace_blocks(
     trainable: frozenset[str],
     incoming: Mapping[str, tuple[int, ...]],
     progress: Callable[[int, int], None] = lambda done, total: None,
-    low: Mapping[str, torch.dtype] | None = None,
+    low: Mapping[str, LowPrecision] | None = None,
 ) -> tuple[TracedBlock, ...]:
     """Specify every block from the last to the first, tracing each class once.
 
@@ -49,7 +48,7 @@ def trace_blocks(
     trainable: placeholder names of parameters that require a gradient.
     incoming: strides of the gradients that output nodes receive from the user's backward, by the nodes' names.
     progress: called with the number of blocks done, and of all blocks.
-    low: parameters that come in a lower precision, by canonical name.
+    low: parameters that move in a lower precision, by canonical name.
 
     Returns: the blocks in chain order.
     """
@@ -77,7 +76,7 @@ class _Layout:
         chain: Chain,
         trainable: frozenset[str],
         incoming: Mapping[str, tuple[int, ...]],
-        low: Mapping[str, torch.dtype],
+        low: Mapping[str, LowPrecision],
     ) -> None:
         self.captured, self.low = captured, low
         self.chain = chain

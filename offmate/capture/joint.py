@@ -33,7 +33,7 @@ from .casts import added
 from .edges import edges_into
 from .effects import is_random
 from .losses import overwrite_logits
-from .spec import BlockSpec, Joint, class_key
+from .spec import BlockSpec, Joint, LowPrecision, class_key
 from .storages import let_backward_read, own_storages, settle_gradients
 from .true_strides import TrueStridesMode, kernels_asked
 
@@ -114,18 +114,19 @@ class _Run:
             like = external.node.meta["fake"]
             for _ in range(external.leaves):
                 leaf = self._leaf(like, external.low)
-                arguments.append(leaf.requires_grad_(external.differentiable))
+                cast_first = external.low is not None and not external.low.copied
+                arguments.append(leaf.requires_grad_(external.differentiable and not cast_first))
         arguments += [self._fake(spec.results[i].meta["fake"], stride) for i, stride in spec.tangents]
         arguments += [
             self._fake(e.node.meta["fake"], e.accumulates) for e in spec.externals if e.accumulates is not None
         ]
         return arguments
 
-    def _leaf(self, like: Any, low: torch.dtype | None) -> torch.Tensor:
-        if low is None:
+    def _leaf(self, like: Any, low: LowPrecision | None) -> torch.Tensor:
+        if low is None or not low.copied:
             return self._fake(like, like.stride(), like.storage_offset(), like.untyped_storage().nbytes())
         with self.mode:
-            return torch.empty_strided(like.shape, like.stride(), dtype=low, device=like.device)
+            return torch.empty_strided(like.shape, like.stride(), dtype=low.dtype, device=like.device)
 
     def _fake(
         self, like: torch.Tensor, stride: tuple[int, ...], offset: int = 0, storage_bytes: int | None = None
@@ -157,16 +158,22 @@ class _Run:
         per_use: dict[fx.Node, list[torch.Tensor]] = {}
         # One copy in the lower precision serves all casts inside an operator, as autocast's cache has it in eager mode.
         low = {e.node: e.rounded for e in spec.externals if e.rounded is not None and e.differentiable}
+        uncast: dict[fx.Node, tuple[int, torch.dtype]] = {}
         position = 0
         for external in spec.externals:
             own = leaves[position : position + external.leaves]
-            position += external.leaves
             env[external.node] = own[0]
+            if external.low is not None and not external.low.copied and external.differentiable:
+                uncast[external.node] = position, external.low.dtype
+            position += external.leaves
             if external.leaves > 1:
                 per_use[external.node] = list(own)
         for node in spec.nodes:
 
             def value_of(n: fx.Node) -> Any:
+                if n in uncast:
+                    at, dtype = uncast.pop(n)
+                    env[n] = leaves[at] = _cast(leaves[at], dtype)
                 value = per_use[n].pop(0) if per_use.get(n) else env[n]
                 return value.to(low[n]) if n in low else value
 
@@ -200,6 +207,12 @@ class _Run:
                         total = part if total is None else added(total, part, external.rounded)
                 totals.append(total)
         return totals
+
+
+def _cast(leaf: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cast a parameter as autocast would, and let the gradient be that of the copy."""
+    with torch.no_grad(), no_autocast():
+        return leaf.to(dtype).requires_grad_()
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from .late_heads import part_heads
 from .layers import check_layers
 from .leaves import check_elements, check_fast_path, check_leaves, check_outputs, check_shared_buffers
 from .left_out import LeftOut
-from .spec import Joint, storages_of
+from .spec import Joint, LowPrecision, storages_of
 
 log = logging.getLogger("offmate")
 
@@ -46,7 +46,7 @@ class Traced:
     ----------
     incoming: strides of the gradients that output nodes receive from the user's backward, by the nodes' names.
     trainable: placeholders of the parameters that get a gradient. castable: parameters of which a copy in a lower
-        precision may come to the device, with that precision; empty without a backward. low: those of which one comes.
+        precision may come to the device, with that precision; empty without a backward. low: those that move in it.
     """
 
     captured: Captured
@@ -55,7 +55,7 @@ class Traced:
     incoming: Mapping[str, tuple[int, ...]]
     trainable: frozenset[str] = frozenset()
     castable: Mapping[str, torch.dtype] = field(default_factory=dict)
-    low: Mapping[str, torch.dtype] = field(default_factory=dict)
+    low: Mapping[str, LowPrecision] = field(default_factory=dict)
 
     @property
     def differentiated(self) -> frozenset[str]:
@@ -110,15 +110,15 @@ def trace_model(
     return Traced(captured, chain, blocks, incoming, trainable, castable)
 
 
-def with_low_copies(traced: Traced, low: Mapping[str, torch.dtype]) -> Traced:
-    """Return a traced model of which copies of some parameters come to the device in a lower precision.
+def in_low_precision(traced: Traced, low: Mapping[str, LowPrecision]) -> Traced:
+    """Return a traced model of which some parameters move in a lower precision, as copies or with their gradients only.
 
-    The host casts them, once per update, as autocast would do on the device for every use. Their gradients leave in
-    this precision, in which autocast makes them.
+    The host casts copies, once per update, as autocast would do on the device for every use. Gradients leave in this
+    precision, in which autocast makes them.
 
     Parameters
     ----------
-    low: precisions by canonical name; all of them are castable.
+    low: by canonical name; all of them are castable.
 
     Source: SuperOffload, section 4.5 (where to cast).
     """

@@ -15,6 +15,19 @@ _ALIGNED = 16  # elements; kernels read up to so many at once, and strides keep 
 
 
 @dataclass(frozen=True)
+class LowPrecision:
+    """The lower precision to which autocast casts a parameter, in which it moves.
+
+    Parameters
+    ----------
+    copied: whether a copy in it comes to the device, and its gradient leaves in it; else the gradient alone.
+    """
+
+    dtype: torch.dtype
+    copied: bool
+
+
+@dataclass(frozen=True)
 class External:
     """A value that a block reads and did not make.
 
@@ -29,8 +42,7 @@ class External:
     final: whether this block adds the last part of the gradient (a parameter's gradient then takes its layout).
     rounded: the lower precision in which eager mode adds up its parts, None if it does not round.
     changes: whether some block's forward writes into its memory, so that a backward would find other values there.
-    low: the lower precision in which a parameter comes and its gradient goes, since autocast would cast both anyway;
-        None for its own.
+    low: of a parameter that autocast casts anyway; None if it and its gradient move in its own precision.
     """
 
     node: fx.Node
@@ -41,7 +53,7 @@ class External:
     final: bool = True
     rounded: torch.dtype | None = None
     changes: bool = False
-    low: torch.dtype | None = None
+    low: LowPrecision | None = None
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from ..capture.blocks import TracedBlock
 from ..capture.captured import Captured
 from ..capture.chain import Chain
-from ..capture.spec import span_bytes
+from ..capture.spec import LowPrecision, span_bytes
 from ..machines.links import LinkRates
 from ..optim.rows import grid_of
 from ..programs.prelude import Prelude, _dense_bytes
@@ -88,8 +87,7 @@ class Lowering:
     ----------
     incoming: strides of the gradients that output nodes receive from the user, by the nodes' names.
     trainable: the cost of training, per canonical parameter name. files: of frozen parameters; None without any.
-    storage: files that optimizer states may leave to; None without any. low: parameters of which copies in a lower
-        precision move, with that precision.
+    storage: files that optimizer states may leave to; None without any. low: parameters that move in a lower precision.
     """
 
     def __init__(
@@ -103,7 +101,7 @@ class Lowering:
         trainable: dict[str, Trainable],
         files: FrozenFiles | None = None,
         storage: StateFiles | None = None,
-        low: Mapping[str, torch.dtype] | None = None,
+        low: Mapping[str, LowPrecision] | None = None,
     ) -> None:
         self.captured, self.chain, self.blocks, self.classes = captured, chain, blocks, classes
         self.prelude, self.incoming, self.trainable, self.files = prelude, incoming, trainable, files
@@ -255,11 +253,13 @@ class Lowering:
             training = self.trainable.get(name, nothing) if grads else nothing
             grid = grid_of(fake, _PAGE_ELEMENTS if self.storage is not None else 1) if training.by_rows else None
             grids |= {name: grid} if grid else {}
-            dtype = self.low.get(name, fake.dtype)
-            nbytes = _dense_bytes(fake) * dtype.itemsize // fake.dtype.itemsize
-            size = TensorSize(name, nbytes, nbytes if grads else 0, training.state_bytes)
+            low, whole_bytes = self.low.get(name), _dense_bytes(fake)
+            low_bytes = whole_bytes if low is None else whole_bytes * low.dtype.itemsize // fake.dtype.itemsize
+            param_bytes = low_bytes if low is not None and low.copied else whole_bytes
+            size = TensorSize(name, param_bytes, low_bytes if grads else 0, training.state_bytes)
             in_files = self.files is not None and not grads and name in self.files.names
-            members.setdefault((uses, grads, dtype, training.side, in_files), []).append((size, training))
+            kind = uses, grads, (fake.dtype, low), training.side, in_files
+            members.setdefault(kind, []).append((size, training))
         groups = (
             Group(
                 name=tensors[0][0].name,

@@ -34,13 +34,13 @@ def step_in_chunks(
     *,
     widened: bool = False,
 ) -> None:
-    """Update a float32 copy by an element-wise optimizer, with the bits of one whole update; the parameter follows it.
+    """Update float32 values by an element-wise optimizer, with the bits of one whole update.
 
     Parameters
     ----------
-    kind: class of the optimizer. inner: an instance of it that holds only `leaf`, the copy, with its state, which the
-        first update makes. param: of lower precision. factor: multiplies the gradient first, in place, or its float32
-        values if it is to be `widened` before; None for 1.
+    kind: class of the optimizer. inner: an instance of it that holds only `leaf`, the values, with its state, which the
+        first update makes. param: of lower precision, which follows them; or the same memory. factor: multiplies the
+        gradient first, in place, or its float32 values if it is to be `widened` before; None for 1.
     """
     master, state = leaf.data, inner.state[leaf]
     grad, low, whole = gradient.view(-1), param.view(-1), master.view(-1)
@@ -62,7 +62,8 @@ def step_in_chunks(
             for key, value in state.items()
         }
         bare_step(kind)(inner)
-        low[chunk].copy_(leaf)
+        if low.data_ptr() != whole.data_ptr():
+            low[chunk].copy_(leaf)
         for key, value in given.items():
             if is_bulk(value):  # the first update makes tensors; later ones change them in place
                 if key not in bulk and key not in made:

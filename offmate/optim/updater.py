@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..capture.spec import LowPrecision
 from ..errors import ArgumentTypeError, OffmateError, ProtocolError
 from ..machines.devices import EMULATED
 from ..machines.stopwatch import clock_of, launching_s
@@ -19,7 +20,7 @@ from ..runtime.replay.low_copies import WHOLE
 from ..runtime.torch_names.modules import bare_step
 from ..runtime.torch_names.scalers import can_unscale, check_and_unscale
 from .lone import lone
-from .low import step_low
+from .low import step_low, updated_in
 from .masters import WithMasters, first_state
 from .rows import depends_on_threads, works_by_element
 
@@ -202,9 +203,10 @@ class Updater:
         Parameters
         ----------
         param: or its copy in a lower precision, where `state` has the parameter itself under `WHOLE`.
+        grad: in the parameter's precision or in a lower one, to which autocast casts it.
         skips: a fused kernel then changes nothing. factor: by which the gradient is multiplied first, None for 1.
         """
-        if WHOLE in state:
+        if WHOLE in state or grad.dtype != param.dtype:
             _place_scalars(state, param.device if hyper.get("fused") or hyper.get("capturable") else _CPU)
             step_low(self.base, self.optimizer.__dict__, hyper, param, grad, state, factor)
             return
@@ -232,7 +234,7 @@ class Updater:
         like: torch.Tensor,
         hyper: dict[str, Any],
         device: torch.device = _CPU,
-        low: torch.dtype | None = None,
+        low: LowPrecision | None = None,
     ) -> UpdateCost:
         """Measure bytes of state and seconds for a tensor, by updating a stand-in of its shape.
 
@@ -240,7 +242,7 @@ class Updater:
         ----------
         like: shape and dtype; no data are read. hyper: the group's hyperparameters. device: where operators run; on the
             CPU a worker has one thread and the training thread has all, unless bits depend on their number.
-        low: the precision of the copy that is updated with it, None for none. The tensor is then a part of its state.
+        low: the precision in which it moves; its own if None. The tensor is a part of its state if a copy moves.
         """
         on_device = self._times(like, hyper, device, low)
         on_cpu = on_device
@@ -265,12 +267,9 @@ class Updater:
         )
 
     def _times(
-        self, like: torch.Tensor, hyper: dict[str, Any], device: torch.device, low: torch.dtype | None
+        self, like: torch.Tensor, hyper: dict[str, Any], device: torch.device, low: LowPrecision | None
     ) -> _Times:
-        own = torch.zeros(like.shape, dtype=like.dtype, device=device)
-        state: dict[str, Any] = {} if low is None else {WHOLE: own}
-        param = own if low is None else own.to(low)
-        grad = torch.zeros_like(param)
+        param, grad, state = updated_in(low, torch.zeros(like.shape, dtype=like.dtype, device=device))
         found, half = torch.zeros((), device=device), torch.full((), 0.5, device=device)
         repeats = _REPEATS if like.numel() <= _TIMED_ELEMENTS else 2
         unscales = low is None and can_unscale(like.dtype, device)

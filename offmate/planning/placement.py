@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 
+from ..capture.spec import LowPrecision
 from ..errors import InfeasibleBudget
 from ..machines.allocations import DeviceAllocationLog
+from ..optim.low import updated_in
 from ..optim.state_bytes import state_parts
 from ..optim.updater import Updater
 from ..plans.plan import Plan
 from ..runtime.memory.changes import Rehearsal
 from ..runtime.memory.reserve import MemoryLayout, Reserved, make_pockets, reserve
 from ..runtime.memory.updated import Updated
-from ..runtime.replay.low_copies import WHOLE
 from ..runtime.replay.rehearsal import rehearse
 from ..runtime.torch_names import trees as pytree
 from ..sizes import format_bytes, format_least_bytes
@@ -138,13 +139,13 @@ def holdings(
     model: torch.nn.Module,
     updater: Updater | None,
     device: torch.device,
-    low: Mapping[str, torch.dtype] = MappingProxyType({}),
+    low: Mapping[str, LowPrecision] = MappingProxyType({}),
 ) -> Callable[[str], Updated]:
     """Return a function that tells what an optimizer holds of a parameter, measured on the device once per kind.
 
     Parameters
     ----------
-    low: parameters of which a copy in a lower precision is moved, and they themselves as a part of their state.
+    low: parameters that move in a lower precision. Those that move as copies are themselves a part of their state.
     """
     params = dict(model.named_parameters())
     held: dict[str, Updated] = {}
@@ -158,7 +159,7 @@ def holdings(
             if key not in per_element:
                 per_element[key] = _workspace_share(updater, param.dtype, hyper, device, low.get(name))
             parts, _ = state_parts(updater, param, hyper)
-            whole = (param.nbytes,) if name in low else ()
+            whole = (param.nbytes,) if name in low and low[name].copied else ()
             held[name] = Updated((*whole, *parts), param.numel() * per_element[key], len(whole))
         return held[name]
 
@@ -166,13 +167,10 @@ def holdings(
 
 
 def _workspace_share(
-    updater: Updater, dtype: torch.dtype, hyper: dict[str, Any], device: torch.device, low: torch.dtype | None
+    updater: Updater, dtype: torch.dtype, hyper: dict[str, Any], device: torch.device, low: LowPrecision | None
 ) -> int:
     """Measure the bytes per element that an update takes on the device while it runs."""
-    own = torch.zeros(_PROBED_ELEMENTS, dtype=dtype, device=device)
-    param = own if low is None else own.to(low)
-    grad = torch.zeros_like(param)
-    state: dict[str, Any] = {} if low is None else {WHOLE: own}
+    param, grad, state = updated_in(low, torch.zeros(_PROBED_ELEMENTS, dtype=dtype, device=device))
     updater.step_one(hyper, param, grad, state)
     with DeviceAllocationLog(device) as log:
         log.stretch("update", lambda: updater.step_one(hyper, param, grad, state))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..capture.arrivals import arrivals
-from ..capture.model import Traced, structure, trace_model, with_low_copies
+from ..capture.model import Traced, in_low_precision, structure, trace_model
 from ..errors import InfeasibleBudget, PlanFileError
 from ..files import keep
 from ..lowering.bind import bind
@@ -37,7 +37,7 @@ from .describe import described
 from .elsewhere import as_elsewhere
 from .fingerprint import differences, fingerprint_of
 from .garbage import fewer_collections
-from .low_copies import on_the_host, possible, precisions_of, words_of
+from .low_precision import Low, further, gradients_alone, of_plan, words_of
 from .orders import check_together
 from .phases import searching
 from .refusal import block_rows, refusal
@@ -90,7 +90,7 @@ def make_plan(
     if given is not None:
         _check_given(given, known_as, subject)
     plan, lowered = _planned(subject, known_as, given, near, kept or {}, start)
-    traced = with_low_copies(traced, precisions_of(plan, traced))
+    traced = in_low_precision(traced, of_plan(plan, traced))
     plan = plan if given is not None else described(plan, subject)
     if request.config.backend == "inductor":
         lowered = compiled(lowered, plan.schedule, request.device, say)
@@ -242,7 +242,7 @@ def _follow(subject: Subject, near: tuple[Prepared, ...]) -> tuple[Plan, Lowered
     request = subject.request
     for known in near:
         try:
-            subject = in_low(subject, precisions_of(known.plan, subject.traced))
+            subject = in_low(subject, of_plan(known.plan, subject.traced))
         except PlanFileError:  # that batch was under another autocast
             continue
         traced = subject.traced
@@ -294,13 +294,13 @@ def _follow(subject: Subject, near: tuple[Prepared, ...]) -> tuple[Plan, Lowered
 
 
 def _fastest(subject: Subject, fingerprint: str, start: float) -> tuple[Plan, Lowered]:
-    """Search for a plan without low copies, with all, and with those of what the faster one updates on the host.
+    """Search for a plan that moves gradients as autocast makes them, then for those that move copies of parameters.
 
     Returns: the fastest of them.
     """
     found, refused = list[tuple[Plan, Lowered]](), list[InfeasibleBudget]()
 
-    def search(low: Mapping[str, torch.dtype]) -> None:
+    def search(low: Low) -> None:
         try:
             found.append(_search(in_low(subject, low), fingerprint, start))
         except InfeasibleBudget as error:
@@ -309,13 +309,12 @@ def _fastest(subject: Subject, fingerprint: str, start: float) -> tuple[Plan, Lo
     def fastest() -> tuple[Plan, Lowered]:
         return min(found, key=lambda one: one[0].predicted_step_s)
 
-    every = possible(subject.traced, subject.request, subject.updater)
-    for low in ({}, every) if every else ({},):
+    first = gradients_alone(subject.traced, subject.request, subject.updater)
+    search(first)
+    for low in further(first, subject.request, lambda: fastest()[0] if found else None):
         search(low)
     if not found:
         raise min(refused, key=lambda error: error.least_budget_bytes or math.inf)
-    if 0 < len(some := on_the_host(every, fastest()[0])) < len(every):
-        search(some)
     plan, lowered = fastest()
     least = min(one.least_budget_bytes for one, _ in found)
     return replace(plan, least_budget_bytes=least, plan_s=time.perf_counter() - start), lowered
@@ -354,6 +353,7 @@ def _search(subject: Subject, fingerprint: str, start: float) -> tuple[Plan, Low
         plan_s=time.perf_counter() - start,
         problem=problem,
         allocator_bytes=request.margin_bytes,
-        low=words_of(subject.traced.low),
+        low=words_of(subject.traced.low, copied=True),
+        low_gradients=words_of(subject.traced.low, copied=False),
     )
     return plan, lowered

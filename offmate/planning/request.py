@@ -9,6 +9,7 @@ import torch
 
 from ..capture.arrivals import Arrivals
 from ..capture.captured import Captured
+from ..capture.spec import LowPrecision
 from ..config import Config
 from ..lowering.frozen_files import FrozenFiles
 from ..lowering.state_files import StateFiles
@@ -104,7 +105,7 @@ class Prepared:
     ----------
     gradient_like: per output that receives a gradient from the user, a meta tensor laid out like that gradient.
     arrivals: of the gradients in plain PyTorch. keys: class of every block. structure: that of the traced model without
-        sizes; "" if no other plan may reuse the decisions. low: parameters that move as copies in a lower precision.
+        sizes; "" if no other plan may reuse the decisions. low: parameters that move in a lower precision.
     """
 
     captured: Captured
@@ -114,4 +115,4 @@ class Prepared:
     arrivals: Arrivals = field(default_factory=Arrivals)
     keys: tuple[str, ...] = ()
     structure: str = ""
-    low: Mapping[str, torch.dtype] = field(default_factory=dict)
+    low: Mapping[str, LowPrecision] = field(default_factory=dict)

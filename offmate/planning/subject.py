@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ..capture.captured import Captured
-from ..capture.model import Traced, with_low_copies
+from ..capture.model import Traced, in_low_precision
+from ..capture.spec import LowPrecision
 from ..errors import InfeasibleBudget, PlanFileError
 from ..lowering.options import BlockClass, stored_options
 from ..lowering.problem import Lowered, Lowering, Trainable
@@ -31,7 +32,7 @@ from ..solver.solve import LeastBudget, least_budget
 from ..split import side_of
 from .files import states_need_files
 from .fingerprint import fingerprint_of
-from .low_copies import precisions_of
+from .low_precision import of_plan
 from .orders import drawn_bytes
 from .request import Request
 from .restore import restore_class
@@ -55,9 +56,9 @@ class Subject:
     say: Progress
 
 
-def in_low(subject: Subject, low: Mapping[str, torch.dtype]) -> Subject:
-    """Return the subject with copies in a lower precision of these parameters."""
-    return replace(subject, traced=with_low_copies(subject.traced, low))
+def in_low(subject: Subject, low: Mapping[str, LowPrecision]) -> Subject:
+    """Return the subject of which some parameters move in a lower precision."""
+    return replace(subject, traced=in_low_precision(subject.traced, low))
 
 
 def user_bytes_of(traced: Traced, request: Request) -> int:
@@ -225,7 +226,7 @@ def relower(subject: Subject, plan: Plan) -> Lowered:
 
     Raises: PlanFileError if what is stored of a block's class does not belong to the model.
     """
-    subject = in_low(subject, precisions_of(plan, subject.traced))
+    subject = in_low(subject, of_plan(plan, subject.traced))
     stored = {
         key: (c.options, {n: NodeCost(0.0, work, tuple(held)) for n, (work, *held) in c.kernel_bytes.items()})
         for key, c in plan.classes.items()

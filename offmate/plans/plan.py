@@ -27,6 +27,7 @@ from ..solver.problem import Problem
 from ..solver.schedule import Action, Kind, Schedule
 from ..solver.simulate import Simulation, simulate
 from ..split import Split
+from . import low_precision
 from .about import UNKNOWN, About
 from .accumulation import chosen_words
 from .break_even import BreakEven
@@ -67,6 +68,7 @@ class Plan:
     accumulation: all numbers and orders of micro-batches that were tried, if the planner chose them; else empty.
     other_order: figures of the plan for the other order of micro-batches; None if it was not planned.
     low: parameters of which a copy in a lower precision is moved instead of them -> that precision.
+    low_gradients: parameters whose gradients alone are moved in a lower precision -> that precision.
     break_even: how it compares with a plan whose updates wait for the gate, or with one whose updates do not; None if
         only one was made. from_cache: whether it was read from disk.
     """
@@ -86,6 +88,7 @@ class Plan:
     problem: Problem | None = None
     allocator_bytes: int = 0
     low: dict[str, str] = field(default_factory=dict)
+    low_gradients: dict[str, str] = field(default_factory=dict)
     about: About = field(default=UNKNOWN, compare=False)
     batch_size: int | None = field(default=None, compare=False)
     accumulation: tuple[AccumulationTrial, ...] = field(default=(), compare=False)
@@ -271,15 +274,7 @@ class Plan:
             f"{format_bytes(self.host_bytes)} of RAM are needed",
             f"{updated}; {len(recomputing)} of {len(self.blocks)} blocks recompute",
         ]
-        if self.low:
-            sizes = self.schedule.item_bytes
-            low_bytes = sum(sizes[items.parameter(name)] for name in self.low)
-            precisions = " and ".join(sorted(set(self.low.values())))
-            lines.append(
-                f"{len(self.low)} parameters come to the GPU in {precisions}, to which "
-                f"autocast would cast them there: {format_bytes(low_bytes)} instead of "
-                f"{format_bytes(2 * low_bytes)}, and their gradients are as large"
-            )
+        lines += low_precision.words(self.schedule, self.low, self.low_gradients)
         if self.logged_bytes:
             lines.append(
                 "a step that clips and skips nothing is predicted: the CPU updates before that is known, and keeps "

@@ -44,6 +44,7 @@ class Figures:
     blocks: tuple[BlockRow, ...]
     allocator_bytes: int = 0
     low: dict[str, str] = field(default_factory=dict)
+    low_gradients: dict[str, str] = field(default_factory=dict)
     about: About = UNKNOWN
     accumulation: tuple[AccumulationTrial, ...] = ()
     other_order: OtherOrder | None = None
@@ -78,8 +79,9 @@ def to_text(plan: Any) -> str:
     if other is not None:
         data["other_order"] = {name: value for name, value in asdict(other).items() if name != "per_pass" or value}
     data |= {"break_even": compared.to_dict()} if compared is not None else {}
-    if not plan.low:
-        del data["low"]
+    for name in ("low", "low_gradients"):
+        if not data[name]:
+            del data[name]
     return json.dumps(data)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..capture.model import Traced
+from ..capture.spec import LowPrecision
 from ..machines.devices import accelerator, make_device, rng_untouched
 from ..machines.hardware import Hardware
 from ..machines.links import LinkRates, measure_host_memory, measure_link
@@ -95,12 +96,12 @@ def work_out(
         if param.requires_grad and updater is not None:
             bulk, scalars = state_bytes(updater, param, updater.groups[name])
             low = traced.low.get(name)
-            copy_bytes = param.nbytes if low is None else param.numel() * low.itemsize
-            bulk += 0 if low is None else param.nbytes
+            grad_bytes = param.nbytes if low is None else param.numel() * low.dtype.itemsize
+            copied = low is not None and low.copied
+            param_bytes, bulk = (grad_bytes, bulk + param.nbytes) if copied else (param.nbytes, bulk)
             plain_s = machine.update_s(param.numel(), masters=False)
-            masters = low is not None or has_master(updater.base, param)
-            seconds = machine.update_s(param.numel(), masters=masters)
-            log_s = seconds[0] * log_share(copy_bytes, copy_bytes, bulk)
+            seconds = machine.update_s(param.numel(), masters=copied or has_master(updater.base, param))
+            log_s = seconds[0] * log_share(param_bytes, grad_bytes, bulk)
             # Adding reads two tensors and writes one where AdamW reads four and writes three; a norm reads one, and
             # unscaling writes it again.
             looks = [part * s for part in (3 / 7, 1 / 7, 2 / 7) for s in plain_s]
@@ -150,13 +151,13 @@ def measure(
 
 
 def _update_costs(
-    model: torch.nn.Module, updater: Updater | None, device: torch.device, low: Mapping[str, torch.dtype]
+    model: torch.nn.Module, updater: Updater | None, device: torch.device, low: Mapping[str, LowPrecision]
 ) -> dict[str, UpdateCost]:
     """Measure the cost of updating each trainable parameter, once per shape, dtype and group.
 
     Parameters
     ----------
-    low: parameters of which a copy in a lower precision is updated with them.
+    low: parameters that move in a lower precision.
     """
     if updater is None:
         return {}

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ..capture.blocks import TracedBlock
-from ..capture.spec import Joint
+from ..capture.spec import Joint, LowPrecision
 from ..errors import CaptureError
 from ..machines.allocations import allocation_log
 from ..machines.replaying import replaying_s
@@ -58,7 +58,7 @@ def profile_classes(
         return written[node] if node in written else _on(read(node), device)
 
     for index, block in enumerate(blocks):
-        inputs = [fetch(e.node) if e.low is None else fetch(e.node).to(e.low) for e in block.spec.externals]
+        inputs = [_as_it_comes(fetch(e.node), e.low) for e in block.spec.externals]
         if block.key not in costs:
             costs[block.key] = _measure(block.joint, inputs, device)
         results, writes = _run_forward(block.joint, inputs)
@@ -180,6 +180,10 @@ def _run_through(joint: Joint, inputs: list[torch.Tensor], device: torch.device)
         for source in {node, *node.all_input_nodes}:
             if last_reader.get(source, node) is node:
                 env.pop(source, None)
+
+
+def _as_it_comes(tensor: torch.Tensor, low: LowPrecision | None) -> torch.Tensor:
+    return tensor.to(low.dtype) if low is not None and low.copied else tensor
 
 
 def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from ..capture.spec import LowPrecision
 from ..optim.chunks import was_edited
 from ..runtime import interrupts
 from ..runtime.devices.device import Device
@@ -36,13 +37,15 @@ class LowCopies:
         else:
             self._host.params[name] = own
 
-    def settle(self, precisions: Mapping[str, torch.dtype], device: Device) -> None:
-        """Have copies of these parameters, with their present values, and no others; nothing may be under way."""
+    def settle(self, precisions: Mapping[str, LowPrecision], device: Device) -> None:
+        """Have the copies that a plan has, with their parameters' present values; nothing may be under way."""
         host, self.seen = self._host, False
+        copied = {name: low.dtype for name, low in precisions.items() if low.copied}
         with interrupts.held(), torch.no_grad():
-            for name in sorted(host.low - precisions.keys()):
+            host.low_gradients = frozenset(precisions)
+            for name in sorted(host.low - copied.keys()):
                 self._lift(name)
-            for name, dtype in precisions.items():
+            for name, dtype in copied.items():
                 own = host.whole(name)
                 kept = self._memory.get(name)
                 if kept is None or (kept.dtype, kept.shape, kept.stride()) != (dtype, own.shape, own.stride()):

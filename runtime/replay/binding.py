@@ -125,6 +125,7 @@ class HostState:
     files: frozen parameters that can be read from files, byte for byte as in `params`.
     store: host memory in files; None if there is none. in_store: the parameters whose states are kept there.
     low: parameters of which `params` holds a copy in a lower precision; they themselves are in `states`, under `WHOLE`.
+    low_gradients: those whose gradients come in a lower precision, and are cast before anything else happens to them.
     """
 
     params: dict[str, torch.Tensor]
@@ -140,6 +141,7 @@ class HostState:
     store: MappedStore | None = None
     in_store: frozenset[str] = frozenset()
     low: set[str] = field(default_factory=set)
+    low_gradients: frozenset[str] = frozenset()
 
     @property
     def stored(self) -> bool:

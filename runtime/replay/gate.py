@@ -60,7 +60,7 @@ class Gate:
 
     State: `HostState.gate_is_open`, `HostState.norm` and `HostState.unscaling`; `_scales`, by place, the factor that
     has yet to be applied to the gradients in `_unclipped`: those that had left for the host when the gate opened, and
-    those of low copies.
+    those in a lower precision than their parameters.
 
     Parameters
     ----------
@@ -98,8 +98,9 @@ class Gate:
         scale = torch.clamp(self._clip.max_norm / (norm + 1e-6), max=1.0)
         if bool(scale == 1.0):  # scaling would change nothing
             return
-        # Those of low copies are scaled in their parameters' own precision, when these are updated.
-        later = {name for name, gradient in gradients.items() if gradient.on_host or name in self._host.low}
+        # Those in a lower precision are scaled in their parameters' own, when these are updated.
+        low = self._host.low_gradients
+        later = {name for name, gradient in gradients.items() if gradient.on_host or name in low}
         for name, gradient in gradients.items():
             if name not in later:
                 gradient.tensor.mul_(scale.to(gradient.tensor.device))

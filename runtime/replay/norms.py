@@ -105,8 +105,8 @@ class Norms:
             self._watch(norms)
 
     def _precision(self, name: str, gradient: torch.Tensor) -> torch.dtype | None:
-        """Return the precision in which a norm is taken, None for the gradient's: that of a low copy is cast first."""
-        whole = self._host.whole(name).dtype if name in self._host.low else gradient.dtype
+        """Return the precision in which a norm is taken, its parameter's; None for the gradient's own."""
+        whole = self._host.whole(name).dtype if name in self._host.low_gradients else gradient.dtype
         return whole if whole != gradient.dtype else None
 
     def _watch(self, norms: torch.Tensor) -> None:

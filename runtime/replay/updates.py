@@ -67,9 +67,7 @@ class Updates:
                 self.make(name, grad, scale)
                 return
             param, state = host.params[name], host.states.setdefault(name, {})
-            if scale is not None and name not in host.low:
-                grad.mul_(scale)
-            _update_rest(update, name, param, grad, state, done, known, scale if name in host.low else None)
+            _update_rest(update, name, param, grad, state, done, known, scale)
             self._made(name)
 
         self.adopt(name, self._device.update_on_host(work, after, self._worker))
@@ -103,7 +101,8 @@ class Updates:
         arrived = returned.arrived if returned is not None else None
         param, grad = contents.params[name], self._gradients.whole(name).tensor
         scale = self._gate.scale_of(name, grad.device)
-        if scale is not None and name not in self._host.low:  # it has come back from the host, whose own copy stays
+        # Otherwise it has come back from the host, whose own copy stays.
+        if scale is not None and name not in self._host.low_gradients:
             grad.mul_(scale)
             scale = None
         parts = self._states.items(name)

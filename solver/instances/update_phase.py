@@ -87,6 +87,7 @@ def update_phase(
     *,
     subgroups: int = 24,
     subgroup_params: int = SUBGROUP_PARAMS,
+    tensors: int = 1,
     room: float = 2.0,
     compute_s: float = 0.0,
     both: float = 2.0,
@@ -96,6 +97,7 @@ def update_phase(
     Parameters
     ----------
     subgroups, subgroup_params: their number and size.
+    tensors: of a subgroup, all of one size. The host updates whole tensors.
     room: subgroups whose states fit on the device at once, besides all half-precision parameters.
     compute_s: seconds of all forwards and backwards; with 0 the iteration is the update phase alone.
     both: total rate of the link while both directions are busy, in units of one direction.
@@ -104,11 +106,12 @@ def update_phase(
     """
     n, rate = subgroups, machine.link * LINK_BYTES
     forward_s = compute_s / (3 * n)
-    option = Option("keep", 0, 0, forward_s, 2 * forward_s, 0, 1)
+    option = Option("keep", 0, 0, forward_s, 2 * forward_s, 0, tensors)
+    elements = subgroup_params // tensors
     groups = tuple(
         Group(
             f"subgroup {i}",
-            (TensorSize(f"w{i}", PARAM_BYTES * subgroup_params, 1, STATE_BYTES * subgroup_params),),
+            tuple(TensorSize(f"w{i}.{k}", PARAM_BYTES * elements, 1, STATE_BYTES * elements) for k in range(tensors)),
             (i, 2 * n - 1 - i),
             (2 * n - 1 - i,),
             cpu_update_s=subgroup_params * machine.cpu_s,
@@ -116,7 +119,7 @@ def update_phase(
         )
         for i in range(n)
     )
-    budget_bytes = int((n * PARAM_BYTES + room * STATE_BYTES) * subgroup_params) + 2 * n
+    budget_bytes = int((n * PARAM_BYTES + room * STATE_BYTES) * subgroup_params) + 2 * n * tensors
     return Problem(
         blocks=tuple(Block(f"block {i}", (option,)) for i in range(n)),
         groups=groups,

@@ -17,7 +17,7 @@ import torch
 from offmate.runtime.storage.files import SystemFiles
 from offmate.solver.rows import log_share
 
-from offmate.capture.spec import Joint
+from offmate.capture.spec import Joint, LowPrecision
 from offmate.machines.hardware import Hardware, load
 from offmate.machines.links import LinkRates
 from offmate.optim.state_bytes import state_bytes
@@ -50,10 +50,10 @@ def _update_cost(
     like: torch.Tensor,
     hyper: dict[str, Any],
     device: torch.device,
-    low: torch.dtype | None = None,
+    low: LowPrecision | None = None,
 ) -> UpdateCost:
     bulk, scalars = state_bytes(updater, like, hyper)
-    bulk += 0 if low is None else like.nbytes
+    bulk += like.nbytes if low is not None and low.copied else 0
     size = 4 * like.numel()
     host_s, device_s = size / machine.cpu_update_bytes_per_s, size / machine.device_update_bytes_per_s
     parts = (1 / 2, 1 / 7, 2 / 7)  # to add a gradient, to take its norm, to unscale it

@@ -16,6 +16,7 @@ import offmate
 from offmate.planning import planner
 
 from ...fuzz.figures import from_hardware_file
+from ..low_precision import WAYS, move, moved
 from ..parity import AMPLE_BYTES, Case, check, least_bytes
 from .test_parity_models import Decoder, token_case
 
@@ -40,17 +41,17 @@ def rates() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What moves in the lower precision."""
+    move(monkeypatch, request.param)
+    return str(request.param)
+
+
 @pytest.fixture
-def low(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def low(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans have low copies wherever they may, faster or not."""
-    alone = planner._search
-
-    def search(subject: Any, *given: Any) -> Any:
-        every = planner.possible(subject.traced, subject.request, subject.updater)
-        return alone(planner.in_low(subject, every), *given)
-
-    monkeypatch.setattr(planner, "_search", search)
-    yield
+    move(monkeypatch, "copies")
 
 
 def case(name: str, **settings: Any) -> Case:
@@ -67,32 +68,31 @@ def case(name: str, **settings: Any) -> Case:
 @pytest.mark.parametrize("updates", ["auto", "host", "device"])
 @pytest.mark.parametrize("clip", [None, 0.05, 1e9])
 @pytest.mark.parametrize("name", ["decoder", "tied"])
-def test_numbers_states_and_peak(low: None, name: str, clip: float | None, updates: str) -> None:
+def test_numbers_states_and_peak(way: str, name: str, clip: float | None, updates: str) -> None:
     """Losses, gradients' norms, parameters and states are plain PyTorch's, and the ledger is the plan's to the byte."""
     own = case(f"{name}-{clip}-{updates}", max_grad_norm=clip, config={"updates": updates})
-    assert check(own, AMPLE_BYTES, None).plan.low
+    assert moved(check(own, AMPLE_BYTES, None).plan, way)
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("optimizer", TESTED)
-def test_in_the_least_budget(low: None, optimizer: str, clip: float | None) -> None:
+def test_in_the_least_budget(way: str, optimizer: str, clip: float | None) -> None:
     own = case(f"least-{clip}", max_grad_norm=clip, optimizer=optimizer)
     run = check(own, least_bytes(own, None), None)
-    assert run.plan.low
-    assert "embed.weight" not in run.plan.low, "an embedding reads it as it is"
+    assert "embed.weight" not in moved(run.plan, way), "an embedding reads it as it is"
 
 
 @pytest.mark.parametrize("clip", [0.05, 1e9])
-def test_updates_before_the_gate(low: None, clip: float) -> None:
+def test_updates_before_the_gate(way: str, clip: float) -> None:
     """Those that were wrong are undone, with the copies."""
     own = case(f"early-{clip}", max_grad_norm=clip, config={"speculate": True, "updates": "host"})
-    assert check(own, AMPLE_BYTES, None).plan.low
+    assert moved(check(own, AMPLE_BYTES, None).plan, way)
 
 
-def test_tensors_that_are_updated_in_chunks(low: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_that_are_updated_in_chunks(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offmate.optim.chunks.CHUNK_ELEMENTS", 192)
     own = case("chunks", max_grad_norm=0.05, config={"updates": "host"})
-    assert check(own, AMPLE_BYTES, None).plan.low
+    assert moved(check(own, AMPLE_BYTES, None).plan, way)
 
 
 class Loop:
@@ -228,7 +228,7 @@ BETWEEN = (
 
 @pytest.mark.parametrize("updates", ["host", "device"])
 @pytest.mark.parametrize("between", BETWEEN)
-def test_what_happens_between_steps(low: None, between: Callable[[Loop], None], updates: str) -> None:
+def test_what_happens_between_steps(way: str, between: Callable[[Loop], None], updates: str) -> None:
     loops = [Loop(compiled, clip=0.05, updates=updates) for compiled in (False, True)]
     for loop in loops:
         for _ in range(2):
@@ -237,11 +237,11 @@ def test_what_happens_between_steps(low: None, between: Callable[[Loop], None], 
             between(loop)
         loop.step()
     assert_alike(*loops)
-    assert loops[1].model.offmate.plan.low
+    assert moved(loops[1].model.offmate.plan, way)
 
 
 @pytest.mark.parametrize("updates", ["host", "device"])
-def test_an_interrupted_backward(low: None, updates: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_backward(way: str, updates: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in an update: what was updated is so whole, with its copy, and training goes on from there."""
     loops = [Loop(compiled, clip=1e9, updates=updates) for compiled in (False, True)]
     for loop in loops:
@@ -264,20 +264,22 @@ def interrupt(*given: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_plan_is_kept_with_its_copies(low: None, tmp_path: Any) -> None:
+def test_a_plan_is_kept_with_its_copies(way: str, tmp_path: Any) -> None:
     """In its file, for another run."""
     first = Loop(True)
     first.step()
     plan = first.model.offmate.plan
     plan.save(tmp_path / "plan.json")
     assert offmate.load_plan(tmp_path / "plan.json") == plan
-    assert set(plan.low.values()) == {"bfloat16"}
+    assert moved(plan, way)
+    assert set((plan.low | plan.low_gradients).values()) == {"bfloat16"}
     first.model.offmate.save_plans(tmp_path / "plans")
     again = Loop(True)
     again.model.offmate.load_plans(tmp_path / "plans")
     again.step()
     assert again.model.offmate.plan.from_cache
     assert again.model.offmate.plan.low == plan.low
+    assert again.model.offmate.plan.low_gradients == plan.low_gradients
     assert_alike(first, again)
 
 
@@ -299,7 +301,7 @@ def test_a_plan_for_weights_that_are_read_otherwise_is_refused(low: None, tmp_pa
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
-def test_states_in_rows(low: None, monkeypatch: pytest.MonkeyPatch, clip: float | None) -> None:
+def test_states_in_rows(way: str, monkeypatch: pytest.MonkeyPatch, clip: float | None) -> None:
     """The device updates rows of a weight, with those of its state, the weight itself among it."""
     monkeypatch.setattr("offmate.solver.options.pieces._LEAST_BYTES", 1 << 11)
     own = token_case(
@@ -307,12 +309,11 @@ def test_states_in_rows(low: None, monkeypatch: pytest.MonkeyPatch, clip: float 
         config={"updates": "device"},
     )  # fmt: skip
     run = check(own, least_bytes(own, None) * (120 if clip is None else 104) // 100, None)
-    assert run.plan is not None
-    assert any(len(run.plan.schedule.states[name]) > 1 for name in run.plan.low)
+    assert any(len(run.plan.schedule.states[name]) > 1 for name in moved(run.plan, way))
 
 
 def test_the_fastest_plan_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three: without copies, with all, and with those of what the faster of these two updates on the host."""
+    """Of three: with gradients alone, with all copies, and with those of what the faster one updates on the host."""
     tried: list[offmate.Plan] = []
     alone = planner._search
 
@@ -335,10 +336,12 @@ def test_the_fastest_plan_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.plan.predicted_step_s == min(plan.predicted_step_s for plan in (without, every, *some))
 
 
-def test_none_if_they_are_not_wanted() -> None:
+def test_no_copies_if_they_are_not_wanted() -> None:
+    """Gradients need no other memory, and leave as autocast makes them."""
     loop = Loop(True, low_copies=False)
     loop.step()
     assert not loop.model.offmate.plan.low
+    assert "head.weight" in loop.model.offmate.plan.low_gradients
 
 
 @pytest.mark.parametrize("settings", [{"accumulation_steps": 2}, {"optimizer": None}])
@@ -352,10 +355,11 @@ def test_where_gradients_are_wider_there_are_none(low: None, settings: dict[str,
             model, "1GiB", example_inputs=batch, device="emulated", config=offmate.Config(cache_dir=None), **given
         )
     assert not plan.low
+    assert not plan.low_gradients
 
 
-def test_bytes_that_move(low: None) -> None:
-    """A weight and its gradient take two bytes each; the weight itself is four more of its state."""
+def test_bytes_that_move(way: str) -> None:
+    """A copy and a gradient take two bytes each; with a copy, the weight itself is four more of its state."""
     loop = Loop(True)
     loop.step()
     problem = loop.model.offmate.plan.problem
@@ -363,18 +367,22 @@ def test_bytes_that_move(low: None) -> None:
     for name, param in loop.model.named_parameters():
         if name == "extra":
             continue
-        own, low_copy = sizes[name], name in loop.model.offmate.plan.low
-        assert own.param_bytes == own.grad_bytes == (2 if low_copy else 4) * param.numel()
-        assert own.state_bytes == (12 if low_copy else 8) * param.numel()
+        own, plan = sizes[name], loop.model.offmate.plan
+        copied, low = name in plan.low, name in plan.low | plan.low_gradients
+        assert own.param_bytes == (2 if copied else 4) * param.numel()
+        assert own.grad_bytes == (2 if low else 4) * param.numel()
+        assert own.state_bytes == (12 if copied else 8) * param.numel()
     assert WHOLE not in loop.optimizer.state[loop.model.head.weight]
 
 
-def test_no_copy_of_a_weight_is_kept_for_the_backward(low: None) -> None:
-    """Under autocast without copies, blocks save the weights that they cast as activations."""
+def test_no_copy_of_a_weight_is_kept_for_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under autocast without copies, blocks may save the weights that they cast as activations."""
     saved = {}
     for may in (False, True):
-        loop = Loop(True, low_copies=may)
-        loop.step()
+        loop = Loop(True)
+        with monkeypatch.context() as patched:
+            move(patched, "copies" if may else "gradients")
+            loop.step()
         blocks = loop.model.offmate.plan.problem.blocks
         saved[may] = sum(next(o for o in block.options if o.name == "keep").saved_bytes for block in blocks)
     weights = sum(2 * loop.model.get_parameter(name).numel() for name in loop.model.offmate.plan.low)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import offmate
-from offmate.planning import planner
 from offmate.planning.placement import holdings, rehearsals
 
 from ...fuzz.figures import from_hardware_file
+from ..low_precision import WAYS, move, moved
 from .test_accelerator import AMPLE_BYTES, HOST_BYTES, NO_CACHE, STEPS, adamw, built, large, text
 
 
@@ -23,15 +23,11 @@ def rates() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def low(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = planner._search
-
-    def search(subject: Any, *given: Any) -> Any:
-        every = planner.possible(subject.traced, subject.request, subject.updater)
-        return alone(planner.in_low(subject, every), *given)
-
-    monkeypatch.setattr(planner, "_search", search)
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What moves in the lower precision."""
+    move(monkeypatch, request.param)
+    return str(request.param)
 
 
 def steps(model: Any, optimizer: torch.optim.Optimizer, clip: float | None) -> list[float]:
@@ -51,7 +47,7 @@ def steps(model: Any, optimizer: torch.optim.Optimizer, clip: float | None) -> l
 
 @pytest.mark.parametrize(("clip", "updates"), [(None, "auto"), (0.1, "auto"), (0.1, "host"), (0.1, "device")])
 @pytest.mark.parametrize("tight", [False, True])
-def test_numbers_and_budget(sim: Any, low: None, clip: float | None, updates: Any, tight: bool) -> None:
+def test_numbers_and_budget(sim: Any, way: str, clip: float | None, updates: Any, tight: bool) -> None:
     plain = built("llama").to("sim")
     losses = steps(plain, adamw(plain), clip)
     model = built("llama")
@@ -70,7 +66,7 @@ def test_numbers_and_budget(sim: Any, low: None, clip: float | None, updates: An
         assert steps(model, optimizer, None) == losses
         sim.set_delays(0, 0)
         plan = model.offmate.plan
-        assert plan.low
+        assert moved(plan, way)
         for name, value in plain.state_dict().items():
             assert torch.equal(model.state_dict()[name].cpu(), value.cpu()), name
         assert model.offmate.peak_bytes == plan.predicted_peak_bytes
@@ -80,7 +76,7 @@ def test_numbers_and_budget(sim: Any, low: None, clip: float | None, updates: An
         model._offmate_session.device.close()
 
 
-def test_an_iteration_allocates_what_was_rehearsed(sim: Any, low: None) -> None:
+def test_an_iteration_allocates_what_was_rehearsed(sim: Any, way: str) -> None:
     """A parameter comes with its state before its first update, which makes the rest of the state."""
     model = built("llama")
     optimizer = adamw(model)
@@ -110,7 +106,7 @@ def test_an_iteration_allocates_what_was_rehearsed(sim: Any, low: None) -> None:
         model._offmate_session.device.close()
 
 
-def test_where_no_memory_can_be_pinned(sim: Any, low: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_memory_can_be_pinned(sim: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The user's memory stays the parameter's: what the device has updated is in the state_dict."""
     plain = built("llama").to("sim")
     losses = steps(plain, adamw(plain), None)
@@ -123,7 +119,7 @@ def test_where_no_memory_can_be_pinned(sim: Any, low: None, monkeypatch: pytest.
         assert steps(model, optimizer, None) == losses
         for name, value in plain.state_dict().items():
             assert torch.equal(model.state_dict()[name].cpu(), value.cpu()), name
-        assert model.offmate.plan.low
+        assert moved(model.offmate.plan, way)
     finally:
         model._offmate_session.residence.bring_home()
         model._offmate_session.device.close()

@@ -1,0 +1,75 @@
+"""Which parameters, and which gradients, a plan moves in the precision to which autocast casts parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+import torch
+
+from ..capture.model import Traced
+from ..capture.spec import LowPrecision
+from ..errors import PlanFileError
+from ..optim.updater import Updater
+from ..plans.plan import Plan
+from .request import Request
+
+_PREFIX = "torch."
+
+Low = Mapping[str, LowPrecision]
+
+
+def gradients_alone(traced: Traced, request: Request, updater: Updater | None) -> Low:
+    """Return the parameters whose gradients may leave in the precision in which autocast makes them.
+
+    An update of one micro-batch makes a gradient in the lower precision, as it leaves. The sum over several is one in
+    the parameter's own, and so is one that a scaler unscales.
+    """
+    if updater is None or request.per_update > 1 or request.scales:
+        return {}
+    trained = {traced.captured.params[node] for node in traced.trainable}.intersection(updater.names.values())
+    return {name: LowPrecision(dtype, False) for name, dtype in traced.castable.items() if name in trained}
+
+
+def further(low: Low, request: Request, fastest: Callable[[], Plan | None]) -> Iterator[Low]:
+    """Yield what else may be faster than gradients alone: copies of all parameters, then of what the host updates.
+
+    Parameters
+    ----------
+    fastest: returns the fastest plan found so far, None if there is none.
+    """
+    if not low or not request.config.low_copies or request.storage is not None:
+        return
+    yield _copied(low, low)
+    # Their parameters then stay there, while one that the device updates takes its copy along: 14 bytes for 12.
+    plan = fastest()
+    hosted = low.keys() & plan.split.host if plan is not None else frozenset[str]()
+    if 0 < len(hosted) < len(low):
+        yield _copied(low, hosted)
+
+
+def _copied(low: Low, names: Collection[str]) -> Low:
+    return {name: LowPrecision(one.dtype, name in names) for name, one in low.items()}
+
+
+def words_of(low: Low, copied: bool) -> dict[str, str]:
+    """Return the precisions of copies, or of gradients alone, as a plan's file has them."""
+    return {name: _word(one.dtype) for name, one in low.items() if one.copied == copied}
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix(_PREFIX)
+
+
+def of_plan(plan: Plan, traced: Traced) -> Low:
+    """Return what a plan moves in a lower precision.
+
+    Raises: PlanFileError if a parameter of the model is not cast to this precision wherever it is read.
+    """
+    for name, word in (plan.low | plan.low_gradients).items():
+        dtype = traced.castable.get(name)
+        if dtype is None or _word(dtype) != word:
+            what = f"a copy of {name}" if name in plan.low else f"the gradient of {name}"
+            raise PlanFileError(
+                f"the plan moves {what} in {word[:40]}, but the model reads this parameter in another way; plan again"
+            )
+    return {name: LowPrecision(traced.castable[name], name in plan.low) for name in plan.low | plan.low_gradients}
