@@ -103,7 +103,9 @@ class Session:
             self.truth.host.unscaling = Unscaling(self.device)
         self.updates: Updates | None = None
         if self.updater is not None:
-            self.updates = Updates(self.residence, self.updater, names, scaling, self.storage, self.choice)
+            self.updates = Updates(
+                self.residence, self.updater, names, scaling, self.storage, self.orders, self.choice
+            )  # fmt: skip
         self._said: set[str] = set()
 
     @property
@@ -216,7 +218,7 @@ class Session:
             if under_way.ran_ahead:
                 log.warning(
                     "a forward is dropped without backward(). It had run together with those of the other "
-                    "micro-batches, so that random numbers and buffers are ahead of plain PyTorch's"
+                    "micro-batches of its pass, so that random numbers and buffers are ahead of plain PyTorch's"
                 )
             self.residence.drop_forward()
             return None

@@ -93,8 +93,8 @@ class Together:
 
     @property
     def ran_ahead(self) -> bool:
-        """Return whether forwards of later calls have drawn random numbers or written buffers already."""
-        return self._drawn is not None or bool(self.variant.prepared.binding.written_buffers)
+        """Return whether forwards whose calls are still to come have drawn random numbers or written buffers."""
+        return self.is_ahead and (self._drawn is not None or bool(self.variant.prepared.binding.written_buffers))
 
     @property
     def is_ahead(self) -> bool:

@@ -13,6 +13,7 @@ from .assigned import Assigned
 from .choice import Choice
 from .contexts import alone, outside_inference
 from .edits import check_groups, check_inputs, late_edit
+from .orders import Orders
 from .outside import Outside
 from .residence import Residence
 from .scaling import Scaling, skip, unscale
@@ -32,7 +33,8 @@ class Updates:
     Parameters
     ----------
     names: of the parameters that the optimizer holds. scaling: None if losses are not scaled. storage: the files that
-        states lie in. choice: decides whether updates come before the gate, if that is left to it.
+        states lie in. orders: knows which micro-batches run together. choice: decides whether updates come before the
+        gate, if that is left to it.
     """
 
     def __init__(
@@ -42,9 +44,10 @@ class Updates:
         names: dict[torch.Tensor, str],
         scaling: Scaling | None,
         storage: StateStorage,
+        orders: Orders,
         choice: Choice,
     ) -> None:
-        self.storage, self.choice = storage, choice
+        self.storage, self.orders, self.choice = storage, orders, choice
         self.residence, self.updater, self.scaling = residence, updater, scaling
         self.turns, self.truth = residence.turns, residence.truth
         self.assigned, self.outside = Assigned(), Outside(names, self.turns)
@@ -176,20 +179,14 @@ class Updates:
         early = self.turns.micro_batches if self.turns.waits else 0
         if early:
             log.info("zero_grad() before optimizer.step(): the gradients of %d backward() are dropped", early)
-            self._warn_of_buffers()
+            under_way = self.orders.under_way
+            if under_way is not None and under_way.ran_ahead:
+                log.warning(
+                    "the update is dropped, but the forwards of all micro-batches of its pass had run together, so "
+                    "that random numbers and buffers are ahead of plain PyTorch's"
+                )
             self.residence.give_up()
         self.turns.cleared(early > 0)
-
-    def _warn_of_buffers(self) -> None:
-        """Say that buffers keep what the forwards of several micro-batches have written, if they ran together."""
-        active = self.residence.active
-        written = active.prepared.binding.written_buffers if active is not None else frozenset()
-        if self.turns.is_together and written:
-            log.warning(
-                "the update is dropped, but the buffer %s (%d in all) keeps what the forwards of its micro-batches, "
-                "which ran together, have written",
-                min(written), len(written),
-            )  # fmt: skip
 
     @alone
     def assign(self, param: torch.nn.Parameter, value: torch.Tensor) -> None:

@@ -285,6 +285,26 @@ def test_a_step_after_some_passes_and_an_update_that_is_dropped(caplog: pytest.L
     assert_alike(model, optimizer, reference, theirs)
 
 
+@pytest.mark.parametrize(("count", "warns"), [(1, True), (2, False), (3, True), (4, False)])
+@pytest.mark.parametrize("more", [{"dropout": 0.2}, {"norm": True}], ids=["dropout", "batch norm"])
+def test_a_dropped_update_warns_if_forwards_are_ahead(
+    more: dict[str, Any], count: int, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between passes they are not: random numbers and buffers are those of the plain loop."""
+    data, reference = words(MICRO_BATCHES), tied(**more)
+    torch.manual_seed(3)
+    steps(reference, iter(data), count)
+    expected = torch.get_rng_state()
+    model, optimizer = compiled(tied(**more), config=passes(2))
+    torch.manual_seed(3)
+    steps(model, iter(model.offmate.batches(data)), count)
+    optimizer.zero_grad()
+    assert ("ahead of plain PyTorch's" in caplog.text) is warns
+    buffers = dict(model.named_buffers())
+    same = all(torch.equal(buffer, buffers[name]) for name, buffer in reference.named_buffers())
+    assert (same and torch.equal(torch.get_rng_state(), expected)) is not warns
+
+
 @pytest.mark.parametrize("where", [5, 40, 75])
 def test_an_interrupt_in_any_pass_makes_no_update(where: int) -> None:
     data = numbers(2 * MICRO_BATCHES)
