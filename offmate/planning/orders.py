@@ -10,20 +10,18 @@ from ..capture.model import Traced
 from ..config import Config
 from ..errors import InfeasibleBudget, OffmateError
 from ..machines.devices import EMULATED
-from ..plans.orders import OtherOrder
+from ..plans.orders import OtherOrder, one_by_one
 from ..plans.plan import Plan
 from ..runtime.operators.draws import draw
 from ..solver.accumulation import ORDERS
 from ..solver.passes import between
-
-_USUAL = 'Config(accumulation_order="by batch")'
 
 
 class NotTogether(OffmateError):
     """A forward that cannot run block by block for several micro-batches: its numbers would be others."""
 
 
-def check_together(traced: Traced, device: str) -> None:
+def check_together(traced: Traced, device: str, config: Config) -> None:
     """Raise NotTogether if a forward has other numbers where its blocks run for all micro-batches in turn.
 
     Random numbers have to be drawn before it, in the order of plain PyTorch. And a buffer that one block writes must be
@@ -32,13 +30,14 @@ def check_together(traced: Traced, device: str) -> None:
     Parameters
     ----------
     device: its kind. A card has a generator of its own, whose kernels may draw several numbers at a time.
+    config: that asks for it.
     """
     inside = (node for block in traced.blocks for node in block.joint.forward)
     for node in (*traced.chain.prelude, *inside):
         if is_random(node) and (device != EMULATED or node.target is not draw or node.all_input_nodes):
             raise NotTogether(
                 f"the forward draws random numbers by {node.target}. If its blocks run for all micro-batches in turn, "
-                f"it draws them in another order than plain PyTorch. Set dropout to 0, or use {_USUAL}"
+                f"it draws them in another order than plain PyTorch. Set dropout to 0, or use {one_by_one(config)}"
             )
     buffers = traced.captured.buffers
     reading: dict[str, set[int]] = {}
@@ -56,7 +55,8 @@ def check_together(traced: Traced, device: str) -> None:
     if shared:
         raise NotTogether(
             f"the forward writes the buffer {shared[0]}, which several of its blocks use. If they run for all "
-            f"micro-batches in turn, they read and write it in another order than plain PyTorch. Use {_USUAL}"
+            "micro-batches in turn, they read and write it in another order than plain PyTorch. Use "
+            f"{one_by_one(config)}"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..config import Config
 from ..reports.units import format_seconds
 from ..sizes import format_bytes
 from ..solver.accumulation import AccumulationTrial, Order
@@ -18,6 +19,13 @@ def way(per_pass: int, count: int) -> str:
     if per_pass == 1:
         return _NAMES["by batch"]
     return _NAMES["by block"] if per_pass >= count else f"{_NAMES['by block']}, {per_pass} at a time"
+
+
+def one_by_one(config: Config) -> str:
+    """Return the configuration that a user writes instead, for micro-batches one after the other."""
+    left_out = config.micro_batches_per_pass
+    beside = "" if left_out is None else f" without micro_batches_per_pass={left_out}"
+    return f'Config(accumulation_order="by batch"){beside}'
 
 
 @dataclass(frozen=True)

@@ -38,11 +38,11 @@ class Announced:
 
     Parameters
     ----------
-    per_update: micro-batches of an update; 1 if none has to be known before its turn.
+    per_update: micro-batches of an update; 1 if none has to be known before its turn. one_by_one: as in `Turns`.
     """
 
-    def __init__(self, per_update: int) -> None:
-        self._per_update = per_update
+    def __init__(self, per_update: int, one_by_one: str) -> None:
+        self._per_update, self._one_by_one = per_update, one_by_one
         self._batches: list[Any] = []
         self._parts: list[dict[Path, Any]] = []
         self.called = 0
@@ -65,7 +65,7 @@ class Announced:
             group = [*first, *islice(batches, self._per_update - 1)]
             seen += map(_Seen, group[1:])
             drew = not torch.equal(generator, torch.get_rng_state())
-            _check_memory(seen)
+            _check_memory(seen, self._one_by_one)
             self.announce(group)
             for number, batch in enumerate(group, 1):
                 generator = torch.get_rng_state()
@@ -75,8 +75,7 @@ class Announced:
                         "the loader draws random numbers from torch's generator, and so does the loop (dropout does). "
                         "model.offmate.batches() takes all batches of an update before the first forward, so that "
                         "both get other numbers than in plain PyTorch. Give the loader a generator of its own, or "
-                        'compile with config=offmate.Config(accumulation_order="by batch"), which takes batches one by '
-                        "one"
+                        f"{self._one_by_one}, which takes batches one by one"
                     )
             self.announce(())
 
@@ -123,7 +122,7 @@ class _Seen:
         return any(version_of(tensor) != then for tensor, then in zip(self.tensors, self._versions))
 
 
-def _check_memory(seen: list[_Seen]) -> None:
+def _check_memory(seen: list[_Seen], one_by_one: str) -> None:
     """Raise if a loader has handed out a batch in the memory of an earlier one of the same update."""
     known: dict[int, torch.Tensor] = {}
     again = False
@@ -134,8 +133,8 @@ def _check_memory(seen: list[_Seen]) -> None:
     if again or any(one.changed for one in seen):
         raise ProtocolError(
             "the loader hands out batches of one update in the same memory. Later ones have overwritten earlier "
-            "ones when model.offmate.batches() has taken all. Let it make new tensors, or compile with "
-            'config=offmate.Config(accumulation_order="by batch"), which takes batches one by one'
+            "ones when model.offmate.batches() has taken all. Let it make new tensors, or "
+            f"{one_by_one}, which takes batches one by one"
         )
 
 
@@ -144,13 +143,13 @@ class Expected:
 
     Parameters
     ----------
-    arguments: what the forward has run with. number: of the micro-batch, from 1.
+    arguments: what the forward has run with. number: of the micro-batch, from 1. one_by_one: as in `Turns`.
     """
 
-    def __init__(self, arguments: Arguments, number: int) -> None:
+    def __init__(self, arguments: Arguments, number: int, one_by_one: str) -> None:
         self._leaves, self._spec = pytree.tree_flatten(arguments)
         self._versions = [version_of(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in self._leaves]
-        self._number = number
+        self._number, self._one_by_one = number, one_by_one
 
     def check(self, arguments: Arguments) -> None:
         """Raise if a call has other arguments."""
@@ -168,7 +167,7 @@ class Expected:
             f"the call for micro-batch {self._number} differs from what its batch announced: {what}. With "
             "model.offmate.batches(), the forwards of several micro-batches run at the first call. So each call's "
             "arguments must be parts of its batch, or the same in every call. No update was made. Compute inputs in "
-            'the data loader or its collate_fn, or compile with config=offmate.Config(accumulation_order="by batch")'
+            f"the data loader or its collate_fn, or {self._one_by_one}"
         )
 
 

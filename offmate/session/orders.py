@@ -53,7 +53,7 @@ class Orders:
                     f"{per_pass}; plan again with it, or leave it out"
                 )
         self._choice, self._residence, self._turns = choice, residence, residence.turns
-        self.announced = Announced(1 if self._order == "by batch" else request.micro_batches)
+        self.announced = Announced(1 if self._order == "by batch" else request.micro_batches, self._turns.one_by_one)
         self.together: Together | None = None
         self._said: set[str] = set()
         self._compared: dict[CallKind, tuple[int, ...]] = {}
@@ -79,9 +79,9 @@ class Orders:
         if not self.announced.begins:
             if self._order == "by block" and not self.announced.any:
                 raise ProtocolError(
-                    f'a plan with Config(accumulation_order="by block") has to know all {self._request.micro_batches} '
-                    "batches of an update before its first forward. Write the loop as: for batch in "
-                    "model.offmate.batches(loader):"
+                    f"the micro-batches of an update run {way(self._per_pass, self._request.micro_batches)}, so the "
+                    f"plan has to know all {self._request.micro_batches} batches before the first forward. Write the "
+                    f'loop as "for batch in model.offmate.batches(loader):", or {self._turns.one_by_one}'
                 )
             return None
         if len({one.kind for one in self._foreseen(model, call, self._per_pass)}) > 1:
@@ -96,7 +96,7 @@ class Orders:
         if any(self._choice.known(one) is not variant for one in calls):
             self._declined("the model decides differently about their values")
             return None
-        self.together = Together(variant, calls, per_pass)
+        self.together = Together(variant, calls, per_pass, self._turns.one_by_one)
         return variant
 
     def _planned(self, model: torch.nn.Module, call: Call, per_pass: int) -> Variant:

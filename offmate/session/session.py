@@ -20,6 +20,7 @@ from ..guards.watch import Watch
 from ..machines.devices import make_device
 from ..optim.updater import Updater
 from ..planning.request import Request
+from ..plans.orders import one_by_one
 from ..plans.plan import Plan
 from ..progress import Progress
 from ..runtime.layouts import on_storage
@@ -91,8 +92,10 @@ class Session:
             request, self._plainness, self.watch, self.truth, self.device, self.updater, max_grad_norm, given, progress,
             self.files, self.storage,
         )  # fmt: skip
+        again = "compile" if given is None else "plan again"
         self.pace = Pace(compiled=request.config.backend != "eager")
-        self.turns = Turns(request.micro_batches, request.gate)
+        instead = f"{again} with config=offmate.{one_by_one(request.config)}"
+        self.turns = Turns(request.micro_batches, request.gate, instead)
         self.residence = Residence(self.device, self.updater, self.turns, self.truth, self.preparer, self.pace)
         self.choice = Choice(self.preparer)
         self.orders = Orders(request, self.choice, self.residence, given)
@@ -346,8 +349,7 @@ class Session:
             raise ProtocolError(
                 f"the output {changed!r} was changed in place after its backward(). With model.offmate.batches(), "
                 "backwards of several micro-batches run after the last one, and may read it. This update was dropped. "
-                "Change outputs after "
-                'optimizer.step(), or compile with config=offmate.Config(accumulation_order="by batch")'
+                f"Change outputs after optimizer.step(), or {self.turns.one_by_one}"
             )
         iteration.ends()
         handed: dict[str, torch.Tensor] = {}

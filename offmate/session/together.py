@@ -26,13 +26,14 @@ class Together:
     Parameters
     ----------
     variant: the plan, of all of them. calls: foreseen, in order. per_pass: micro-batches of a pass.
+    one_by_one: as in `Turns`.
     """
 
-    def __init__(self, variant: Variant, calls: Sequence[Call], per_pass: int) -> None:
-        self.variant, self._per_pass = variant, per_pass
+    def __init__(self, variant: Variant, calls: Sequence[Call], per_pass: int, one_by_one: str) -> None:
+        self.variant, self._per_pass, self._one_by_one = variant, per_pass, one_by_one
         self.number = -1
         self._tensors = [call.tensors for call in calls]
-        self._expected = [Expected(_arguments(call), number) for number, call in enumerate(calls, 1)]
+        self._expected = [Expected(_arguments(call), number, one_by_one) for number, call in enumerate(calls, 1)]
         self._outputs: dict[int, dict[str, torch.Tensor]] = {}
         self._gradients: list[dict[str, torch.Tensor]] = []
         self._iterations: list[Iteration] = []
@@ -45,8 +46,7 @@ class Together:
             raise ProtocolError(
                 f"the model or torch's settings (modes, attributes, hooks, autocast) have changed before the call for "
                 f"micro-batch {self.number + 2}, but {self._goes_on}, as they were at the first call. No "
-                "update was made; zero_grad() drops it. Change them between updates, or compile with "
-                'config=offmate.Config(accumulation_order="by batch")'
+                f"update was made; zero_grad() drops it. Change them between updates, or {self._one_by_one}"
             )
         self._expected[self.number + 1].check(_arguments(call))
         edited = [name for iteration in self._iterations[-1:] for name in iteration.edited_buffers()]
@@ -57,8 +57,7 @@ class Together:
             raise ProtocolError(
                 f"random numbers were drawn between the calls for micro-batches {self.number + 1} and "
                 f"{self.number + 2}, whose forwards have drawn theirs already, so both would get other numbers than in "
-                "plain PyTorch. Draw them before the first call or after the last one, or compile with "
-                'config=offmate.Config(accumulation_order="by batch")'
+                f"plain PyTorch. Draw them before the first call or after the last one, or {self._one_by_one}"
             )
         self.number += 1
         return self._tensors[self.number]
@@ -68,8 +67,8 @@ class Together:
         if not self.begins_pass:
             raise ProtocolError(
                 f"the buffer {buffer} was edited before the call for micro-batch {self.number + 2}, whose forward has "
-                "run already. No update was made; zero_grad() drops it. Edit buffers between updates, or compile with "
-                'config=offmate.Config(accumulation_order="by batch")'
+                "run already. No update was made; zero_grad() drops it. Edit buffers between updates, or "
+                f"{self._one_by_one}"
             )
 
     @property

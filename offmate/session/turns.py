@@ -31,10 +31,12 @@ class Turns:
 
     Parameters
     ----------
-    per_update: micro-batches that make one update. gate: whether updates wait for optimizer.step().
+    per_update: micro-batches that make one update. gate: whether updates wait for optimizer.step(). one_by_one: what
+        to do for micro-batches one after the other, as errors say it.
     """
 
-    def __init__(self, per_update: int, gate: bool) -> None:
+    def __init__(self, per_update: int, gate: bool, one_by_one: str) -> None:
+        self.one_by_one = one_by_one
         self._per_update, self.gate, self.together = per_update, gate, False
         self.turn = Turn.FORWARD
         self.iteration: Iteration | None = None
@@ -149,7 +151,7 @@ class Turns:
                 "that model.offmate.batches() announced. Their backwards run together after the last of several, so "
                 "gradients are not complete yet. Call backward() for each before the step, or zero_grad() to drop this "
                 "update. "
-                'To leave some out, compile with config=offmate.Config(accumulation_order="by batch")'
+                f"To leave some out, {self.one_by_one}"
             )
 
     def check_loading(self) -> None:
@@ -165,15 +167,13 @@ class Turns:
         if not call.trains:
             raise ProtocolError(
                 "a forward without gradients between the micro-batches of one update, which run together. Call it "
-                "after optimizer.step(), or compile with "
-                'config=offmate.Config(accumulation_order="by batch")'
+                f"after optimizer.step(), or {self.one_by_one}"
             )
         if self.turn is Turn.BACKWARD:
             raise ProtocolError(
                 f"a forward before backward() of micro-batch {self.micro_batches + 1} of those that "
                 "model.offmate.batches() announced, and that run together. Call backward() on each loss before the "
-                "next forward, or zero_grad() to drop this update. To leave some out, compile with "
-                'config=offmate.Config(accumulation_order="by batch")'
+                f"next forward, or zero_grad() to drop this update. To leave some out, {self.one_by_one}"
             )
 
     def check_clearing(self) -> None:

@@ -368,5 +368,24 @@ def test_a_number_that_contradicts_the_order_or_the_plan_is_refused() -> None:
 
 def test_batches_must_be_announced() -> None:
     model, optimizer = compiled(tiny(), config=passes(2))
-    with pytest.raises(ProtocolError, match="has to know all 5 batches"):
+    with pytest.raises(ProtocolError, match="block by block, 2 at a time, so the plan has to know all 5 batches"):
         trained(model, optimizer, numbers(MICRO_BATCHES))
+
+
+@pytest.mark.parametrize("order", ["auto", "by block"])
+def test_what_an_error_advises_can_be_done(order: Any) -> None:
+    """The advice leaves out what would contradict it, and asks for a new plan if one was given."""
+    data, config = numbers(MICRO_BATCHES), passes(2, accumulation_order=order)
+    model, _ = compiled(tiny(), config=config)
+    steps(model, iter(model.offmate.batches(data)), 1)
+    advice = r'with config=offmate.Config\(accumulation_order="by batch"\) without micro_batches_per_pass=2$'
+    with pytest.raises(ProtocolError, match="or compile " + advice), torch.no_grad():
+        model(**data[1])
+    usual, _ = compiled(tiny(), config=Config(cache_dir=None, accumulation_order="by batch"))
+    steps(usual, iter(usual.offmate.batches(data)), 1)
+    with torch.no_grad():
+        usual(**data[1])
+    model, _ = compiled(tiny(), config=config, plan=model.offmate.plan)
+    steps(model, iter(model.offmate.batches(data)), 1)
+    with pytest.raises(ProtocolError, match="or plan again " + advice), torch.no_grad():
+        model(**data[1])
