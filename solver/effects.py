@@ -299,7 +299,7 @@ def _resident(schedule: Schedule) -> tuple[Item, ...]:
 
 
 def resident_at(schedule: Schedule, m: int) -> tuple[Item, ...]:
-    """List the items on the device when micro-batch `m` starts, by name; raises IndexError beyond the last."""
+    """List the items on the device when pass `m` starts, by name; raises IndexError beyond the last."""
     schedule.pass_of(m)
     there = set(schedule.resident)
     if m > 0:  # all passes after the first start with the items that the first leaves

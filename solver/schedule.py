@@ -96,7 +96,7 @@ class ComputeSpec:
 
 @dataclass(frozen=True)
 class Pass:
-    """The forward and the backward of one micro-batch, or of those that a pass runs."""
+    """The forward and the backward of the micro-batches that a pass runs."""
 
     forward: tuple[Action, ...]
     backward: tuple[Action, ...]
@@ -109,7 +109,7 @@ class Part:
     Parameters
     ----------
     of_pass: which of the schedule's passes it belongs to; the turn-around follows the last and belongs to it.
-    micro_batches: the first micro-batch that it stands for, and the one after the last.
+    micro_batches: the first pass of an update that it stands for, and the one after the last.
     """
 
     direction: Direction
@@ -119,7 +119,7 @@ class Part:
 
     @property
     def times(self) -> int:
-        """Number of micro-batches that it stands for."""
+        """Number of passes of an update that it stands for."""
         return self.micro_batches[1] - self.micro_batches[0]
 
 
@@ -155,7 +155,7 @@ class Schedule:
     the optimizer's step. After it the iteration starts again, with the items of `resident` on the device.
 
     With several passes these are the last one's parts, and `lead` holds the passes before it: none for one
-    pass, one for two, two for three or more. The second of two is replayed for every micro-batch between the
+    pass, one for two, two for three or more. The second of two is replayed for every pass between the
     first and the last, and ends with the same items on the device as it starts with. Step numbers continue through the
     passes; computes have the same names, and are the same, in each.
 
@@ -358,9 +358,9 @@ class Schedule:
         return (*self.lead, Pass(self.forward, self.backward))
 
     def pass_of(self, m: int) -> Pass:
-        """Return the pass of micro-batch `m`, counted from 0; raises IndexError beyond the last."""
+        """Return the actions of pass `m` of an update, counted from 0; raises IndexError beyond the last."""
         if not 0 <= m < self.micro_batches:
-            raise IndexError(f"micro-batch {m} of {self.micro_batches}")
+            raise IndexError(f"pass {m} of {self.micro_batches}")
         return self.passes[-1] if m == self.micro_batches - 1 else self.passes[min(m, 1)]
 
     @cached_property

@@ -366,7 +366,7 @@ class Session:
         return handed
 
     def _backwards(self, variant: Variant, gradients: dict[str, torch.Tensor]) -> None:
-        """Run the backwards of one micro-batch, or of all if they run together and this is the last."""
+        """Run the backwards of the pass that ends with this backward()."""
         together = self.orders.under_way
         self.truth.current = False
         if not self.turns.gate:

@@ -31,7 +31,7 @@ _OF_THE_LAST = (ItemKind.OLD_OUTPUT, ItemKind.GRADIENT, ItemKind.SHARED)  # pres
 class Executor:
     """Replays one schedule on one device.
 
-    State: the world's contents; `loaded`, whether the items that a micro-batch starts with are on the device;
+    State: the world's contents; `loaded`, whether the items that a pass starts with are on the device;
     `complete`, whether the last backward has ended, so that all its gradients are complete; `gate`. All of it changes
     on the thread that calls `forward`, `backward` and `turn_around`, in the order of the schedule's actions; workers
     only fill the tensors that they are given.
@@ -86,11 +86,16 @@ class Executor:
 
     # -- an iteration -------------------------------------------------------------------------------------------------
 
-    def load(self, micro_batch: int = 0) -> None:
-        """Bring to the device the items with which a micro-batch starts."""
+    def load(self, number: int = 0) -> None:
+        """Bring to the device the items with which a pass starts.
+
+        Parameters
+        ----------
+        number: of the pass in the update, from 0.
+        """
         self.device.ledger.add("b", self.fixed_bytes)
-        for item in resident_at(self.schedule, micro_batch):
-            if item.kind in _OF_THE_LAST or (item.kind is ItemKind.TOTAL and micro_batch == 0):
+        for item in resident_at(self.schedule, number):
+            if item.kind in _OF_THE_LAST or (item.kind is ItemKind.TOTAL and number == 0):
                 self._transfers.count(item)
             else:
                 self._take(Action(0, Kind.PREFETCH, item))
@@ -98,7 +103,7 @@ class Executor:
 
     @property
     def draws(self) -> bool:
-        """Return whether forwards that run for several micro-batches in turn draw random numbers."""
+        """Return whether the forwards of passes of several micro-batches draw random numbers."""
         return self._computes.draws
 
     def settle_states(self) -> bool:
@@ -109,61 +114,61 @@ class Executor:
         """Take the space in files for states that their first updates will make; see `States.reserve`."""
         self._by_kind.states.reserve(forms)
 
-    def forward(self, batch: Iterable[torch.Tensor | None], micro_batch: int = 0) -> dict[str, torch.Tensor]:
-        """Run the forwards of a schedule whose steps run one micro-batch.
+    def forward(self, batch: Iterable[torch.Tensor | None], number: int = 0) -> dict[str, torch.Tensor]:
+        """Run the forwards of a pass of one micro-batch.
 
         Parameters
         ----------
-        batch: tensors in the order of `StartBinding.batch`. micro_batch: its index in the iteration, from 0.
+        batch: tensors in the order of `StartBinding.batch`. number: of the pass in the update, from 0.
 
         Returns: the model's output tensors by name.
         """
-        (outputs,) = self.forwards((tuple(batch),), micro_batch)
+        (outputs,) = self.forwards((tuple(batch),), number)
         return outputs
 
-    def forwards(self, batches: Iterable[Batch], micro_batch: int = 0) -> list[dict[str, torch.Tensor]]:
-        """Run the forwards of all micro-batches of a step.
+    def forwards(self, batches: Iterable[Batch], number: int = 0) -> list[dict[str, torch.Tensor]]:
+        """Run the forwards of a pass, for all its micro-batches.
 
         Parameters
         ----------
-        batches: one per slot. micro_batch: the index in the iteration of the first one, from 0.
+        batches: of each micro-batch, as in `forward`. number: of the pass in the update, from 0.
 
-        Returns: by slot, the model's output tensors by name.
+        Returns: by micro-batch, the model's output tensors by name.
         """
         if not self.loaded:
-            self.load(micro_batch)
+            self.load(number)
         self._computes.renew_buffers()
         self._computes.batches = list(batches)
-        self._walk(self.schedule.pass_of(micro_batch).forward)
+        self._walk(self.schedule.pass_of(number).forward)
         return self._computes.take_outputs()
 
-    def backward(self, gradients: dict[str, torch.Tensor], micro_batch: int = 0, speculates: bool = False) -> None:
-        """Run the backwards of a schedule whose steps run one micro-batch.
+    def backward(self, gradients: dict[str, torch.Tensor], number: int = 0, speculates: bool = False) -> None:
+        """Run the backwards of a pass of one micro-batch.
 
         Parameters
         ----------
-        gradients: by name, the gradients of the outputs that the plan differentiates. micro_batch: as in `forward`.
+        gradients: by name, the gradients of the outputs that the plan differentiates. number: as in `forward`.
         speculates: whether updates that the schedule places before the gate may begin there.
         """
-        self.backwards((gradients,), micro_batch, speculates)
+        self.backwards((gradients,), number, speculates)
 
     def backwards(
-        self, gradients: Sequence[dict[str, torch.Tensor]], micro_batch: int = 0, speculates: bool = False
+        self, gradients: Sequence[dict[str, torch.Tensor]], number: int = 0, speculates: bool = False
     ) -> None:
-        """Run the backwards of all micro-batches of a step.
+        """Run the backwards of a pass, for all its micro-batches.
 
         Parameters
         ----------
-        gradients: by slot and name, those of the outputs that the plan differentiates. micro_batch: as in `forwards`.
+        gradients: by micro-batch and name, those of the outputs that the plan differentiates. number: as in `forwards`.
         speculates: as in `backward`.
         """
         self.complete = False
         self.gate.close()
-        last = micro_batch == self.schedule.micro_batches - 1
+        last = number == self.schedule.micro_batches - 1
         self._norms.begin(last=last)
         self._speculation.begin(speculates and last)
         self._computes.incoming = gradients
-        self._walk(self.schedule.pass_of(micro_batch).backward)
+        self._walk(self.schedule.pass_of(number).backward)
         self.complete, self._updating = True, False
         contents = self._contents
         for batch in contents.batches.values():
@@ -197,7 +202,7 @@ class Executor:
             self.gate.unscale()
 
     def finish(self) -> None:
-        """End an iteration of fewer micro-batches than planned by making all updates on the host, now."""
+        """End an iteration of fewer passes than planned by making all updates on the host, now."""
         self.unload()
         self.gate.open()
         self.sync()

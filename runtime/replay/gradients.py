@@ -46,7 +46,7 @@ class _Arrival:
 class Gradients:
     """Moves gradients and adds them up.
 
-    With one micro-batch a gradient that leaves is copied to `HostState.grads`. With several, the first one becomes the
+    With one pass, a gradient that leaves is copied to `HostState.grads`. With several, the first one becomes the
     total, on the host or on the device; later ones are added to it once they are complete, as autograd adds to `.grad`.
     If passes have several micro-batches, the device adds all of them. A total may then be on the host between passes.
 

@@ -23,7 +23,7 @@ _OF_ONE_THREAD = (torch.float32, torch.float64, torch.bfloat16)
 class Norms:
     """Takes the norms that clipping needs, after gradients of a scaled loss were unscaled.
 
-    With one micro-batch a gradient is complete when a block's backward has made it, on the device. With several, the
+    With one pass a gradient is complete when a block's backward has made it, on the device. With several, the
     total is complete after its last addition, on the device or in a worker of the host.
 
     State: `_found`, the norms of this iteration, each where its gradient was; `_taking`, whether the backward under way
@@ -52,7 +52,7 @@ class Norms:
         self._complete: set[str] = set()
 
     def begin(self, *, last: bool) -> None:
-        """Prepare for a backward: that of the last micro-batch or an earlier one."""
+        """Prepare for the backward of the last pass or of an earlier one."""
         self.clear()
         self._taking, self._threads = last, torch.get_num_threads()
 
@@ -71,7 +71,7 @@ class Norms:
     def completes(self, name: str) -> bool:
         """Return whether a gradient that leaves now completes a total that is to be taken.
 
-        One of the micro-batch before may leave in the last backward, until its block makes it again.
+        One of the pass before may leave in the last backward, until its block makes it again.
         """
         return name in self._complete
 
