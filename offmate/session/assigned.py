@@ -34,6 +34,11 @@ class Assigned:
             _GRAD.__set__(param, None)
         self.params.clear()
 
+    def clear_one(self, param: torch.nn.Parameter) -> None:
+        """Remove the gradient of one parameter, if it has one."""
+        self.params = [one for one in self.params if one is not param]
+        _GRAD.__set__(param, None)
+
     def check_none(self) -> None:
         """Raise ProtocolError if there are any: a backward of plain PyTorch would add to them."""
         if self.params:

@@ -48,6 +48,12 @@ class Outside:
         self._mixed.clear()
         self._empty()
 
+    def clear_one(self, param: torch.Tensor, name: str) -> None:
+        """Remove that of one parameter."""
+        self._before.pop(name, None)
+        self._mixed.discard(name)
+        _GRAD.__set__(param, None)
+
     def _empty(self) -> None:
         for param in self._names:
             _GRAD.__set__(param, None)

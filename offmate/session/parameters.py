@@ -101,7 +101,7 @@ class PlannedParameter(_Copied, torch.nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         session = self.__dict__["_offmate"]
-        if session.turns.uncleared:
+        if session.turns.is_consumed(session.updater.names[self]):
             clipping = (
                 "max_grad_norm= clips in optimizer.step(), so remove clip_grad_norm_ (model.offmate.grad_norm is the "
                 "norm of the last step)"
@@ -121,7 +121,7 @@ class PlannedParameter(_Copied, torch.nn.Parameter):
         if value is not None:
             self.__dict__["_offmate"].updates.assign(self, value)
             return
-        self.__dict__["_offmate"].updates.zero_grad()
+        self.__dict__["_offmate"].updates.clear(self)
 
 
 def give_classes(session: Any) -> None:

@@ -151,14 +151,14 @@ class Session:
             self.truth.check_whole()
             self.storage.make_room()
         self.turns.check_call(call)
+        if call.trains and self.updates is not None:
+            self.updates.forward_begins()
         under_way = self._continued(call)
         if under_way is not None:
             self.turns.check_next(call)
             self._check_parameters(under_way)
             self._follow_buffers(under_way)
             return self._handed_over(under_way.variant, self._train(under_way.variant, under_way.called(call)))
-        if call.trains and self.updates is not None:
-            self.updates.assigned.check_none()
         check_hooks(self.watch.parameters, self.updater is not None)
         if self.turns.turn is Turn.BACKWARD:
             if not call.trains and not self.truth.edited() and not self.truth.has_other_parameters(False):

@@ -27,7 +27,8 @@ class Turns:
     `_dropped`, forwards that were given up but through which backward() could still be called; `uncleared`, whether
     zero_grad() is due; `_cleared_early`, whether zero_grad() came before step(); `_read_early`, whether the user has
     read values between backward() and step(); `_graded`, parameters that have had a gradient since the last
-    zero_grad(), and `_zeroed`, those whose gradient it left at zero. Changed by one thread at a time.
+    zero_grad(), `_zeroed`, those whose gradient it left at zero, and `_alone`, those whose gradient alone was cleared
+    and that have had none since. Changed by one thread at a time.
 
     Parameters
     ----------
@@ -46,6 +47,7 @@ class Turns:
         self._cleared_early = self._read_early = False
         self._graded: set[str] = set()
         self._zeroed: set[str] = set()
+        self._alone: set[str] = set()
 
     @property
     def in_iteration(self) -> bool:
@@ -66,6 +68,10 @@ class Turns:
     def waits(self) -> bool:
         """Return whether no update has begun that the gradients so far belong to."""
         return self.gate or self.micro_batches < self._per_update
+
+    def is_consumed(self, name: str) -> bool:
+        """Return whether plain PyTorch would show a parameter's gradient, which the planned optimizer has consumed."""
+        return self.uncleared and name not in self._alone
 
     def begin_update(self, gate: bool, *, together: bool) -> None:
         """Note how the update runs that begins with the next forward."""
@@ -126,6 +132,7 @@ class Turns:
                 "zero_grad() without set_to_none=False"
             )
         self._graded |= updates
+        self._alone -= updates
 
     def check_step(self, outside: bool) -> None:
         """Raise if the loop may not call optimizer.step() now.
@@ -176,6 +183,20 @@ class Turns:
                 f"next forward, or zero_grad() to drop this update. To leave some out, {self.one_by_one}"
             )
 
+    def cleared_alone(self) -> frozenset[str]:
+        """Return the parameters whose gradient alone was cleared in the middle of an update.
+
+        Raises: ProtocolError if their sums are not there yet, since backwards are to run together.
+        """
+        names = frozenset(self._alone & self._graded) if self.micro_batches else frozenset()
+        if names and self.is_together:
+            raise ProtocolError(
+                f"the gradient of {min(names)} was set to None between the micro-batches of an update that run "
+                "together. Clear all gradients with zero_grad(), which drops this update, or clear some after the last "
+                f"backward(), or {self.one_by_one}"
+            )
+        return names
+
     def check_clearing(self) -> None:
         """Raise if the loop may not call zero_grad() now."""
         if self.micro_batches and self.waits:
@@ -222,7 +243,19 @@ class Turns:
     def zeroing(self, set_to_none: bool) -> None:
         """Note that zero_grad() is about to clear the gradients."""
         self._zeroed = set() if set_to_none else self._zeroed | self._graded
-        self._graded = set()
+        self._graded, self._alone = set(), set()
+
+    def clearing(self, name: str) -> bool:
+        """Note that the gradient of one parameter is about to be cleared; return whether no other one is left."""
+        self._zeroed.discard(name)
+        self._alone.add(name)
+        left = self._graded - self._alone
+        self._graded = self._graded if left else set()
+        return not left
+
+    def dropped(self, names: frozenset[str]) -> None:
+        """Note that the sums of some parameters were dropped."""
+        self._graded -= names
 
     def cleared(self, early: bool) -> None:
         """Note that the gradients were cleared, `early` if before the step."""

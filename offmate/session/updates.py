@@ -60,6 +60,7 @@ class Updates:
         ----------
         wanted: the parameters that backward(inputs=...) names; None stands for all.
         """
+        self._drop_alone()
         check_groups(self.updater)
         check_inputs(wanted, variant.updates)
         self.turns.check_zeroed(variant.updates)
@@ -102,6 +103,7 @@ class Updates:
         self.turns.check_step(self.outside.any)
         if self.turns.turn is Turn.BACKWARD:
             self.residence.drop_forward()
+        self._drop_alone()
         check_groups(self.updater)
         if self.scaling is not None:
             self.scaling.check_step()
@@ -149,6 +151,7 @@ class Updates:
         self.turns.check_all_came()
         if self.turns.turn is Turn.BACKWARD:
             self.residence.drop_forward()
+        self._drop_alone()
         assert self.scaling is not None
         return unscale(self.residence, self.scaling, self.outside, inverse)
 
@@ -158,6 +161,7 @@ class Updates:
         """Handle an optimizer.step() that makes no update, since the scaler has found a value that is not finite."""
         self.process.check()
         self.turns.check_step(self.outside.any)
+        self._drop_alone()
         self.residence.preparer.account_for_user_code()
         skip(self.residence)
         self._ended(kept=False)
@@ -176,6 +180,40 @@ class Updates:
         self.assigned.clear()
         self.turns.check_clearing()
         self.outside.clear()
+        self._drop()
+
+    @alone
+    @outside_inference
+    def clear(self, param: torch.nn.Parameter) -> None:
+        """Handle `param.grad = None`; what the plan has of that gradient is dropped before the update goes on."""
+        self.process.check()
+        self.turns.check_clearing()
+        name = self.updater.names[param]
+        self.assigned.clear_one(param)
+        self.outside.clear_one(param, name)
+        if self.turns.clearing(name):
+            self._drop()
+
+    def forward_begins(self) -> None:
+        """Drop what was cleared before a forward that trains. Raises: ProtocolError if gradients were assigned."""
+        self._drop_alone()
+        self.assigned.check_none()
+
+    def _drop_alone(self) -> None:
+        names = self.turns.cleared_alone()
+        if not names:
+            return
+        if self.scaling is not None and self.turns.turn is Turn.STEP:
+            raise ProtocolError(
+                f"the gradient of {min(names)} was set to None after the last backward() of an update. With "
+                "grad_scaler=, that backward() has checked it together with the others. Set it to None before the last "
+                "forward, or clear all gradients with zero_grad()"
+            )
+        self.residence.bring_home()
+        self.truth.host.totals -= names
+        self.turns.dropped(names)
+
+    def _drop(self) -> None:
         early = self.turns.micro_batches if self.turns.waits else 0
         if early:
             log.info("zero_grad() before optimizer.step(): the gradients of %d backward() are dropped", early)
