@@ -17,6 +17,7 @@ from fractions import Fraction
 
 from .problem import Option, Problem
 from .rows import Block
+from .steps import passes_and_slots
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,8 @@ def in_passes(problem: Problem, micro_batches: int, per_step: int) -> Problem:
 
     Source: GreedySnake, section 4.2, with a group size.
     """
-    if per_step >= micro_batches:
-        return for_all(problem, micro_batches)
-    passes = -(-micro_batches // per_step)
-    return for_all(problem, per_step, passes, last=micro_batches - (passes - 1) * per_step)
+    passes, slots, last = passes_and_slots(micro_batches, per_step)
+    return for_all(problem, slots, passes, last=last)
 
 
 def for_all(problem: Problem, slots: int, passes: int = 1, *, last: int = 0) -> Problem:

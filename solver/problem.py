@@ -32,7 +32,7 @@ from .rows import Side as Side
 from .rows import TensorSize as TensorSize
 from .rows import Value as Value
 from .rows import log_share as log_share
-from .steps import Step, passes_of, steps_of
+from .steps import InPasses, Step, passes_of, steps_of
 
 MOST_TURN_AROUND_STEPS = 10_000
 RING_PIECES = 3  # of states in the host's memory at a time: one is read, one updated, one written
@@ -44,7 +44,7 @@ class ProblemError(ValueError):
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(InPasses):
     """One training iteration to be planned.
 
     Parameters
@@ -228,19 +228,9 @@ class Problem:
         """Return the micro-batches for which a step runs its block in turn."""
         return self.last_slots if self.steps[step].of_pass == self.n_passes - 1 else self.per_step
 
-    @property
-    def last_slots(self) -> int:
-        """The micro-batches of the last pass."""
-        return self.last_per_step or self.per_step
-
     def share(self, step: int) -> float:
         """Return the part of a pass's micro-batches that a step runs for."""
         return self.slots_at(step) / self.per_step
-
-    @property
-    def per_update(self) -> int:
-        """The micro-batches of an update."""
-        return (self.micro_batches - 1) * self.per_step + self.last_slots
 
     def each(self, step: int) -> tuple[int, ...]:
         """The steps of all passes in which what is said of a step of the first pass happens."""
@@ -260,16 +250,6 @@ class Problem:
     def computes_s(self) -> float:
         """Seconds of a pass with the fastest options, of nothing but its computes."""
         return self.start_s + sum(min(o.forward_s + o.backward_s for o in block.options) for block in self.blocks)
-
-    @property
-    def adds_up(self) -> bool:
-        """True if gradients of several micro-batches are added up."""
-        return self.micro_batches > 1
-
-    @property
-    def sums_on_device(self) -> bool:
-        """True if gradients are added up over passes of several micro-batches, each of them on the device."""
-        return self.adds_up and self.per_step > 1
 
     def backward_step(self, block: int) -> int:
         """Return the step of the first pass in which `block` (0-based) runs backward."""

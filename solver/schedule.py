@@ -15,7 +15,7 @@ from .packing import Tenant, packed, span_of
 from .problem import RING_PIECES
 from .resources import HOST, Path, Rates, Tier
 from .steps import Direction as Direction
-from .steps import passes_of
+from .steps import InPasses, passes_of
 
 
 class Kind(Enum):
@@ -148,7 +148,7 @@ class HostLayout:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(InPasses):
     """One iteration as actions over whole tensors, in the order in which the executor takes them.
 
     The forward part runs inside the model's call, the backward part inside the user's backward, the turn-around part in
@@ -331,26 +331,6 @@ class Schedule:
     def known_effects(self) -> dict[tuple[Kind, str], Any]:
         """The cache of `effects.effect`, by kind and name of an action."""
         return {}
-
-    @property
-    def adds_up(self) -> bool:
-        """True if gradients of several micro-batches are added up."""
-        return self.micro_batches > 1
-
-    @property
-    def sums_on_device(self) -> bool:
-        """True if gradients are added up over passes of several micro-batches, each of them on the device."""
-        return self.adds_up and self.per_step > 1
-
-    @property
-    def last_slots(self) -> int:
-        """The micro-batches of the last pass."""
-        return self.last_per_step or self.per_step
-
-    @property
-    def per_update(self) -> int:
-        """The micro-batches of an update."""
-        return (self.micro_batches - 1) * self.per_step + self.last_slots
 
     @property
     def passes(self) -> tuple[Pass, ...]:

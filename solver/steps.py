@@ -15,6 +15,46 @@ class Direction(Enum):
     TURN_AROUND = "turn-around"
 
 
+class InPasses:
+    """An update whose micro-batches run in passes, and what follows from their numbers; a base of dataclasses.
+
+    Parameters
+    ----------
+    micro_batches: passes per update. per_step: micro-batches of a pass, which every step runs its block for in turn.
+    last_per_step: those of the last pass, if they are fewer; 0 if they are as many.
+    """
+
+    micro_batches: int
+    per_step: int
+    last_per_step: int
+
+    @property
+    def last_slots(self) -> int:
+        """The micro-batches of the last pass."""
+        return self.last_per_step or self.per_step
+
+    @property
+    def per_update(self) -> int:
+        """The micro-batches of an update."""
+        return (self.micro_batches - 1) * self.per_step + self.last_slots
+
+    @property
+    def adds_up(self) -> bool:
+        """True if gradients of several passes are added up."""
+        return self.micro_batches > 1
+
+    @property
+    def sums_on_device(self) -> bool:
+        """True if gradients are added up over passes of several micro-batches, each of them on the device."""
+        return self.adds_up and self.per_step > 1
+
+
+def passes_and_slots(count: int, per_step: int) -> tuple[int, int, int]:
+    """Return the fields of `InPasses`, in order, for an update of `count` micro-batches with `per_step` in a pass."""
+    per_step = min(per_step, count)
+    return -(-count // per_step), per_step, count % per_step
+
+
 @dataclass(frozen=True)
 class Step:
     """One step of an iteration.

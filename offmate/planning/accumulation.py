@@ -24,7 +24,7 @@ AUTO = "auto"
 
 def of_update(request: Request, micro_batches: int, order: Order) -> Request:
     """Return the request of an update of so many micro-batches in an order."""
-    own = replace(request, micro_batches=micro_batches, together=1)
+    own = replace(request, micro_batches=micro_batches, per_step=1)
     return own.by_block if order == "by block" else own
 
 

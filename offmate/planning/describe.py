@@ -71,7 +71,7 @@ def _batch(subject: Subject) -> str:
         shapes.append(f"{shape} ({named})" if named else shape)
     more = ["…"] if len(shapes) > _SHOWN_SHAPES else []
     batch = " and ".join([*shapes[:_SHOWN_SHAPES], *more])
-    times, together = subject.request.per_update, subject.request.together
+    times, together = subject.request.per_update, subject.request.per_step
     order = f", {way(together, times)}" if together > 1 else ""
     return batch if times == 1 else f"{times} micro-batches of {batch}{order}"
 

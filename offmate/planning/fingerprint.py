@@ -48,8 +48,8 @@ def fingerprint_of(
         host = None if request.automatic_host else request.host_budget_bytes
         parts += (request.budget_bytes, host, request.user_bytes, _planning(request.config))
         parts += (request.micro_batches, request.clips, *(("scales",) if request.scales else ()))
-        parts += ("together", request.together) if request.together > 1 else ()
-        parts += ("last", request.last) if request.last else ()
+        parts += ("together", request.per_step) if request.per_step > 1 else ()
+        parts += ("last", request.last_per_step) if request.last_per_step else ()
         parts += ("measures",) if request.measures else ()
         if request.files is not None:  # a rate that was measured here is a figure like those of links
             rate = request.files.read_bytes_per_s if machine is not None else None
@@ -83,8 +83,8 @@ def differences(plan: Plan, request: Request, planned: bool) -> list[str]:
     steps, now = there.per_update, request.per_update
     if steps != now:
         found.append(f"accumulation_steps={steps} in the plan, {now} now")
-    elif there.per_step != request.together:
-        ways = way(there.per_step, steps), way(request.together, now)
+    elif there.per_step != request.per_step:
+        ways = way(there.per_step, steps), way(request.per_step, now)
         found.append("micro-batches {} in the plan, {} now".format(*ways))
     looks = there.gate and (there.micro_batches == 1 or (plan.problem is not None and plan.problem.gate_s > 0))
     if looks != (request.clips or request.scales):

@@ -82,7 +82,7 @@ def make_plan(
     start = time.perf_counter()
     where = accelerator(request.device) if machine is None else None
     traced = trace() if trace is not None else trace_model(model, args, kwargs, request.config, True, say, real, where)
-    if request.together > 1:
+    if request.per_step > 1:
         check_together(traced, request.device, request.config)
     request = replace(request, user_bytes=user_bytes_of(traced, request))
     subject = Subject(model, args, kwargs, traced, request, updater, machine, say)

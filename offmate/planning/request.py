@@ -15,10 +15,11 @@ from ..lowering.frozen_files import FrozenFiles
 from ..lowering.state_files import StateFiles
 from ..plans.plan import Plan
 from ..runtime.replay.binding import Binding
+from ..solver.steps import InPasses, passes_and_slots
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(InPasses):
     """The requirements of a plan, besides the model and the batch.
 
     Parameters
@@ -28,9 +29,7 @@ class Request:
         what usual losses hold.
     automatic: the device's budget is what is free now, and a smaller one serves if less remains.
     automatic_host: the host budget is what is available now; a stored plan only has to fit into it.
-    micro_batches: how many passes make one planned update. together: how many micro-batches a pass runs in turn, block
-        by block. last: those of the last pass, if they are fewer; 0 if they are as many. clips: whether gradients are
-        clipped.
+    micro_batches, per_step, last_per_step: how an update runs in passes. clips: whether gradients are clipped.
     measures: whether the norm of all gradients is measured, without anything waiting for it.
     scales: whether losses are scaled, so that an update may be skipped.
     margin_bytes: the part of the budget that is left to the device's allocator.
@@ -47,8 +46,8 @@ class Request:
     automatic: bool = False
     automatic_host: bool = False
     micro_batches: int = 1
-    together: int = 1
-    last: int = 0
+    per_step: int = 1
+    last_per_step: int = 0
     clips: bool = False
     measures: bool = False
     scales: bool = False
@@ -59,24 +58,17 @@ class Request:
     @property
     def gate(self) -> bool:
         """Return whether updates wait until all gradients are complete."""
-        return self.clips or self.scales or self.micro_batches > 1
+        return self.clips or self.scales or self.adds_up
 
     @property
     def by_block(self) -> Request:
         """The request of plans that run each block for several micro-batches in turn: the named number, or all."""
         return self.in_passes(self.config.micro_batches_per_pass or self.per_update)
 
-    @property
-    def per_update(self) -> int:
-        """Return the micro-batches of an update."""
-        return (self.micro_batches - 1) * self.together + (self.last or self.together)
-
-    def in_passes(self, together: int) -> Request:
+    def in_passes(self, per_pass: int) -> Request:
         """Return the request of plans that run so many micro-batches of an update per pass, the last what is left."""
-        count = self.per_update
-        together = min(together, count)
-        passes = -(-count // together)
-        return replace(self, micro_batches=passes, together=together, last=count % together)
+        passes, slots, last = passes_and_slots(self.per_update, per_pass)
+        return replace(self, micro_batches=passes, per_step=slots, last_per_step=last)
 
     @property
     def speculates(self) -> bool:

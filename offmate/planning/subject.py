@@ -182,8 +182,8 @@ def lower(
         user_bytes=request.user_bytes or 0,
         turn_around_steps=request.config.turn_around_steps,
         gate=request.gate,
-        together=request.together > 1 and request.micro_batches == 1,
-        micro_batches=request.per_update if request.micro_batches > 1 else 1,
+        together=request.per_step > 1 and not request.adds_up,
+        micro_batches=request.per_update if request.adds_up else 1,
         speculates=request.speculates,
         gate_s=_VERDICT * min((c.device_norm_s for c in updates.values()), default=0.0) if looks else 0.0,
     )
@@ -192,11 +192,11 @@ def lower(
 
 def _together(problem: Problem, traced: Traced, request: Request) -> Problem:
     """Return the problem whose steps run several micro-batches, for which random numbers are drawn beforehand."""
-    if request.together == 1:
+    if request.per_step == 1:
         return problem
     start_bytes = max(problem.start_peak_bytes, drawn_bytes(traced))
     one = replace(problem, start_peak_bytes=start_bytes, micro_batches=1)
-    return in_passes(one, request.per_update, request.together)
+    return in_passes(one, request.per_update, request.per_step)
 
 
 def _looks_s(request: Request, cost: UpdateCost) -> tuple[float, float]:
